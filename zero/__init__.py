@@ -1,0 +1,17 @@
+"""What is reduced, and who owns which shard: buckets, stages and the optimizer step.
+
+Torch only. How bytes move is the caller's: anything that satisfies `zero.collectives.Collectives`
+will do, and `zero.collectives.Solo` is a world of one.
+"""
+
+from zero.collectives import Collectives, Solo, Work
+from zero.optimizer import NonFiniteGradientError, StepResult, ZeroOptimizer
+
+__all__ = [
+    "Collectives",
+    "NonFiniteGradientError",
+    "Solo",
+    "StepResult",
+    "Work",
+    "ZeroOptimizer",
+]

@@ -1,0 +1,208 @@
+"""Which samples are whose: the order of training's samples, and every rank's part of it.
+
+    epoch:    a permutation of the samples, from (seed, epoch) alone
+    step:     the next batch_size of it: the global batch     [------------------------]
+    rank:     a contiguous part of that                       [-------|--------|-------]
+    worker:   micro-batches of nearly equal sizes             [---|---|----|---|---|---]
+
+Everything follows from the step, the rank and the size by closed forms. So the global order is
+the same at any number of ranks, and a job resumes by starting at another step.
+
+Nothing here communicates.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+Collate = Callable[[list[Any]], Any] | None
+
+
+def part(n: int, index: int, parts: int) -> tuple[int, int]:
+    """Return the bounds [start, stop) of one of `parts` contiguous parts of n items.
+
+    The parts are disjoint and complete, their sizes differ by at most one; some may be empty.
+    """
+    return index * n // parts, (index + 1) * n // parts
+
+
+def mixed_seed(*values: int) -> int:
+    """Return a well-mixed 64-bit seed of non-negative integers, such as (seed, epoch)."""
+    return int(np.random.SeedSequence(values).generate_state(1, np.uint64)[0])
+
+
+@functools.lru_cache(maxsize=1)
+def _permutation(samples: int, seed: int, epoch: int) -> Tensor:
+    """Return an epoch's order. One is kept: the steps of an epoch ask for it one by one."""
+    generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order in which a job sees its samples. Pure: all ranks hold an equal one.
+
+    An epoch takes every sample once; its last batch is smaller when batch_size does not divide
+    samples. Steps count from 0, on through the epochs. Raises ValueError for a plan of nothing.
+    """
+
+    samples: int
+    """Samples in the dataset."""
+    batch_size: int
+    """Samples in a global batch, that of all ranks together."""
+    seed: int
+    """Of the permutations; not negative."""
+    shuffle: bool = True
+    """False to keep the dataset's order in every epoch."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError("the dataset has no samples: give at least one")
+        if self.batch_size < 1:
+            raise ValueError(f"a global batch of {self.batch_size} samples: give at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed {self.seed} is negative: give 0 or more")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that see every sample once."""
+        return -(-self.samples // self.batch_size)
+
+    def _bounds(self, step: int) -> tuple[int, int, int]:
+        """Return the step's epoch and its [start, stop) in the epoch's order."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        start = batch * self.batch_size
+        return epoch, start, min(start + self.batch_size, self.samples)
+
+    def _slice(self, epoch: int, start: int, stop: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(start, stop)
+        return _permutation(self.samples, self.seed, epoch)[start:stop].clone()
+
+    def indices(self, step: int) -> Tensor:
+        """Return the samples of a step's global batch, new, 1-D int64."""
+        return self._slice(*self._bounds(step))
+
+    def share(self, step: int, rank: int, size: int) -> Tensor:
+        """Return a rank's part of a step's global batch, new, 1-D int64, perhaps empty."""
+        epoch, start, stop = self._bounds(step)
+        first, last = part(stop - start, rank, size)
+        return self._slice(epoch, start + first, start + last)
+
+    def micro_batch_count(self, step: int, rank: int, size: int, micro_batch_size: int) -> int:
+        """Return how many micro-batches a rank has in a step, without making them."""
+        _, start, stop = self._bounds(step)
+        first, last = part(stop - start, rank, size)
+        return -(-(last - first) // micro_batch_size)
+
+    def micro_batches(
+        self, step: int, rank: int, size: int, micro_batch_size: int
+    ) -> list[list[int]]:
+        """Return a rank's share of a step in pieces of at most micro_batch_size samples.
+
+        As few as can be, their sizes differ by at most one; none when the share is empty.
+        """
+        share: list[int] = self.share(step, rank, size).tolist()
+        count = self.micro_batch_count(step, rank, size, micro_batch_size)
+        return [share[slice(*part(len(share), i, count))] for i in range(count)]
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """A rank's micro-batches of the steps [start, stop), in order, for a DataLoader.
+
+    Which of them belong to which step says `plan.micro_batch_count`.
+    """
+
+    def __init__(
+        self, plan: Plan, *, rank: int, size: int, micro_batch_size: int, start: int, stop: int
+    ) -> None:
+        if micro_batch_size < 1:
+            raise ValueError(f"a micro-batch of {micro_batch_size} samples: give at least 1")
+        self._plan = plan
+        self._deal = (rank, size, micro_batch_size)
+        self._steps = range(start, stop)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self._steps:
+            yield from self._plan.micro_batches(step, *self._deal)
+
+    def __len__(self) -> int:
+        return sum(self.counts())
+
+    def counts(self) -> Iterator[int]:
+        """Yield the number of micro-batches of each step."""
+        for step in self._steps:
+            yield self._plan.micro_batch_count(step, *self._deal)
+
+
+def batches(
+    dataset: Dataset[Any],
+    plan: Plan,
+    *,
+    rank: int,
+    size: int,
+    micro_batch_size: int,
+    start: int,
+    stop: int,
+    workers: int,
+    start_method: str,
+    collate: Collate = None,
+) -> Iterator[list[Any]]:
+    """Yield the steps [start, stop), each as the list of this rank's collated micro-batches.
+
+    Local. The list is empty where the rank's share is. With `workers` processes, started by
+    `start_method` ("fork", "forkserver" or "spawn"), loading runs ahead of the caller, over
+    steps and epochs; they end when the iterator is exhausted, closed or dropped. Seeding the
+    workers leaves torch's default generator alone. Raises ValueError for a micro-batch of
+    nothing.
+    """
+    sampler = MicroBatchSampler(
+        plan, rank=rank, size=size, micro_batch_size=micro_batch_size, start=start, stop=stop
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        multiprocessing_context=start_method if workers else None,
+        collate_fn=collate,
+        generator=torch.Generator().manual_seed(mixed_seed(plan.seed, start, rank)),
+    )
+    loaded = iter(loader)
+    return ([next(loaded) for _ in range(count)] for count in sampler.counts())
+
+
+def validation_batches(
+    dataset: Dataset[Any],
+    *,
+    rank: int,
+    size: int,
+    micro_batch_size: int,
+    workers: int,
+    start_method: str,
+    collate: Collate = None,
+) -> Iterator[Any]:
+    """Yield this rank's collated micro-batches of the whole dataset, in its order, once.
+
+    Local. Every sample goes to one rank; ranks may get unequal numbers of micro-batches, or none.
+    """
+    plan = Plan(len(cast(Sized, dataset)), size * micro_batch_size, seed=0, shuffle=False)
+    steps = batches(
+        dataset,
+        plan,
+        rank=rank,
+        size=size,
+        micro_batch_size=micro_batch_size,
+        start=0,
+        stop=plan.steps_per_epoch,
+        workers=workers,
+        start_method=start_method,
+        collate=collate,
+    )
+    for micro_batches in steps:
+        yield from micro_batches

@@ -1,0 +1,70 @@
+"""When something breaks: one clean error for what all ranks agree on, a quick end for the rest.
+
+An exception on one rank leaves the others waiting in a collective, under every launcher, unless it
+ends the job. So an uncaught one prints its rank, host and traceback and aborts the world.
+"""
+
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NoReturn
+
+from mntrain import mpi
+
+
+class AgreedError(ValueError):
+    """What every rank raises alike, after all have heard of it; the world is still in order."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Ends the whole job for an exception that nobody caught. One a world."""
+
+    rank: int
+    size: int
+    host: str
+
+    def install(self) -> None:
+        """Take over the interpreter's hooks for uncaught exceptions, of all threads."""
+        sys.excepthook = self._uncaught
+        threading.excepthook = lambda args: self._uncaught(
+            args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
+        )
+
+    def uninstall(self) -> None:
+        """Give the hooks back."""
+        sys.excepthook = sys.__excepthook__
+        threading.excepthook = threading.__excepthook__
+
+    def end_job(self, error: BaseException) -> NoReturn:
+        """Say what happened to this rank, and end all ranks. Does not return."""
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            code = 130
+            if self.rank == 0:
+                print("mntrain: interrupted", file=sys.stderr)
+        elif isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1
+            self._say(f"left the job with exit code {error.code}")
+        else:
+            self._say("failed:\n" + "".join(traceback.format_exception(error)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.abort(code)
+        raise SystemExit(code)  # an abort that came back
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, AgreedError):
+            if self.rank == 0:
+                print(f"mntrain: error: {error}", file=sys.stderr)
+        elif self.size == 1:
+            sys.__excepthook__(kind, error, trace)
+        else:
+            self.end_job(error)
+
+    def _say(self, what: str) -> None:
+        print(f"mntrain: rank {self.rank} of {self.size} on {self.host} {what}", file=sys.stderr)

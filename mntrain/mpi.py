@@ -1,0 +1,211 @@
+"""MPI, behind a small door: the only module that imports mpi4py, and only when a world is made.
+
+Importing mpi4py.MPI starts MPI; data-loader workers import this package too, so the import waits
+for `start`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from mpi4py import MPI
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+# MPI-3 counts are 32-bit ints: a longer message goes as several of this many bytes.
+MESSAGE_BYTES = 1 << 30
+# A waiting rank asks MPI at once, this many seconds long; then it sleeps between questions, so
+# that the core computes for somebody who does not wait.
+EAGER_S = 100e-6
+SLEEP_S = (20e-6, 500e-6)
+
+
+class SilentSingletonsError(RuntimeError):
+    """The launcher started more ranks than this MPI sees: N worlds of one, each all alone."""
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent, by level: {"node": ..., "cross": ...}."""
+
+    messages: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
+    bytes: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
+
+    def count(self, level: str, nbytes: int) -> None:
+        """Add one message."""
+        self.messages[level] += 1
+        self.bytes[level] += nbytes
+
+
+class Communicator:
+    """A group of ranks that exchange bytes and small Python objects. Owns its MPI communicator.
+
+    `levels[peer]` says at which level a message to that peer travels, for `traffic`. Free it with
+    `free`, collectively; afterwards it is unusable.
+    """
+
+    def __init__(self, comm: MPI.Comm, name: str) -> None:
+        comm.Set_name(f"mntrain {name}")
+        self._comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.traffic = Traffic()
+        self.levels: Sequence[str] = ["cross"] * self.size
+
+    def exchange(
+        self, sends: Iterable[tuple[int, Bytes]], receives: Iterable[tuple[int, Bytes]]
+    ) -> None:
+        """Send and receive, all in flight together: pairs of a peer and its bytes.
+
+        Returns when every receive is filled and every send's buffer is free again. Empty buffers
+        send nothing. Between one pair of ranks, messages arrive in the order of the lists.
+        """
+        incoming = [self.receive(peer, data) for peer, data in receives]
+        outgoing = [self.send(peer, data) for peer, data in sends]
+        for flight in (*incoming, *outgoing):
+            flight.wait()
+
+    def send(self, peer: int, data: Bytes) -> Flight:
+        """Start sending bytes to a peer. The buffer is lent until the flight is waited for."""
+        requests = []
+        for part in _messages(data):
+            self.traffic.count(self.levels[peer], part.nbytes)
+            requests.append(self._comm.Isend(part, peer))
+        return Flight(requests)
+
+    def receive(self, peer: int, data: Bytes) -> Flight:
+        """Start receiving exactly data.nbytes bytes from a peer into data."""
+        return Flight([self._comm.Irecv(part, peer) for part in _messages(data)])
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Everyone's object, by rank, on every rank. Collective, blocking; for small things."""
+        return list(self._comm.allgather(mine))
+
+    def node_keys(self) -> list[int]:
+        """For every rank, the lowest rank with which it shares memory. Collective."""
+        from mpi4py import MPI  # noqa: PLC0415
+
+        shared = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        try:
+            leader = int(shared.bcast(self.rank))
+        finally:
+            shared.Free()
+        return self.gather_objects(leader)
+
+    def split(self, color: int, name: str) -> Communicator:
+        """The ranks that gave the same color, in the order of their ranks here. Collective."""
+        return Communicator(self._comm.Split(color, self.rank), name)
+
+    def free(self) -> None:
+        """Give the MPI communicator back. Collective."""
+        self._comm.Free()
+
+
+class Flight:
+    """Messages under way."""
+
+    def __init__(self, requests: Sequence[MPI.Request]) -> None:
+        self._requests = list(requests)
+
+    def wait(self) -> None:
+        """Return when all have arrived, or left. Sleeps while there is nothing to do."""
+        if not self._requests:
+            return
+        testall = type(self._requests[0]).Testall
+        start = time.perf_counter()
+        pause = SLEEP_S[0]
+        while not testall(self._requests):
+            if time.perf_counter() - start > EAGER_S:
+                time.sleep(pause)
+                pause = min(2 * pause, SLEEP_S[1])
+        self._requests.clear()
+
+
+def _messages(data: Bytes) -> list[Bytes]:
+    return [data[low : low + MESSAGE_BYTES] for low in range(0, data.nbytes, MESSAGE_BYTES)]
+
+
+@dataclass(frozen=True)
+class Library:
+    """Which MPI runs, and what its threads may do."""
+
+    name: str
+    threads: str
+
+
+THREADS = {0: "single", 1: "funneled", 2: "serialized", 3: "multiple"}
+
+
+def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, Library]:
+    """Start MPI if nobody has, and give a duplicate of `comm` (of the world by default).
+
+    Collective over `comm`, which stays the caller's. Raises SilentSingletonsError when the
+    launcher's environment says that the world should have more ranks than it has.
+    """
+    # Open MPI reads these as it starts: waiting ranks yield the core, and windows leave UCX out,
+    # which complains where it has no network device. What the user has set wins.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    from mpi4py import MPI  # noqa: PLC0415
+
+    check_launcher(os.environ, MPI.COMM_WORLD.Get_size())
+    level = THREADS.get(MPI.Query_thread(), "unknown")
+    if level not in ("serialized", "multiple"):
+        raise RuntimeError(
+            f"MPI was started with thread level {level!r}, and communication needs a thread of its "
+            "own: ask for MPI_THREAD_MULTIPLE (mpi4py does unless mpi4py.rc says otherwise)"
+        )
+    vendor, version = MPI.get_vendor()
+    name = f"{vendor} {'.'.join(map(str, version))}"
+    return Communicator((comm or MPI.COMM_WORLD).Dup(), "world"), Library(name, level)
+
+
+def abort(code: int) -> None:
+    """End every rank of the job, now."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    MPI.COMM_WORLD.Abort(code)
+
+
+# The most specific launcher first: mpirun within a Slurm job says how many it started itself.
+SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+)
+
+
+def check_launcher(environment: Mapping[str, str], size: int) -> None:
+    """Compare the world's size with what the launcher's environment says. Local.
+
+    Raises SilentSingletonsError when the launcher started more. PMIx states no size, but a rank
+    above those of this world gives the mismatch away.
+    """
+    for variable in SIZE_VARIABLES:
+        value = environment.get(variable, "")
+        if value.isdigit():
+            expected = int(value)
+            if expected > size:
+                raise SilentSingletonsError(_singletons(f"{variable}={value}", expected, size))
+            return
+    pmix = environment.get("PMIX_RANK", "")
+    if pmix.isdigit() and int(pmix) >= size:
+        raise SilentSingletonsError(_singletons(f"PMIX_RANK={pmix}", int(pmix) + 1, size))
+
+
+def _singletons(evidence: str, expected: int, size: int) -> str:
+    return (
+        f"the launcher started {expected} ranks ({evidence}), but MPI sees a world of {size}: the "
+        "launcher and this Python's MPI library do not know each other, so every rank would train "
+        "alone. Use the mpirun of the same MPI (with a pip wheel: the one beside this python), or "
+        "under Slurm the matching plugin: srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH. To "
+        f"run one rank on purpose, unset {evidence.partition('=')[0]}"
+    )

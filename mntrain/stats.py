@@ -1,0 +1,116 @@
+"""What a step took and what a rank used: seconds by phase, memory, bytes by level."""
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PHASES = ("data", "forward", "backward", "reduce_wait", "optimizer")
+
+
+class Phases:
+    """A stop-watch for the phases of a step. Seconds of wall-clock time."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time spent inside to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+
+class Tally:
+    """Sums of means, each weighed by its count, so that totals over ranks give exact means."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, count: int, means: Mapping[str, Tensor]) -> None:
+        """Add 0-dim means over the same `count` items. Does not wait for a device."""
+        self.count += count
+        for name, mean in means.items() if count else ():
+            term = mean.detach().to(torch.float64) * count
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+
+    def names(self) -> list[str]:
+        """What has been added so far."""
+        return list(self._sums)
+
+    def sums(self, names: Sequence[str]) -> list[float]:
+        """Sums by name, 0 for what was never added. Waits for the device."""
+        return [float(self._sums[name]) if name in self._sums else 0.0 for name in names]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step, as it stands in metrics.jsonl; means and counts are over all ranks."""
+
+    step: int  # 1 for the first
+    loss: float  # mean over the samples (or tokens) of the step
+    lr: float
+    grad_norm: float  # of the mean gradient, before clipping
+    clip_coef: float
+    clipped_norm: float  # after clipping
+    samples: int
+    tokens_per_s: float  # what the loss is a mean over (tokens, or samples), a second
+    step_s: float  # from the end of the step before to the end of this one, on the master
+    data: float  # seconds by phase, on the master
+    forward: float
+    backward: float
+    reduce_wait: float
+    optimizer: float
+    metrics: dict[str, float]  # the task's further means
+    eval_loss: float | None = None  # of an evaluation made after this step
+    eval_metrics: dict[str, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as a JSON object, without what is absent."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs."""
+
+    rank: int
+    host: str
+    node: int
+    local_rank: int
+    device: str
+    threads: int  # that torch computes with
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one rank used, from its start until now."""
+
+    peak_memory: int  # bytes of host memory, the largest resident size
+    peak_device_memory: int  # bytes allocated on the GPU; 0 on the CPU
+    node_messages: int  # sent within the node
+    node_bytes: int
+    cross_messages: int  # sent to other nodes
+    cross_bytes: int
+
+
+def peak_memory() -> int:
+    """This process's largest resident size so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def peak_device_memory(device: torch.device) -> int:
+    """The most that torch had allocated on a GPU so far, in bytes; 0 on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,63 @@
+"""What a training job needs to know of a model and its data: a `Task` of three methods."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from mntrain.config import Config
+
+Split = Literal["train", "valid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a task makes of one micro-batch.
+
+    The mean over all ranks and micro-batches weighs each `mean` by its `count`, so it is the
+    mean over all items, however unevenly they were dealt.
+    """
+
+    mean: Tensor
+    """0-dim, the mean over `count` items; the one that `backward` is called on."""
+    count: int
+    """Items behind the mean: samples, or tokens."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Further 0-dim means over the same items, such as the accuracy."""
+
+
+class Task(ABC):
+    """A model, its data and its loss; derive from it for a model of your own.
+
+    The constructor takes the job's configuration, the same on all ranks, and all three methods
+    must give the same on all ranks. A task knows no rank and communicates with nobody.
+    """
+
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples; None for torch's `default_collate`.
+
+    It travels to data-loader workers, so it must be picklable where they are spawned: a module's
+    function, or a static method.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return a new model, on the CPU. Torch is seeded alike on all ranks before the call."""
+
+    @abstractmethod
+    def dataset(self, split: Split) -> Dataset[Any]:
+        """Return the map-style dataset (`len` and indexing) of a split, picklable for workers."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Return the loss of one collated micro-batch, which is already on the model's device."""
+
+    def sample(self, model: nn.Module) -> str | None:
+        """Return a text to show when training has ended, or None. Called on one rank only."""
+        return None

@@ -1,0 +1,122 @@
+"""The language model that trains out of the box: next token of a text, or of token files."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from mntrain.config import Config
+from mntrain.tasks import corpus
+from mntrain.tasks.base import Loss, Split, Task
+from mntrain.tasks.transformer import Transformer
+
+_SAMPLE_BYTES = 300
+_TEMPERATURE = 0.8
+
+
+class Windows(Dataset[Tensor]):
+    """Windows [first, last) of a corpus; window i is its tokens [i * context, (i + 1) * context].
+
+    Both ends belong to it: neighbours share one token, so every token but the first is a target
+    once. An item is 1-D int64 of context + 1 tokens. Reading one raises ValueError when a token
+    lies outside the vocabulary.
+    """
+
+    def __init__(
+        self, tokens: corpus.Corpus, context: int, first: int, last: int, vocab: int
+    ) -> None:
+        self._tokens = tokens
+        self._context = context
+        self._first = first
+        self._last = last
+        self._vocab = vocab
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = (self._first + index) * self._context
+        window = self._tokens.read(start, start + self._context + 1)
+        outside = window[(window < 0) | (window >= self._vocab)]
+        if len(outside):
+            raise ValueError(
+                f"the data has token id {outside[0]}, outside the vocabulary of {self._vocab}: "
+                "give a --model.vocab above all ids, or 0 to take it from the data"
+            )
+        return torch.from_numpy(window)
+
+
+class LanguageModel(Task):
+    """Next-token prediction over bytes or token ids, by a small transformer.
+
+    The last `data.valid_fraction` of the windows, and at least one, are for validation. Raises
+    ValueError when the data is missing, malformed or too short.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        data, context = config.data, config.model.context
+        self._tokens = corpus.Corpus(corpus.find(data.path, data.glob))
+        self._windows = (len(self._tokens) - 1) // context
+        if self._windows < 2:
+            raise ValueError(
+                f"the data has {len(self._tokens)} tokens, but training and validation need a "
+                f"window each, {2 * context + 1} tokens with --model.context {context}: "
+                "give more data, or a shorter context"
+            )
+        self._vocab = self._vocabulary(config.model.vocab)
+        valid = round(self._windows * data.valid_fraction)
+        self._split = self._windows - min(max(valid, 1), self._windows - 1)
+
+    def _vocabulary(self, given: int) -> int:
+        """Return the vocabulary: as given, or (0) of the data, which scans all token files."""
+        if not self._tokens.is_text:
+            return given or self._tokens.highest() + 1
+        if 0 < given < corpus.BYTE_VALUES:
+            raise ValueError(
+                f"--model.vocab {given}: the tokens of a text are its bytes, so give 0 "
+                f"or at least {corpus.BYTE_VALUES}"
+            )
+        return given or corpus.BYTE_VALUES
+
+    def model(self) -> Transformer:
+        """Return a new transformer of the configured size."""
+        shape = self.config.model
+        return Transformer(shape.layers, shape.width, shape.heads, shape.context, self._vocab)
+
+    def dataset(self, split: Split) -> Windows:
+        """Return the windows of a split."""
+        first, last = (0, self._split) if split == "train" else (self._split, self._windows)
+        return Windows(self._tokens, self.config.model.context, first, last, self._vocab)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Loss:
+        """Return the mean cross-entropy in nats of windows (b, context + 1), counted in tokens."""
+        targets = batch[:, 1:].flatten()
+        logits = model(batch[:, :-1]).flatten(0, 1).float()
+        return Loss(F.cross_entropy(logits, targets), targets.numel())
+
+    @torch.no_grad()
+    def sample(self, model: nn.Module) -> str | None:
+        """Return text that the model continues an empty line with; None for token ids.
+
+        Draws on the CPU from a generator of its own, seeded by the run's seed, so training's
+        random state is untouched. The model keeps its mode.
+        """
+        if not self._tokens.is_text:
+            return None
+        generator = torch.Generator().manual_seed(self.config.run.seed)
+        device = next(model.parameters()).device
+        text = list(b"\n")
+        was_training = model.training
+        model.eval()
+        try:
+            for _ in range(_SAMPLE_BYTES):
+                window = torch.tensor([text[-self.config.model.context :]], device=device)
+                logits = model(window)[0, -1, : corpus.BYTE_VALUES].float().cpu()
+                chances = F.softmax(logits / _TEMPERATURE, dim=-1)
+                text.append(int(torch.multinomial(chances, 1, generator=generator)))
+        finally:
+            model.train(was_training)
+        return bytes(text[1:]).decode("utf-8", errors="replace")

@@ -1,0 +1,296 @@
+"""The world of a job: its ranks, their nodes and devices, and what they do together."""
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from mntrain import device, mpi
+from mntrain.collectives import ALGORITHMS, Groups, WorldCollectives, choose
+from mntrain.collectives.progress import Progress
+from mntrain.failures import AgreedError, Watch
+from mntrain.loader import Shard, shard
+from mntrain.stats import Place, Usage, peak_device_memory, peak_memory
+from mntrain.topology import Topology
+from zero.optimizer import MIB, ZeroOptimizer
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+
+class World:
+    """All ranks of a job. Made by `init`, by all ranks together; close it with `with`.
+
+    Attributes, all of them local facts: `rank`, `size`; `local_rank`, `local_size` within the node
+    group; `cross_rank`, `cross_size` within the cross group (the ranks with this local rank, one
+    a node); `device`; `topology`; `collectives`, which satisfies `zero.Collectives`; `algorithm`,
+    the name of the one in use; `places`, where every rank runs; `library`, the MPI.
+    """
+
+    def __init__(
+        self,
+        comm: "MPI.Intracomm | None",
+        device_name: str,
+        algorithm: str,
+        bucket_mb: float,
+        ranks_per_node: int | None,
+    ) -> None:
+        self._world, self.library = mpi.start(comm)
+        self.rank, self.size = self._world.rank, self._world.size
+        self._watch = Watch(self.rank, self.size, socket.gethostname())
+        self._watch.install()
+        self._progress = Progress()
+        self._bucket_bytes = int(bucket_mb * MIB)
+        self._optimizers: list[ZeroOptimizer] = []
+        self._groups: Groups | None = None
+        with self.agreement():
+            self.algorithm = choose(algorithm)
+            if ranks_per_node is not None and ranks_per_node < 1:
+                raise ValueError(f"ranks per node is {ranks_per_node}: it must be at least 1")
+            if self._bucket_bytes < 1:
+                raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must hold at least one byte")
+        hosts = self._world.node_keys()
+        self.topology = Topology.from_hosts(hosts, ranks_per_node)
+        self._groups = groups = _groups(self._world, self.topology)
+        self.local_rank, self.local_size = groups.node.rank, groups.node.size
+        self.cross_rank, self.cross_size = groups.cross.rank, groups.cross.size
+        on_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        with self.agreement():
+            self.device = device.pick(device_name, on_host.index(self.rank))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._share_cores(on_host)
+        self.collectives = WorldCollectives(
+            self.rank, self.size, ALGORITHMS[self.algorithm](groups), self._progress
+        )
+        self.places: list[Place] = self.gather(
+            Place(
+                self.rank,
+                self._watch.host,
+                self.topology.node(self.rank),
+                self.local_rank,
+                str(self.device),
+                torch.get_num_threads(),
+            )
+        )
+
+    @property
+    def master(self) -> bool:
+        """Whether this is rank 0, which reports."""
+        return self.rank == 0
+
+    def optimizer(
+        self,
+        model: nn.Module,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        stage: int = 0,
+        max_grad_norm: float | None = None,
+        groups: Iterable[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> ZeroOptimizer:
+        """Make a distributed optimizer of any torch optimizer, for a model on `device`. Collective.
+
+        Overwrites parameters and buffers with rank 0's. `groups` are parameter groups of the
+        model's parameters, as torch takes them; by default one group of all. `kwargs` go to
+        `optimizer_class`. See `zero.ZeroOptimizer` for what its `step` does. Raises AgreedError (a
+        ValueError) on all ranks when ranks differ in the model, or for what any of them refuses.
+        """
+        with self.agreement():
+            named = _named_groups(model, groups)
+        self._check_same_model(model)
+        with self.agreement():
+            optimizer = ZeroOptimizer(
+                named,
+                optimizer_class,
+                self.collectives,
+                stage=stage,
+                max_grad_norm=max_grad_norm,
+                bucket_bytes=self._bucket_bytes,
+                buffers=list(model.buffers()),
+                **kwargs,
+            )
+        self._optimizers.append(optimizer)
+        return optimizer
+
+    def shard(self, loader: Iterable[Any], seed: int = 0) -> Shard:
+        """This rank's part of every batch of a loader, in which each batch is a global one.
+
+        Local. A torch DataLoader is taken apart so that a rank loads only its own samples; any
+        other iterable's batches are cut along their first dimension. Before a batch is handed out,
+        each optimizer of this world is told this rank's share of it, so a mean loss gives the
+        exact mean over the global batch even where shares differ. `seed` decides how a shuffling
+        loader shuffles, the same at any number of ranks. See `mntrain.loader.shard`.
+        """
+        return shard(loader, self.rank, self.size, seed, self._state_share)
+
+    def gather(self, mine: T) -> list[T]:
+        """Everyone's object, by rank, on every rank. Collective; for small picklable things."""
+        return self._progress.submit(lambda: self._world.gather_objects(mine)).wait()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, in fp64. Collective; every rank gives as many values."""
+        totals = torch.tensor(values, dtype=torch.float64)
+        self.collectives.all_reduce(totals).wait()
+        return [float(total) for total in totals]
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Run a block in which any rank may refuse, and let all refuse together. Collective.
+
+        A ValueError, OSError, ImportError or RuntimeError inside becomes an AgreedError on every
+        rank, which names the ranks it came from unless all said the same. Inside, no collective
+        may follow what can raise.
+        """
+        refusal: Exception | None = None
+        try:
+            yield
+        except AgreedError:
+            raise
+        except (ValueError, OSError, ImportError, RuntimeError) as error:
+            refusal = error
+        said = self.gather(None if refusal is None else str(refusal) or type(refusal).__name__)
+        if any(said):
+            raise AgreedError(_told(said)) from refusal
+
+    def usage(self) -> list[Usage]:
+        """What every rank has used so far, by rank. Collective."""
+        traffic = self._world.traffic
+        return self.gather(
+            Usage(
+                peak_memory(),
+                peak_device_memory(self.device),
+                traffic.messages["node"],
+                traffic.bytes["node"],
+                traffic.messages["cross"],
+                traffic.bytes["cross"],
+            )
+        )
+
+    def close(self) -> None:
+        """Finish what is under way and free the communicators. Collective; once."""
+        self._progress.close()
+        if self._groups is not None:
+            self._groups.node.free()
+            self._groups.cross.free()
+        self._world.free()
+        self._watch.uninstall()
+
+    def __enter__(self) -> Self:
+        """The world itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; or, for an exception that is this rank's alone, end the whole job."""
+        harmless = isinstance(error, AgreedError) or (
+            isinstance(error, SystemExit) and error.code in (None, 0)
+        )
+        if error is not None and not harmless and self.size > 1:
+            self._watch.end_job(error)
+        self.close()
+        if isinstance(error, AgreedError):
+            self._watch.install()  # to print it once, not on every rank
+
+    def _state_share(self, count: int | None) -> None:
+        for optimizer in self._optimizers:
+            optimizer.share(count)
+
+    def _check_same_model(self, model: nn.Module) -> None:
+        mine = [
+            f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            + ("" if tensor.requires_grad else " frozen")
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        ]
+        everyone = self.gather(mine)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise AgreedError(_difference(everyone[0], theirs, rank))
+
+    def _share_cores(self, on_host: list[int]) -> None:
+        """Let torch compute with this rank's part of the host's cores, unless the user said."""
+        mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        everyone = self.gather(mine)
+        if mine and "OMP_NUM_THREADS" not in os.environ:
+            users = [everyone[rank] for rank in on_host]
+            cores = sum(1 / sum(core in theirs for theirs in users) for core in mine)
+            torch.set_num_threads(max(1, int(cores)))
+
+
+def init(
+    comm: "MPI.Intracomm | None" = None,
+    *,
+    device: str = "auto",
+    algorithm: str = "auto",
+    bucket_mb: float = 25.0,
+    ranks_per_node: int | None = None,
+) -> World:
+    """Start MPI, if nobody has, and make a world of the ranks of `comm`: all ranks by default.
+
+    Collective. `comm` is duplicated and stays the caller's. `device` is auto, cpu or cuda;
+    `algorithm` is auto, lanes, leader, flat or naive; `bucket_mb` the size of a gradient bucket in
+    MiB; `ranks_per_node` makes virtual nodes of that many ranks.
+
+    Raises AgreedError (a ValueError) on all ranks for a bad argument on any, and
+    mpi.SilentSingletonsError when the launcher started more ranks than MPI sees.
+    """
+    return World(comm, device, algorithm, bucket_mb, ranks_per_node)
+
+
+def _groups(world: mpi.Communicator, topology: Topology) -> Groups:
+    node = world.split(topology.node(world.rank), "node")
+    cross = world.split(topology.local_rank(world.rank), "cross")
+    here = topology.node_group(world.rank)
+    world.levels = ["node" if rank in here else "cross" for rank in range(world.size)]
+    node.levels = ["node"] * node.size
+    cross.levels = ["cross"] * cross.size
+    node.traffic = cross.traffic = world.traffic
+    return Groups(topology, world, node, cross)
+
+
+def _named_groups(
+    model: nn.Module, groups: Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    if groups is None:
+        return [{"params": list(model.named_parameters())}]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    try:
+        return [{**g, "params": [(names[p], p) for p in g["params"]]} for g in groups]
+    except KeyError:
+        raise ValueError(
+            "a parameter group holds a tensor that is no parameter of the model"
+        ) from None
+
+
+def _told(said: list[str | None]) -> str:
+    """Who refused what, in one sentence a refusal."""
+    if len(set(said)) == 1:
+        return str(said[0])
+    ranks: dict[str, list[int]] = {}
+    for rank, words in enumerate(said):
+        if words is not None:
+            ranks.setdefault(words, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {words}"
+        for words, who in ranks.items()
+    )
+
+
+def _difference(first: list[str], theirs: list[str], rank: int) -> str:
+    for mine, other in zip(first, theirs, strict=False):
+        if mine != other:
+            return f"the model differs between ranks: rank 0 has {mine}, rank {rank} has {other}"
+    longer, who = (first, 0) if len(first) > len(theirs) else (theirs, rank)
+    extra = longer[min(len(first), len(theirs))]
+    return f"the model differs between ranks: only rank {who} has {extra}"

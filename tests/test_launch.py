@@ -1,0 +1,281 @@
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from launch import MPI_TESTS, mpirun, run_suite
+
+HANG = """
+import threading, time
+
+def sleep_in_main_thread():
+    time.sleep(600)
+
+def sleep_in_helper_thread():
+    time.sleep(600)
+
+threading.Thread(target=sleep_in_helper_thread, daemon=True).start()
+print("started", flush=True)
+sleep_in_main_thread()
+"""
+
+
+def living(mark: str) -> list[str]:
+    """The command lines of all processes in which `mark` occurs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if mark in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """A function that writes a test file beside a copy of the suite's conftest and runs it."""
+
+    def run(ranks, source, **limits):
+        conftest = (MPI_TESTS / "conftest.py").read_text()
+        (tmp_path / "conftest.py").write_text(conftest)
+        header = "import pytest\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        (tmp_path / "test_sample.py").write_text(header + textwrap.dedent(source))
+        return run_suite(ranks, [tmp_path], **{"timeout": 60, **limits})
+
+    return run
+
+
+def test_exit_code_passes_through():
+    assert mpirun(2, [sys.executable, "-c", ""], timeout=30).returncode == 0
+    assert mpirun(2, [sys.executable, "-c", "raise SystemExit(3)"], timeout=30).returncode == 3
+
+
+def test_plain_capture_keeps_stdout_and_stderr_apart():
+    program = "import sys; print('to stdout'); print('to stderr', file=sys.stderr)"
+    result = mpirun(3, [sys.executable, "-c", program], timeout=30)
+    # The launcher may break lines of several ranks into one another.
+    assert result.stdout.count("to stdout") == 3
+    assert result.stderr.count("to stderr") == 3
+    assert "stderr" not in result.stdout
+
+
+def test_per_rank_output_is_one_text_for_each_rank():
+    program = """
+import os, sys
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+print("to stdout from", rank, flush=True)
+print("to stderr from", rank, file=sys.stderr)
+"""
+    result = mpirun(3, [sys.executable, "-c", program], timeout=30, per_rank=True)
+    expected = [f"to stdout from {rank}\nto stderr from {rank}\n" for rank in range(3)]
+    assert result.outputs == expected
+
+
+def test_arguments_reach_the_command_as_given():
+    words = ["a b", "$HOME", "it's", '"', "*", ""]
+    program = "import sys; print(sys.argv[1:])"
+    for per_rank in (False, True):
+        result = mpirun(1, [sys.executable, "-c", program, *words], timeout=30, per_rank=per_rank)
+        assert (result.outputs or [result.stdout])[0] == f"{words}\n"
+
+
+def test_environment_and_folder_reach_the_ranks(tmp_path):
+    program = (
+        "import os; print(os.getcwd(), *map(os.environ.get, ['ONE', 'TWO', 'OMP_NUM_THREADS']))"
+    )
+    result = mpirun(
+        1,
+        [sys.executable, "-c", program],
+        timeout=30,
+        env={"ONE": "given"},
+        cwd=tmp_path,
+        prefix=["env", "TWO=prefixed"],
+    )
+    assert result.stdout == f"{tmp_path} given prefixed 1\n"
+
+
+def test_hanging_command_ends_at_its_limit_with_the_stack_of_every_thread():
+    start = time.monotonic()
+    result = mpirun(3, [sys.executable, "-c", HANG], timeout=4)
+    assert time.monotonic() - start < 12
+    assert result.timed_out
+    assert result.returncode != 0
+    assert result.stdout.count("started") == 3
+    assert [name.split(",")[0] for name in result.stacks] == ["rank 0", "rank 1", "rank 2"]
+    for stack in result.stacks.values():
+        assert "sleep_in_main_thread" in stack
+        assert "sleep_in_helper_thread" in stack
+    assert "sleep_in_main_thread" in result.report()
+    assert living("sleep_in_main_thread") == []
+
+
+def test_rank_inside_a_blocking_mpi_call_shows_its_stack():
+    program = """
+from mpi4py import MPI
+
+def wait_for_a_message_that_never_comes():
+    MPI.COMM_WORLD.recv(source=MPI.ANY_SOURCE)
+
+wait_for_a_message_that_never_comes()
+"""
+    result = mpirun(2, [sys.executable, "-c", program], timeout=5)
+    assert result.timed_out
+    assert len(result.stacks) == 2
+    for stack in result.stacks.values():
+        assert "wait_for_a_message_that_never_comes" in stack
+
+
+@pytest.mark.parametrize("code", ["", "raise SystemExit(1)"])
+def test_process_left_behind_by_a_rank_is_ended(code):
+    program = f"""
+import subprocess, sys
+null = subprocess.DEVNULL
+mark = "import time; time.sleep(600)  # left behind by a rank"
+subprocess.Popen([sys.executable, "-c", mark], start_new_session=True, stdout=null, stderr=null)
+{code}
+"""
+    mpirun(2, [sys.executable, "-c", program], timeout=30)
+    assert living("left behind by a rank") == []
+
+
+@pytest.mark.parametrize("end", ["world.Abort(1)", "time.sleep(600)"])
+def test_shared_memory_of_killed_ranks_is_removed(end):
+    program = f"""
+import re, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Barrier()
+if world.rank == 0:
+    print(*re.findall(r"/dev/shm/.*", open("/proc/self/maps").read()), sep="\\n", flush=True)
+    {end}
+world.Barrier()
+"""
+    result = mpirun(2, [sys.executable, "-c", program], timeout=4)
+    segments = {line for line in result.stdout.splitlines() if line.startswith("/dev/shm/")}
+    assert segments
+    assert [segment for segment in segments if Path(segment).exists()] == []
+
+
+def test_hanging_suite_shows_where_every_rank_is(suite):
+    start = time.monotonic()
+    result = suite(
+        3,
+        """
+        def wait_in_barrier():
+            world.Barrier()
+
+        def wait_for_a_message():
+            world.recv(source=0)
+
+        def test_rank_two_goes_another_way():
+            print("printed before the hang by", world.rank)
+            (wait_for_a_message if world.rank == 2 else wait_in_barrier)()
+        """,
+        test_timeout=3,
+    )
+    assert time.monotonic() - start < 30
+    assert not result.timed_out
+    assert result.returncode != 0
+    for rank, function in enumerate(["wait_in_barrier", "wait_in_barrier", "wait_for_a_message"]):
+        assert "::test_rank_two_goes_another_way ran past its limit of 3 s" in result.outputs[rank]
+        assert f"in {function}" in result.outputs[rank]
+        assert f"printed before the hang by {rank}" in result.outputs[rank]
+        assert f"in {function}" in result.report()
+
+
+def test_failure_on_one_rank_is_reported_within_seconds(suite):
+    start = time.monotonic()
+    result = suite(
+        3,
+        """
+        def test_passes():
+            world.Barrier()
+
+        def test_fails_on_rank_one():
+            assert world.rank != 1, "only here"
+            world.Barrier()
+        """,
+    )
+    assert time.monotonic() - start < 25
+    assert result.returncode != 0
+    report = result.report()
+    _, failing = report.split("# rank 1 #")
+    assert "AssertionError: only here" in failing
+    assert "test_sample.py::test_fails_on_rank_one (call)" in failing
+    assert report.count("AssertionError: only here") == 1
+    assert "test_passes" not in report
+
+
+def test_failure_is_reported_although_the_teardown_hangs(suite):
+    start = time.monotonic()
+    result = suite(
+        2,
+        """
+        @pytest.fixture
+        def shared():
+            yield
+            world.Barrier()
+
+        def test_fails_on_rank_one(shared):
+            world.Barrier()
+            assert world.rank != 1, "before a teardown that hangs"
+            world.Barrier()
+            world.Barrier()
+        """,
+    )
+    assert time.monotonic() - start < 25
+    assert result.returncode != 0
+    assert "before a teardown that hangs" in result.outputs[1]
+
+
+def test_failure_on_every_rank_is_shown_once(suite):
+    result = suite(3, "def test_fails():\n    assert 1 + 1 == 3, 'everywhere'\n")
+    assert result.returncode != 0
+    assert " ranks 0, 1, 2 " in result.report()
+    assert result.report().count("AssertionError: everywhere") == 1
+
+
+def test_error_in_collection_is_shown(suite):
+    result = suite(2, "import no_such_module\n")
+    assert result.returncode != 0
+    assert "No module named 'no_such_module'" in result.report()
+
+
+def test_crash_of_a_rank_shows_its_stack(suite):
+    result = suite(
+        2,
+        """
+        def test_crashes_on_rank_one():
+            if world.rank == 1:
+                import faulthandler
+                faulthandler._sigsegv()
+            world.Barrier()
+        """,
+    )
+    assert result.returncode != 0
+    assert "Segmentation fault" in result.outputs[1]
+    assert "in test_crashes_on_rank_one" in result.report()
+
+
+def test_suite_without_tests_does_not_pass(suite):
+    assert suite(2, "").returncode != 0
+
+
+def test_warnings_are_errors_in_the_ranks(suite):
+    source = "def test_warns():\n    import warnings\n    warnings.warn('sample', UserWarning)\n"
+    result = suite(1, source)
+    assert result.returncode != 0
+    assert "UserWarning: sample" in result.report()
+
+
+def test_serial_pytest_collects_nothing_of_the_mpi_tests():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", MPI_TESTS]
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=MPI_TESTS.parents[1]
+    )
+    assert result.returncode != 0
+    assert "::" not in result.stdout

@@ -1,0 +1,97 @@
+"""The seam between what is reduced and how bytes move."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when the result may be used by the caller's thread and its current CUDA stream.
+
+        Raises what the collective raised. May be called again: it returns at once.
+        """
+
+
+class Collectives(Protocol):
+    """Four verbs over the world, each in place on one flat tensor.
+
+    Every method but `allocate` and `slot` is collective: all ranks call the same verbs in the same
+    order with tensors of the same length and dtype. Calls return at once; the tensor belongs to the
+    collective until its `Work` has been waited for. Sums accumulate in fp32 or wider. Nothing
+    divides: collectives sum.
+
+    A tensor of n elements is cut into `size` shards at the elements ``i * n // size``. Shards lie
+    in the order of slots, and the rank that owns a slot is given by `slot`: after a two-level
+    reduce-scatter the natural order of shards is not the order of ranks.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 to size - 1."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def slot(self, rank: int) -> int:
+        """The place of a rank's shard among the shards: a bijection of 0 to size - 1."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make a flat tensor of zeros, in memory from which these collectives move fastest.
+
+        Local. The caller owns it.
+        """
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sum over all ranks; afterwards every rank holds the sum, the same bits on each."""
+
+    def reduce_scatter(self, tensor: Tensor) -> Work:
+        """Sum over all ranks; afterwards this rank's shard is the sum, the rest is undefined."""
+
+    def all_gather(self, tensor: Tensor) -> Work:
+        """Hand this rank's shard to all; afterwards every rank holds every shard."""
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        """Hand root's tensor to all."""
+
+
+class Done:
+    """Work that had nothing to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Solo:
+    """A world of one: the sum of one tensor is that tensor."""
+
+    rank = 0
+    size = 1
+
+    def slot(self, rank: int) -> int:
+        """See `Collectives.slot`."""
+        return rank
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Collectives.allocate`."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """See `Collectives.all_reduce`."""
+        return Done()
+
+    def reduce_scatter(self, tensor: Tensor) -> Work:
+        """See `Collectives.reduce_scatter`."""
+        return Done()
+
+    def all_gather(self, tensor: Tensor) -> Work:
+        """See `Collectives.all_gather`."""
+        return Done()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        """See `Collectives.broadcast`."""
+        return Done()

@@ -1,0 +1,54 @@
+"""How much one rank's gradient counts in a step's mean."""
+
+
+class Share:
+    """This rank's part of the coming step, in samples (or tokens), as it is stated. Local.
+
+    Two ways to state it, one a step. `state`: the gradient that accumulates is a mean over so many
+    samples, and is to be multiplied by that number (`scale`) before it is summed over ranks.
+    `add`: what accumulates was multiplied already. Without either, every rank counts as one.
+    """
+
+    def __init__(self) -> None:
+        self._added: float | None = None
+        self._settled = 0.0  # stated for gradients that have arrived
+        self._stated: float | None = None  # for those that are to arrive
+        self._used = False  # whether a gradient has arrived since the last statement
+
+    @property
+    def scale(self) -> float:
+        """By what this rank's accumulated gradient is multiplied before the sum over ranks."""
+        return 1.0 if self._stated is None else self._settled + self._stated
+
+    @property
+    def weight(self) -> float:
+        """What this rank's part of the sum counts."""
+        return self.scale if self._added is None else self._added
+
+    def state(self, count: float | None) -> None:
+        """State the share of the gradient to come; None takes an unused statement back.
+
+        Of micro-batches that accumulate, the shares add up; one that no gradient followed is
+        replaced. Raises RuntimeError after `add`.
+        """
+        if self._added is not None:
+            raise RuntimeError("share() and backward(weight=...) are two ways of one statement")
+        if self._used and self._stated is not None:
+            if count is None:
+                return
+            self._settled += self._stated
+        self._stated, self._used = count, False
+
+    def add(self, weight: float) -> None:
+        """Count a gradient that was multiplied by its weight. RuntimeError after `state`."""
+        if self._stated is not None:
+            raise RuntimeError("share() and backward(weight=...) are two ways of one statement")
+        self._added = (self._added or 0.0) + weight
+
+    def use(self) -> None:
+        """Note that a gradient has arrived."""
+        self._used = True
+
+    def reset(self) -> None:
+        """Start a new step, in which nothing has been stated."""
+        self._added, self._settled, self._stated, self._used = None, 0.0, None, False
