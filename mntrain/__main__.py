@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(words: Sequence[str], talks: bool) -> int:
     """Train; collective over the ranks that the launcher started."""
     job = config.parse(words, print_errors=talks)
-    from mntrain import trainer  # noqa: PLC0415 - starts MPI and torch, which --help does without
+    from mntrain.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
 
-    return trainer.run(job)
+    return run(job)
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {"train": _train}

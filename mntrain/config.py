@@ -156,7 +156,7 @@ class CommConfig(_Checked):
         Literal["auto", "lanes", "leader", "flat", "naive"],
         Option("all-reduce algorithm. auto: chosen for the machine."),
     ] = "auto"
-    bucket_mb: Annotated[float, Option("size of a bucket in MB of 1e6 bytes.", above=0)] = 25.0
+    bucket_mb: Annotated[float, Option("size of a gradient bucket in MiB.", above=0)] = 25.0
     ranks_per_node: Annotated[
         int | None, Option("number of ranks of a virtual node. none: nodes as they are.", least=1)
     ] = None

@@ -59,11 +59,11 @@ class Shard(ABC):
     """This rank's part of every batch of a loader. Each iteration over it is one epoch.
 
     Before a batch is handed out, on_share gets this rank's number of samples in it; after the
-    last one it gets None. A batch of
-    fewer samples than ranks leaves some rank with none: it gets one of the batch's samples as a
-    stand-in, and its on_share gets 0. Weighed by that, every sample counts once, and the rank
-    still takes part in the step; only what a forward pass leaves in the model, such as running
-    statistics, sees the stand-in.
+    last one, or when the loop is left early, it gets None. A batch of fewer samples than ranks
+    leaves some rank with none: it gets one of the batch's samples as a stand-in, and its
+    on_share gets 0. Weighed by that, every sample counts once, and the rank still takes part in
+    the step; only what a forward pass leaves in the model, such as running statistics, sees the
+    stand-in.
 
     Iterating raises ValueError for a batch with no samples.
     """

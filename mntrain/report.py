@@ -26,6 +26,7 @@ from rich.text import Text
 from mntrain.stats import PHASES, Place, StepRecord
 
 _PHASE_STYLES = dict(zip(PHASES, ("blue", "cyan", "green", "yellow", "magenta"), strict=True))
+_STATUS_STYLES = {"completed": "green", "interrupted": "yellow"}
 _REDRAW_S = 0.25  # a frame takes the master some ms, for which all ranks wait
 _LINES = 20  # of a log, unless its steps are slow
 _LINE_S = 30.0
@@ -68,13 +69,13 @@ class Reporter:
         """Show the statistics of the run, close, and last of all write summary.json, whole."""
 
     def text(self, title: str, body: str) -> None:
-        """Show a block of text, such as a generated sample."""
+        """Show a block of text, such as a generated sample; nothing where the body is empty."""
 
     def warn(self, message: str) -> None:
-        """Show a warning on stderr."""
+        """Show a warning: on stderr, or above the live display."""
 
     def error(self, message: str) -> None:
-        """Show an error on stderr."""
+        """Show an error: on stderr, or above the live display."""
 
     def close(self) -> None:
         """Give the terminal back and close metrics.jsonl. May be called again."""
@@ -116,9 +117,7 @@ class ConsoleReporter(Reporter):
         self._say(model, "bold")
         self._say(f"{topology}, {algorithm}, {library} (thread level {thread_level})")
         table = _table(("node", "right"), ("rank", "right"), ("local rank", "right"))
-        table.add_column(
-            "host", overflow="ellipsis"
-        )  # the column that gives way where the terminal is narrow
+        table.add_column("host", overflow="ellipsis")  # gives way where the terminal is narrow
         table.add_column("device", no_wrap=True)
         table.add_column("threads", justify="right")
         for row in _place_rows(places):
@@ -152,7 +151,7 @@ class ConsoleReporter(Reporter):
         """See `Reporter.finish`."""
         self._stop_live()
         self._say("")
-        self._say(summary["status"], "green" if summary["status"] == "completed" else "yellow")
+        self._say(summary["status"], _STATUS_STYLES.get(summary["status"], "bold red"))
         facts = {
             "steps": f"{summary['steps']} of {self._progress.steps}",
             "final loss": _number(summary["final_loss"]),
@@ -172,8 +171,9 @@ class ConsoleReporter(Reporter):
 
     def text(self, title: str, body: str) -> None:
         """See `Reporter.text`."""
-        self._say(title, "bold")
-        self._say(textwrap.indent(body, "  "))
+        if body:
+            self._say(title, "bold")
+            self._say(textwrap.indent(body, "  "))
 
     def warn(self, message: str) -> None:
         """See `Reporter.warn`."""
@@ -207,9 +207,11 @@ class ConsoleReporter(Reporter):
             self._say("")
 
     def _alert(self, line: str, style: str) -> None:
-        """Print a line to stderr; where that is a terminal, above the live display."""
-        through_live = self._live is not None and self._errors.is_terminal
-        console = self._console if through_live else self._errors
+        """Print a line to stderr, or above the live display, which the line would tear.
+
+        Whether stderr ends at the same terminal cannot be known: mpirun reads it through a pipe.
+        """
+        console = self._errors if self._live is None else self._console
         console.print(self._text(line, style), soft_wrap=True)
 
     def _redraw(self) -> None:
@@ -220,7 +222,6 @@ class ConsoleReporter(Reporter):
                 get_renderable=lambda: self._progress.frame(min(self._console.width, _WIDTH)),
                 console=self._console,
                 auto_refresh=False,
-                redirect_stderr=self._errors.is_terminal,
             )
             self._live.start()
         if time.monotonic() - self._drawn_at >= _REDRAW_S:
@@ -413,7 +414,7 @@ def _memory_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
         peaks = {rank["rank"]: rank[key] for rank in ranks}
         if key == "peak_memory" or any(peaks.values()):
             most = max(peaks, key=lambda rank: peaks[rank])
-            sizes = (min(peaks.values()), statistics.median(peaks.values()), peaks[most])
+            sizes = (min(peaks.values()), round(statistics.median(peaks.values())), peaks[most])
             table.add_row(name, *map(_bytes, sizes), str(most))
     return table
 

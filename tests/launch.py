@@ -5,6 +5,7 @@ As a script, it runs tests of tests/mpi by hand, with pytest's arguments:
     python tests/launch.py 3 tests/mpi -k ring
 """
 
+import argparse
 import contextlib
 import functools
 import os
@@ -219,7 +220,10 @@ def remove_orphaned_segments(since: float) -> None:
 
     The names tell nothing about the job, so: files newer than `since` that no process uses.
     """
-    files = {str(path) for path in Path("/dev/shm").glob("mpich_*") if path.stat().st_ctime > since}
+    files = set()
+    for path in Path("/dev/shm").glob("mpich_*"):
+        with contextlib.suppress(FileNotFoundError):  # its job has removed it meanwhile
+            files |= {str(path)} if path.stat().st_ctime > since else set()
     for entry in Path("/proc").glob("[0-9]*") if files else ():
         try:
             # In this order: a process opens the file, maps it and then closes it.
@@ -256,11 +260,16 @@ def run_suite(
     return mpirun(ranks, command, timeout=timeout, cwd=TESTS.parent, per_rank=True)
 
 
-def main(ranks: str, *arguments: str) -> int:
-    result = run_suite(int(ranks), arguments or [MPI_TESTS], timeout=600)
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Run tests of tests/mpi; other options are pytest's."
+    )
+    parser.add_argument("ranks", type=int)
+    known, arguments = parser.parse_known_args()
+    result = run_suite(known.ranks, arguments or [MPI_TESTS], timeout=600)
     print(result.report() if result.returncode else result.outputs[0])
     return result.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -175,7 +175,8 @@ def test_options_of_the_command_line(argv, expected):
         (
             "--model.heads 3",
             "--model.heads 3: must divide --model.width 128 into even parts, since rotary "
-            "positions turn pairs of features; give a width that is a multiple of 6, or other heads",
+            "positions turn pairs of features; "
+            "give a width that is a multiple of 6, or other heads",
         ),
         (
             "--model.heads 128",

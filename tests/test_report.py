@@ -1,13 +1,16 @@
 """What the reporter shows and writes, on real rich consoles."""
 
 import contextlib
+import fcntl
 import io
 import json
 import math
 import os
 import pty
 import re
+import struct
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -311,10 +314,18 @@ def test_dumb_terminal_and_one_without_utf8_get_a_log(tmp_path):
     assert HIDE not in dumb.file.getvalue() + ascii_file.buffer.getvalue().decode()
 
 
+def read_all(end: io.FileIO, marker_to: int) -> str:
+    """What a pseudo-terminal got; it hands over a piece at a time."""
+    os.write(marker_to, b"<end>")
+    output = b""
+    while not output.endswith(b"<end>"):
+        output += end.read(65536)
+    return output.decode()
+
+
 @pytest.mark.parametrize(("columns", "redrawn"), [(0, False), (100, True)])
-def test_pseudo_terminal_without_a_size_gets_a_log(tmp_path, monkeypatch, columns, redrawn):
+def test_pseudo_terminal_without_a_size_gets_a_log(tmp_path, monkeypatch, capsys, columns, redrawn):
     # Such a one is what Open MPI gives its ranks where its own output is no terminal.
-    fcntl, struct, termios = map(pytest.importorskip, ("fcntl", "struct", "termios"))
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -326,9 +337,13 @@ def test_pseudo_terminal_without_a_size_gets_a_log(tmp_path, monkeypatch, column
             patch.setattr(sys, "stdout", stdout)
             with make_reporter(True, tmp_path, 4) as reporter:
                 reporter.step(record(1))
-        output = end.read(65536).decode()
+                reporter.warn("careful")
+        output = read_all(end, theirs)
     assert "2.4312" in output
     assert ("\x1b" in output) == redrawn
+    # Into the live display nothing may print but itself, and stderr may be the same terminal.
+    assert ("careful" in output) == redrawn
+    assert ("careful" in capsys.readouterr().err) != redrawn
 
 
 # Steps on a terminal
@@ -455,13 +470,20 @@ def test_text_is_shown_as_it_is_line_by_line(tmp_path):
     assert on.file.getvalue() == f"sample\n  {'x' * 200}\n\n    indented [b]y[/b]\n"
 
 
+def test_empty_text_shows_nothing(tmp_path):
+    on = console(False)
+    with reporting(tmp_path, on) as reporter:
+        reporter.text("sample", "")
+    assert on.file.getvalue() == ""
+
+
 def test_warnings_and_errors_go_to_stderr(tmp_path, capsys):
     with make_reporter(True, tmp_path, 4) as reporter:
-        reporter.warn("careful " * 20)
+        reporter.warn("careful, " * 20 + "please")
         reporter.error("broken")
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == ["warning: " + "careful " * 20, "error: broken"]
+    assert err.splitlines() == ["warning: " + "careful, " * 20 + "please", "error: broken"]
 
 
 # metrics.jsonl
@@ -532,10 +554,11 @@ def test_statistics_tell_the_result_and_end_with_the_directory(tmp_path):
 
 
 @pytest.mark.parametrize(("loss", "text"), [(None, "-"), (math.nan, "nan"), (1e-7, "1.000e-07")])
-def test_statistics_of_an_interrupted_run(tmp_path, loss, text):
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_statistics_of_a_run_that_did_not_complete(tmp_path, loss, text, status):
     changes = {"final_loss": loss, "eval_loss": None, "eval_metrics": None, "ranks": []}
-    lines = finished(tmp_path, status="interrupted", **changes)
-    assert lines[1] == "interrupted"
+    lines = finished(tmp_path, status=status, **changes)
+    assert lines[1] == status
     assert f"final loss  {text}" in lines
     assert "eval loss   -" in lines
     assert lines[-1] == "runs/a"

@@ -106,18 +106,20 @@ def left(pid, *words):
     return interfaces, [str(directory) for directory in directories], commands
 
 
-def namespaces(enter):
-    """The namespaces of the node that `enter` leads to, as the kernel names them."""
-    kinds = [f"/proc/self/ns/{kind}" for kind in ("net", "uts", "ipc", "pid", "mnt")]
-    return set(subprocess.check_output([*enter, "readlink", *kinds], text=True).split())
-
-
-def namespaces_of_all():
-    found = set()
+def processes():
+    """The network namespace of every process, by its id and start time: ids are used again."""
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            found.update(os.readlink(link) for link in (process / "ns").iterdir())
+            start = (process / "stat").read_text().rpartition(")")[2].split()[19]
+            found[process.name, start] = os.readlink(process / "ns/net")
     return found
+
+
+def processes_in(cluster, *hosts):
+    link = ["readlink", "/proc/self/ns/net"]
+    inside = [subprocess.check_output([*cluster.enter(h), *link], text=True).strip() for h in hosts]
+    return {process for process, network in processes().items() if network in inside}
 
 
 def wait_until(condition):
@@ -125,6 +127,14 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """A temporary directory of the test's own: `clean` of another session does not come here."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (3, 1), (1, 1, 1), (2,)])
@@ -187,11 +197,12 @@ def test_losing_a_node_ends_the_job(make_cluster, tmp_path):
 
 def test_crashed_node_is_gone_and_the_others_stay(make_cluster):
     with make_cluster(ranks=(1, 1), link=None) as cluster:
-        inside = namespaces(cluster.enter("n2"))
         sleeper = subprocess.Popen([*cluster.enter("n2"), "sleep", "1000"])
+        inside = processes_in(cluster, "n2")
+        assert inside
         cluster.crash("n2")
         assert sleeper.wait(SECONDS) != 0
-        assert not inside & namespaces_of_all()
+        assert not inside & processes().keys()
         assert subprocess.check_output([*cluster.enter("n1"), "hostname"]) == b"n1\n"
 
 
@@ -223,15 +234,16 @@ def test_clusters_run_side_by_side(make_cluster):
 def test_nothing_is_left_of_a_cluster(make_cluster, tmp_path, failure):
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(KeyboardInterrupt), make_cluster(ranks=(2, 1)) as cluster:
-            inside = namespaces(cluster.enter("n1")) | namespaces(cluster.enter("n2"))
-            assert inside <= namespaces_of_all()
             started = job(cluster, TALK, tmp_path / "stop")
             running = stack.enter_context(background(**started))
             running.stdout.readline()
+            inside = processes_in(cluster, "n1", "n2")
+            assert len(inside) > 3  # the ranks, and what started them
             assert all(left(os.getpid()))
             if failure is not None:
                 raise failure
-        assert not inside & namespaces_of_all()
+        # A namespace without a process and without a name on disk does not exist.
+        assert not inside & processes().keys()
         running.wait(SECONDS)
         assert left(os.getpid(), str(tmp_path)) == ([], [], [])
 
@@ -260,17 +272,18 @@ def test_signal_ends_all(tmp_path, number):
     assert left(running.pid, str(tmp_path)) == ([], [], [])
 
 
-def test_killed_cluster_leaves_a_directory_which_clean_removes(tmp_path):
-    command = cli("--", "python", "-c", TALK, tmp_path / "stop")
+def test_killed_cluster_leaves_a_directory_which_clean_removes(temporary):
+    command = cli("--", "python", "-c", TALK, temporary / "stop")
     with background(command) as running:
         running.stdout.readline()
-    wait_until(lambda: left(running.pid, str(tmp_path))[::2] == ([], []))
+    wait_until(lambda: left(running.pid, str(temporary))[::2] == ([], []))
     assert left(running.pid)[1] != []
     subprocess.run(cli("--clean"), check=True)
     assert left(running.pid) == ([], [], [])
 
 
-def test_clean_ends_nodes_that_a_forked_process_keeps(make_cluster):
+@pytest.mark.usefixtures("temporary")
+def test_clean_ends_nodes_that_a_forked_process_keeps():
     program = (
         "import nodes, os, signal, time\n"
         "with nodes.Cluster((1,)):\n"
@@ -292,6 +305,7 @@ def test_clean_ends_nodes_that_a_forked_process_keeps(make_cluster):
         owner.stdout.close()
 
 
+@pytest.mark.usefixtures("temporary")
 def test_clean_leaves_living_clusters_alone(make_cluster):
     with make_cluster(ranks=(1,)) as cluster:
         nodes.clean()

