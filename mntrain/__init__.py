@@ -11,11 +11,38 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Importing this package starts nothing; `init` starts MPI.
+Importing this package starts nothing, and its names bring in torch only once they are asked for;
+`init` starts MPI.
 """
 
-from mntrain._version import __version__
-from mntrain.failures import AgreedError
-from mntrain.world import World, init
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["AgreedError", "World", "__version__", "init"]
+from mntrain._version import __version__
+
+__all__ = ["AgreedError", "Loss", "Task", "World", "__version__", "init"]
+
+if TYPE_CHECKING:
+    from mntrain.failures import AgreedError
+    from mntrain.tasks.base import Loss, Task
+    from mntrain.world import World, init
+else:  # hidden from type checkers, which would take any name as one that it may give
+    _MODULES = {
+        "AgreedError": "mntrain.failures",
+        "Loss": "mntrain.tasks.base",
+        "Task": "mntrain.tasks.base",
+        "World": "mntrain.world",
+        "init": "mntrain.world",
+    }
+
+    def __getattr__(name: str) -> object:
+        """Import a name when it is first asked for: --help then does without torch."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = getattr(import_module(_MODULES[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    """All names, those not yet imported too."""
+    return sorted({*globals(), *__all__})

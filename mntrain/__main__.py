@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from mntrain import config
+from mntrain import options
 from mntrain._version import __version__
 
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names, by default of this process, and return the exit code.
 
     Without a command it is train. Every rank parses the same words before MPI starts: all exit
-    alike, and one alone talks. Raises SystemExit as `config.parse` does.
+    alike, and one alone talks. Raises SystemExit as `options.parse` does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     talks = _talks(os.environ)
@@ -38,10 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(words: Sequence[str], talks: bool) -> int:
     """Train; collective over the ranks that the launcher started."""
-    job = config.parse(words, print_errors=talks)
+    job = options.parse(words, print_errors=talks)
+    from mntrain.mpi import SilentSingletonsError  # noqa: PLC0415 - as below
     from mntrain.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
 
-    return run(job)
+    try:
+        return run(job)
+    except SilentSingletonsError as error:
+        if talks:
+            print(f"mntrain: error: {error}", file=sys.stderr)
+        return 2
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {"train": _train}

@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 Collate = Callable[[list[Any]], Any] | None
 
@@ -175,6 +175,14 @@ def batches(
     )
     loaded = iter(loader)
     return ([next(loaded) for _ in range(count)] for count in sampler.counts())
+
+
+def spread(dataset: Dataset[Any], samples: int) -> Dataset[Any]:
+    """Return at most `samples` of a dataset, evenly spread over it; all of it for 0."""
+    total = len(cast(Sized, dataset))
+    if not 0 < samples < total:
+        return dataset
+    return Subset(dataset, [part(total, i, samples)[0] for i in range(samples)])
 
 
 def validation_batches(

@@ -7,7 +7,6 @@ ends the job. So an uncaught one prints its rank, host and traceback and aborts 
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -15,19 +14,31 @@ from mntrain import mpi
 
 
 class AgreedError(ValueError):
-    """What every rank raises alike, after all have heard of it; the world is still in order."""
+    """What every rank raises alike, after all have heard of it; the world is still in order.
+
+    `rank` is the one that raises it: rank 0 is to tell the user, the others to be silent.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def tell(self) -> None:
+        """Print the message as a user's error, if this is rank 0."""
+        if self.rank == 0:
+            print(f"mntrain: error: {self}", file=sys.stderr)
 
 
-@dataclass(frozen=True)
 class Watch:
     """Ends the whole job for an exception that nobody caught. One a world."""
 
-    rank: int
-    size: int
-    host: str
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self.rank, self.size, self.host = rank, size, host
+        self._before = sys.excepthook, threading.excepthook
 
     def install(self) -> None:
         """Take over the interpreter's hooks for uncaught exceptions, of all threads."""
+        self._before = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = lambda args: self._uncaught(
             args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
@@ -35,8 +46,7 @@ class Watch:
 
     def uninstall(self) -> None:
         """Give the hooks back."""
-        sys.excepthook = sys.__excepthook__
-        threading.excepthook = threading.__excepthook__
+        sys.excepthook, threading.excepthook = self._before
 
     def end_job(self, error: BaseException) -> NoReturn:
         """Say what happened to this rank, and end all ranks. Does not return."""
@@ -59,8 +69,7 @@ class Watch:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if isinstance(error, AgreedError):
-            if self.rank == 0:
-                print(f"mntrain: error: {error}", file=sys.stderr)
+            error.tell()
         elif self.size == 1:
             sys.__excepthook__(kind, error, trace)
         else:

@@ -1,37 +1,39 @@
-"""What a person sees of a run, and what its directory keeps: metrics.jsonl and summary.json.
+"""What is told of a run: shown to a person by `display`, and kept in the run's directory.
 
 Only the master's reporter says and writes anything. On a terminal it redraws one block in place;
-in a log it adds a line now and then. Text from outside (hosts, messages, samples) is shown as it
-is: never read as markup, and unable to send escape sequences to the terminal.
+in a log it adds a line now and then. The directory gets metrics.jsonl and summary.json.
 """
 
 import json
 import math
 import os
-import statistics
 import sys
 import textwrap
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from rich import box
-from rich.console import Console, Group, JustifyMethod
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.stats import PHASES, Place, StepRecord
+from mntrain.display import (
+    Progress,
+    evaluation,
+    memory_table,
+    place_table,
+    plain,
+    result_table,
+    traffic_table,
+)
+from mntrain.stats import Place, StepRecord
 
-_PHASE_STYLES = dict(zip(PHASES, ("blue", "cyan", "green", "yellow", "magenta"), strict=True))
 _STATUS_STYLES = {"completed": "green", "interrupted": "yellow"}
 _REDRAW_S = 0.25  # a frame takes the master some ms, for which all ranks wait
 _LINES = 20  # of a log, unless its steps are slow
 _LINE_S = 30.0
-_ROWS = 16  # of the table of places
-_WIDTH = 100  # bars of a wider terminal would only be longer
 
 
 def make_reporter(
@@ -95,7 +97,7 @@ class ConsoleReporter(Reporter):
         self._errors = console or Console(stderr=True)
         # Without UTF-8 there are no blocks to draw with.
         self._in_place = self._console.is_interactive and self._console.encoding.startswith("utf")
-        self._progress = _Progress(steps)
+        self._progress = Progress(steps)
         self._live: Live | None = None
         self._drawn_at = 0.0
         self._unsaid_s = 0.0
@@ -116,16 +118,7 @@ class ConsoleReporter(Reporter):
         """See `Reporter.start`."""
         self._say(model, "bold")
         self._say(f"{topology}, {algorithm}, {library} (thread level {thread_level})")
-        table = _table(("node", "right"), ("rank", "right"), ("local rank", "right"))
-        table.add_column("host", overflow="ellipsis")  # gives way where the terminal is narrow
-        table.add_column("device", no_wrap=True)
-        table.add_column("threads", justify="right")
-        for row in _place_rows(places):
-            cells = [self._text(cell) for cell in row]
-            for cell in cells:
-                cell.no_wrap = True
-            table.add_row(*cells)
-        self._apart(table)
+        self._apart(place_table(places, self._console.encoding))
 
     def step(self, record: StepRecord) -> None:
         """See `Reporter.step`."""
@@ -144,27 +137,18 @@ class ConsoleReporter(Reporter):
                 self._say(self._progress.line())
                 self._unsaid_s = 0.0
         if record.eval_loss is not None:
-            evaluation = _evaluation(record.eval_loss, record.eval_metrics)
-            self._say(f"step {record.step}  eval loss {evaluation}", "bold")
+            result = evaluation(record.eval_loss, record.eval_metrics)
+            self._say(f"step {record.step}  eval loss {result}", "bold")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """See `Reporter.finish`."""
         self._stop_live()
         self._say("")
         self._say(summary["status"], _STATUS_STYLES.get(summary["status"], "bold red"))
-        facts = {
-            "steps": f"{summary['steps']} of {self._progress.steps}",
-            "final loss": _number(summary["final_loss"]),
-            "eval loss": _evaluation(summary["eval_loss"], summary["eval_metrics"]),
-            "wall time": _clock(summary["wall_s"]),
-            f"{self._progress.unit}/s": f"{_count(summary['tokens_per_s'])} on average",
-        }
-        grid = Table.grid(padding=(0, 2))
-        for name, value in facts.items():
-            grid.add_row(Text(f" {name}", "dim"), self._text(value))
-        self._console.print(grid)
+        steps, unit = self._progress.steps, self._progress.unit
+        self._console.print(result_table(summary, steps, unit, self._console.encoding))
         if summary["ranks"]:
-            self._apart(_memory_table(summary["ranks"]), _traffic_table(summary["ranks"]))
+            self._apart(memory_table(summary["ranks"]), traffic_table(summary["ranks"]))
         self._say(str(summary["run_dir"]))
         self.close()
         _write_whole(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")
@@ -191,9 +175,7 @@ class ConsoleReporter(Reporter):
             self._metrics.close()
 
     def _text(self, text: str, style: str = "") -> Text:
-        """Text from outside, without what would control the terminal or cannot be encoded."""
-        encoding = self._console.encoding
-        return Text(_printable(text).encode(encoding, "replace").decode(encoding), style)
+        return plain(text, self._console.encoding, style)
 
     def _say(self, line: str, style: str = "") -> None:
         """Print a line, above the live display if there is one; the terminal wraps it, if any."""
@@ -219,7 +201,7 @@ class ConsoleReporter(Reporter):
         if self._live is None:
             # No thread of its own: it would compete with the training for the interpreter.
             self._live = Live(
-                get_renderable=lambda: self._progress.frame(min(self._console.width, _WIDTH)),
+                get_renderable=lambda: self._progress.frame(self._console.width),
                 console=self._console,
                 auto_refresh=False,
             )
@@ -233,244 +215,6 @@ class ConsoleReporter(Reporter):
         live, self._live = self._live, None
         if live is not None:
             live.stop()
-
-
-class _Progress:
-    """The steps so far, as a line or a frame, with figures over the last steps that hardly jump."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.recent: deque[StepRecord] = deque(maxlen=10)
-        self._losses: deque[float] = deque(maxlen=40)
-        self._later_steps, self._later_s = 0, 0.0
-        self.unit = "tokens"
-
-    def add(self, record: StepRecord) -> None:
-        """Take in a further step."""
-        if self.recent:
-            self._later_steps += 1
-            self._later_s += record.step_s
-        # tokens_per_s counts what the loss is a mean over; as many as samples, then it is samples.
-        counted = record.tokens_per_s * record.step_s
-        self.unit = "samples" if math.isclose(counted, record.samples, rel_tol=1e-3) else "tokens"
-        self.recent.append(record)
-        self._losses.append(record.loss)
-
-    def _mean_s(self) -> float:
-        return statistics.fmean(record.step_s for record in self.recent)
-
-    def _speed(self) -> str:
-        counted = sum(record.tokens_per_s * record.step_s for record in self.recent)
-        seconds = self._mean_s()
-        per_s = counted / len(self.recent) / seconds if seconds else 0.0
-        return f"{_count(per_s)} {self.unit}/s"
-
-    def _left(self) -> str:
-        # The first step warms up, unlike those to come.
-        step_s = self._later_s / self._later_steps if self._later_steps else self._mean_s()
-        return _clock((self.steps - self.recent[-1].step) * step_s)
-
-    def _shares(self) -> dict[str, float]:
-        """Phase -> its share of the recent steps' time; the rest is "other"."""
-        total = self._mean_s() or 1.0
-        shares = {
-            phase: statistics.fmean(getattr(record, phase) for record in self.recent) / total
-            for phase in PHASES
-        }
-        return shares | {"other": max(0.0, 1 - sum(shares.values()))}
-
-    def line(self) -> str:
-        """The last step, for a log."""
-        last = self.recent[-1]
-        return (
-            f"step {last.step:>{len(str(self.steps))}}/{self.steps}  loss {_number(last.loss)}"
-            f"  lr {last.lr:.1e}  norm {last.grad_norm:.2g}  {self._speed()}"
-            f"  {_short_time(self._mean_s())}/step  left {self._left()}"
-        )
-
-    def frame(self, width: int) -> Group:
-        """The steps so far, for a terminal: five lines of at most `width` columns."""
-        last = self.recent[-1]
-        count = f"step {last.step:>{len(str(self.steps))}}/{self.steps}  "
-        left = f"  left {self._left()}"
-        done = last.step / self.steps
-        parts = [(done, "green" if done == 1 else "default"), (1 - done, "bright_black")]
-        bar = _bar(parts, width - len(count) - len(left))
-        metrics = [(_printable(name), f"{value:.4g}") for name, value in last.metrics.items()]
-        losses = Text.assemble(("loss", "dim"), f" {_number(last.loss)}  ")
-        losses.append(_sparkline(self._losses) + "  ").append(_pairs(*metrics))
-        speed = f"{self._speed()}  {_short_time(self._mean_s())}/step  "
-        rates = _pairs(
-            ("lr", f"{last.lr:.1e}"),
-            ("norm", f"{last.grad_norm:.2g}"),
-            ("clip", f"{last.clip_coef:.2f}"),
-        )
-        shares = [
-            (name, share, _PHASE_STYLES.get(name, "bright_black"))
-            for name, share in self._shares().items()
-        ]
-        lines = [
-            Text(count).append(bar).append(left),
-            losses,
-            Text(speed).append(rates),
-            _bar([(share, style) for _, share, style in shares], width),
-            Text("  ").join(
-                Text.assemble((name.removeprefix("reduce_"), style), f" {share:.0%}")
-                for name, share, style in shares
-            ),
-        ]
-        for line in lines:
-            line.no_wrap, line.overflow = True, "ellipsis"
-        return Group(*lines)
-
-
-def _pairs(*pairs: tuple[str, str]) -> Text:
-    """Names, dim, and values."""
-    return Text("  ").join(Text.assemble((name, "dim"), f" {value}") for name, value in pairs)
-
-
-def _sparkline(values: Iterable[float]) -> str:
-    """Values as blocks between their least and largest, x for what is not finite."""
-    values = list(values)
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    blocks = "▁▂▃▄▅▆▇█"
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        blocks[round((value - low) * scale)] if math.isfinite(value) else "x" for value in values
-    )
-
-
-def _bar(parts: Iterable[tuple[float, str]], width: int) -> Text:
-    """A bar of `width` columns, of parts with a share and a style each; shares add up to 1."""
-    bar, drawn, ended = Text(), 0, 0.0
-    for share, style in parts:
-        ended += share
-        end = min(max(0, width), round(ended * width))
-        bar.append("━" * (end - drawn), style)
-        drawn = end
-    return bar
-
-
-def _table(*columns: tuple[str, JustifyMethod]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)
-    return table
-
-
-def _place_rows(places: Sequence[Place]) -> list[tuple[str, ...]]:
-    """A row a rank; of many ranks one a node; of many nodes only the first ones and the last."""
-    nodes: dict[int, list[Place]] = {}
-    for place in places:
-        nodes.setdefault(place.node, []).append(place)
-    if len(places) <= _ROWS:
-        return [_place_row([place], place.device) for node in nodes.values() for place in node]
-    rows = []
-    for node in nodes.values():
-        devices = Counter(place.device.partition(":")[0] for place in node)
-        counted = ", ".join(f"{count} {device}" for device, count in devices.items())
-        rows.append(_place_row(node, counted))
-    if len(rows) > _ROWS:
-        left_out = ("...", "", "", f"{len(rows) - _ROWS + 1} more nodes", "", "")
-        rows[_ROWS - 2 : -1] = [left_out]
-    return rows
-
-
-def _place_row(ranks: Sequence[Place], device: str) -> tuple[str, ...]:
-    """The row of ranks on one node."""
-    return (
-        str(ranks[0].node),
-        _ranges(place.rank for place in ranks),
-        _ranges(place.local_rank for place in ranks),
-        ranks[0].host,
-        device,
-        _ranges(place.threads for place in ranks),
-    )
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers in short: "0-7", or "0-3, 8-11"; of many ranges only the first and the last."""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    return ", ".join([texts[0], "...", texts[-1]] if len(texts) > 3 else texts)
-
-
-def _memory_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    """Peaks of memory over ranks; the GPU's if any rank has one."""
-    table = _table(
-        ("peak memory", "left"),
-        ("least", "right"),
-        ("median", "right"),
-        ("most", "right"),
-        ("on rank", "right"),
-    )
-    for name, key in (("host", "peak_memory"), ("device", "peak_device_memory")):
-        peaks = {rank["rank"]: rank[key] for rank in ranks}
-        if key == "peak_memory" or any(peaks.values()):
-            most = max(peaks, key=lambda rank: peaks[rank])
-            sizes = (min(peaks.values()), round(statistics.median(peaks.values())), peaks[most])
-            table.add_row(name, *map(_bytes, sizes), str(most))
-    return table
-
-
-def _traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    """What all ranks sent, by level."""
-    table = _table(("sent", "left"), ("messages", "right"), ("bytes", "right"))
-    for name, level in (("within nodes", "node"), ("between nodes", "cross")):
-        messages, sent = (
-            sum(rank[f"{level}_{what}"] for rank in ranks) for what in ("messages", "bytes")
-        )
-        table.add_row(name, _count(messages), _bytes(sent))
-    return table
-
-
-def _evaluation(loss: float | None, metrics: Mapping[str, float] | None) -> str:
-    """An evaluation's loss and further means."""
-    return "  ".join([_number(loss), *(f"{k} {v:.4g}" for k, v in (metrics or {}).items())])
-
-
-def _number(value: float | None) -> str:
-    """A loss: 2.4312, 1.2e-05, nan; - for none."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
-
-
-def _count(value: float) -> str:
-    """A number in thousands: 812, 12.3k, 1.20M."""
-    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P"))
-
-
-def _bytes(value: float) -> str:
-    """Bytes in powers of 1024: 512 B, 1.50 GiB."""
-    return _scaled(value, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def _scaled(value: float, base: int, units: Sequence[str]) -> str:
-    """Three digits and a unit; whole numbers below the first unit stay whole."""
-    power = 0
-    while abs(value) >= 999.5 and power < len(units) - 1:
-        value, power = value / base, power + 1
-    whole = isinstance(value, int) or abs(value) >= 99.95
-    return f"{value:.{0 if whole else 1 if abs(value) >= 9.995 else 2}f}{units[power]}"
-
-
-def _short_time(seconds: float) -> str:
-    """The time of a step: 12.3 ms, 0.42 s."""
-    return f"{seconds:.2f} s" if seconds >= 0.0995 else f"{seconds * 1e3:.3g} ms"
-
-
-def _clock(seconds: float) -> str:
-    """Hours, if any, minutes and seconds: 1:07, 12:01:07."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _json(value: Any, indent: int | None = None) -> str:
@@ -497,13 +241,6 @@ def _write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _printable(text: str) -> str:
-    """Text without control characters, which could send escape sequences to the terminal."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 def _stdout() -> Console:

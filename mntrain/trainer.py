@@ -6,7 +6,6 @@ data -> forward -> backward (buckets leave) -> wait for the sums -> update -> re
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -20,9 +19,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain import data, device, optimizers, sameness, tasks
-from mntrain.config import Config, to_toml
+from mntrain.config import Config
 from mntrain.failures import AgreedError
 from mntrain.interrupts import Interrupts
+from mntrain.options import to_toml
 from mntrain.report import make_reporter
 from mntrain.stats import Phases, StepRecord, Tally
 from mntrain.world import World, init
@@ -41,7 +41,6 @@ def run(config: Config) -> int:
     What all ranks agree is wrong is printed once, by the master: 2 is returned for what was given,
     1 for training that had to stop. An exception of one rank alone ends the job with a traceback.
     """
-    master = True
     try:
         with init(
             device=config.device,
@@ -49,11 +48,9 @@ def run(config: Config) -> int:
             bucket_mb=config.comm.bucket_mb,
             ranks_per_node=config.comm.ranks_per_node,
         ) as world:
-            master = world.master
             return Trainer(world, config).fit()
     except AgreedError as error:
-        if master:
-            print(f"mntrain: error: {error}", file=sys.stderr)
+        error.tell()
         return 1 if isinstance(error, TrainingStoppedError) else 2
 
 
@@ -68,7 +65,8 @@ class Trainer:
         self._world, self._config = world, config
         with world.agreement():
             self._task = tasks.load(config.task, config)
-            train, self._valid = self._task.dataset("train"), self._task.dataset("valid")
+            train, valid = self._task.dataset("train"), self._task.dataset("valid")
+            self._valid = data.spread(valid, config.train.eval_samples)
             samples = len(cast(Sized, train))
             self._plan = data.Plan(samples, config.train.batch_size, config.run.seed)
             torch.manual_seed(config.run.seed)
@@ -76,6 +74,7 @@ class Trainer:
             optimizer_class, options = optimizers.find(config.optim)
             if config.train.compile:
                 _check_compiler(world.device)
+        self._check_same_data([samples, len(cast(Sized, valid))])
         self._optimizer = world.optimizer(
             self._model,
             optimizer_class,
@@ -149,7 +148,7 @@ class Trainer:
             try:
                 update = self._optimizer.step()
             except NonFiniteGradientError as error:
-                raise TrainingStoppedError(f"in step {step}, {error}") from None
+                raise self._stopped(f"in step {step}, {error}") from None
             self._optimizer.zero_grad()
             self._scheduler.step()
         self._items += count
@@ -176,7 +175,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over the whole validation set: exact means. Collective."""
+        """Loss and metrics over the validation samples: exact means. Collective."""
         self._model.eval()
         tally = Tally()
         for batch in data.validation_batches(self._valid, **self._dealing()):
@@ -194,14 +193,14 @@ class Trainer:
         mine = tally.sums(self._metrics)
         *sums, count = self._world.sum([*mine, tally.count])
         if not count:
-            raise TrainingStoppedError(f"{where}, no rank has anything to take a mean over")
+            raise self._stopped(f"{where}, no rank has anything to take a mean over")
         means = {name: total / count for name, total in zip(self._metrics, sums, strict=True)}
         if not math.isfinite(means["loss"]):
             losses = self._world.gather(mine[self._metrics.index("loss")])
             odd = [
                 f"{loss} on rank {r}" for r, loss in enumerate(losses) if not math.isfinite(loss)
             ]
-            raise TrainingStoppedError(f"{where}, the loss is {', '.join(odd)}")
+            raise self._stopped(f"{where}, the loss is {', '.join(odd)}")
         return means, int(count)
 
     def _anyone(self, flag: bool) -> bool:
@@ -210,10 +209,23 @@ class Trainer:
     def _check_sameness(self, step: int) -> None:
         odd = sameness.odd_ranks(self._world.gather(sameness.digest(self._model)))
         if odd:
-            raise TrainingStoppedError(
+            raise self._stopped(
                 f"after step {step}, the weights differ between ranks: "
                 f"rank {', '.join(map(str, odd))} against the others"
             )
+
+    def _stopped(self, why: str) -> TrainingStoppedError:
+        return TrainingStoppedError(why, self._world.rank)
+
+    def _check_same_data(self, lengths: list[int]) -> None:
+        everyone = self._world.gather(lengths)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise AgreedError(
+                    f"the data differs between ranks: {everyone[0]} training and validation "
+                    f"samples on rank 0, {theirs} on rank {rank}; give all nodes the same files",
+                    self._world.rank,
+                )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._config.train.precision == "fp32":

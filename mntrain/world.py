@@ -47,23 +47,30 @@ class World:
         self._watch = Watch(self.rank, self.size, socket.gethostname())
         self._watch.install()
         self._progress = Progress()
-        self._bucket_bytes = int(bucket_mb * MIB)
-        self._optimizers: list[ZeroOptimizer] = []
         self._groups: Groups | None = None
+        self._optimizers: list[ZeroOptimizer] = []
+        try:
+            self._settle(device_name, algorithm, bucket_mb, ranks_per_node)
+        except AgreedError as error:
+            self._leave(error)
+            raise
+
+    def _settle(
+        self, device_name: str, algorithm: str, bucket_mb: float, ranks_per_node: int | None
+    ) -> None:
+        """Find out who is where, and with what. Collective."""
+        hosts = self._world.node_keys()
+        on_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         with self.agreement():
             self.algorithm = choose(algorithm)
-            if ranks_per_node is not None and ranks_per_node < 1:
-                raise ValueError(f"ranks per node is {ranks_per_node}: it must be at least 1")
+            self.topology = Topology.from_hosts(hosts, ranks_per_node)
+            self.device = device.pick(device_name, on_host.index(self.rank))
+            self._bucket_bytes = int(bucket_mb * MIB)
             if self._bucket_bytes < 1:
                 raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must hold at least one byte")
-        hosts = self._world.node_keys()
-        self.topology = Topology.from_hosts(hosts, ranks_per_node)
         self._groups = groups = _groups(self._world, self.topology)
         self.local_rank, self.local_size = groups.node.rank, groups.node.size
         self.cross_rank, self.cross_size = groups.cross.rank, groups.cross.size
-        on_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        with self.agreement():
-            self.device = device.pick(device_name, on_host.index(self.rank))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._share_cores(on_host)
@@ -158,7 +165,7 @@ class World:
             refusal = error
         said = self.gather(None if refusal is None else str(refusal) or type(refusal).__name__)
         if any(said):
-            raise AgreedError(_told(said)) from refusal
+            raise AgreedError(_told(said), self.rank) from refusal
 
     def usage(self) -> list[Usage]:
         """What every rank has used so far, by rank. Collective."""
@@ -199,9 +206,13 @@ class World:
         )
         if error is not None and not harmless and self.size > 1:
             self._watch.end_job(error)
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Close; what is agreed on is still to be printed by one rank only."""
         self.close()
         if isinstance(error, AgreedError):
-            self._watch.install()  # to print it once, not on every rank
+            self._watch.install()
 
     def _state_share(self, count: int | None) -> None:
         for optimizer in self._optimizers:
@@ -216,7 +227,7 @@ class World:
         everyone = self.gather(mine)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
-                raise AgreedError(_difference(everyone[0], theirs, rank))
+                raise AgreedError(_difference(everyone[0], theirs, rank), self.rank)
 
     def _share_cores(self, on_host: list[int]) -> None:
         """Let torch compute with this rank's part of the host's cores, unless the user said."""

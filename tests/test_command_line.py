@@ -4,6 +4,7 @@ import sys
 import pytest
 from launch import mpirun
 
+import mntrain
 from mntrain import __version__
 from mntrain.__main__ import main
 
@@ -37,31 +38,34 @@ def code_of(argv):
         return exit_.code
 
 
-def test_help_is_printed_without_starting_mpi():
+def test_help_is_printed_without_importing_torch_or_mpi():
     result = run("--help", interpreter=["-X", "importtime"])
     assert result.returncode == 0
     assert result.stdout.startswith("usage: python -m mntrain")
     assert "--train.batch-size INT" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "mntrain.config" in imported
-    assert not imported & {"mpi4py.MPI", "mntrain.trainer"}
+    assert "mntrain.options" in imported
+    assert not imported & {"torch", "mpi4py", "mntrain.trainer"}
 
 
-def test_command_line_itself_imports_neither_torch_nor_mpi():
-    # A bare package stands in for mntrain/__init__.py, whose imports are its own affair.
+def test_package_gives_each_name_it_lists_once_asked_for():
     program = (
-        "import sys, types, importlib.machinery as m\n"
-        "spec = m.PathFinder.find_spec('mntrain')\n"
-        "package = types.ModuleType('mntrain')\n"
-        "package.__path__ = spec.submodule_search_locations\n"
-        "sys.modules['mntrain'] = package\n"
-        "import mntrain.__main__\n"
-        "print(*sys.modules, sep='\\n')"
+        "import sys, mntrain\n"
+        "assert set(mntrain.__all__) <= set(dir(mntrain))\n"
+        "assert 'torch' not in sys.modules\n"
+        "from mntrain import *\n"
+        "print(mntrain.init is init, *(name for name in mntrain.__all__ if name in globals()))\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert not set(result.stdout.split()) & {"torch", "mpi4py"}
+    assert result.stdout.split() == ["True", *mntrain.__all__]
+
+
+def test_package_refuses_a_name_it_does_not_have():
+    with pytest.raises(AttributeError, match="module 'mntrain' has no attribute 'Wrold'"):
+        mntrain.Wrold  # noqa: B018 - the look-up is what raises
 
 
 @pytest.mark.parametrize("words", [[], ["train"]])

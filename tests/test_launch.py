@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import MPI_TESTS, mpirun, run_suite
+from launch import MPI_TESTS, Result, mpirun, run_suite
 
 HANG = """
 import threading, time
@@ -232,11 +232,31 @@ def test_failure_is_reported_although_the_teardown_hangs(suite):
     assert "before a teardown that hangs" in result.outputs[1]
 
 
-def test_failure_on_every_rank_is_shown_once(suite):
+def test_failure_on_every_rank_is_printed_by_every_rank(suite):
     result = suite(3, "def test_fails():\n    assert 1 + 1 == 3, 'everywhere'\n")
     assert result.returncode != 0
-    assert " ranks 0, 1, 2 " in result.report()
-    assert result.report().count("AssertionError: everywhere") == 1
+    assert ["AssertionError: everywhere" in output for output in result.outputs] == [True] * 3
+
+
+def test_report_shows_equal_failures_once():
+    failure = (
+        'test_a.py::test_b FAILED [100%]\n  File "x.py", line 1 in f\n===== 1 failed in {} =====\n'
+    )
+    passed = "test_a.py::test_a PASSED [ 50%]\n"
+    outputs = [passed + failure.format("0.51s"), "other\n", failure.format("61.20s (0:01:01)")]
+    result = Result(["mpirun"], 1, "", "", outputs, {}, False, 1.0)
+    assert result.report().splitlines() == [
+        "mpirun",
+        "exited with 1 after 1.0 s",
+        "",
+        " ranks 0, 2 ".center(100, "#"),
+        "test_a.py::test_b FAILED [100%]",
+        '  File "x.py", line 1 in f',
+        "===== 1 failed =====",
+        "",
+        " rank 1 ".center(100, "#"),
+        "other",
+    ]
 
 
 def test_error_in_collection_is_shown(suite):

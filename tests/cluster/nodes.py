@@ -301,20 +301,29 @@ def main() -> int:
         signal.signal(stop, leave)
     with Cluster(options.ranks, None if options.link == "none" else options.link) as cluster:
         command, environment = cluster.mpirun(options.command)
+        # In a session of its own: Ctrl-C comes here alone, and mpirun ends before its nodes.
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         try:
-            # In a session of its own: Ctrl-C comes here first, and mpirun dies before its nodes.
-            done = subprocess.run(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                timeout=options.timeout,
-                check=False,
-            )
+            code = process.wait(options.timeout)
         except subprocess.TimeoutExpired:
             print(f"stopped after {options.timeout:g} s", file=sys.stderr)
             return 124
-    return done.returncode if done.returncode >= 0 else 128 - done.returncode
+        finally:
+            _stop(process)
+    return code if code >= 0 else 128 - code
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End mpirun, which removes its temporary files when it is asked to and has the time."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

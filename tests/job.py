@@ -1,0 +1,53 @@
+"""A small training job for tests: run it as a user does, and read what it wrote."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+from launch import Result, mpirun
+
+SMALL = [
+    *("--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.context", "32"),
+    *("--train.batch-size", "8", "--train.micro-batch-size", "2", "--train.eval-samples", "13"),
+    *("--train.steps", "6", "--optim.warmup-steps", "2", "--device", "cpu"),
+]
+
+
+def write_corpus(folder: Path, windows: int = 60) -> Path:
+    """A text of so many windows of 32 bytes, which has something to learn."""
+    text = "".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(windows * 3))
+    path = folder / "corpus.txt"
+    path.write_text(text[: windows * 32 + 1])
+    return path
+
+
+def train(ranks: int, folder: Path, *options: str, timeout: float = 100, env=None) -> Result:
+    """Run `python -m mntrain` on a small model and corpus; the run directory is folder/run."""
+    corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
+    words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
+    command = [sys.executable, "-m", "mntrain", *words]
+    return mpirun(ranks, command, timeout=timeout, env=env, cwd=folder)
+
+
+def completed(result: Result) -> Result:
+    """The result, which must be a success."""
+    assert result.returncode == 0, result.report()
+    return result
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def summary(folder: Path) -> dict:
+    """What summary.json holds."""
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def configuration(folder: Path) -> dict:
+    """What config.toml holds."""
+    return tomllib.loads((folder / "run" / "config.toml").read_text())

@@ -1,0 +1,318 @@
+import functools
+import hashlib
+import time
+from itertools import product
+
+import pytest
+import torch
+from mpi4py import MPI
+from worlds import EVERY_WORLD, RANKS, VIRTUAL, Worlds
+
+from mntrain import mpi
+from mntrain.collectives import ALGORITHMS, messages
+
+pytestmark = pytest.mark.mpi
+
+RANK = MPI.COMM_WORLD.rank
+SIZES = [0, 1, 2, 3, 5, 17, 1000, 70001]
+FASTER = ["flat", "leader", "lanes"]  # than the oracle
+
+# Multiples of these, up to 68 of them, are exact in the dtype and in none that is narrower.
+UNIT = {
+    torch.float16: 1,
+    torch.bfloat16: 1,
+    torch.float32: 4099,
+    torch.float64: 2**40 + 1,
+    torch.int64: 2**56 + 1,
+}
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    cache = Worlds()
+    yield cache
+    cache.close()
+
+
+@functools.cache
+def ramp(rank, numel, dtype=torch.float32):
+    """What `rank` puts into a sum: another small multiple of the unit at every place."""
+    index = torch.arange(numel)
+    return (((index * 40503 // 64 + 5 * rank) % 29 - 11) * UNIT[dtype]).to(dtype)
+
+
+@functools.cache
+def total(numel, dtype=torch.float32):
+    wide = torch.int64 if dtype == torch.int64 else torch.float64
+    exact = torch.stack([ramp(rank, numel, dtype) for rank in range(RANKS)]).sum(0, dtype=wide)
+    assert torch.equal(exact.to(dtype).to(wide), exact)
+    return exact.to(dtype)
+
+
+def junk(numel, dtype=torch.float32):
+    """Make what must not be looked at."""
+    return torch.full((numel,), float("nan") if dtype.is_floating_point else -7, dtype=dtype)
+
+
+def shard(world, numel):
+    """Where this rank's shard of a tensor lies."""
+    slot = world.collectives.slot(world.rank)
+    return slice(slot * numel // world.size, (slot + 1) * numel // world.size)
+
+
+def check_bits(world, tensors):
+    """Assert that all ranks hold the same bits."""
+    digest = hashlib.blake2b()
+    for tensor in tensors:
+        digest.update(tensor.view(torch.uint8).numpy())
+    assert len(set(world.gather(digest.hexdigest()))) == 1
+
+
+class Case:
+    """One collective: fills its tensor, launches, and says whether the result is right."""
+
+    def __init__(self, world, verb, numel, dtype=torch.float32, root=None):
+        self.world, self.verb, self.root = world, verb, root
+        self.tensor = torch.empty(numel, dtype=dtype)
+        self.everywhere = verb != "reduce_scatter"  # whether all ranks end with the same
+
+    def launch(self):
+        numel, dtype = self.tensor.numel(), self.tensor.dtype
+        if self.verb in ("all_reduce", "reduce_scatter"):
+            self.tensor.copy_(ramp(RANK, numel, dtype))
+        else:
+            self.tensor.copy_(junk(numel, dtype))
+        if self.verb == "all_gather":
+            mine = shard(self.world, numel)
+            self.tensor[mine] = ramp(0, numel, dtype)[mine]
+        if self.verb == "broadcast":
+            if self.root == RANK:
+                self.tensor.copy_(ramp(RANK, numel, dtype))
+            return self.world.collectives.broadcast(self.tensor, self.root)
+        return getattr(self.world.collectives, self.verb)(self.tensor)
+
+    def check(self):
+        numel, dtype = self.tensor.numel(), self.tensor.dtype
+        if self.verb in ("all_reduce", "reduce_scatter"):
+            expected = total(numel, dtype)
+        else:
+            expected = ramp(self.root or 0, numel, dtype)
+        mine = slice(None) if self.everywhere else shard(self.world, numel)
+        where = f"{self.verb} of {numel} {dtype} from {self.root}"
+        assert torch.equal(self.tensor[mine], expected[mine]), where
+
+
+def cases(world, sizes, dtype=torch.float32, roots=()):
+    verbs = ["all_reduce", "reduce_scatter", "all_gather"]
+    return [
+        *(Case(world, verb, numel, dtype) for verb, numel in product(verbs, sizes)),
+        *(Case(world, "broadcast", numel, dtype, root) for root, numel in product(roots, sizes)),
+    ]
+
+
+def run(world, several):
+    """Launch all before any is waited for, the last one first; check; compare between ranks."""
+    works = [case.launch() for case in several]
+    for work in reversed(works):
+        work.wait()
+    for case in several:
+        case.check()
+    check_bits(world, [case.tensor for case in several if case.everywhere])
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_every_verb_at_every_size_twice(worlds, algorithm, layout):
+    world = worlds(algorithm, layout)
+    several = cases(world, SIZES) + [
+        Case(world, "broadcast", numel, root=root)
+        for root, numel in product(range(RANKS), (0, 1, 3, 1000))
+    ]
+    run(world, several)
+    run(world, several)  # on the same tensors
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_dtype(worlds, algorithm, dtype):
+    for layout in VIRTUAL:
+        world = worlds(algorithm, layout)
+        run(world, cases(world, [2, 5003], dtype, roots=[RANKS - 1]))
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_reduce_scatter_then_all_gather_is_all_reduce(worlds, algorithm, layout):
+    world = worlds(algorithm, layout)
+    tensors = [ramp(RANK, numel).clone() for numel in (1, 2, 17, 70001)]
+    for tensor in tensors:
+        world.collectives.reduce_scatter(tensor)
+    for work in [world.collectives.all_gather(tensor) for tensor in tensors]:
+        work.wait()
+    for tensor in tensors:
+        assert torch.equal(tensor, total(len(tensor)))
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_every_rank_knows_whose_shard_lies_where(worlds, algorithm, layout):
+    world = worlds(algorithm, layout)
+    slots = [world.collectives.slot(rank) for rank in range(RANKS)]
+    assert sorted(slots) == list(range(RANKS))
+    assert world.gather(slots) == [slots] * RANKS
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_a_sum_is_rounded_once_a_level(worlds, algorithm, layout):
+    world = worlds(algorithm, layout)
+    levels = 2 if algorithm in ("leader", "lanes") and len(world.topology.nodes) > 1 else 1
+    generator = torch.Generator().manual_seed(3)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        everyone = torch.randn(RANKS, 1003, generator=generator).to(dtype)
+        tensor = everyone[RANK].clone()
+        world.collectives.all_reduce(tensor).wait()
+        check_bits(world, [tensor])
+        exact, absolute = everyone.double().sum(0), everyone.double().abs().sum(0)
+        half_ulp = torch.finfo(dtype).eps / 2
+        # The last rounding is of the sum, one before it of the nodes' parts; and each addition
+        # rounds in the wide dtype.
+        tolerance = half_ulp * (exact.abs() + (levels - 1) * absolute) * (1 + 2 * half_ulp)
+        tolerance += RANKS * min(half_ulp, torch.finfo(torch.float32).eps) * absolute
+        assert bool(((tensor.double() - exact).abs() <= tolerance).all()), dtype
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_16_bit_sums_accumulate_in_32_bits(worlds, algorithm):
+    # In bf16, 256 + 1 is 256 again; in fp16, 60000 + 60000 is infinite.
+    small = torch.tensor([256.0 if RANK == 0 else 1.0], dtype=torch.bfloat16)
+    large = torch.tensor([-60000.0 if RANK == 2 else 60000.0], dtype=torch.float16)
+    if RANK > 2:
+        large.zero_()
+    collectives = worlds(algorithm).collectives
+    for work in [collectives.all_reduce(small), collectives.all_reduce(large)]:
+        work.wait()
+    expected = torch.tensor([256.0 + RANKS - 1]).bfloat16()
+    assert torch.equal(small, expected)
+    assert small > 256
+    assert large.item() == torch.tensor(60000.0).half().item()
+
+
+def test_auto_is_one_of_them_and_sums(worlds):
+    world = worlds("auto")
+    assert world.algorithm in ALGORITHMS
+    run(world, cases(world, [1000], roots=[0]))
+
+
+@pytest.mark.parametrize("algorithm", FASTER)
+def test_a_tensor_of_many_pieces(worlds, algorithm):
+    # Every rank's part is more than all pieces in flight, and neither divides.
+    numel = RANKS * (messages.PIECES_IN_FLIGHT + 1) * messages.PIECE_BYTES // 4 + 4321
+    collectives = worlds(algorithm, VIRTUAL[-1]).collectives
+    ones = torch.arange(numel, dtype=torch.int32).remainder_(1000003).float()
+    tensor = ones * (RANK + 1)
+    collectives.all_reduce(tensor).wait()
+    assert torch.equal(tensor, ones * (RANKS * (RANKS + 1) // 2))
+
+
+@pytest.mark.parametrize("piece_bytes", [8, 24, 200])
+@pytest.mark.parametrize(
+    ("algorithm", "layout"), [("flat", None), *product(["leader", "lanes"], VIRTUAL[-2:])]
+)
+def test_any_length_of_a_piece(worlds, monkeypatch, algorithm, layout, piece_bytes):
+    monkeypatch.setattr(messages, "PIECE_BYTES", piece_bytes)
+    world = worlds(algorithm, layout)
+    run(
+        world,
+        [case for dtype in (torch.float32, torch.int64) for case in cases(world, [99], dtype)],
+    )
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_a_message_that_is_longer_than_mpi_can_count(worlds, monkeypatch, algorithm, layout):
+    monkeypatch.setattr(mpi, "MESSAGE_BYTES", 333)  # cuts through elements
+    world = worlds(algorithm, layout)
+    run(world, cases(world, [1003], roots=[0, RANKS - 1]))
+
+
+def available_memory():
+    """Bytes that processes may still take on this host."""
+    with open("/proc/meminfo") as lines:
+        return 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
+
+
+def test_more_bytes_than_a_32_bit_int_counts(worlds):
+    if RANKS != 2:
+        pytest.skip("two ranks are enough, and memory for more is not")
+    world = worlds("naive")  # sends a tensor whole
+    if min(world.gather(available_memory())) < 8 * 2**30:
+        pytest.skip("needs 8 GiB of memory")
+    # Where nothing is written the sender's memory is one page of zeros, and takes no time to make.
+    tensor = torch.zeros(2**31 + 5, dtype=torch.uint8)
+    marked = tensor[:: 2**20 + 1]
+    marks = torch.arange(len(marked)).remainder(251).add(1).byte()
+    if RANK == 1:
+        marked.copy_(marks)
+        tensor[-1] = 7
+    world.collectives.broadcast(tensor, root=1).wait()
+    assert torch.equal(marked, marks)
+    assert tensor[-1] == 7
+    assert tensor.count_nonzero() == len(marks) + 1
+
+
+@pytest.mark.parametrize("algorithm", FASTER)
+def test_many_under_way_arrive_in_any_order_of_waiting(worlds, algorithm):
+    world = worlds(algorithm, VIRTUAL[-1])
+    several = [case for numel in range(12) for case in cases(world, [numel], roots=[0])]
+    works = [case.launch() for case in several]
+    order = torch.randperm(len(works), generator=torch.Generator().manual_seed(RANK))
+    for index in order.tolist():
+        works[index].wait()
+        several[index].check()
+        works[index].wait()  # again: it returns at once
+
+
+def test_they_go_on_while_the_caller_computes(worlds):
+    world = worlds("lanes", VIRTUAL[-1])
+    several = cases(world, [1000, 70001], roots=[0])
+    works = [case.launch() for case in several]
+    checksum, end = 0, time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        checksum += sum(range(1000))
+    for work in works:
+        work.wait()
+    for case in several:
+        case.check()
+
+
+def test_a_rank_that_comes_late_is_waited_for(worlds):
+    world = worlds("lanes", VIRTUAL[-1])
+    if RANK == RANKS - 1:
+        time.sleep(0.2)
+    run(world, cases(world, [17, 70001], roots=[0]))
+
+
+def test_a_parameter_that_requires_grad_is_reduced_in_place(worlds):
+    tensor = torch.nn.Parameter(torch.ones(3))
+    worlds().collectives.all_reduce(tensor).wait()
+    assert tensor.tolist() == [RANKS] * 3
+
+
+def test_allocated_memory_is_flat_and_zero(worlds):
+    tensor = worlds().collectives.allocate(5, torch.bfloat16, torch.device("cpu"))
+    assert torch.equal(tensor, torch.zeros(5, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2, 3), torch.zeros(()), torch.zeros(6)[::2], torch.zeros(1).expand(3)],
+    ids=["2-D", "0-D", "strided", "expanded"],
+)
+def test_what_is_not_flat_and_contiguous_is_refused(worlds, verb, tensor):
+    words = r"a flat contiguous tensor, not one of shape .*use tensor\.view\(-1\)"
+    with pytest.raises(ValueError, match=words):
+        getattr(worlds().collectives, verb)(tensor)
+
+
+@pytest.mark.parametrize("root", [-1, RANKS])
+def test_a_root_outside_the_world_is_refused(worlds, root):
+    with pytest.raises(ValueError, match=f"root {root} is no rank of this world: 0 to {RANKS - 1}"):
+        worlds().collectives.broadcast(torch.zeros(1), root)

@@ -1,0 +1,201 @@
+"""All ranks hold the same bits, take the same steps, and refuse together."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import mntrain
+from mntrain.optimizers import decayed_and_not
+from mntrain.sameness import digest
+from zero import NonFiniteGradientError
+
+pytestmark = pytest.mark.mpi
+
+RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+LAST = RANKS - 1
+ALGORITHMS = ["naive", "flat", "leader", "lanes"]
+SMALL = 1e-4  # MiB: a bucket for almost every parameter
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+init = partial(mntrain.init, device="cpu", bucket_mb=SMALL, ranks_per_node=2)
+
+
+def net(seed=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def inputs(seed):
+    return torch.randn(3 + seed % 4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def bits(model):
+    return digest(model)
+
+
+def all_alike(world, value):
+    return len(set(world.gather(value))) == 1
+
+
+def test_training_starts_from_rank_0():
+    model = net(seed=RANK)
+    model[1].running_mean += RANK
+    with init() as world:
+        world.optimizer(model, ADAMW)
+        assert world.gather(bits(model)) == [bits(net(seed=0))] * RANKS
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_after_every_step_all_ranks_have_the_same_bits(algorithm):
+    model = net(seed=RANK)
+    with init(algorithm=algorithm) as world:
+        optimizer = world.optimizer(model, ADAMW, max_grad_norm=0.1)
+        for step in range(4):
+            x = inputs(seed=10 * step + RANK)
+            optimizer.backward(model(x).square().mean(), weight=len(x))
+            result = optimizer.step()
+            optimizer.zero_grad()
+            assert all_alike(world, bits(model))
+            assert all_alike(world, result)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_repeats_to_the_bit(algorithm):
+    def run():
+        model = net()
+        with init(algorithm=algorithm) as world:
+            optimizer = world.optimizer(model, ADAMW, max_grad_norm=0.1)
+            for step in range(4):
+                model(inputs(seed=10 * step + RANK)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return bits(model)
+
+    assert run() == run()
+
+
+def test_buffers_are_those_of_rank_0_after_a_step():
+    model = net()
+    with init() as world:
+        optimizer = world.optimizer(model, ADAMW)
+        for step in range(2):
+            model(inputs(seed=10 * step + RANK)).square().mean().backward()
+            before = world.gather([b.tolist() for b in model.buffers()])
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [b.tolist() for b in model.buffers()] == before[0]
+        assert model[1].num_batches_tracked == 2
+
+
+def test_buckets_leave_during_backward_whatever_the_groups():
+    # Decay splits weights from biases; the first layer's bias must not hold up the last layer.
+    launched = []
+    model = net()
+    with init() as world:
+        optimizer = world.optimizer(model, ADAMW, groups=decayed_and_not(model, 0.1))
+        start = world.collectives.all_reduce
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                world.collectives, "all_reduce", lambda t: launched.append(len(t)) or start(t)
+            )
+            model[0].register_full_backward_pre_hook(lambda *_: launched.append("first layer"))
+            model(inputs(seed=0).requires_grad_()).square().mean().backward()
+            optimizer.step()
+    assert launched.index("first layer") > 0
+
+
+@pytest.mark.parametrize("where", [0, LAST])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(where):
+    model = net()
+    with init() as world:
+        optimizer = world.optimizer(model, ADAMW)
+        before = [p.tolist() for p in model.parameters()]
+        loss = model(inputs(seed=RANK)).square().mean()
+        (loss + model[3].bias.sum() * (math.inf if where == RANK else 1.0)).backward()
+        with pytest.raises(NonFiniteGradientError, match=r"not finite in 3\.bias$"):
+            optimizer.step()
+        assert [p.tolist() for p in model.parameters()] == before
+
+        optimizer.zero_grad()
+        model(inputs(seed=RANK)).square().mean().backward()
+        optimizer.step()
+        assert all_alike(world, bits(model))
+
+
+def test_a_step_without_a_sample_on_any_rank_is_refused_by_all():
+    model = net()
+    with init() as world:
+        optimizer = world.optimizer(model, ADAMW)
+        optimizer.share(0)
+        with pytest.raises(ValueError, match=r"sum to 0\.0"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("where", [0, LAST])
+def test_a_nan_on_a_rank_without_samples_does_no_harm(where):
+    if RANKS == 1:
+        pytest.skip("the one rank has the samples")
+    model = net()
+    with init() as world:
+        optimizer = world.optimizer(model, ADAMW)
+        idle = where == RANK
+        optimizer.share(0 if idle else 3)
+        (model(inputs(seed=RANK)).square().mean() * (math.nan if idle else 1.0)).backward()
+        result = optimizer.step()
+        assert result.weight == 3 * (RANKS - 1)
+        assert math.isfinite(result.grad_norm)
+        assert all_alike(world, bits(model))
+
+
+@pytest.mark.parametrize("where", [0, LAST])
+def test_what_one_rank_refuses_all_refuse(where):
+    with init() as world:
+        with pytest.raises(mntrain.AgreedError, match="learning rate: -1"):
+            world.optimizer(net(), torch.optim.AdamW, lr=-1 if where == RANK else 0.1)
+        assert world.gather(RANK) == list(range(RANKS))
+
+
+def test_a_model_that_differs_between_ranks_is_refused():
+    if RANKS == 1:
+        pytest.skip("one rank cannot differ")
+    model = net()
+    if RANK == LAST:
+        model[3].bias.requires_grad_(False)
+    with init() as world, pytest.raises(mntrain.AgreedError, match=r"3\.bias \(3,\) float32"):
+        world.optimizer(model, ADAMW)
+
+
+def test_a_group_of_a_foreign_parameter_is_refused():
+    with init() as world, pytest.raises(mntrain.AgreedError, match="no parameter of the model"):
+        world.optimizer(net(), ADAMW, groups=[{"params": list(net().parameters())}])
+
+
+def test_groups_are_those_that_torch_takes():
+    model = net()
+    with init() as world:
+        optimizer = world.optimizer(
+            model,
+            ADAMW,
+            groups=[{"params": model[0].weight, "lr": 0.5}, {"params": model[3].parameters()}],
+        )
+        before = model[0].bias.clone()
+        model(inputs(seed=RANK)).square().mean().backward()
+        optimizer.step()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+        assert torch.equal(model[0].bias, before)
+        assert all_alike(world, bits(model))
+
+
+def test_a_model_goes_on_in_another_world():
+    model = net()
+    for _ in range(2):
+        with init() as world:
+            optimizer = world.optimizer(model, ADAMW)
+            model(inputs(seed=RANK)).square().mean().backward()
+            optimizer.step()
+            assert all_alike(world, bits(model))

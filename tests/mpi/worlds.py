@@ -1,0 +1,58 @@
+"""Worlds for the tests of this folder: every algorithm, on nodes of every shape."""
+
+from contextlib import contextmanager
+
+import pytest
+from mpi4py import MPI
+
+import mntrain
+from mntrain import mpi
+from mntrain.collectives import ALGORITHMS
+
+RANKS = MPI.COMM_WORLD.size
+
+# A layout is a number of ranks per node (None: one node), or a letter of a host for every rank:
+# dealt in turn, dealt there and back, and with the small node first.
+VIRTUAL = [None, *range(1, min(RANKS, 4))]
+DEALT = [hosts for hosts in ("aba", "abb", "abab", "abba", "abbb") if len(hosts) == RANKS]
+LAYOUTS = VIRTUAL + DEALT
+
+# The layout tells the one-level algorithms only which messages to count where.
+EVERY_WORLD = [
+    pytest.param(algorithm, layout, id=f"{algorithm}-{layout or 'one'}")
+    for algorithm in ALGORITHMS
+    for layout in (LAYOUTS if algorithm in ("leader", "lanes") else LAYOUTS[:2])
+]
+
+
+@contextmanager
+def hosts(letters):
+    """Let MPI say that rank i is on the host letters[i]."""
+    with pytest.MonkeyPatch.context() as patch:
+        keys = [letters.index(letter) for letter in letters]
+        patch.setattr(mpi.Communicator, "node_keys", lambda _: keys)
+        yield
+
+
+def make_world(algorithm="auto", layout=None):
+    if isinstance(layout, str):
+        with hosts(layout):
+            return mntrain.init(algorithm=algorithm, device="cpu")
+    return mntrain.init(algorithm=algorithm, ranks_per_node=layout, device="cpu")
+
+
+class Worlds:
+    """Worlds by algorithm and layout, each made once and kept; collective, as `init` is."""
+
+    def __init__(self):
+        self._worlds = {}
+
+    def __call__(self, algorithm="lanes", layout=None):
+        key = algorithm, layout
+        if key not in self._worlds:
+            self._worlds[key] = make_world(*key)
+        return self._worlds[key]
+
+    def close(self):
+        for world in self._worlds.values():
+            world.close()

@@ -1,0 +1,407 @@
+"""When buckets are launched, in which order, and what a rank's gradient is said to stand for."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mntrain.loader import shard
+from zero import Solo, ZeroOptimizer
+
+WIDTH = 4
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket
+
+
+class Recording(Solo):
+    """Writes down each launch of a bucket, and each wait for one."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def all_reduce(self, tensor):
+        if tensor.dtype == torch.float64:  # the weight, not a bucket
+            return super().all_reduce(tensor)
+        address = tensor.data_ptr()
+        self.log.append(("launch", address))
+        return SimpleNamespace(wait=lambda: self.log.append(("wait", address)))
+
+
+class Mark(torch.autograd.Function):
+    """Writes down when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, x, log, layer):
+        ctx.log, ctx.layer = log, layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(("backward below layer", ctx.layer))
+        return gradient, None, None
+
+
+class Chain(nn.Module):
+    """Layers, used in the order given; below each, backward leaves a mark."""
+
+    def __init__(self, log, order=(0, 1, 2)):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in order)
+        self.log, self.order = log, order
+
+    def forward(self, x):
+        for layer in self.order:
+            x = self.layers[layer](Mark.apply(x, self.log, layer))
+        return x
+
+
+class Chained(SimpleNamespace):
+    """A chain under an optimizer that records: `log`, `model`, `optimizer`, `buckets`."""
+
+    def __init__(self, bucket_bytes=LAYER_BYTES, **options):
+        log = []
+        model = Chain(log, **options)
+        optimizer = ZeroOptimizer(
+            model.named_parameters(),
+            torch.optim.SGD,
+            Recording(log),
+            lr=0.1,
+            bucket_bytes=bucket_bytes,
+        )
+        # By layer, where its bucket starts: a layer's bias comes before its weight.
+        buckets = [layer.bias.grad.data_ptr() for layer in model.layers]
+        super().__init__(log=log, model=model, optimizer=optimizer, buckets=buckets)
+
+    def loss(self):
+        return self.model(torch.ones(2, WIDTH, requires_grad=True)).square().mean()
+
+    def launches(self):
+        return [self.buckets.index(address) for what, address in self.log if what == "launch"]
+
+
+def linear(value=1.0):
+    """One weight, whose gradient is the mean of the inputs."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Solo(), lr=1.0)
+    return model, optimizer
+
+
+def mean(model, *inputs):
+    return model(torch.tensor(inputs).view(-1, 1)).mean()
+
+
+def test_a_bucket_leaves_before_backward_reaches_the_next_layer():
+    chained = Chained()
+    chained.loss().backward()
+    first, second, third = chained.buckets
+    assert chained.log == [
+        ("launch", third),
+        ("backward below layer", 2),
+        ("launch", second),
+        ("backward below layer", 1),
+        ("launch", first),
+        ("backward below layer", 0),
+    ]
+
+
+def test_a_step_waits_for_the_buckets_in_the_order_of_their_launch():
+    chained = Chained()
+    chained.loss().backward()
+    chained.log.clear()
+    chained.optimizer.step()
+    assert chained.log == [("wait", address) for address in reversed(chained.buckets)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_order_of_launches_is_not_that_of_backward(order):
+    chained = Chained(order=order)
+    for _ in range(2):
+        chained.loss().backward()
+        chained.optimizer.step()
+    assert chained.launches() == [2, 1, 0] * 2
+
+
+def test_a_bucket_without_a_gradient_is_launched_by_the_step():
+    chained = Chained(order=(0, 2, 2))  # layer 1 is left out, layer 2 taken twice
+    chained.loss().backward()
+    assert chained.launches() == [2]
+    chained.optimizer.step()
+    assert chained.launches() == [2, 1, 0]
+
+
+def test_one_large_bucket_leaves_when_the_last_gradient_is_in():
+    chained = Chained(bucket_bytes=1 << 20)
+    chained.loss().backward()
+    bucket = min(chained.buckets)
+    assert chained.log == [
+        ("backward below layer", 2),
+        ("backward below layer", 1),
+        ("launch", bucket),
+        ("backward below layer", 0),
+    ]
+
+
+def test_gradients_are_views_into_what_the_collectives_allocated():
+    allocated = []
+
+    class Allocating(Solo):
+        def allocate(self, *arguments):
+            allocated.append(super().allocate(*arguments))
+            return allocated[-1]
+
+    model = nn.Linear(WIDTH, WIDTH)
+    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Allocating())
+    storage = allocated[0].untyped_storage().data_ptr()
+    assert [p.grad.untyped_storage().data_ptr() for p in model.parameters()] == [storage] * 2
+
+
+def test_gradients_come_back_into_their_bucket():
+    model, optimizer = linear()
+    place = model.weight.grad.data_ptr()
+    model.zero_grad(set_to_none=True)
+    mean(model, 3.0).backward()
+    assert model.weight.grad.data_ptr() == place
+    optimizer.step()
+    assert model.weight.item() == 1.0 - 3.0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_leaves_zeros_in_the_buckets(set_to_none):
+    model, optimizer = linear()
+    place = model.weight.grad.data_ptr()
+    mean(model, 3.0).backward()
+    optimizer.step()
+    model.weight.grad = None
+    optimizer.zero_grad(set_to_none)
+    assert model.weight.grad.item() == 0.0
+    assert model.weight.grad.data_ptr() == place
+
+
+def test_no_sync_launches_nothing():
+    chained = Chained()
+    with chained.optimizer.no_sync():
+        chained.loss().backward()
+    assert chained.launches() == []
+    chained.loss().backward()
+    assert chained.launches() == [2, 1, 0]
+
+
+def test_accumulated_micro_batches_are_those_of_torch():
+    model, optimizer = linear()
+    with optimizer.no_sync():
+        mean(model, 3.0).backward()
+    mean(model, 5.0).backward()
+    assert optimizer.step().grad_norm == 8.0
+    assert model.weight.item() == 1.0 - 8.0
+
+
+def test_no_sync_ends_with_an_exception():
+    chained = Chained()
+    with pytest.raises(KeyError), chained.optimizer.no_sync():
+        raise KeyError
+    chained.loss().backward()
+    assert chained.launches() == [2, 1, 0]
+
+
+def test_no_sync_may_be_nested():
+    chained = Chained()
+    with chained.optimizer.no_sync():
+        with chained.optimizer.no_sync():
+            chained.loss().backward()
+        chained.loss().backward()
+    assert chained.launches() == []
+
+
+def test_a_second_backward_in_a_step_is_refused():
+    model, _optimizer = linear()
+    mean(model, 3.0).backward()
+    with pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"):
+        mean(model, 5.0).backward()
+
+
+def test_accumulating_into_a_bucket_in_flight_is_refused():
+    model, optimizer = linear()
+    mean(model, 3.0).backward()
+    with (
+        optimizer.no_sync(),
+        pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"),
+    ):
+        mean(model, 5.0).backward()
+
+
+def test_close_removes_the_hooks():
+    chained = Chained()
+    chained.optimizer.close()
+    chained.loss().backward()
+    chained.loss().backward()
+    assert chained.launches() == []
+
+
+def test_synchronize_waits_once():
+    chained = Chained()
+    chained.loss().backward()
+    chained.optimizer.synchronize()
+    waits = [what for what, _ in chained.log].count("wait")
+    chained.optimizer.synchronize()
+    chained.optimizer.step()
+    assert waits == 3
+    assert [what for what, _ in chained.log].count("wait") == 3
+
+
+def test_each_step_is_the_mean_over_its_own_weight():
+    model, optimizer = linear()
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 1.0
+    optimizer.zero_grad()
+    optimizer.share(4)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 4.0
+    optimizer.zero_grad()
+    optimizer.backward(mean(model, 3.0), weight=5)
+    assert optimizer.step().weight == 5.0
+    assert model.weight.item() == 1.0 - 9.0
+
+
+def test_weighted_micro_batches_make_the_mean_over_all_samples():
+    model, optimizer = linear()
+    with optimizer.no_sync():
+        optimizer.backward(mean(model, 1.0), weight=1)
+    optimizer.backward(mean(model, 4.0, 5.0, 6.0), weight=3)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (4.0, 4.0)
+    assert model.weight.item() == 1.0 - 4.0
+
+
+def test_shares_of_micro_batches_add_up():
+    model, optimizer = linear()
+    with optimizer.no_sync():
+        optimizer.share(2)
+        (mean(model, 1.0, 3.0) / 2).backward()
+    optimizer.share(2)
+    (mean(model, 5.0, 7.0) / 2).backward()
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (4.0, 4.0)
+
+
+def test_a_share_that_no_backward_followed_is_replaced():
+    model, optimizer = linear()
+    optimizer.share(7)
+    optimizer.share(2)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 2.0
+
+
+def test_a_share_that_no_backward_followed_is_taken_back():
+    model, optimizer = linear()
+    optimizer.share(7)
+    optimizer.share(None)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 1.0
+
+
+def test_a_share_that_a_backward_followed_is_not_taken_back():
+    model, optimizer = linear()
+    optimizer.share(7)
+    mean(model, 3.0).backward()
+    optimizer.share(None)
+    assert optimizer.step().weight == 7.0
+
+
+def test_taking_back_the_last_share_leaves_those_before_it():
+    model, optimizer = linear()
+    optimizer.share(3)
+    with optimizer.no_sync():
+        mean(model, 3.0).backward()
+    optimizer.share(5)
+    optimizer.share(None)
+    assert optimizer.step().weight == 3.0
+
+
+def test_a_share_outlives_zero_grad():
+    model, optimizer = linear()
+    optimizer.share(7)
+    optimizer.zero_grad()
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 7.0
+
+
+@pytest.mark.parametrize("how", ["backward", "share"])
+def test_zero_grad_drops_the_weight_of_what_it_drops(how):
+    model, optimizer = linear()
+    for value in (100.0, 3.0):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            if how == "backward":
+                optimizer.backward(mean(model, value), weight=4)
+            else:
+                optimizer.share(4)
+                mean(model, value).backward()
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 4.0)
+
+
+def test_an_evaluation_leaves_the_share_of_the_batch_alone():
+    model, optimizer = linear()
+
+    def batches(*sizes):
+        return shard([torch.ones(n, 1) for n in sizes], 0, 1, 0, optimizer.share)
+
+    @torch.no_grad()
+    def evaluate():
+        return sum(float(model(batch).sum()) for batch in batches(5, 2))
+
+    for batch in batches(3):
+        evaluate()
+        model(batch).mean().backward()
+        assert optimizer.step().weight == 3.0
+
+
+def test_backward_refuses_what_a_share_stands_for():
+    model, optimizer = linear()
+    optimizer.share(2)
+    with pytest.raises(RuntimeError, match="two ways"):
+        optimizer.backward(mean(model, 1.0), weight=2)
+
+
+def test_a_share_refuses_what_a_weighted_backward_stands_for():
+    model, optimizer = linear()
+    with optimizer.no_sync():
+        optimizer.backward(mean(model, 1.0), weight=2)
+    with pytest.raises(RuntimeError, match="two ways"):
+        optimizer.share(2)
+
+
+@pytest.mark.parametrize("count", [-1, math.nan, math.inf])
+def test_a_share_that_is_no_count_is_refused(count):
+    model, optimizer = linear()
+    with pytest.raises(ValueError, match=str(count)):
+        optimizer.share(count)
+    with pytest.raises(ValueError, match=str(count)):
+        optimizer.backward(mean(model, 1.0), weight=count)
+
+
+def test_a_mean_over_no_samples_adds_nothing():
+    model, optimizer = linear()
+    with optimizer.no_sync():
+        optimizer.backward(mean(model), weight=0)
+    optimizer.backward(mean(model, 3.0), weight=2)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize("how", ["backward", "share"])
+def test_a_step_over_no_samples_is_refused_and_changes_nothing(how):
+    model, optimizer = linear()
+    if how == "backward":
+        optimizer.backward(mean(model), weight=0)
+    else:
+        optimizer.share(0)
+        mean(model).backward()
+    with pytest.raises(ValueError, match=r"sum to 0\.0"):
+        optimizer.step()
+    assert model.weight.item() == 1.0
+    optimizer.zero_grad()
+    mean(model, 3.0).backward()
+    assert optimizer.step().grad_norm == 3.0

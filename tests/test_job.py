@@ -1,0 +1,152 @@
+"""`mpirun python -m mntrain`, as a user runs it: what it prints, writes and learns."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from job import completed, configuration, metrics, summary, train, write_corpus
+from launch import mpirun
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PHASES = ["data", "forward", "backward", "reduce_wait", "optimizer"]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder)]
+
+
+def test_a_run_leaves_its_records(tmp_path):
+    result = completed(train(4, tmp_path, "--comm.ranks-per-node", "2", "--train.eval-every", "4"))
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    wanted = ["step", "loss", "lr", "grad_norm", "clip_coef", "samples", "tokens_per_s", "step_s"]
+    assert all(set(wanted + PHASES) <= set(line) for line in lines)
+    assert all(sum(line[phase] for phase in PHASES) <= line["step_s"] for line in lines)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
+    whole = summary(tmp_path)
+    assert (whole["status"], whole["steps"]) == ("completed", 6)
+    assert whole["final_loss"] == lines[-1]["loss"]
+    assert whole["eval_loss"] == lines[-1]["eval_loss"]
+    assert (whole["world"]["size"], whole["world"]["nodes"]) == (4, 2)
+    assert [rank["node"] for rank in whole["ranks"]] == [0, 0, 1, 1]
+    assert all(rank["peak_memory"] > 50e6 for rank in whole["ranks"])
+    assert all(rank["node_bytes"] > 0 and rank["cross_bytes"] > 0 for rank in whole["ranks"])
+    assert "4 ranks on 2 nodes of 2" in result.stdout
+    assert result.stdout.strip().endswith(str(tmp_path / "run"))
+
+
+def test_the_model_learns(tmp_path):
+    completed(train(2, tmp_path, "--train.steps", "40"))
+    values = losses(tmp_path)
+    assert values[-1] < 0.75 * values[0]
+
+
+def test_the_resolved_configuration_runs_again_the_same_bit_for_bit(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    completed(train(2, first, "--run.seed", "7"))
+    command = [sys.executable, "-m", "mntrain", "--config", str(first / "run" / "config.toml")]
+    command += ["--run.dir", str(second / "run")]
+    completed(mpirun(2, command, timeout=100))
+    assert losses(second) == losses(first)
+    again = configuration(second)
+    assert again.pop("run")["seed"] == 7
+    expected = configuration(first)
+    expected.pop("run")
+    assert again == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, ["--train.micro-batch-size", "8"]),
+        (2, ["--comm.algorithm", "flat"]),
+        (3, ["--comm.ranks-per-node", "2", "--comm.algorithm", "lanes"]),
+        (4, ["--comm.ranks-per-node", "2", "--comm.algorithm", "leader"]),
+        (4, ["--comm.ranks-per-node", "2", "--comm.bucket-mb", "0.01", "--data.workers", "1"]),
+    ],
+)
+def test_losses_do_not_depend_on_the_ranks(tmp_path, ranks, options):
+    # 57 training windows in batches of 10: shares differ, and every sixth batch has 7 samples.
+    shared = ["--train.batch-size", "10", "--train.steps", "8", "--train.check-every", "1"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    completed(train(1, alone, *shared))
+    completed(train(ranks, together, *shared, *options))
+    # Sums in another order: fp32 rounding, grown over eight steps.
+    assert losses(together) == pytest.approx(losses(alone), rel=2e-5)
+    ours, theirs = metrics(together)[-1], metrics(alone)[-1]
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=2e-5)
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    assert [line["samples"] for line in metrics(together)] == [10, 10, 10, 10, 10, 7, 10, 10]
+
+
+def test_more_ranks_than_samples(tmp_path):
+    completed(train(4, tmp_path, "--train.batch-size", "3", "--train.check-every", "1"))
+    assert {line["samples"] for line in metrics(tmp_path)} == {3}
+
+
+def test_bf16_follows_fp32(tmp_path):
+    exact, rough = tmp_path / "fp32", tmp_path / "bf16"
+    exact.mkdir()
+    rough.mkdir()
+    completed(train(2, exact))
+    completed(train(2, rough, "--train.precision", "bf16"))
+    assert losses(rough) == pytest.approx(losses(exact), rel=0.02)
+    assert losses(rough) != losses(exact)
+
+
+def test_a_compiled_model_follows_the_plain_one(tmp_path):
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    plain.mkdir()
+    compiled.mkdir()
+    completed(train(1, plain, "--train.steps", "3"))
+    completed(train(1, compiled, "--train.steps", "3", "--train.compile", timeout=110))
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
+
+
+def test_a_compiler_that_is_missing_is_named_before_any_work(tmp_path):
+    result = train(1, tmp_path, "--train.compile", env={"CXX": "no-such-compiler"})
+    assert result.returncode == 2
+    assert "no-such-compiler" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_of_ones_own_with_metrics(tmp_path):
+    options = ["--task", "digits:Digits", "--train.steps", "60", "--train.batch-size", "64"]
+    options += ["--train.eval-samples", "0", "--run.dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "mntrain", *options, "--optim.lr", "0.01"]
+    completed(mpirun(2, command, timeout=100, cwd=EXAMPLES))
+    assert metrics(tmp_path)[-1]["eval_metrics"]["accuracy"] > 0.9
+
+
+def test_a_loop_of_ones_own():
+    result = completed(mpirun(3, [sys.executable, EXAMPLES / "own_loop.py"], timeout=100))
+    values = [float(line.split()[3]) for line in result.stdout.splitlines() if "loss" in line]
+    assert len(values) == 20
+    assert values[-1] < 0.1 * values[0]
+
+
+def test_the_last_word_is_a_sample_of_text(tmp_path):
+    result = completed(train(1, tmp_path))
+    assert "sample" in result.stdout
+
+
+def test_a_run_directory_is_not_overwritten(tmp_path):
+    completed(train(1, tmp_path, "--train.steps", "2"))
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    result = train(2, tmp_path, "--train.steps", "2")
+    assert result.returncode == 2
+    assert result.stderr.count("holds a run already: give another --run.dir") == 1
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_without_a_run_directory_one_is_made_from_the_date(tmp_path):
+    corpus = write_corpus(tmp_path)
+    command = [sys.executable, "-m", "mntrain", "--data.path", str(corpus), "--train.steps", "1"]
+    command += ["--model.context", "32", "--train.eval-samples", "2"]
+    completed(mpirun(2, command, timeout=100, cwd=tmp_path))
+    [run] = (tmp_path / "runs").iterdir()
+    assert (run / "summary.json").exists()
