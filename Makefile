@@ -34,7 +34,9 @@ RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)
 .PHONY: train test lint gpu bench clean
 .DELETE_ON_ERROR:
 
+# mpirun hands the ranks a pipe: on a terminal, FORCE_COLOR brings the live display back.
 train: $(VENV)/.ready
+	@if [ -t 1 ]; then export FORCE_COLOR=1; fi; set -x; \
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m mntrain --comm.ranks-per-node 2 $(ARGS)
 
 test: $(VENV)/.ready-dev

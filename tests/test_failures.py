@@ -149,7 +149,7 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
         (["--data.path", "short.txt"], "--model.context 32"),
         (["--task", "no_such_module:Task"], "module 'no_such_module' does not import"),
         (["--task", "broken:NoSuchTask"], "module 'broken' has no 'NoSuchTask'"),
-        (["--task", "broken:RANK"], "'RANK' is not a class"),
+        (["--task", "broken:os"], "'os' is not a class"),
         (["--optim.name", "AdamX"], "torch.optim has no such optimizer; nearest: Adam"),
         (["--zero.stage", "3"], "--zero.stage 3"),
         (["--comm.algorithm", "ring"], "--comm.algorithm ring"),

@@ -172,7 +172,7 @@ def test_equal_shares(algorithm, ranks_per_node):
             assert result.weight == RANKS
             assert result.grad_norm == pytest.approx(norm, rel=1e-10)
             assert result.clip_coef < 1
-            assert_parity(world, model, alone)
+        assert_parity(world, model, alone)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -212,7 +212,7 @@ def shuffling():
 
 
 def listed():
-    return [rows(samples(16), low, high) for low, high in [(0, 7), (7, 9), (9, 10), (10, 16)]]
+    return [rows(samples(16), low, high) for low, high in [(0, 7), (7, 8), (8, 14)]]
 
 
 @pytest.mark.parametrize("loader", [shuffling, listed])
@@ -277,9 +277,8 @@ def test_micro_batches_of_unequal_number_and_size(algorithm, ranks_per_node):
         assert_parity(world, model, alone)
 
 
-@pytest.mark.parametrize("gathers", [False, True])
 @worlds
-def test_parameters_that_some_ranks_leave_out_of_some_steps(algorithm, ranks_per_node, gathers):
+def test_parameters_that_some_ranks_leave_out_of_some_steps(algorithm, ranks_per_node):
     torch.manual_seed(4)
     model = Forked().double()
     alone = Alone(model, ADAMW)
@@ -297,7 +296,7 @@ def test_parameters_that_some_ranks_leave_out_of_some_steps(algorithm, ranks_per
 
             alone.step(sum(loss_on(alone.model, *part) for part in parts) / world.size)
             loss_on(model, *parts[world.rank]).backward()
-            if gathers:  # by now the ranks differ in how many buckets they have launched
+            if step > 1:  # a collective between, where ranks differ in what they have launched
                 optimizer.synchronize()
                 assert world.gather(world.rank) == list(range(RANKS))
             optimizer.step()
