@@ -22,12 +22,14 @@ def write_corpus(folder: Path, windows: int = 60) -> Path:
     return path
 
 
-def train(ranks: int, folder: Path, *options: str, timeout: float = 100, env=None) -> Result:
+def train(
+    ranks: int, folder: Path, *options: str, timeout: float = 100, env=None, cluster=None
+) -> Result:
     """Run `python -m mntrain` on a small model and corpus; the run directory is folder/run."""
     corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
     words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
     command = [sys.executable, "-m", "mntrain", *words]
-    return mpirun(ranks, command, timeout=timeout, env=env, cwd=folder)
+    return mpirun(ranks, command, timeout=timeout, env=env, cwd=folder, cluster=cluster)
 
 
 def completed(result: Result) -> Result:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 TESTS = Path(__file__).resolve().parent
 MPI_TESTS = TESTS / "mpi"
@@ -49,6 +50,13 @@ NOISE = re.compile(
     r"| in \d+\.\d+s\b.*(?= =+\n)",
     re.MULTILINE,
 )
+
+
+class Launcher(Protocol):
+    """Emulated nodes, such as a `cluster.nodes.Cluster`."""
+
+    def mpirun(self, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the command line and the environment that run `command` on the nodes."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +117,23 @@ def mpirun(
     timeout: float,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    prefix: Sequence[str] = (),
+    cluster: Launcher | None = None,
     per_rank: bool = False,
 ) -> Result:
     """Run `command` on `ranks` ranks and return what it left; afterwards no process of it lives.
 
     After `timeout` seconds every Python process of it writes its stacks, and all are killed. `env`
-    adds to the environment, `prefix` goes before mpirun. With `per_rank` each rank writes to a file
-    of its own; without, mpirun's stdout and stderr hold what all ranks print.
+    adds to the environment; on a `cluster` the ranks run on its nodes, as many as it declares.
+    With `per_rank` each rank writes to a file of its own; without, mpirun's stdout and stderr hold
+    what all ranks print.
     """
-    wrapper = ["sh", "-c", REDIRECT, "sh"] if per_rank else []
-    options = OPEN_MPI_OPTIONS if is_open_mpi() else []
-    words = [*prefix, find_mpirun(), "-n", str(ranks), *options, *wrapper, *map(str, command)]
+    words = [*(["sh", "-c", REDIRECT, "sh"] if per_rank else []), *map(str, command)]
+    settings: Mapping[str, str] = {}
+    if cluster is not None:
+        words, settings = cluster.mpirun(words)
+    else:
+        options = OPEN_MPI_OPTIONS if is_open_mpi() else []
+        words = [find_mpirun(), "-n", str(ranks), *options, *words]
     with tempfile.TemporaryDirectory(prefix="mpirun-") as name:
         folder, start = Path(name), time.time()
         stacks, timed_out = {}, False
@@ -130,7 +143,7 @@ def mpirun(
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=environment(folder, env or {}),
+                env=environment(folder, {**settings, **(env or {})}),
                 cwd=cwd,
                 start_new_session=True,
             )
@@ -143,7 +156,7 @@ def mpirun(
                 remove_orphaned_segments(start)
         outputs = [f"rank {rank}.output" for rank in range(ranks)] if per_rank else []
         return Result(
-            command=[*prefix, "mpirun", "-n", str(ranks), *map(str, command)],
+            command=["mpirun", "-n", str(ranks), *map(str, command)],
             returncode=process.returncode,
             stdout=read(folder / "stdout"),
             stderr=read(folder / "stderr"),
@@ -249,7 +262,12 @@ def read(path: Path) -> str:
 
 
 def run_suite(
-    ranks: int, arguments: Sequence[str | Path], *, timeout: float, test_timeout: float = 60
+    ranks: int,
+    arguments: Sequence[str | Path],
+    *,
+    timeout: float,
+    test_timeout: float = 60,
+    cluster: Launcher | None = None,
 ) -> Result:
     """Run pytest with `arguments` on `ranks` ranks, for `timeout` seconds and a limit per test."""
     options = ["--with-mpi", "-x", "-v", "--color=no", f"--timeout={test_timeout:g}"]
@@ -257,7 +275,8 @@ def run_suite(
     options += ["-p", "no:cacheprovider", "--no-header", "--no-summary"]
     options += ["-c", str(TESTS.parent / "pyproject.toml")]
     command = [sys.executable, "-m", "pytest", *options, *arguments]
-    return mpirun(ranks, command, timeout=timeout, cwd=TESTS.parent, per_rank=True)
+    place = {"cwd": TESTS.parent, "cluster": cluster}
+    return mpirun(ranks, command, timeout=timeout, per_rank=True, **place)
 
 
 def main() -> int:

@@ -84,18 +84,15 @@ def test_arguments_reach_the_command_as_given():
 
 
 def test_environment_and_folder_reach_the_ranks(tmp_path):
-    program = (
-        "import os; print(os.getcwd(), *map(os.environ.get, ['ONE', 'TWO', 'OMP_NUM_THREADS']))"
-    )
+    program = "import os; print(os.getcwd(), *map(os.environ.get, ['ONE', 'OMP_NUM_THREADS']))"
     result = mpirun(
         1,
         [sys.executable, "-c", program],
         timeout=30,
         env={"ONE": "given"},
         cwd=tmp_path,
-        prefix=["env", "TWO=prefixed"],
     )
-    assert result.stdout == f"{tmp_path} given prefixed 1\n"
+    assert result.stdout == f"{tmp_path} given 1\n"
 
 
 def test_hanging_command_ends_at_its_limit_with_the_stack_of_every_thread():

@@ -43,12 +43,12 @@ def test_a_misspelt_name_is_refused_with_the_nearest(name, nearest):
 
 @pytest.mark.parametrize("name", ["Optimizer", "lr_scheduler", "no such thing"])
 def test_what_is_no_optimizer_is_refused(name):
-    with pytest.raises(ValueError, match="torch.optim has no such optimizer"):
+    with pytest.raises(ValueError, match="has no such optimizer"):
         find(OptimConfig(name=name))
 
 
 def test_a_name_that_is_near_to_none_is_refused_with_all_there_are():
-    with pytest.raises(ValueError, match="AdamW.*RMSprop.*SGD"):
+    with pytest.raises(ValueError, match=r"AdamW.*RMSprop.*SGD"):
         find(OptimConfig(name="?"))
 
 

@@ -163,7 +163,7 @@ def test_equal_shares(algorithm, ranks_per_node):
     alone = Alone(model, ADAMW, MAX_NORM)
     with init(algorithm, ranks_per_node) as world:
         optimizer = world.optimizer(model, ADAMW, max_grad_norm=MAX_NORM)
-        for step in range(3):
+        for step in range(2):
             batch = samples(12, seed=step)
             norm = alone.step(loss_of(alone.model, batch))
             loss_of(model, mine(world, batch)).backward()

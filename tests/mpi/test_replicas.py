@@ -34,10 +34,6 @@ def inputs(seed):
     return torch.randn(3 + seed % 4, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def bits(model):
-    return digest(model)
-
-
 def all_alike(world, value):
     return len(set(world.gather(value))) == 1
 
@@ -47,7 +43,7 @@ def test_training_starts_from_rank_0():
     model[1].running_mean += RANK
     with init() as world:
         world.optimizer(model, ADAMW)
-        assert world.gather(bits(model)) == [bits(net(seed=0))] * RANKS
+        assert world.gather(digest(model)) == [digest(net(seed=0))] * RANKS
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -60,7 +56,7 @@ def test_after_every_step_all_ranks_have_the_same_bits(algorithm):
             optimizer.backward(model(x).square().mean(), weight=len(x))
             result = optimizer.step()
             optimizer.zero_grad()
-            assert all_alike(world, bits(model))
+            assert all_alike(world, digest(model))
             assert all_alike(world, result)
 
 
@@ -74,7 +70,7 @@ def test_a_run_repeats_to_the_bit(algorithm):
                 model(inputs(seed=10 * step + RANK)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return bits(model)
+        return digest(model)
 
     assert run() == run()
 
@@ -124,7 +120,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(where):
         optimizer.zero_grad()
         model(inputs(seed=RANK)).square().mean().backward()
         optimizer.step()
-        assert all_alike(world, bits(model))
+        assert all_alike(world, digest(model))
 
 
 def test_a_step_without_a_sample_on_any_rank_is_refused_by_all():
@@ -136,10 +132,9 @@ def test_a_step_without_a_sample_on_any_rank_is_refused_by_all():
             optimizer.step()
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("where", [0, LAST])
 def test_a_nan_on_a_rank_without_samples_does_no_harm(where):
-    if RANKS == 1:
-        pytest.skip("the one rank has the samples")
     model = net()
     with init() as world:
         optimizer = world.optimizer(model, ADAMW)
@@ -149,30 +144,7 @@ def test_a_nan_on_a_rank_without_samples_does_no_harm(where):
         result = optimizer.step()
         assert result.weight == 3 * (RANKS - 1)
         assert math.isfinite(result.grad_norm)
-        assert all_alike(world, bits(model))
-
-
-@pytest.mark.parametrize("where", [0, LAST])
-def test_what_one_rank_refuses_all_refuse(where):
-    with init() as world:
-        with pytest.raises(mntrain.AgreedError, match="learning rate: -1"):
-            world.optimizer(net(), torch.optim.AdamW, lr=-1 if where == RANK else 0.1)
-        assert world.gather(RANK) == list(range(RANKS))
-
-
-def test_a_model_that_differs_between_ranks_is_refused():
-    if RANKS == 1:
-        pytest.skip("one rank cannot differ")
-    model = net()
-    if RANK == LAST:
-        model[3].bias.requires_grad_(False)
-    with init() as world, pytest.raises(mntrain.AgreedError, match=r"3\.bias \(3,\) float32"):
-        world.optimizer(model, ADAMW)
-
-
-def test_a_group_of_a_foreign_parameter_is_refused():
-    with init() as world, pytest.raises(mntrain.AgreedError, match="no parameter of the model"):
-        world.optimizer(net(), ADAMW, groups=[{"params": list(net().parameters())}])
+        assert all_alike(world, digest(model))
 
 
 def test_groups_are_those_that_torch_takes():
@@ -188,7 +160,7 @@ def test_groups_are_those_that_torch_takes():
         optimizer.step()
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
         assert torch.equal(model[0].bias, before)
-        assert all_alike(world, bits(model))
+        assert all_alike(world, digest(model))
 
 
 def test_a_model_goes_on_in_another_world():
@@ -198,4 +170,4 @@ def test_a_model_goes_on_in_another_world():
             optimizer = world.optimizer(model, ADAMW)
             model(inputs(seed=RANK)).square().mean().backward()
             optimizer.step()
-            assert all_alike(world, bits(model))
+            assert all_alike(world, digest(model))

@@ -1,0 +1,45 @@
+"""The tests of tests/mpi, and whole jobs, on real emulated nodes."""
+
+import pytest
+from job import completed, metrics, summary, train
+from launch import MPI_TESTS, run_suite
+
+pytestmark = pytest.mark.cluster
+
+SUITE = [MPI_TESTS / name for name in ("test_collectives.py", "test_cost.py", "test_parity.py")]
+
+
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("ranks", [(2, 2), (3, 1), (1, 1, 1)], ids=str)
+def test_mpi_suite_passes_on_nodes(make_cluster, ranks):
+    with make_cluster(ranks=ranks, link=None) as cluster:
+        result = run_suite(sum(ranks), SUITE, timeout=300, cluster=cluster)
+    if result.returncode != 0:
+        pytest.fail(result.report(), pytrace=False)
+
+
+@pytest.mark.parametrize("algorithm", ["lanes", "leader"])
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1)], ids=str)
+def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, ranks, algorithm):
+    alone, nodes = tmp_path / "alone", tmp_path / "nodes"
+    alone.mkdir()
+    nodes.mkdir()
+    completed(train(1, alone))
+    options = ["--comm.algorithm", algorithm, "--train.check-every", "1"]
+    with make_cluster(ranks=ranks, link="1gbit") as cluster:
+        before = [cluster.sent(host) for host in cluster.hosts]
+        completed(train(sum(ranks), nodes, *options, cluster=cluster))
+        crossed = [
+            cluster.sent(host) - sent for host, sent in zip(cluster.hosts, before, strict=True)
+        ]
+    # Sums in another order: fp32 rounding, grown over six steps.
+    expected = [line["loss"] for line in metrics(alone)]
+    assert [line["loss"] for line in metrics(nodes)] == pytest.approx(expected, rel=2e-5)
+    whole = summary(nodes)
+    assert [rank["host"] for rank in whole["ranks"]] == [
+        host for host, count in zip(cluster.hosts, ranks, strict=True) for _ in range(count)
+    ]
+    assert whole["world"]["nodes"] == len(ranks)
+    # What the job says it sent between nodes has crossed the links, with headers and the launch.
+    counted = sum(rank["cross_bytes"] for rank in whole["ranks"])
+    assert counted <= sum(crossed) <= 1.5 * counted + 2**20
