@@ -189,6 +189,16 @@ def test_state_carries_what_a_scheduler_changed():
     assert fresh.param_groups[0]["initial_lr"] == 0.1
 
 
+def test_the_state_of_each_parameter_is_at_hand():
+    model = mlp()
+    optimizer = zero(model, ADAMW)
+    train(model, optimizer, inputs(2))
+    assert [optimizer.state[p]["step"] for p in model.parameters()] == [2] * 6
+    fresh = zero(model, ADAMW)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert [fresh.state[p]["step"] for p in model.parameters()] == [2] * 6
+
+
 def test_state_goes_to_plain_torch_and_back():
     data = inputs(6)
     mine, theirs = pair(mlp())
@@ -265,14 +275,15 @@ def test_tied_parameters_are_one(bucket_bytes):
     assert mine.head.weight is mine.embed.weight
 
 
-def test_unused_parameters_count_as_zeros():
+@pytest.mark.parametrize("emptied", [True, False])
+def test_unused_parameters_count_as_zeros(emptied):
     mine, theirs = pair(Forked())
     optimizer, plain = zero(mine, ADAMW, bucket_bytes=1), ADAMW(theirs.parameters())
     x = torch.randn(5, 3)
     for step in range(4):
         mine(x, left=step % 2).square().mean().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        (mine if emptied else optimizer).zero_grad()  # the model's own leaves no gradient at all
         theirs(x, left=step % 2).square().mean().backward()
         for p in theirs.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad

@@ -3,6 +3,7 @@ import hashlib
 import time
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -125,7 +126,7 @@ def test_every_verb_at_every_size_twice(worlds, algorithm, layout):
     world = worlds(algorithm, layout)
     several = cases(world, SIZES) + [
         Case(world, "broadcast", numel, root=root)
-        for root, numel in product(range(RANKS), (0, 1, 3, 1000))
+        for root, numel in product(range(RANKS), (0, 2, 1000))
     ]
     run(world, several)
     run(world, several)  # on the same tensors
@@ -244,10 +245,10 @@ def test_more_bytes_than_a_32_bit_int_counts(worlds):
     world = worlds("naive")  # sends a tensor whole
     if min(world.gather(available_memory())) < 8 * 2**30:
         pytest.skip("needs 8 GiB of memory")
-    # Where nothing is written the sender's memory is one page of zeros, and takes no time to make.
-    tensor = torch.zeros(2**31 + 5, dtype=torch.uint8)
-    marked = tensor[:: 2**20 + 1]
-    marks = torch.arange(len(marked)).remainder(251).add(1).byte()
+    # Memory from NumPy is not touched before it is used: all that takes time is what arrives.
+    tensor = torch.from_numpy(np.zeros(2**31 + 5, dtype=np.uint8))
+    marked = tensor[:: 2**26 + 1]
+    marks = torch.arange(1, len(marked) + 1).byte()
     if RANK == 1:
         marked.copy_(marks)
         tensor[-1] = 7

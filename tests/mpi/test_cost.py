@@ -8,7 +8,7 @@ from mpi4py import MPI
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, Worlds
 
 from mntrain import mpi
-from mntrain.collectives import messages
+from mntrain.collectives import ALGORITHMS, messages
 
 pytestmark = pytest.mark.mpi
 
@@ -174,7 +174,7 @@ VERBS = [
     ("all_reduce", 0),
     ("reduce_scatter", 0),
     ("all_gather", 0),
-    *(("broadcast", root) for root in range(RANKS)),
+    *(("broadcast", root) for root in sorted({0, RANKS - 1})),
 ]
 
 
@@ -191,7 +191,8 @@ def test_every_message_is_accounted_for(worlds, algorithm, layout):
         before = after
 
 
-@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+@pytest.mark.parametrize("layout", VIRTUAL[-2:])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_parts_travel_in_pieces_and_long_messages_in_several(
     worlds, monkeypatch, algorithm, layout
 ):
