@@ -87,12 +87,17 @@ class Shard(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
+        # Without gradients nobody trains on it: an evaluation between a batch and its backward must
+        # not take that batch's share away.
+        trains = torch.is_grad_enabled()
         try:
             for batch, share in self._parts(mixed_seed(self._seed, epoch)):
-                self._on_share(share)
+                if trains:
+                    self._on_share(share)
                 yield batch
         finally:
-            self._on_share(None)
+            if trains:
+                self._on_share(None)
 
     @abstractmethod
     def _parts(self, seed: int) -> Iterator[tuple[Any, int]]:

@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from mntrain.config import OptimConfig
 
+# Of torch.optim, what a training step cannot drive, and why.
+UNFIT = {"LBFGS": "it runs the forward by itself", "SparseAdam": "gradients here are dense"}
+
 
 def find(config: OptimConfig) -> tuple[type[Optimizer], dict[str, Any]]:
     """The class of torch.optim that a name stands for, and the options to make it with.
@@ -24,8 +27,12 @@ def find(config: OptimConfig) -> tuple[type[Optimizer], dict[str, Any]]:
         for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
     ]
+    if config.name in UNFIT:
+        raise ValueError(f"--optim.name {config.name}: {UNFIT[config.name]}; choose another")
     if config.name not in known:
-        near = get_close_matches(config.name, known, cutoff=0.5) or sorted(known)
+        by_lower = {name.lower(): name for name in known}
+        close = get_close_matches(config.name.lower(), by_lower, cutoff=0.5)
+        near = [by_lower[name] for name in close] or sorted(known)
         raise ValueError(
             f"--optim.name {config.name}: torch.optim has no such optimizer; "
             f"nearest: {', '.join(near)}"

@@ -122,8 +122,10 @@ class World:
                 max_grad_norm=max_grad_norm,
                 bucket_bytes=self._bucket_bytes,
                 buffers=list(model.buffers()),
+                order=[name for name, _ in model.named_parameters()],
                 **kwargs,
             )
+        optimizer.start()
         self._optimizers.append(optimizer)
         return optimizer
 
@@ -183,6 +185,8 @@ class World:
 
     def close(self) -> None:
         """Finish what is under way and free the communicators. Collective; once."""
+        for optimizer in self._optimizers:
+            optimizer.close()
         self._progress.close()
         if self._groups is not None:
             self._groups.node.free()
@@ -277,11 +281,17 @@ def _named_groups(
         return [{"params": list(model.named_parameters())}]
     names = {parameter: name for name, parameter in model.named_parameters()}
     try:
-        return [{**g, "params": [(names[p], p) for p in g["params"]]} for g in groups]
+        return [{**g, "params": [(names[p], p) for p in _parameters(g)]} for g in groups]
     except KeyError:
         raise ValueError(
             "a parameter group holds a tensor that is no parameter of the model"
         ) from None
+
+
+def _parameters(group: dict[str, Any]) -> Iterable[Any]:
+    """A group's parameters; torch takes a single one as it is, too."""
+    params: Iterable[Any] = group["params"]
+    return [params] if isinstance(params, torch.Tensor) else params
 
 
 def _told(said: list[str | None]) -> str:

@@ -55,8 +55,9 @@ class GradientBuckets:
             for entry in bucket.entries:
                 parameter = parameters[entry.spec.name]
                 parameter.grad = self._view(index, entry)
-                hook = partial(self._on_gradient, index, entry.spec.name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                if entry.spec.numel:  # an empty gradient changes nothing, whenever it arrives
+                    hook = partial(self._on_gradient, index, entry.spec.name)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -92,6 +93,7 @@ class GradientBuckets:
             self._flats[index].zero_()
             for entry in bucket.entries:
                 self._parameters[entry.spec.name].grad = self._view(index, entry)
+        self._share.discard()
 
     def close(self) -> None:
         """Remove the hooks. The gradients stay views into the buckets."""
@@ -103,17 +105,23 @@ class GradientBuckets:
         return [{e.spec.name for e in b.entries if e.spec.numel} for b in self._buckets]
 
     def _view(self, index: int, entry: Entry) -> Tensor:
-        return self._flats[index][entry.start : entry.stop].view(entry.spec.shape)
+        run = self._flats[index][entry.start : entry.stop]
+        parameter = self._parameters[entry.spec.name]
+        if parameter.is_contiguous() or not _is_dense(parameter):
+            return run.view(entry.spec.shape)
+        # torch wants a gradient to lie in memory as its parameter does: channels last, say.
+        return run.as_strided(entry.spec.shape, parameter.stride())
 
     def _on_gradient(self, index: int, name: str, parameter: Tensor) -> None:
         self._share.use()
-        if not self._synchronizes:
-            return
         if index < len(self._works):
             raise RuntimeError(
                 f"parameter {name} got a gradient after its bucket had been launched: backward ran "
-                "twice in one step; put all but the last one in `with optimizer.no_sync():`"
+                "twice without a step() between; put all but the last one in `with "
+                "optimizer.no_sync():`"
             )
+        if not self._synchronizes:
+            return
         self._missing[index].discard(name)
         while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
             self._launch(len(self._works))
@@ -136,6 +144,19 @@ class GradientBuckets:
         gradient = parameter.grad
         if gradient is None:
             view.zero_()
-        elif gradient.data_ptr() != view.data_ptr() or gradient.is_sparse:
+        elif gradient.is_sparse:
+            view.copy_(gradient.to_dense())
+        elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
         parameter.grad = view
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills one run of memory, in whatever order of its dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True

@@ -69,6 +69,7 @@ def plan_buckets(specs: Sequence[Spec], bucket_bytes: int) -> tuple[Bucket, ...]
     """
     open_runs: dict[torch.dtype, list[Spec]] = {}
     buckets: list[Bucket] = []
+    arrival = {spec.name: place for place, spec in enumerate(reversed(specs))}
     for spec in reversed(specs):
         run = open_runs.setdefault(spec.dtype, [])
         held = sum(other.numel for other in run)
@@ -77,7 +78,7 @@ def plan_buckets(specs: Sequence[Spec], bucket_bytes: int) -> tuple[Bucket, ...]
             run.clear()
         run.append(spec)
     buckets.extend(_bucket(run) for run in open_runs.values() if run)
-    return tuple(buckets)
+    return tuple(sorted(buckets, key=lambda bucket: arrival[bucket.entries[-1].spec.name]))
 
 
 def _bucket(run: Iterable[Spec]) -> Bucket:

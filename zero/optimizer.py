@@ -40,18 +40,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `model.named_parameters()` will do. `optimizer_class(groups, **kwargs)` makes the update.
     `buffers` (BatchNorm's statistics, say) are kept equal to rank 0's after every step.
 
-    Construction and `step` are collective. Construction overwrites parameters and buffers with rank
-    0's, and makes every `parameter.grad` a view into a bucket of at most `bucket_bytes` bytes;
-    hooks launch a bucket as soon as backward has filled it.
+    Construction is local: it makes every `parameter.grad` a view into a bucket of at most
+    `bucket_bytes` bytes. Then call `start` on all ranks, once, and `step` once a step: both are
+    collective. Hooks launch a bucket as soon as backward has filled it. `order` names the
+    parameters in the order of the model, which backward reverses; by default that of `parameters`.
 
     The gradient is the mean over the whole step's samples, whatever each rank's share of them.
     What a rank's gradient stands for is stated in one of three ways: call `loss.backward()` alone,
     and every rank counts the same; call `share(n)` before it, where the gradient that accumulates
     is a mean over n samples; or call `backward(loss, weight=n)`, once a micro-batch, where each
-    loss is a mean over n samples. The collectives sum; the one division into a mean is in `step`.
+    loss is a mean over n samples. Collectives sum; the one division into a mean is in `step`.
 
-    Raises ValueError for a stage that does not exist, for parameters on different devices, and when
-    there is nothing to train.
+    Raises ValueError for a stage that does not exist, for parameters on different devices or
+    without names of their own, and when there is nothing to train.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         bucket_bytes: int = 25 * MIB,
         buffers: Iterable[Tensor] = (),
+        order: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
         self._collectives = collectives
@@ -74,24 +76,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sums: list[Tensor] | None = None  # what `synchronize` waited for, and `step` uses
         self._total = 0.0  # the weight of all ranks, likewise
         groups = [_trainable(group) for group in _as_groups(parameters)]
-        self._named = dict(pair for group in groups for pair in group["params"])
+        self._named = _by_name(pair for group in groups for pair in group["params"])
+        if order is not None:
+            self._named = {name: self._named[name] for name in order if name in self._named}
         self._device = _one_device(self._named)
         unnamed = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
         self._inner = optimizer_class(self._stage.groups(unnamed), **kwargs)
         super().__init__(unnamed, self._inner.defaults)
         self.state = self._inner.state
 
-        take_from_rank_0(collectives, [*self._named.values(), *self._buffers])
         specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in self._named.items()]
         plan = plan_buckets(specs, bucket_bytes)
         flats = [collectives.allocate(b.numel, b.dtype, self._device) for b in plan]
         self._buckets = GradientBuckets(self._named, plan, flats, self._stage.reduce, self._share)
 
+    def start(self) -> None:
+        """Overwrite parameters and buffers with rank 0's. Collective, unlike construction."""
+        take_from_rank_0(self._collectives, [*self._named.values(), *self._buffers])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse, once constructed: RuntimeError. The buckets are laid for the groups given."""
+        if "_buckets" in vars(self):
+            raise RuntimeError(
+                "parameters cannot be added to the buckets of an optimizer: close() it and make "
+                "a new optimizer of all of them"
+            )
+        super().add_param_group(param_group)
+
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
 
         A count of 0 makes this rank's gradient zero, whatever it is. None takes back a statement
-        that no backward has followed. Of accumulated micro-batches, the shares add up.
+        that no backward has followed. Of accumulated micro-batches the shares add up: exact where
+        they are equal and the gradient is their mean; `backward` is exact for any.
         """
         self._share.state(count)
 
@@ -183,14 +200,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             inner.update({key: value for key, value in mine.items() if key != "params"})
 
     def _refuse(self, norm: float) -> NoReturn:
-        names = [n for n, p in self._named.items() if not bool(torch.isfinite(p.grad).all())]
+        names = [
+            name
+            for name, parameter in self._named.items()
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        ]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise NonFiniteGradientError(f"the gradient's norm is {norm}: not finite in {shown}")
+        where = f"not finite in {shown}" if names else "finite everywhere, but its squares overflow"
+        raise NonFiniteGradientError(f"the gradient's norm is {norm}: {where}")
 
 
 def _as_groups(parameters: Iterable[Named] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     given = list(parameters)
-    groups = [g for g in given if isinstance(g, dict)]
+    groups = [{**g, "params": list(g["params"])} for g in given if isinstance(g, dict)]
     if groups and len(groups) == len(given):
         pairs = [pair for group in groups for pair in group["params"]]
     else:
@@ -206,6 +228,15 @@ def _as_groups(parameters: Iterable[Named] | Iterable[dict[str, Any]]) -> list[d
 
 def _trainable(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "params": [(n, p) for n, p in group["params"] if p.requires_grad]}
+
+
+def _by_name(pairs: Iterable[Named]) -> dict[str, Parameter]:
+    named: dict[str, Parameter] = {}
+    for name, parameter in pairs:
+        if name in named:
+            raise ValueError(f"two parameters are named {name}: give each a name of its own")
+        named[name] = parameter
+    return named
 
 
 def _one_device(named: dict[str, Parameter]) -> torch.device:

@@ -1,5 +1,7 @@
 """How much one rank's gradient counts in a step's mean."""
 
+import math
+
 
 class Share:
     """This rank's part of the coming step, in samples (or tokens), as it is stated. Local.
@@ -11,14 +13,16 @@ class Share:
 
     def __init__(self) -> None:
         self._added: float | None = None
-        self._settled = 0.0  # stated for gradients that have arrived
+        self._settled: float | None = None  # stated for gradients that have arrived
         self._stated: float | None = None  # for those that are to arrive
         self._used = False  # whether a gradient has arrived since the last statement
 
     @property
     def scale(self) -> float:
         """By what this rank's accumulated gradient is multiplied before the sum over ranks."""
-        return 1.0 if self._stated is None else self._settled + self._stated
+        if self._settled is None and self._stated is None:
+            return 1.0
+        return (self._settled or 0.0) + (self._stated or 0.0)
 
     @property
     def weight(self) -> float:
@@ -29,19 +33,22 @@ class Share:
         """State the share of the gradient to come; None takes an unused statement back.
 
         Of micro-batches that accumulate, the shares add up; one that no gradient followed is
-        replaced. Raises RuntimeError after `add`.
+        replaced. Raises RuntimeError after `add`, and ValueError for what is no number of samples.
         """
+        if count is not None:
+            _check(count)
         if self._added is not None:
             raise RuntimeError("share() and backward(weight=...) are two ways of one statement")
         if self._used and self._stated is not None:
             if count is None:
                 return
-            self._settled += self._stated
+            self._settled = (self._settled or 0.0) + self._stated
         self._stated, self._used = count, False
 
     def add(self, weight: float) -> None:
         """Count a gradient that was multiplied by its weight. RuntimeError after `state`."""
-        if self._stated is not None:
+        _check(weight)
+        if self._stated is not None or self._settled is not None:
             raise RuntimeError("share() and backward(weight=...) are two ways of one statement")
         self._added = (self._added or 0.0) + weight
 
@@ -49,6 +56,17 @@ class Share:
         """Note that a gradient has arrived."""
         self._used = True
 
+    def discard(self) -> None:
+        """Forget what was stated for gradients that have arrived; a statement to come stays."""
+        self._added, self._settled = None, None
+        if self._used:
+            self._stated, self._used = None, False
+
     def reset(self) -> None:
         """Start a new step, in which nothing has been stated."""
-        self._added, self._settled, self._stated, self._used = None, 0.0, None, False
+        self._added, self._settled, self._stated, self._used = None, None, None, False
+
+
+def _check(count: float) -> None:
+    if not 0 <= count < math.inf:
+        raise ValueError(f"a share of {count} samples: give a finite number, 0 or more")
