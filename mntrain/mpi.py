@@ -99,9 +99,9 @@ class Communicator:
             shared.Free()
         return self.gather_objects(leader)
 
-    def split(self, color: int, name: str) -> Communicator:
-        """The ranks that gave the same color, in the order of their ranks here. Collective."""
-        return Communicator(self._comm.Split(color, self.rank), name)
+    def split(self, color: int, key: int, name: str) -> Communicator:
+        """The ranks that gave the same color, in the order of their keys. Collective."""
+        return Communicator(self._comm.Split(color, key), name)
 
     def free(self) -> None:
         """Give the MPI communicator back. Collective."""
@@ -147,7 +147,8 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, Library]:
     """Start MPI if nobody has, and give a duplicate of `comm` (of the world by default).
 
     Collective over `comm`, which stays the caller's. Raises SilentSingletonsError when the
-    launcher's environment says that the world should have more ranks than it has.
+    launcher's environment says that the world should have more ranks than it has, ValueError for
+    the null communicator.
     """
     # Open MPI reads these as it starts: waiting ranks yield the core, and windows leave UCX out,
     # which complains where it has no network device. What the user has set wins.
@@ -164,7 +165,13 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, Library]:
         )
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
-    return Communicator((comm or MPI.COMM_WORLD).Dup(), "world"), Library(name, level)
+    given = MPI.COMM_WORLD if comm is None else comm
+    if given == MPI.COMM_NULL:
+        raise ValueError(
+            "the communicator is the null communicator: this rank has no part in it; make the "
+            "world on its members only"
+        )
+    return Communicator(given.Dup(), "world"), Library(name, level)
 
 
 def abort(code: int) -> None:

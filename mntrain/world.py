@@ -1,5 +1,6 @@
 """The world of a job: its ranks, their nodes and devices, and what they do together."""
 
+import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,9 +66,10 @@ class World:
             self.algorithm = choose(algorithm)
             self.topology = Topology.from_hosts(hosts, ranks_per_node)
             self.device = device.pick(device_name, on_host.index(self.rank))
-            self._bucket_bytes = int(bucket_mb * MIB)
-            if self._bucket_bytes < 1:
+            if not 1 / MIB <= bucket_mb < math.inf:
                 raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must hold at least one byte")
+            self._bucket_bytes = int(bucket_mb * MIB)
+        self._expect_same(algorithm=algorithm, bucket_mb=bucket_mb, ranks_per_node=ranks_per_node)
         self._groups = groups = _groups(self._world, self.topology)
         self.local_rank, self.local_size = groups.node.rank, groups.node.size
         self.cross_rank, self.cross_size = groups.cross.rank, groups.cross.size
@@ -110,6 +112,7 @@ class World:
         `optimizer_class`. See `zero.ZeroOptimizer` for what its `step` does. Raises AgreedError (a
         ValueError) on all ranks when ranks differ in the model, or for what any of them refuses.
         """
+        self._expect_same(stage=stage, max_grad_norm=max_grad_norm)
         with self.agreement():
             named = _named_groups(model, groups)
         self._check_same_model(model)
@@ -222,10 +225,23 @@ class World:
         for optimizer in self._optimizers:
             optimizer.share(count)
 
+    def _expect_same(self, **values: Any) -> None:
+        """Raise AgreedError on all ranks unless all gave the same values. Collective."""
+        everyone = self.gather(values)
+        for name, first in everyone[0].items():
+            for rank, theirs in enumerate(everyone):
+                if theirs[name] != first:
+                    raise AgreedError(
+                        f"{name} differs between ranks: rank 0 has {first}, rank {rank} has "
+                        f"{theirs[name]}",
+                        self.rank,
+                    )
+
     def _check_same_model(self, model: nn.Module) -> None:
         mine = [
             f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
             + ("" if tensor.requires_grad else " frozen")
+            + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         ]
         everyone = self.gather(mine)
@@ -264,8 +280,9 @@ def init(
 
 
 def _groups(world: mpi.Communicator, topology: Topology) -> Groups:
-    node = world.split(topology.node(world.rank), "node")
-    cross = world.split(topology.local_rank(world.rank), "cross")
+    my_node, my_local_rank = topology.node(world.rank), topology.local_rank(world.rank)
+    node = world.split(my_node, my_local_rank, "node")
+    cross = world.split(my_local_rank, my_node, "cross")  # by node: ranks may go another way
     here = topology.node_group(world.rank)
     world.levels = ["node" if rank in here else "cross" for rank in range(world.size)]
     node.levels = ["node"] * node.size

@@ -45,8 +45,8 @@ class Group:
 
         verb             messages sent (of one piece or part)   bytes sent
         reduce_scatter   a part's pieces to each other member   S - P
-        all_gather       (n - 1), none when P is 0              (n - 1) P
-        broadcast        root: n - 1; others: n - 2             root: S (n-1)/n; others S (n-2)/n
+        all_gather       n - 1, none when P is 0                (n - 1) P
+        broadcast        root n - 1, others n - 2               root S, others S (n - 2) / (n - 1)
         move             one a move                             the moves' own
     """
 
@@ -73,12 +73,7 @@ class Group:
 
     def all_gather(self, tensor: Tensor, parts: Sequence[Part]) -> None:
         """Hand every member's part to every member."""
-        rank, size = self._comm.rank, self._comm.size
-        views = [as_bytes(tensor[low:high]) for low, high in parts]
-        self._comm.exchange(
-            [(peer, views[rank]) for peer in _others(rank, size)],
-            [(peer, views[peer]) for peer in reversed(_others(rank, size))],
-        )
+        self._swap(tensor, parts, _others(self._comm.rank, self._comm.size))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Leave the sum over members in every member's tensor, the same bits in each."""
@@ -87,13 +82,19 @@ class Group:
         self.all_gather(tensor, parts)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Hand root's tensor to all, by a scatter and an all-gather.
+        """Hand root's tensor to all: a scatter over the others, who hand the parts to each other.
 
         Source: van de Geijn, "On global combine operations", JPDC 22 (1994).
         """
-        parts = _equal_parts(len(tensor), self._comm.size)
-        self.move(tensor, [(root, member, part) for member, part in enumerate(parts)])
-        self.all_gather(tensor, parts)
+        others = [member for member in range(self._comm.size) if member != root]
+        if not others:
+            return
+        parts = _equal_parts(len(tensor), len(others))
+        parts.insert(root, (0, 0))
+        self.move(tensor, [(root, member, parts[member]) for member in others])
+        if self._comm.rank != root:
+            peers = _others(self._comm.rank, self._comm.size)
+            self._swap(tensor, parts, [peer for peer in peers if peer != root])
 
     def move(self, tensor: Tensor, moves: Sequence[Move]) -> None:
         """Copy runs of elements from one member's tensor to the same place in another's."""
@@ -105,6 +106,14 @@ class Group:
                 for source, to, p in moves
                 if to == rank != source
             ],
+        )
+
+    def _swap(self, tensor: Tensor, parts: Sequence[Part], peers: Sequence[int]) -> None:
+        """Hand this member's part to the peers, and take theirs."""
+        views = [as_bytes(tensor[low:high]) for low, high in parts]
+        self._comm.exchange(
+            [(peer, views[self._comm.rank]) for peer in peers],
+            [(peer, views[peer]) for peer in reversed(peers)],
         )
 
     def _arrivals(self, tensor: Tensor, part: Part) -> Iterator[tuple[Tensor, int, int]]:

@@ -207,10 +207,10 @@ def test_a_tensor_of_many_pieces(worlds, algorithm):
     # Every rank's part is more than all pieces in flight, and neither divides.
     numel = RANKS * (messages.PIECES_IN_FLIGHT + 1) * messages.PIECE_BYTES // 4 + 4321
     collectives = worlds(algorithm, VIRTUAL[-1]).collectives
-    ones = torch.arange(numel, dtype=torch.int32).remainder_(1000003).float()
-    tensor = ones * (RANK + 1)
+    once = torch.arange(numel, dtype=torch.int32).remainder_(100003).float()
+    tensor = once * (RANK + 1)
     collectives.all_reduce(tensor).wait()
-    assert torch.equal(tensor, ones * (RANKS * (RANKS + 1) // 2))
+    assert torch.equal(tensor, once * (RANKS * (RANKS + 1) // 2))
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 24, 200])
