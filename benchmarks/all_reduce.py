@@ -17,8 +17,8 @@ from datetime import date
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-from cluster.nodes import Cluster, available  # noqa: E402
+sys.path.insert(0, str(HERE.parent / "tests" / "cluster"))
+from nodes import Cluster, available  # noqa: E402
 
 RESULTS = HERE.parent / "docs" / "results"
 # Of 1 Gbit/s as tc counts it, what is left for bytes after Ethernet, IP and TCP headers.

@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mntrain
-from mntrain import mpi
+from mntrain import AgreedError, mpi
 from mntrain.collectives import ALGORITHMS
 
 RANKS = MPI.COMM_WORLD.size
@@ -56,3 +56,12 @@ class Worlds:
     def close(self):
         for world in self._worlds.values():
             world.close()
+
+
+def refusal(function, *args, **kwargs):
+    """Call what every rank must refuse alike, and return the words."""
+    with pytest.raises(AgreedError) as error:
+        function(*args, **kwargs)
+    words = str(error.value)
+    assert MPI.COMM_WORLD.allgather(words) == [words] * RANKS
+    return words

@@ -1,0 +1,196 @@
+"""Worlds from `init` to `close`: what they take, what they hold, and what they leave."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from mpi4py import MPI
+from worlds import RANKS, Worlds, make_world, refusal
+
+import mntrain
+from mntrain import mpi
+
+pytestmark = pytest.mark.mpi
+
+COMM = MPI.COMM_WORLD
+LAST = RANKS - 1
+
+
+# What `init` takes.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"algorithm": "ring"},
+            "unknown algorithm 'ring': choose auto, naive, flat, leader, lanes",
+        ),
+        ({"ranks_per_node": 0}, "ranks per node is 0: it must be at least 1"),
+        ({"ranks_per_node": -2}, "ranks per node is -2: it must be at least 1"),
+        ({"bucket_mb": 0}, "bucket_mb is 0: "),
+        ({"bucket_mb": -1.5}, "bucket_mb is -1.5: "),
+        ({"bucket_mb": float("nan")}, "bucket_mb is nan: "),
+        ({"bucket_mb": float("inf")}, "bucket_mb is inf: "),
+        ({"device": "tpu"}, "device 'tpu' is unknown: choose auto, cpu or cuda"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused_by_all_ranks(arguments, words):
+    assert refusal(mntrain.init, **{"device": "cpu", **arguments}).startswith(words)
+    if RANKS > 1:  # of the last rank alone
+        one = arguments if COMM.rank == LAST else {}
+        said = refusal(mntrain.init, **{"device": "cpu", **one})
+        assert said.startswith(f"rank {LAST}: {words}")
+    with make_world() as world:  # and nothing is left in the way
+        assert world.sum([1.0]) == [RANKS]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_where_there_is_none_is_refused():
+    assert refusal(mntrain.init, device="cuda").startswith("device cuda was asked for, but torch")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [("algorithm", "lanes", "flat"), ("bucket_mb", 25.0, 1.0), ("ranks_per_node", None, 1)],
+)
+def test_arguments_that_are_good_but_differ_between_ranks_are_refused(name, usual, other):
+    said = refusal(mntrain.init, device="cpu", **{name: other if COMM.rank == LAST else usual})
+    assert said == f"{name} differs between ranks: rank 0 has {usual}, rank {LAST} has {other}"
+
+
+# Communicators, from `init` to `close`.
+
+
+@pytest.fixture
+def communicators(monkeypatch):
+    """Every MPI communicator that a world takes from here on, with the name it gets."""
+    taken = []
+    original = mpi.Communicator.__init__
+
+    def keep(self, comm, name):
+        original(self, comm, name)
+        taken.append((comm, comm.Get_name()))
+
+    monkeypatch.setattr(mpi.Communicator, "__init__", keep)
+    return taken
+
+
+def threads():
+    """How many threads of worlds live: others, such as timers of the test session, may end."""
+    return [thread.name for thread in threading.enumerate()].count("mntrain communication")
+
+
+def test_communicators_are_named_and_freed(communicators):
+    for layout in (None, 1):
+        make_world("lanes", layout).close()
+    assert {name for _, name in communicators} == {"mntrain world", "mntrain node", "mntrain cross"}
+    assert all(comm == MPI.COMM_NULL for comm, _ in communicators)
+
+
+@pytest.mark.parametrize("arguments", [{"algorithm": "ring"}, {"device": "tpu"}], ids=str)
+def test_a_world_that_could_not_be_made_leaves_nothing(communicators, arguments):
+    before = threads()
+    refusal(mntrain.init, **{"device": "cpu", **arguments})
+    assert all(comm == MPI.COMM_NULL for comm, _ in communicators)
+    assert threads() == before
+
+
+def test_fifty_worlds_one_after_the_other(communicators):
+    before = threads()
+    for turn in range(50):
+        with make_world("lanes", 1 + turn % 2) as world:
+            assert world.sum([turn]) == [turn * RANKS]
+    assert len(communicators) == 150
+    assert all(comm == MPI.COMM_NULL for comm, _ in communicators)
+    assert threads() == before
+
+
+def test_two_worlds_at_a_time_do_not_meet():
+    worlds = Worlds()
+    first, second = worlds("lanes"), worlds("flat")
+    ones, twos = torch.ones(1000), torch.full((1000,), 2.0)
+    if first.rank % 2:
+        works = [second.collectives.all_reduce(twos), first.collectives.all_reduce(ones)]
+    else:
+        works = [first.collectives.all_reduce(ones), second.collectives.all_reduce(twos)]
+    for work in works:
+        work.wait()
+    assert set(ones.tolist()) == {RANKS}
+    assert set(twos.tolist()) == {2 * RANKS}
+    worlds.close()
+
+
+def test_the_callers_communicator_stays_the_callers():
+    mine = COMM.Split(0, key=-COMM.rank)
+    mine.Set_name("mine")
+    with mntrain.init(mine, device="cpu", ranks_per_node=2) as world:
+        assert world.rank == mine.rank == LAST - COMM.rank
+        assert world.gather(COMM.rank) == list(reversed(range(RANKS)))
+        tensor = torch.full((5,), float(world.rank))
+        world.collectives.broadcast(tensor, root=0).wait()
+        world.collectives.all_reduce(tensor).wait()
+        assert tensor.tolist() == [0] * 5
+        # What the caller sends cannot be taken for what the world sends.
+        message = mine.irecv(source=(mine.rank - 1) % RANKS)
+        mine.isend("a word", (mine.rank + 1) % RANKS).wait()
+        assert world.sum([1.0]) == [RANKS]
+        assert message.wait() == "a word"
+    assert mine.Get_name() == "mine"
+    assert mine.allreduce(1) == RANKS
+    mine.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_world_of_some_ranks():
+    part = COMM.Split(COMM.rank % 2, COMM.rank)
+    with mntrain.init(part, device="cpu") as world:
+        assert world.size == part.size
+        assert world.gather(COMM.rank) == list(range(COMM.rank % 2, RANKS, 2))
+    part.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_no_communicator_is_not_the_whole_world():
+    part = COMM.Split(0 if COMM.rank == 0 else MPI.UNDEFINED)
+    if COMM.rank == 0:
+        with mntrain.init(part, device="cpu") as world:
+            assert world.size == 1
+        part.Free()
+    else:
+        with pytest.raises(ValueError, match="null communicator"):
+            mntrain.init(part, device="cpu")
+
+
+def test_a_closed_world_says_so():
+    with make_world() as world:
+        pass
+    with pytest.raises(RuntimeError, match="this world is closed"):
+        world.collectives.all_reduce(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="this world is closed"):
+        world.gather(None)
+    with pytest.raises(RuntimeError, match="this world is closed"):
+        world.sum([1.0])
+
+
+def test_what_is_under_way_is_finished_by_close():
+    tensor = torch.ones(70001)
+    with make_world() as world:
+        work = world.collectives.all_reduce(tensor)
+    work.wait()
+    assert set(tensor.tolist()) == {RANKS}
+
+
+def test_a_world_gives_the_hooks_back(monkeypatch):
+    def mine(*_):
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", mine)
+    monkeypatch.setattr(threading, "excepthook", mine)
+    with make_world():
+        assert sys.excepthook is not mine
+    assert sys.excepthook is mine
+    assert threading.excepthook is mine
