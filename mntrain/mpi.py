@@ -86,6 +86,7 @@ class Communicator:
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everyone's object, by rank, on every rank. Collective, blocking; for small things."""
+        Flight([self._comm.Ibarrier()]).wait()  # MPI's own collectives spin for who is late
         return list(self._comm.allgather(mine))
 
     def node_keys(self) -> list[int]:

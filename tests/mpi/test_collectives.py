@@ -183,17 +183,17 @@ def test_a_sum_is_rounded_once_a_level(worlds, algorithm, layout):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_16_bit_sums_accumulate_in_32_bits(worlds, algorithm):
     # In bf16, 256 + 1 is 256 again; in fp16, 60000 + 60000 is infinite.
-    small = torch.tensor([256.0 if RANK == 0 else 1.0], dtype=torch.bfloat16)
-    large = torch.tensor([-60000.0 if RANK == 2 else 60000.0], dtype=torch.float16)
-    if RANK > 2:
-        large.zero_()
-    collectives = worlds(algorithm).collectives
-    for work in [collectives.all_reduce(small), collectives.all_reduce(large)]:
-        work.wait()
-    expected = torch.tensor([256.0 + RANKS - 1]).bfloat16()
-    assert torch.equal(small, expected)
-    assert small > 256
-    assert large.item() == torch.tensor(60000.0).half().item()
+    small = [256.0] + [1.0] * (RANKS - 1)
+    large = [60000.0, 60000.0, -60000.0] + [0.0] * (RANKS - 3)
+    world = worlds(algorithm)
+    nodes = [range(RANKS)] if algorithm in ("naive", "flat") else world.topology.nodes
+    for values, dtype in [(small, torch.bfloat16), (large, torch.float16)]:
+        mine = torch.tensor([values[RANK]], dtype=dtype)
+        world.collectives.all_reduce(mine).wait()
+        # Rounded once a level: on each node, then over the nodes.
+        sums = [torch.tensor(sum(values[rank] for rank in node)).to(dtype) for node in nodes]
+        expected = torch.stack(sums).sum(0, dtype=torch.float32).to(dtype)
+        assert torch.equal(mine, expected[None])
 
 
 def test_auto_is_one_of_them_and_sums(worlds):

@@ -1,5 +1,6 @@
 """What every verb sends, against a list of messages and closed forms worked out here."""
 
+import socket
 from itertools import chain, pairwise, permutations
 
 import pytest
@@ -24,12 +25,14 @@ def worlds():
     cache.close()
 
 
+HOSTS = MPI.COMM_WORLD.allgather(socket.gethostname())
+
+
 def nodes_of(layout):
-    """Every node's ranks."""
-    if isinstance(layout, str):
-        return [[r for r in range(RANKS) if layout[r] == host] for host in dict.fromkeys(layout)]
-    step = layout or RANKS
-    return [list(range(RANKS))[low : low + step] for low in range(0, RANKS, step)]
+    """Every node's ranks: virtual ones too lie on one host."""
+    hosts, step = (layout, RANKS) if isinstance(layout, str) else (HOSTS, layout or RANKS)
+    together = [[r for r in range(RANKS) if hosts[r] == host] for host in dict.fromkeys(hosts)]
+    return [node[low : low + step] for node in together for low in range(0, len(node), step)]
 
 
 def cut(numel, parts):
@@ -206,10 +209,14 @@ def test_parts_travel_in_pieces_and_long_messages_in_several(
 
 # The formulas of the docstrings, where everything divides.
 
+on_one_host = pytest.mark.skipif(
+    len(set(HOSTS)) > 1, reason="counts of one level; the list of messages covers several hosts"
+)
 S = 1200 * ITEM
 REDUCING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # in crossings of the wire
 
 
+@on_one_host
 def test_naive_sends_the_whole_tensor_to_everyone(worlds):
     world = worlds("naive")
     for verb in REDUCING:
@@ -218,6 +225,7 @@ def test_naive_sends_the_whole_tensor_to_everyone(worlds):
     assert cost(world, "broadcast", 1200) == [[RANKS - 1, S * (RANKS - 1), 0, 0], *others]
 
 
+@on_one_host
 def test_flat_sends_all_but_a_shard(worlds):
     world = worlds("flat")
     for verb, times in REDUCING.items():
@@ -225,6 +233,7 @@ def test_flat_sends_all_but_a_shard(worlds):
         assert cost(world, verb, 1200) == [[times * (RANKS - 1), nbytes, 0, 0]] * RANKS
 
 
+@on_one_host
 def test_a_broadcast_hands_every_other_rank_the_tensor_once(worlds):
     others = RANKS - 1
     root, *rest = cost(worlds("flat"), "broadcast", 1200)
@@ -238,6 +247,8 @@ def test_an_owner_sends_its_lane_over_the_wire_as_often_as_it_must(worlds, algor
     world = worlds(algorithm, layout)
     nodes = nodes_of(layout)
     m, ranks = len(nodes), len(nodes[0])
+    if any(len(node) != ranks for node in nodes):
+        pytest.skip("the closed form is for equal nodes; the list of messages covers others")
     lanes = 1 if algorithm == "leader" else ranks
     owns = [place < lanes for place in world.gather(world.local_rank)]
     for verb, times in REDUCING.items():
