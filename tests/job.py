@@ -1,7 +1,9 @@
 """A small training job for tests: run it as a user does, and read what it wrote."""
 
+import functools
 import json
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -30,6 +32,20 @@ def train(
     words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
     command = [sys.executable, "-m", "mntrain", *words]
     return mpirun(ranks, command, timeout=timeout, env=env, cwd=folder, cluster=cluster)
+
+
+@functools.cache
+def losses_alone(*options: str) -> list[float]:
+    """The losses of the job with these options in one process; the oracle, run once."""
+    with tempfile.TemporaryDirectory() as name:
+        completed(train(1, Path(name), *options))
+        return losses(Path(name))
+
+
+def losses(folder: Path) -> list[float]:
+    """The losses of every step of the run in folder, and of the evaluation at its end."""
+    lines = metrics(folder)
+    return [*(line["loss"] for line in lines), lines[-1]["eval_loss"]]
 
 
 def completed(result: Result) -> Result:

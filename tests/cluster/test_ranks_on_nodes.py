@@ -1,7 +1,7 @@
 """The tests of tests/mpi, and whole jobs, on real emulated nodes."""
 
 import pytest
-from job import completed, metrics, summary, train
+from job import completed, losses, losses_alone, summary, train
 from launch import MPI_TESTS, run_suite
 
 pytestmark = pytest.mark.cluster
@@ -18,24 +18,18 @@ def test_mpi_suite_passes_on_nodes(make_cluster, ranks):
         pytest.fail(result.report(), pytrace=False)
 
 
-@pytest.mark.parametrize("algorithm", ["lanes", "leader"])
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(("ranks", "algorithm"), [((2, 2), "lanes"), ((2, 1), "leader")])
 def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, ranks, algorithm):
-    alone, nodes = tmp_path / "alone", tmp_path / "nodes"
-    alone.mkdir()
-    nodes.mkdir()
-    completed(train(1, alone))
     options = ["--comm.algorithm", algorithm, "--train.check-every", "1"]
     with make_cluster(ranks=ranks, link="1gbit") as cluster:
         before = [cluster.sent(host) for host in cluster.hosts]
-        completed(train(sum(ranks), nodes, *options, cluster=cluster))
+        completed(train(sum(ranks), tmp_path, *options, cluster=cluster))
         crossed = [
             cluster.sent(host) - sent for host, sent in zip(cluster.hosts, before, strict=True)
         ]
     # Sums in another order: fp32 rounding, grown over six steps.
-    expected = [line["loss"] for line in metrics(alone)]
-    assert [line["loss"] for line in metrics(nodes)] == pytest.approx(expected, rel=2e-5)
-    whole = summary(nodes)
+    assert losses(tmp_path) == pytest.approx(losses_alone(), rel=2e-5)
+    whole = summary(tmp_path)
     assert [rank["host"] for rank in whole["ranks"]] == [
         host for host, count in zip(cluster.hosts, ranks, strict=True) for _ in range(count)
     ]
