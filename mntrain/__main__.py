@@ -32,13 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "and without one it is train",
                 file=sys.stderr,
             )
+        _let_talk(os.environ)
         return 2
     return _COMMANDS[command](words, talks)
 
 
 def _train(words: Sequence[str], talks: bool) -> int:
     """Train; collective over the ranks that the launcher started."""
-    job = options.parse(words, print_errors=talks)
+    try:
+        job = options.parse(words, print_errors=talks)
+    except SystemExit as end:
+        if end.code:
+            _let_talk(os.environ)
+        raise
     from mntrain.mpi import SilentSingletonsError  # noqa: PLC0415 - as below
     from mntrain.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
 
@@ -51,6 +57,15 @@ def _train(words: Sequence[str], talks: bool) -> int:
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {"train": _train}
+
+
+def _let_talk(environment: Mapping[str, str]) -> None:
+    """Wait for the rank that talks: launchers kill it when another one exits with an error."""
+    if any(name in environment for name in _RANK_VARIABLES):
+        from mntrain.mpi import meet  # noqa: PLC0415 - as above
+
+        sys.stderr.flush()
+        meet()
 
 
 def _talks(environment: Mapping[str, str]) -> bool:

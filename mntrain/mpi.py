@@ -175,6 +175,13 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, Library]:
     return Communicator(given.Dup(), "world"), Library(name, level)
 
 
+def meet() -> None:
+    """Wait until every rank of the job is here; start MPI for it if nobody has. Collective."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    MPI.COMM_WORLD.Barrier()
+
+
 def abort(code: int) -> None:
     """End every rank of the job, now."""
     from mpi4py import MPI  # noqa: PLC0415
