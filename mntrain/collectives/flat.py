@@ -1,12 +1,9 @@
 """One level: the world as it comes, wherever its ranks are."""
 
-from itertools import pairwise
-
 from torch import Tensor
 
 from mntrain.collectives.algorithm import Groups
-from mntrain.collectives.messages import Group
-from zero.layout import split
+from mntrain.collectives.messages import Group, Part, equal_parts
 
 
 class Flat:
@@ -36,5 +33,5 @@ class Flat:
         """See `Algorithm.broadcast`."""
         self._world.broadcast(tensor, root)
 
-    def _shards(self, tensor: Tensor) -> list[tuple[int, int]]:
-        return list(pairwise(split(len(tensor), self._size)))
+    def _shards(self, tensor: Tensor) -> list[Part]:
+        return equal_parts(len(tensor), self._size)

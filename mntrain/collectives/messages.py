@@ -6,6 +6,7 @@ fp32 or wider, so each level rounds a 16-bit sum once.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mntrain.mpi import Communicator, Flight
+from zero.layout import split
 
 Part = tuple[int, int]  # elements from, to
 Move = tuple[int, int, Part]  # from member, to member, elements
@@ -77,7 +79,7 @@ class Group:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Leave the sum over members in every member's tensor, the same bits in each."""
-        parts = _equal_parts(len(tensor), self._comm.size)
+        parts = equal_parts(len(tensor), self._comm.size)
         self.reduce_scatter(tensor, parts)
         self.all_gather(tensor, parts)
 
@@ -89,7 +91,7 @@ class Group:
         others = [member for member in range(self._comm.size) if member != root]
         if not others:
             return
-        parts = _equal_parts(len(tensor), len(others))
+        parts = equal_parts(len(tensor), len(others))
         parts.insert(root, (0, 0))
         self.move(tensor, [(root, member, parts[member]) for member in others])
         if self._comm.rank != root:
@@ -161,5 +163,6 @@ def _pieces(part: Part, itemsize: int) -> list[Part]:
     return [(low, min(low + step, stop)) for low in range(start, stop, step)]
 
 
-def _equal_parts(numel: int, size: int) -> list[Part]:
-    return [(i * numel // size, (i + 1) * numel // size) for i in range(size)]
+def equal_parts(numel: int, size: int) -> list[Part]:
+    """Parts of numel elements for so many members, equal to within one element."""
+    return list(pairwise(split(numel, size)))
