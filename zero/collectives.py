@@ -1,5 +1,6 @@
 """The seam between what is reduced and how bytes move."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -24,9 +25,15 @@ class Collectives(Protocol):
     collective until its `Work` has been waited for. Sums accumulate in fp32 or wider. Nothing
     divides: collectives sum.
 
-    A tensor of n elements is cut into `size` shards at the elements ``i * n // size``. Shards lie
-    in the order of slots, and the rank that owns a slot is given by `slot`: after a two-level
-    reduce-scatter the natural order of shards is not the order of ranks.
+    A tensor of n elements is cut into `size` shards: at the elements ``i * n // size``, or where
+    the caller says. `bounds` are size + 1 element indices that never decrease, from 0 to n: slot s
+    is the elements bounds[s] to bounds[s + 1]. Shards may be empty, and of any lengths; all ranks
+    give the same bounds. Shards lie in the order of slots, and the rank that owns a slot is given
+    by `slot`: after a two-level reduce-scatter the natural order of shards is not the order of
+    ranks.
+
+    The same data leave the same bits from `all_reduce` and from `reduce_scatter`, whatever the
+    bounds, and wherever in a tensor an element lies.
     """
 
     @property
@@ -49,11 +56,17 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum over all ranks; afterwards every rank holds the sum, the same bits on each."""
 
-    def reduce_scatter(self, tensor: Tensor) -> Work:
-        """Sum over all ranks; afterwards this rank's shard is the sum, the rest is undefined."""
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        """Sum over all ranks; afterwards this rank's shard is the sum, the rest is undefined.
 
-    def all_gather(self, tensor: Tensor) -> Work:
-        """Hand this rank's shard to all; afterwards every rank holds every shard."""
+        Raises ValueError for bounds that do not cut the tensor into `size` shards.
+        """
+
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        """Hand this rank's shard to all; afterwards every rank holds every shard.
+
+        Raises ValueError for bounds that do not cut the tensor into `size` shards.
+        """
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Hand root's tensor to all."""
@@ -84,11 +97,11 @@ class Solo:
         """See `Collectives.all_reduce`."""
         return Done()
 
-    def reduce_scatter(self, tensor: Tensor) -> Work:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """See `Collectives.reduce_scatter`."""
         return Done()
 
-    def all_gather(self, tensor: Tensor) -> Work:
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """See `Collectives.all_gather`."""
         return Done()
 

@@ -1,8 +1,9 @@
 """The verbs of one level, by messages between the members of one group.
 
 Sums are made here, not by MPI: MPI has no dependable sum for 16-bit floats, and bytes travel on
-every MPI. Each member gathers what the others have of its own part and adds it in a fixed order, in
-fp32 or wider, so each level rounds a 16-bit sum once.
+every MPI. Each member gathers what the others have of its own part and adds it in the order of
+members 0, 1, 2, ..., its own in its turn, in fp32 or wider. So the bits of a sum do not depend on
+who owns the element, and each level rounds a 16-bit sum once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,13 @@ from zero.layout import split
 Part = tuple[int, int]  # elements from, to
 Move = tuple[int, int, Part]  # from member, to member, elements
 
-# A part travels in pieces: while one is added, the next ones are in flight.
+# A part travels in pieces: while one is added, the next ones are in flight. Of shorter pieces, as
+# many as are that long together.
 PIECE_BYTES = 1 << 20
 PIECES_IN_FLIGHT = 4
+# So many pieces of one member are added before the next member's: with one piece of each in turn,
+# four ranks on two cores waited more, and a sum took a fifth longer.
+PIECES_IN_A_ROW = 4
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
@@ -59,17 +64,18 @@ class Group:
     def reduce_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> None:
         """Leave the sum over members in this member's part; other elements keep what they had."""
         rank, size = self._comm.rank, self._comm.size
-        sends = [
+        itemsize = tensor.element_size()
+        sends = [  # all before the first is waited for: nobody waits in a circle
             self._comm.send(peer, as_bytes(tensor[low:high]))
             for peer in _others(rank, size)
-            for low, high in _pieces(parts[peer], tensor.element_size())
+            for low, high in _pieces(parts[peer], itemsize)
         ]
-        mine = tensor[slice(*parts[rank])]
-        if size > 1 and len(mine):
-            total = mine.to(sum_dtype(tensor.dtype))  # the part itself where it is wide enough
-            for theirs, low, high in self._arrivals(tensor, parts[rank]):
-                total[low - parts[rank][0] : high - parts[rank][0]] += theirs
-            mine.copy_(total)
+        if size > 1:
+            mine = _pieces(parts[rank], itemsize)
+            rows = [mine[i : i + PIECES_IN_A_ROW] for i in range(0, len(mine), PIECES_IN_A_ROW)]
+            arrivals = self._arrivals(tensor.dtype, rows)
+            for row in rows:
+                self._add([tensor[low:high] for low, high in row], arrivals)
         for flight in sends:
             flight.wait()
 
@@ -118,38 +124,58 @@ class Group:
             [(peer, views[peer]) for peer in reversed(peers)],
         )
 
-    def _arrivals(self, tensor: Tensor, part: Part) -> Iterator[tuple[Tensor, int, int]]:
-        """Each other member's pieces of this member's part, in a fixed order.
+    def _add(self, row: Sequence[Tensor], arrivals: Iterator[Tensor]) -> None:
+        """Add what arrives to a row of this member's own pieces, each member in its turn."""
+        wide = sum_dtype(row[0].dtype)
+        totals: list[Tensor] = []
+        for member in range(self._comm.size):
+            for place, mine in enumerate(row):
+                theirs = mine if member == self._comm.rank else next(arrivals)
+                if member == 0:
+                    totals.append(theirs.to(wide))  # the same memory where it is wide enough
+                elif member <= self._comm.rank and theirs.dtype == wide:
+                    # The other way round: the total reaches this member's own without a copy.
+                    totals[place] = theirs.add_(totals[place])
+                else:
+                    totals[place] += theirs
+        for mine, total in zip(row, totals, strict=True):
+            mine.copy_(total)
 
-        What is yielded is valid until the next is asked for: it lies in scratch memory.
+    def _arrivals(self, dtype: torch.dtype, rows: Sequence[Sequence[Part]]) -> Iterator[Tensor]:
+        """What the others have of this member's pieces: row by row, in each the members in order.
+
+        What is yielded lies in scratch memory. The first member may use it until the next is asked
+        for; others, who carry totals from member to member, for a row's length longer.
         """
-        pieces = [
-            (peer, low, high)
-            for peer in reversed(_others(self._comm.rank, self._comm.size))
-            for low, high in _pieces(part, tensor.element_size())
+        messages = [
+            (peer, high - low)
+            for row in rows
+            for peer in range(self._comm.size)
+            if peer != self._comm.rank
+            for low, high in row
         ]
-        buffers = self._buffers(tensor.dtype, max(high - low for _, low, high in pieces))
+        longest = max(numel for _, numel in messages)
+        in_flight = PIECES_IN_FLIGHT * PIECE_BYTES // (longest * dtype.itemsize)
+        in_flight = min(in_flight, len(messages))
+        kept = len(rows[0]) if self._comm.rank > 0 else 0
+        buffers = self._buffers(dtype, longest, in_flight + kept)
         flights: list[Flight] = []
-        for index in range(len(pieces) + PIECES_IN_FLIGHT):
-            done = index - PIECES_IN_FLIGHT
+        for index in range(len(messages) + in_flight):
+            done = index - in_flight
             if done >= 0:
-                _, low, high = pieces[done]
                 flights[done].wait()
-                yield buffers[done % len(buffers)][: high - low], low, high
-            if index < len(pieces):
-                peer, low, high = pieces[index]
-                buffer = buffers[index % len(buffers)][: high - low]
+                yield buffers[done % len(buffers)][: messages[done][1]]
+            if index < len(messages):
+                peer, numel = messages[index]
+                buffer = buffers[index % len(buffers)][:numel]
                 flights.append(self._comm.receive(peer, as_bytes(buffer)))
 
-    def _buffers(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """Scratch memory for the pieces in flight; kept from call to call, grown when needed."""
+    def _buffers(self, dtype: torch.dtype, numel: int, count: int) -> list[Tensor]:
+        """Scratch memory for so many messages; kept from call to call, grown when needed."""
         length = numel * dtype.itemsize
-        if self._scratch.numel() < PIECES_IN_FLIGHT * length:
-            self._scratch = torch.empty(PIECES_IN_FLIGHT * length, dtype=torch.uint8)
-        return [
-            self._scratch[i * length : (i + 1) * length].view(dtype)
-            for i in range(PIECES_IN_FLIGHT)
-        ]
+        if self._scratch.numel() < count * length:
+            self._scratch = torch.empty(count * length, dtype=torch.uint8)
+        return [self._scratch[i * length : (i + 1) * length].view(dtype) for i in range(count)]
 
 
 def _others(rank: int, size: int) -> list[int]:

@@ -1,9 +1,12 @@
 """The oracle: everyone sends everything to everyone, and adds in the order of ranks."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from mntrain.collectives.algorithm import Groups
+from mntrain.collectives.algorithm import Groups, shard_bounds
 from mntrain.collectives.messages import as_bytes, sum_dtype
 
 
@@ -19,21 +22,21 @@ class Naive:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Algorithm.all_reduce`."""
-        everyone = self._everyone(tensor)
-        tensor.copy_(torch.stack(everyone).sum(0, dtype=sum_dtype(tensor.dtype)))
+        first, *others = self._everyone(tensor)
+        total = first.to(sum_dtype(tensor.dtype))
+        for theirs in others:  # torch's own sum has an order that depends on the place
+            total += theirs
+        tensor.copy_(total)
 
-    def reduce_scatter(self, tensor: Tensor) -> None:
-        """See `Algorithm.reduce_scatter`."""
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> None:
+        """See `Algorithm.reduce_scatter`: everybody keeps all shards."""
         self.all_reduce(tensor)
 
-    def all_gather(self, tensor: Tensor) -> None:
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> None:
         """See `Algorithm.all_gather`."""
-        size = self._world.size
-        shards = [
-            theirs[rank * len(theirs) // size : (rank + 1) * len(theirs) // size]
-            for rank, theirs in enumerate(self._everyone(tensor))
-        ]
-        tensor.copy_(torch.cat(shards))
+        shards = pairwise(shard_bounds(len(tensor), self._world.size, bounds))
+        everyone = zip(self._everyone(tensor), shards, strict=True)
+        tensor.copy_(torch.cat([theirs[low:high] for theirs, (low, high) in everyone]))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Algorithm.broadcast`."""

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mntrain.collectives.algorithm import Groups
+from mntrain.collectives.algorithm import Groups, shard_bounds
 from mntrain.collectives.messages import Group, Move, Part
 from mntrain.topology import Lanes
-from zero.layout import split
 
 
 class TwoLevel:
@@ -31,7 +30,10 @@ class TwoLevel:
     between nodes in an all-reduce, half of that in a reduce-scatter or an all-gather; others send
     nothing there. Within the node a rank sends, in an all-reduce, S less its own lane, and its
     own lane to each of the others. Nodes may have unequal numbers of ranks: lanes are as many as
-    the smallest has, and ranks beyond them are served by an owner.
+    the smallest has, and ranks beyond them are served by an owner. Where bounds are given, a lane
+    is as long as its shards are together.
+
+    An element is summed over each node in the order of local ranks, then over nodes in theirs.
     """
 
     def __init__(self, groups: Groups, count: int) -> None:
@@ -55,25 +57,27 @@ class TwoLevel:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Algorithm.all_reduce`."""
-        lanes = self._lanes(tensor)
+        lanes = self._lanes(self._bounds(tensor))
         self._node.reduce_scatter(tensor, lanes)
         if self._owns_lane:
             self._cross.all_reduce(tensor[slice(*lanes[self._local_rank])])
         self._node.all_gather(tensor, lanes)
 
-    def reduce_scatter(self, tensor: Tensor) -> None:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> None:
         """See `Algorithm.reduce_scatter`."""
-        self._node.reduce_scatter(tensor, self._lanes(tensor))
+        bounds = self._bounds(tensor, bounds)
+        self._node.reduce_scatter(tensor, self._lanes(bounds))
         if self._owns_lane:
-            self._cross.reduce_scatter(tensor, self._blocks(tensor))
-        self._node.move(tensor, self._deliveries(tensor))
+            self._cross.reduce_scatter(tensor, self._blocks(bounds))
+        self._node.move(tensor, self._deliveries(bounds))
 
-    def all_gather(self, tensor: Tensor) -> None:
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> None:
         """See `Algorithm.all_gather`."""
-        self._node.move(tensor, [(to, source, p) for source, to, p in self._deliveries(tensor)])
+        bounds = self._bounds(tensor, bounds)
+        self._node.move(tensor, [(to, source, p) for source, to, p in self._deliveries(bounds)])
         if self._owns_lane:
-            self._cross.all_gather(tensor, self._blocks(tensor))
-        self._node.all_gather(tensor, self._lanes(tensor))
+            self._cross.all_gather(tensor, self._blocks(bounds))
+        self._node.all_gather(tensor, self._lanes(bounds))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Algorithm.broadcast`: over root's node, between leaders, over the other nodes."""
@@ -86,24 +90,26 @@ class TwoLevel:
         if not here:
             self._node.broadcast(tensor, 0)
 
-    def _lanes(self, tensor: Tensor) -> list[Part]:
+    def _bounds(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Sequence[int]:
+        return shard_bounds(len(tensor), self._topology.size, bounds)
+
+    def _lanes(self, bounds: Sequence[int]) -> list[Part]:
         """Local rank to the lane that it owns, or nothing."""
         idle = len(self._topology.node_group(self._rank)) - self._plan.count
-        return [*self._elements(tensor, self._plan.lane_slots), *[(0, 0)] * idle]
+        return [*_elements(bounds, self._plan.lane_slots), *[(0, 0)] * idle]
 
-    def _blocks(self, tensor: Tensor) -> list[Part]:
+    def _blocks(self, bounds: Sequence[int]) -> list[Part]:
         """Node to its block of this rank's lane."""
-        return self._elements(tensor, self._plan.block_slots(self._local_rank))
+        return _elements(bounds, self._plan.block_slots(self._local_rank))
 
-    def _deliveries(self, tensor: Tensor) -> list[Move]:
+    def _deliveries(self, bounds: Sequence[int]) -> list[Move]:
         """The shards of ranks beyond the lanes, from the owners that serve them."""
-        bounds = split(len(tensor), self._topology.size)
         return [
             (self._plan.lane_of(rank), local, (bounds[slot], bounds[slot + 1]))
             for local, rank in enumerate(self._topology.node_group(self._rank))
             for slot in [self._plan.slots[rank]]
         ]
 
-    def _elements(self, tensor: Tensor, slots: Sequence[tuple[int, int]]) -> list[Part]:
-        bounds = split(len(tensor), self._topology.size)
-        return [(bounds[low], bounds[high]) for low, high in slots]
+
+def _elements(bounds: Sequence[int], slots: Sequence[tuple[int, int]]) -> list[Part]:
+    return [(bounds[low], bounds[high]) for low, high in slots]

@@ -1,6 +1,7 @@
 """The asynchronous collectives of a world: an algorithm, run on the communication thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,19 +33,37 @@ class WorldCollectives:
         """See `Collectives.all_reduce`."""
         return self._start(tensor, self._algorithm.all_reduce)
 
-    def reduce_scatter(self, tensor: Tensor) -> Work:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """See `Collectives.reduce_scatter`."""
-        return self._start(tensor, self._algorithm.reduce_scatter)
+        cut = self._checked(bounds, tensor.numel())
+        return self._start(tensor, lambda host: self._algorithm.reduce_scatter(host, cut))
 
-    def all_gather(self, tensor: Tensor) -> Work:
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """See `Collectives.all_gather`."""
-        return self._start(tensor, self._algorithm.all_gather)
+        cut = self._checked(bounds, tensor.numel())
+        return self._start(tensor, lambda host: self._algorithm.all_gather(host, cut))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """See `Collectives.broadcast`."""
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is no rank of this world: 0 to {self.size - 1}")
         return self._start(tensor, lambda host: self._algorithm.broadcast(host, root))
+
+    def _checked(self, bounds: Sequence[int] | None, numel: int) -> tuple[int, ...] | None:
+        """The caller's bounds, in a copy that nobody changes while the collective is under way."""
+        if bounds is None:
+            return None
+        cut = tuple(bounds)
+        if (
+            len(cut) != self.size + 1
+            or (cut[0], cut[-1]) != (0, numel)
+            or any(low > high for low, high in pairwise(cut))
+        ):
+            raise ValueError(
+                f"bounds {cut} do not cut {numel} elements into {self.size} shards: give "
+                f"{self.size + 1} indices that never decrease, from 0 to {numel}"
+            )
+        return cut
 
     def _start(self, tensor: Tensor, verb: Callable[[Tensor], None]) -> Work:
         if tensor.dim() != 1 or not tensor.is_contiguous():

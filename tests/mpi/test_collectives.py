@@ -1,5 +1,7 @@
 import functools
 import hashlib
+import random
+import re
 import time
 from itertools import product
 
@@ -55,10 +57,20 @@ def junk(numel, dtype=torch.float32):
     return torch.full((numel,), float("nan") if dtype.is_floating_point else -7, dtype=dtype)
 
 
-def shard(world, numel):
+def shard(world, numel, bounds=None):
     """Where this rank's shard of a tensor lies."""
     slot = world.collectives.slot(world.rank)
-    return slice(slot * numel // world.size, (slot + 1) * numel // world.size)
+    cut = bounds or [i * numel // world.size for i in range(world.size + 1)]
+    return slice(cut[slot], cut[slot + 1])
+
+
+def cuts(numel):
+    """Bounds of every kind: all in one slot, whichever it is, and at random, some shards empty."""
+    generator = random.Random(numel)
+    choices = [range(numel + 1), range(numel + 1), [0, numel // 2, numel]]
+    inner = [sorted(generator.choices(choice, k=RANKS - 1)) for choice in choices]
+    one_slot = [[0] * (slot + 1) + [numel] * (RANKS - slot) for slot in range(RANKS)]
+    return one_slot + [[0, *indices, numel] for indices in inner]
 
 
 def check_bits(world, tensors):
@@ -72,8 +84,8 @@ def check_bits(world, tensors):
 class Case:
     """One collective: fills its tensor, launches, and says whether the result is right."""
 
-    def __init__(self, world, verb, numel, dtype=torch.float32, root=None):
-        self.world, self.verb, self.root = world, verb, root
+    def __init__(self, world, verb, numel, dtype=torch.float32, *, root=None, bounds=None):
+        self.world, self.verb, self.root, self.bounds = world, verb, root, bounds
         self.tensor = torch.empty(numel, dtype=dtype)
         self.everywhere = verb != "reduce_scatter"  # whether all ranks end with the same
 
@@ -84,13 +96,14 @@ class Case:
         else:
             self.tensor.copy_(junk(numel, dtype))
         if self.verb == "all_gather":
-            mine = shard(self.world, numel)
+            mine = shard(self.world, numel, self.bounds)
             self.tensor[mine] = ramp(0, numel, dtype)[mine]
         if self.verb == "broadcast":
             if self.root == RANK:
                 self.tensor.copy_(ramp(RANK, numel, dtype))
             return self.world.collectives.broadcast(self.tensor, self.root)
-        return getattr(self.world.collectives, self.verb)(self.tensor)
+        given = {"bounds": self.bounds} if self.bounds else {}
+        return getattr(self.world.collectives, self.verb)(self.tensor, **given)
 
     def check(self):
         numel, dtype = self.tensor.numel(), self.tensor.dtype
@@ -98,8 +111,8 @@ class Case:
             expected = total(numel, dtype)
         else:
             expected = ramp(self.root or 0, numel, dtype)
-        mine = slice(None) if self.everywhere else shard(self.world, numel)
-        where = f"{self.verb} of {numel} {dtype} from {self.root}"
+        mine = slice(None) if self.everywhere else shard(self.world, numel, self.bounds)
+        where = f"{self.verb} of {numel} {dtype} from {self.root} in {self.bounds}"
         assert torch.equal(self.tensor[mine], expected[mine]), where
 
 
@@ -107,7 +120,10 @@ def cases(world, sizes, dtype=torch.float32, roots=()):
     verbs = ["all_reduce", "reduce_scatter", "all_gather"]
     return [
         *(Case(world, verb, numel, dtype) for verb, numel in product(verbs, sizes)),
-        *(Case(world, "broadcast", numel, dtype, root) for root, numel in product(roots, sizes)),
+        *(
+            Case(world, "broadcast", numel, dtype, root=root)
+            for root, numel in product(roots, sizes)
+        ),
     ]
 
 
@@ -153,6 +169,57 @@ def test_reduce_scatter_then_all_gather_is_all_reduce(worlds, algorithm, layout)
 
 
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_shards_lie_where_the_caller_cuts(worlds, algorithm, layout):
+    world = worlds(algorithm, layout)
+    several = [
+        Case(world, verb, numel, bounds=bounds)
+        for numel in (0, 17, 1003)
+        for bounds in cuts(numel)
+        for verb in ("reduce_scatter", "all_gather")
+    ]
+    run(world, several)
+    run(world, several)  # on the same tensors
+
+
+def test_bounds_are_the_callers_again_at_once(worlds):
+    world = worlds("lanes", VIRTUAL[-1])
+    tensor = junk(70001)
+    bounds = cuts(len(tensor))[-1]
+    mine = shard(world, len(tensor), bounds)
+    tensor[mine] = ramp(0, len(tensor))[mine]
+    work = world.collectives.all_gather(tensor, bounds)
+    bounds.clear()
+    work.wait()
+    assert torch.equal(tensor, ramp(0, len(tensor)))
+
+
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        (),
+        (7,),
+        (*[0] * (RANKS - 1), 7),
+        (*[0] * (RANKS + 1), 7),
+        (*[0] * RANKS, 6),
+        (*[0] * RANKS, 8),
+        (1, *[7] * RANKS),
+        (-1, *[7] * RANKS),
+        (0, *[8] * (RANKS - 1), 7) if RANKS > 1 else (7, 0),
+        (0, *range(RANKS - 1, 0, -1), 7) if RANKS > 2 else (7, *[0] * RANKS),
+    ],
+    ids=str,
+)
+def test_bounds_that_do_not_cut_the_tensor_are_refused(worlds, verb, bounds):
+    words = (
+        f"bounds {bounds} do not cut 7 elements into {RANKS} shards: give {RANKS + 1} indices "
+        "that never decrease, from 0 to 7"
+    )
+    with pytest.raises(ValueError, match=re.escape(words)):
+        getattr(worlds().collectives, verb)(torch.zeros(7), bounds)
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_every_rank_knows_whose_shard_lies_where(worlds, algorithm, layout):
     world = worlds(algorithm, layout)
     slots = [world.collectives.slot(rank) for rank in range(RANKS)]
@@ -177,6 +244,46 @@ def test_a_sum_is_rounded_once_a_level(worlds, algorithm, layout):
         tolerance = half_ulp * (exact.abs() + (levels - 1) * absolute) * (1 + 2 * half_ulp)
         tolerance += RANKS * min(half_ulp, torch.finfo(torch.float32).eps) * absolute
         assert bool(((tensor.double() - exact).abs() <= tolerance).all()), dtype
+
+
+def signed_powers(numel, dtype):
+    """What every rank adds, by rank: far apart in size, often cancelling."""
+    generator = torch.Generator().manual_seed(11)
+    exponents = 30 * torch.randint(-1, 2, (RANKS, numel), generator=generator)
+    signs = 2 * torch.randint(0, 2, (RANKS, numel), generator=generator) - 1
+    return (signs * torch.pow(2.0, exponents.double())).to(dtype)
+
+
+def in_order(tensors):
+    """The sum of one level, first to last, in fp32 or wider and rounded once."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return functools.reduce(torch.add, [t.to(wide) for t in tensors]).to(tensors[0].dtype)
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_sums_are_made_in_the_order_of_members_wherever_the_cut(
+    worlds, monkeypatch, algorithm, layout
+):
+    monkeypatch.setattr(messages, "PIECE_BYTES", 200)  # a rank's part is several, of its own length
+    world = worlds(algorithm, layout)
+    nodes = [range(RANKS)] if algorithm in ("naive", "flat") else world.topology.nodes
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        everyone = signed_powers(1003, dtype)
+        if RANKS > 2:
+            assert not torch.equal(in_order([*everyone]), in_order([*everyone.flip(0)]))
+        expected = in_order([in_order([everyone[rank] for rank in node]) for node in nodes])
+        whole = everyone[RANK].clone()
+        sharded = [(everyone[RANK].clone(), bounds) for bounds in (None, *cuts(1003)[-4:])]
+        works = [world.collectives.all_reduce(whole)]
+        works += [world.collectives.reduce_scatter(*each) for each in sharded]
+        for work in works:
+            work.wait()
+        assert torch.equal(whole.view(torch.uint8), expected.view(torch.uint8)), dtype
+        for tensor, bounds in sharded:
+            mine = shard(world, 1003, bounds)
+            assert torch.equal(tensor[mine].view(torch.uint8), whole[mine].view(torch.uint8)), (
+                bounds
+            )
 
 
 @pytest.mark.mpi(min_size=3)

@@ -1,7 +1,7 @@
 """What every verb sends, against a list of messages and closed forms worked out here."""
 
 import socket
-from itertools import chain, pairwise, permutations
+from itertools import accumulate, chain, pairwise, permutations, product
 
 import pytest
 import torch
@@ -70,13 +70,14 @@ def spread(members, root, numel):
     return first + gather(others, parts)
 
 
-def naive(nodes, verb, numel, root):
+def naive(nodes, verb, shards, root):
+    numel = sum(shards)
     pairs = [(s, t) for s, t in permutations(range(RANKS), 2) if verb != "broadcast" or s == root]
     return [(source, to, numel, False) for source, to in pairs]
 
 
-def flat(nodes, verb, numel, root):
-    ranks, shards = range(RANKS), cut(numel, RANKS)
+def flat(nodes, verb, shards, root):
+    ranks, numel = range(RANKS), sum(shards)
     return {
         "all_reduce": both(ranks, numel),
         "reduce_scatter": scatter(ranks, shards),
@@ -85,12 +86,12 @@ def flat(nodes, verb, numel, root):
     }[verb]
 
 
-def two_level(nodes, count, verb, numel, root):
+def two_level(nodes, count, verb, shards, root):
     place = {rank: (m, local) for m, node in enumerate(nodes) for local, rank in enumerate(node)}
     lane_of = {rank: local % count for rank, (_, local) in place.items()}
     # Shards go by lane, then by node, then by local rank.
     order = sorted(place, key=lambda rank: (lane_of[rank], place[rank]))
-    shard = dict(zip(order, cut(numel, RANKS), strict=True))
+    shard, numel = dict(zip(order, shards, strict=True)), sum(shards)
     lanes = [sum(shard[r] for r in order if lane_of[r] == lane) for lane in range(count)]
     owners = [[node[lane] for node in nodes] for lane in range(count)]
     blocks = [
@@ -129,13 +130,13 @@ def two_level(nodes, count, verb, numel, root):
     )
 
 
-def sent(algorithm, layout, verb, numel, root):
-    """What all ranks send: (source, to, elements, in pieces)."""
+def sent(algorithm, layout, verb, shards, root=0):
+    """What all ranks send, with shards of these lengths: (source, to, elements, in pieces)."""
     nodes = nodes_of(layout)
     if algorithm in ("naive", "flat"):
-        return {"naive": naive, "flat": flat}[algorithm](nodes, verb, numel, root)
+        return {"naive": naive, "flat": flat}[algorithm](nodes, verb, shards, root)
     count = 1 if algorithm == "leader" else min(map(len, nodes))
-    return two_level(nodes, count, verb, numel, root)
+    return two_level(nodes, count, verb, shards, root)
 
 
 def bill(layout, transfers):
@@ -189,8 +190,27 @@ def test_every_message_is_accounted_for(worlds, algorithm, layout):
         for work in [launch(world, verb, numel, root) for numel in SIZES]:
             work.wait()
         after = usage(world)
-        expected = [sent(algorithm, layout, verb, numel, root) for numel in SIZES]
+        expected = [sent(algorithm, layout, verb, cut(numel, RANKS), root) for numel in SIZES]
         assert less(after, before) == bill(layout, chain(*expected)), f"{verb} from {root}"
+        before = after
+
+
+def lengths():
+    """Of shards: rising, with an empty one; and all in one slot, whichever it is."""
+    rising = [100 * slot for slot in range(RANKS)]
+    return [rising, *([1003 * (slot == full) for slot in range(RANKS)] for full in range(RANKS))]
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_every_message_is_accounted_for_with_bounds(worlds, algorithm, layout):
+    world = worlds(algorithm, layout)
+    before = usage(world)
+    for verb, shards in product(("reduce_scatter", "all_gather"), lengths()):
+        bounds = [0, *accumulate(shards)]
+        getattr(world.collectives, verb)(torch.zeros(sum(shards)), bounds).wait()
+        after = usage(world)
+        expected = bill(layout, sent(algorithm, layout, verb, shards))
+        assert less(after, before) == expected, f"{verb} of {shards}"
         before = after
 
 
@@ -203,7 +223,7 @@ def test_parts_travel_in_pieces_and_long_messages_in_several(
     monkeypatch.setattr(mpi, "MESSAGE_BYTES", 52)
     world = worlds(algorithm, layout)
     for verb in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
-        expected = bill(layout, sent(algorithm, layout, verb, 101, 0))
+        expected = bill(layout, sent(algorithm, layout, verb, cut(101, RANKS)))
         assert cost(world, verb, 101) == expected, verb
 
 
