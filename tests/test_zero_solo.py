@@ -199,20 +199,6 @@ def test_the_state_of_each_parameter_is_at_hand():
     assert [fresh.state[p]["step"] for p in model.parameters()] == [2] * 6
 
 
-def test_state_goes_to_plain_torch_and_back():
-    data = inputs(6)
-    mine, theirs = pair(mlp())
-    optimizer, plain = zero(mine, ADAMW), ADAMW(theirs.parameters())
-    train(mine, optimizer, data[:3])
-    train(theirs, plain, data[:3])
-    state = copy.deepcopy(plain.state_dict())
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    optimizer.load_state_dict(state)
-    train(mine, optimizer, data[3:])
-    train(theirs, plain, data[3:])
-    assert_same_weights(mine, theirs)
-
-
 @pytest.mark.parametrize("max_norm", [0.01, 1e9])
 def test_clipping_is_that_of_torch(max_norm):
     mine, theirs = pair(mlp())
@@ -238,7 +224,7 @@ def test_without_a_limit_nothing_is_clipped():
     optimizer = zero(model)
     (1e3 * model(inputs(1)[0])).square().mean().backward()
     result = optimizer.step()
-    assert result == StepResult(pytest.approx(norm), 1.0, pytest.approx(norm), 1.0)
+    assert result == StepResult(pytest.approx(norm), 1.0, pytest.approx(norm), 1.0, skipped=False)
 
 
 def test_after_a_step_the_gradient_is_the_clipped_mean():
@@ -276,7 +262,7 @@ def test_tied_parameters_are_one(bucket_bytes):
 
 
 @pytest.mark.parametrize("emptied", [True, False])
-def test_unused_parameters_count_as_zeros(emptied):
+def test_unused_parameters_are_left_alone(emptied):
     mine, theirs = pair(Forked())
     optimizer, plain = zero(mine, ADAMW, bucket_bytes=1), ADAMW(theirs.parameters())
     x = torch.randn(5, 3)
@@ -285,8 +271,6 @@ def test_unused_parameters_count_as_zeros(emptied):
         optimizer.step()
         (mine if emptied else optimizer).zero_grad()  # the model's own leaves no gradient at all
         theirs(x, left=step % 2).square().mean().backward()
-        for p in theirs.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         plain.step()
         plain.zero_grad()
     assert_same_weights(mine, theirs)
@@ -301,10 +285,10 @@ def test_empty_and_scalar_parameters_train(bucket_bytes):
 
 
 def test_dtypes_mix():
-    mine, theirs = pair(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()))
+    mine, theirs = pair(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()))
 
     def loss(model, x):
-        return model[1](torch.tanh(model[0](x)).bfloat16()).float().square().mean()
+        return model[1](torch.tanh(model[0](x)).double()).square().mean()
 
     optimizer, plain = zero(mine), SGD(theirs.parameters())
     for x in inputs(3):
@@ -374,9 +358,8 @@ def test_a_non_finite_gradient_is_refused_before_anything_changes():
     train(mine, optimizer, [first])
     train(theirs, plain, [first])
 
-    mine(second).square().mean().backward()
-    mine[3].bias.grad[1] = math.nan
-    with pytest.raises(NonFiniteGradientError, match=r"nan.* not finite in 3\.bias$"):
+    (mine(second).square().mean() + mine[3].bias[1] * math.nan).backward()
+    with pytest.raises(NonFiniteGradientError, match=r"nan: not finite in 3\.bias, on rank 0$"):
         optimizer.step()
     assert_same_weights(mine, theirs)
 
@@ -390,14 +373,14 @@ def test_many_non_finite_parameters_are_counted():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
     optimizer = zero(model)
     (model(torch.ones(1, 2)).mean() * math.inf).backward()
-    with pytest.raises(NonFiniteGradientError, match=r"0\.weight.* and 3 more$"):
+    with pytest.raises(NonFiniteGradientError, match=r"0\.weight.* and 3 more, on rank 0$"):
         optimizer.step()
 
 
 def test_a_norm_that_overflows_is_refused_with_its_reason():
-    model = nn.Linear(2, 1)
+    model = nn.Linear(2, 1).double()
     optimizer = zero(model)
-    (model(torch.ones(1, 2)).sum() * 1e25).backward()
+    (model(torch.ones(1, 2).double()).sum() * 1e200).backward()
     with pytest.raises(NonFiniteGradientError, match="overflow"):
         optimizer.step()
 
@@ -446,7 +429,18 @@ def test_parameters_on_different_devices_are_refused():
         ZeroOptimizer([("here", here), ("there", there)], SGD, Solo())
 
 
-def test_a_group_that_comes_later_is_refused():
-    optimizer = zero(mlp())
-    with pytest.raises(RuntimeError, match="new optimizer"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+def test_a_group_may_come_later():
+    mine, theirs = pair(mlp())
+    for model in (mine, theirs):
+        model[0].requires_grad_(False)
+    optimizer, plain = zero(mine, ADAMW), ADAMW(p for p in theirs.parameters() if p.requires_grad)
+    first, second = inputs(2)
+    train(mine, optimizer, [first])
+    train(theirs, plain, [first])
+    for model in (mine, theirs):
+        model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": mine[0].named_parameters(prefix="0"), "lr": 0.2})
+    plain.add_param_group({"params": theirs[0].parameters(), "lr": 0.2})
+    train(mine, optimizer, [second])
+    train(theirs, plain, [second])
+    assert_same_weights(mine, theirs)

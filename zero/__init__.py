@@ -5,12 +5,16 @@ will do, and `zero.collectives.Solo` is a world of one.
 """
 
 from zero.collectives import Collectives, Solo, Work
+from zero.memory import Memory
 from zero.optimizer import NonFiniteGradientError, StepResult, ZeroOptimizer
+from zero.state import StateSlice
 
 __all__ = [
     "Collectives",
+    "Memory",
     "NonFiniteGradientError",
     "Solo",
+    "StateSlice",
     "StepResult",
     "Work",
     "ZeroOptimizer",

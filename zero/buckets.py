@@ -1,11 +1,11 @@
-"""Gradients live in flat buckets; a full bucket is launched while backward goes on.
+"""Hooks tick gradients off as backward makes them; a full bucket is launched while it goes on.
 
-The life of a bucket within a step:
+The life of a bucket within a round, which is a micro-batch (stage 2) or a whole step:
 
-    filling      backward adds each gradient into its view; hooks tick the parameters off
-    full         the last one arrived (or `launch_rest` was called): launched, in fixed order
+    filling      backward makes gradients; hooks tick the parameters off
+    full         the last one arrived (or `finish_round` was called): launched, in fixed order
     in flight    the collective owns it
-    reduced      `reduced` has waited for it: it holds the sum over ranks
+    reduced      `finish` has waited for it
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,19 +15,19 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import Work
+from zero.gradients import Gradients
 from zero.layout import Bucket, Entry
 from zero.share import Share
 
 
 class GradientBuckets:
-    """The flat gradients of one model, and the hooks that launch them.
+    """The buckets of one model, the hooks that launch them, and the order in which they leave.
 
-    `parameters` maps names to parameters that require a gradient; `flats` gives one flat tensor a
-    bucket, which the caller owns; `reduce` starts the reduction of one of them; `share` says by
-    what a bucket is multiplied before. The gradient of every parameter becomes a view into its
-    bucket.
+    `gradients` is the memory that they lie in; `share` says by what one is multiplied before it is
+    summed. `announce` is called before the first launch of each round; None: a step has one round,
+    and no_sync only accumulates. With it every backward is a round of its own.
 
     Buckets are launched in one fixed order, whatever the order in which backward fills them, so
     that all ranks agree even when some parameters get no gradient on some ranks. A parameter
@@ -35,128 +35,127 @@ class GradientBuckets:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        buckets: Sequence[Bucket],
-        flats: Sequence[Tensor],
-        reduce: Callable[[Tensor], Work],
-        share: Share,
+        self, gradients: Gradients, share: Share, announce: Callable[[], None] | None
     ) -> None:
-        self._parameters = parameters
-        self._buckets = buckets
-        self._flats = flats
-        self._reduce = reduce
-        self._works: list[Work] = []  # of the buckets launched in this step, in order
-        self._synchronizes = True
-        self._share = share
-        self._missing = self._all_missing()
-        self._hooks = []
-        for index, bucket in enumerate(buckets):
+        self._gradients, self._share, self._announce = gradients, share, announce
+        self._buckets: list[Bucket] = []
+        self._hooks: list[RemovableHandle] = []
+        self._count = 0  # of parameters that have elements
+        self._launched = 0  # buckets of this round
+        self._missing: list[set[str]] = []  # in this round, by bucket
+        self._last = True  # whether the micro-batch under way is the step's last
+        self._begun = False  # whether a gradient has arrived in this round
+        self._taint: Tensor | None = None  # 0, or NaN where a gradient made here was not finite
+        self.used: set[str] = set()  # the parameters that got a gradient here, since `reset`
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Watch more parameters, by name, which lie in these buckets. Between steps."""
+        for index, bucket in enumerate(buckets, len(self._buckets)):
             for entry in bucket.entries:
-                parameter = parameters[entry.spec.name]
-                parameter.grad = self._view(index, entry)
                 if entry.spec.numel:  # an empty gradient changes nothing, whenever it arrives
-                    hook = partial(self._on_gradient, index, entry.spec.name)
+                    hook = partial(self._on_gradient, index, entry)
+                    parameter = parameters[entry.spec.name]
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._buckets.extend(buckets)
+        self._count = sum(e.spec.numel > 0 for b in self._buckets for e in b.entries)
+        self._gradients.add(buckets, parameters)
+        self._start_round()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients that backward makes inside only accumulate: nothing is launched."""
-        before, self._synchronizes = self._synchronizes, False
+        """Hold a micro-batch that is not the step's last."""
+        before, self._last = self._last, False
         try:
             yield
+            if self._announce:
+                self.finish_round()
         finally:
-            self._synchronizes = before
-
-    def launch_rest(self) -> None:
-        """Launch what backward left unlaunched. Collective, as every launch is."""
-        for index in range(len(self._works), len(self._buckets)):
-            self._launch(index)
-
-    def reduced(self) -> Iterator[Tensor]:
-        """Yield each bucket once its reduction is done, in order; all must have been launched.
-
-        When exhausted, the buckets are ready for the next step's gradients.
-        """
-        for flat, work in zip(self._flats, self._works, strict=True):
-            work.wait()
-            yield flat
-        self._works.clear()
-        self._missing = self._all_missing()
+            self._last = before
 
     @torch.no_grad()
+    def finish_round(self) -> None:
+        """Launch what backward left unlaunched. Collective, as every launch is.
+
+        Where every backward is a round, nothing happens unless a gradient has arrived in this one.
+        """
+        if self._announce and not self._begun:
+            for index in range(len(self._buckets)):
+                self._take_strays(index)
+        if self._begun or not self._announce:
+            while self._launched < len(self._buckets):
+                self._launch(self._launched)
+        self._start_round()
+
+    def answer_round(self) -> None:
+        """Take part, with zeros, in a round that other ranks have announced. Collective."""
+        for index in range(len(self._buckets)):
+            self._send(index)
+
+    @property
+    def missing(self) -> int:
+        """How many parameters, of those that have elements, got no gradient here."""
+        return self._count - len(self.used)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients made here since `reset` were finite. Waits for the device."""
+        return self._taint is None or not bool(self._taint.isnan())
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self.used, self._taint = set(), None
+
     def zero(self) -> None:
-        """Set all gradients to zero, in place. Waits for what is in flight."""
-        for work in self._works:
-            work.wait()
-        for index, bucket in enumerate(self._buckets):
-            self._flats[index].zero_()
-            for entry in bucket.entries:
-                self._parameters[entry.spec.name].grad = self._view(index, entry)
+        """Forget all gradients. Waits for what is in flight."""
+        self._gradients.zero()
         self._share.discard()
+        self.reset()
 
     def close(self) -> None:
-        """Remove the hooks. The gradients stay views into the buckets."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
-    def _all_missing(self) -> list[set[str]]:
-        return [{e.spec.name for e in b.entries if e.spec.numel} for b in self._buckets]
-
-    def _view(self, index: int, entry: Entry) -> Tensor:
-        run = self._flats[index][entry.start : entry.stop]
-        parameter = self._parameters[entry.spec.name]
-        if parameter.is_contiguous() or not _is_dense(parameter):
-            return run.view(entry.spec.shape)
-        # torch wants a gradient to lie in memory as its parameter does: channels last, say.
-        return run.as_strided(entry.spec.shape, parameter.stride())
-
-    def _on_gradient(self, index: int, name: str, parameter: Tensor) -> None:
-        self._share.use()
-        if index < len(self._works):
-            raise RuntimeError(
-                f"parameter {name} got a gradient after its bucket had been launched: backward ran "
-                "twice without a step() between; put all but the last one in `with "
-                "optimizer.no_sync():`"
-            )
-        if not self._synchronizes:
-            return
-        self._missing[index].discard(name)
-        while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
-            self._launch(len(self._works))
+    def _start_round(self) -> None:
+        self._launched, self._begun = 0, False
+        self._missing = [{e.spec.name for e in b.entries if e.spec.numel} for b in self._buckets]
 
     @torch.no_grad()
-    def _launch(self, index: int) -> None:
+    def _on_gradient(self, index: int, entry: Entry, parameter: Tensor) -> None:
+        self._share.use()
+        if index < self._launched:
+            raise RuntimeError(
+                f"parameter {entry.spec.name} got a gradient after its bucket had been launched: "
+                "backward ran twice without a step() between; put each but the last one into a "
+                "`with optimizer.no_sync():` of its own"
+            )
+        self._begun = True
+        self.used.add(entry.spec.name)
+        self._gradients.arrive(index, entry)
+        if not self._last and not self._announce:
+            return
+        self._missing[index].discard(entry.spec.name)
+        while self._launched < len(self._buckets) and not self._missing[self._launched]:
+            self._launch(self._launched)
+
+    def _take_strays(self, index: int) -> None:
+        """Count in the gradients that were assigned, which no hook has seen."""
         for entry in self._buckets[index].entries:
-            self._adopt(self._parameters[entry.spec.name], self._view(index, entry))
-        flat = self._flats[index]
-        scale = self._share.scale
-        if scale == 0:
-            flat.zero_()  # not a product: a loss over no samples is NaN, and 0 * NaN as well
-        elif scale != 1:
-            flat.mul_(scale)
-        self._works.append(self._reduce(flat))
+            name = entry.spec.name
+            if name in self._missing[index] and self._gradients.has_stray(index, entry):
+                self.used.add(name)
+                self._begun = True
 
-    @staticmethod
-    def _adopt(parameter: Parameter, view: Tensor) -> None:
-        """Bring a gradient back that someone else's `zero_grad` took out of its bucket."""
-        gradient = parameter.grad
-        if gradient is None:
-            view.zero_()
-        elif gradient.is_sparse:
-            view.copy_(gradient.to_dense())
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-        parameter.grad = view
+    def _launch(self, index: int) -> None:
+        if self._announce and not index:
+            self._announce()
+        self._send(index)
+        self._launched = index + 1
 
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills one run of memory, in whatever order of its dimensions."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1:
-            if stride != expected:
-                return False
-            expected *= length
-    return True
+    @torch.no_grad()
+    def _send(self, index: int) -> None:
+        self._take_strays(index)
+        scale = self._share.latest if self._announce else self._share.scale
+        taint = self._gradients.launch(index, scale)
+        self._taint = taint if self._taint is None else self._taint + taint.to(self._taint)

@@ -7,17 +7,25 @@
     bucket 0  | d d | c c c c |          launched first, while backward goes on
     bucket 1  | b b b | a a a a a |
 
-    shards of bucket 1 over 3 ranks (bounds 0, 2, 5, 8):   | b b | b a a | a a a |
-
 A parameter never straddles two buckets, so its gradient is one view; one that is larger than a
-bucket gets a bucket of its own. Shards cut anywhere.
+bucket gets a bucket of its own. Of every bucket each rank owns one shard:
+
+    by element, 3 ranks (bounds 0, 2, 5, 8):     | b b | b a a | a a a |      shards cut anywhere
+    by parameter (bounds 0, 5, 5, 8):            | a a a a a | | b b b |      parameters stay whole
+
+What of a parameter lies in a shard is a piece: here the second rank owns the piece b[2:3] and the
+piece a[0:2], or nothing (but c, in bucket 0).
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+
+MIB = 2**20
+LEAST_BUCKETS = 8  # that a model is laid into, if each can have a MiB: so that they can overlap
 
 
 def split(numel: int, parts: int) -> tuple[int, ...]:
@@ -49,42 +57,115 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Elements low to high of a parameter, which lie from `start` on in its bucket."""
+
+    spec: Spec
+    start: int
+    low: int
+    high: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, at least 1."""
+        return self.high - self.low
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the parameter."""
+        return self.numel == self.spec.numel
+
+
+@dataclass(frozen=True)
 class Bucket:
-    """A contiguous run of flat gradients of one dtype."""
+    """A contiguous run of parameters of one dtype, and the shards that it is cut into."""
 
     dtype: torch.dtype
     entries: tuple[Entry, ...]
+    bounds: tuple[int, ...]  # slot i owns the elements bounds[i] to bounds[i + 1]
 
     @property
     def numel(self) -> int:
         """Number of elements of the whole bucket."""
         return self.entries[-1].stop
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole bucket, in its own dtype."""
+        return self.numel * self.dtype.itemsize
 
-def plan_buckets(specs: Sequence[Spec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    def shard(self, slot: int) -> tuple[int, int]:
+        """The elements, from and to, that a slot owns."""
+        return self.bounds[slot], self.bounds[slot + 1]
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """What lies between two elements of the bucket, by parameter; none is empty."""
+        found = []
+        for entry in self.entries:
+            low, high = max(start, entry.start), min(stop, entry.stop)
+            if low < high:
+                found.append(Piece(entry.spec, low, low - entry.start, high - entry.start))
+        return found
+
+
+def plan_buckets(
+    specs: Sequence[Spec],
+    bucket_bytes: int,
+    shards: int = 1,
+    loads: Sequence[int] | None = None,
+) -> tuple[Bucket, ...]:
     """Lay parameters (in the model's order) into buckets of at most bucket_bytes.
 
-    Buckets come in the order in which backward is expected to fill them. The same on every rank
-    that gives the same specs.
+    A model that would fill less than eight gets smaller ones, though none below a MiB. Buckets come
+    in the order in which backward is expected to fill them. Shards are equal to within
+    an element; with `loads`, the elements that each slot owns elsewhere, parameters stay whole and
+    are dealt so that the totals are balanced. The same on every rank that gives the same.
     """
+    owner = None if loads is None else _deal(specs, loads)
+    total = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    bucket_bytes = min(bucket_bytes, max(MIB, total // LEAST_BUCKETS))
     open_runs: dict[torch.dtype, list[Spec]] = {}
-    buckets: list[Bucket] = []
-    arrival = {spec.name: place for place, spec in enumerate(reversed(specs))}
+    runs: list[list[Spec]] = []
     for spec in reversed(specs):
         run = open_runs.setdefault(spec.dtype, [])
         held = sum(other.numel for other in run)
         if run and (held + spec.numel) * spec.dtype.itemsize > bucket_bytes:
-            buckets.append(_bucket(run))
+            runs.append(list(run))
             run.clear()
         run.append(spec)
-    buckets.extend(_bucket(run) for run in open_runs.values() if run)
-    return tuple(sorted(buckets, key=lambda bucket: arrival[bucket.entries[-1].spec.name]))
+    runs.extend(run for run in open_runs.values() if run)
+    arrival = {spec.name: place for place, spec in enumerate(reversed(specs))}
+    runs.sort(key=lambda run: max(arrival[spec.name] for spec in run))
+    return tuple(_bucket(run, shards, owner) for run in runs)
 
 
-def _bucket(run: Iterable[Spec]) -> Bucket:
+def _deal(specs: Sequence[Spec], loads: Sequence[int]) -> dict[str, int]:
+    """The slot that owns each parameter: the largest first, to whoever has the least.
+
+    Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
+    """
+    total = list(loads)
+    owner = {}
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        slot = total.index(min(total))
+        owner[spec.name] = slot
+        total[slot] += spec.numel
+    return owner
+
+
+def _bucket(run: Iterable[Spec], shards: int, owner: dict[str, int] | None) -> Bucket:
+    specs = list(run)
+    if owner is not None:
+        specs.sort(key=lambda spec: owner[spec.name])
     entries: list[Entry] = []
     start = 0
-    for spec in run:
+    for spec in specs:
         entries.append(Entry(spec, start, start + spec.numel))
         start += spec.numel
-    return Bucket(entries[0].spec.dtype, tuple(entries))
+    bounds = split(start, shards)
+    if owner is not None:
+        owned = [0] * shards
+        for spec in specs:
+            owned[owner[spec.name]] += spec.numel
+        bounds = (0, *accumulate(owned))
+    return Bucket(entries[0].spec.dtype, tuple(entries), bounds)

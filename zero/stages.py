@@ -1,68 +1,149 @@
 """What each ZeRO stage keeps of a bucket: small policies behind one step.
 
+    stage   gradients             optimizer state   parameters   traffic of a step
+    0       all, summed           all               all          all-reduce
+    1       all; shard summed     shard             all          reduce-scatter + all-gather
+    2       shard                 shard             all          a reduce-scatter a micro-batch
+                                                                 + all-gather
+
+An all-reduce is a reduce-scatter and an all-gather: stage 1 moves the bytes of stage 0.
+
 Source of the stages: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", SC 2020 (arXiv 1910.02054).
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-
-ParamGroup = dict[str, Any]
+from zero.gradients import Gradients, Held, Passing
+from zero.layout import Bucket
+from zero.parameters import FlatParameters, Gathers
 
 
 class Stage(Protocol):
-    """How gradients are reduced, and what this rank's optimizer steps on."""
+    """How gradients are reduced, what of a bucket this rank updates, and how others get it."""
 
-    def reduce(self, flat: Tensor) -> Work:
-        """Start the reduction of a full bucket. Collective, asynchronous, in place."""
+    gradients: Gradients
+    every_micro_batch: bool  # whether gradients leave in every micro-batch, not once a step
+    sharded: bool
 
-    def kept(self, flat: Tensor) -> Tensor:
-        """The part of a reduced bucket that this rank is to update with: a view."""
+    def owned(self, bucket: Bucket) -> tuple[int, int]:
+        """The elements, from and to, that this rank updates."""
 
-    def groups(self, groups: list[ParamGroup]) -> list[ParamGroup]:
-        """The parameter groups for this rank's torch optimizer, from those of the model."""
+    def add(
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]
+    ) -> Sequence[Tensor | None]:
+        """Take parameters in, by name; give each bucket's flat parameters, where they are flat."""
+
+    def settle(self) -> None:
+        """Return when all parameters are what the last update made of them, on every rank."""
 
     def publish(self) -> None:
-        """Hand updated parameters to the ranks that lack them. Collective."""
+        """Hand updated parameters to the ranks that lack them. Collective, asynchronous."""
+
+    def close(self) -> None:
+        """Settle, and take all hooks from the model."""
 
 
 class Replicated:
-    """Stage 0: nothing sharded. Every rank keeps the whole sum and updates every parameter.
+    """Stage 0: nothing sharded. Every rank keeps the whole sum and updates every parameter."""
 
-    Bytes a rank and step: one all-reduce of the gradients.
-    """
+    every_micro_batch = False
+    sharded = False
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, model: nn.Module | None) -> None:
         self._collectives = collectives
+        self.gradients: Gradients = Held(collectives, self._reduce, sharded=False)
 
-    def reduce(self, flat: Tensor) -> Work:
-        """See `Stage.reduce`."""
-        return self._collectives.all_reduce(flat)
+    def owned(self, bucket: Bucket) -> tuple[int, int]:
+        """See `Stage.owned`: all."""
+        return 0, bucket.numel
 
-    def kept(self, flat: Tensor) -> Tensor:
-        """See `Stage.kept`: the whole bucket."""
-        return flat
+    def add(
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]
+    ) -> Sequence[Tensor | None]:
+        """See `Stage.add`: parameters stay where they are."""
+        return [None] * len(buckets)
 
-    def groups(self, groups: list[ParamGroup]) -> list[ParamGroup]:
-        """See `Stage.groups`: the model's own parameters."""
-        return [dict(group) for group in groups]
+    def settle(self) -> None:
+        """See `Stage.settle`."""
 
     def publish(self) -> None:
         """See `Stage.publish`: every rank has made the same update."""
 
+    def close(self) -> None:
+        """See `Stage.close`."""
 
-STAGES: dict[int, Callable[[Collectives], Stage]] = {0: Replicated}
+    def _reduce(self, bucket: Bucket, flat: Tensor) -> Work:
+        return self._collectives.all_reduce(flat)
 
 
-def make_stage(stage: int, collectives: Collectives) -> Stage:
+class ShardedState:
+    """Stage 1: every rank sums, updates, and keeps optimizer state for, its shards only."""
+
+    every_micro_batch = False
+    sharded = True
+
+    def __init__(self, collectives: Collectives, model: nn.Module | None) -> None:
+        self._collectives = collectives
+        self._slot = collectives.slot(collectives.rank)
+        self._parameters = FlatParameters(collectives)
+        self._gathers = Gathers(collectives, self._parameters, model)
+        self.gradients: Gradients = Held(collectives, self._reduce, sharded=True)
+
+    def owned(self, bucket: Bucket) -> tuple[int, int]:
+        """See `Stage.owned`: its shard."""
+        return bucket.shard(self._slot)
+
+    def add(
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]
+    ) -> Sequence[Tensor | None]:
+        """See `Stage.add`: parameters become views into flat buckets."""
+        flats = self._parameters.add(buckets, parameters)
+        self._gathers.watch()
+        return flats
+
+    def settle(self) -> None:
+        """See `Stage.settle`."""
+        self._gathers.wait()
+        self._parameters.check()
+
+    def publish(self) -> None:
+        """See `Stage.publish`: all-gathers, which the next forward waits for."""
+        self._gathers.launch()
+
+    def close(self) -> None:
+        """See `Stage.close`."""
+        self._gathers.close()
+
+    def _reduce(self, bucket: Bucket, flat: Tensor) -> Work:
+        return self._collectives.reduce_scatter(flat, bucket.bounds)
+
+
+class ShardedGradients(ShardedState):
+    """Stage 2: besides, no rank holds more gradients than its shards and a few buckets."""
+
+    every_micro_batch = True
+
+    def __init__(self, collectives: Collectives, model: nn.Module | None) -> None:
+        super().__init__(collectives, model)
+        self.gradients = Passing(collectives, self._reduce)
+
+
+STAGES: dict[int, type[Replicated | ShardedState]] = {
+    0: Replicated,
+    1: ShardedState,
+    2: ShardedGradients,
+}
+
+
+def make_stage(stage: int, collectives: Collectives, model: nn.Module | None) -> Stage:
     """The policy of a stage. ValueError for one that does not exist."""
     if stage not in STAGES:
         known = ", ".join(map(str, STAGES))
-        raise ValueError(
-            f"ZeRO stage {stage!r} does not exist in this version: choose one of {known}"
-        )
-    return STAGES[stage](collectives)
+        raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
+    return STAGES[stage](collectives, model)

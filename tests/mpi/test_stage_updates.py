@@ -1,0 +1,107 @@
+"""Which torch optimizers can be sharded, and how: each equals itself in one process."""
+
+from functools import partial
+
+import pytest
+import torch
+from handmade import Decaying, Lamb, Lion
+from models import net
+from oracle import Alone, assert_parity, keep_worlds, make_optimizers, train
+from torch import nn
+from worlds import refusal
+
+pytestmark = pytest.mark.mpi
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    yield from keep_worlds()
+
+
+@pytest.fixture
+def world(worlds):
+    return worlds()
+
+
+@pytest.fixture
+def make(world):
+    yield from make_optimizers(world)
+
+
+ELEMENTWISE = {
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+    "Adam amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "Adadelta": partial(torch.optim.Adadelta, lr=1.0),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "ASGD": partial(torch.optim.ASGD, lr=0.1),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "SGD nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "Lion": partial(Lion, lr=0.01, weight_decay=0.1),
+    "Decaying": partial(Decaying, lr=0.3),
+}
+BY_PARAMETER = {
+    "Muon": partial(torch.optim.Muon, lr=0.02),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
+    "Lamb": partial(Lamb, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_that_work_by_element_equal_torch_at_stage_2(world, make, name, partition):
+    model = net()
+    alone = Alone(model, ELEMENTWISE[name])
+    optimizer = make(model, ELEMENTWISE[name], stage=2, partition=partition)
+    train(world, model, optimizer, alone, range(4))
+    assert_parity(world, model, alone)
+
+
+def matrices():
+    """A model of matrices only, as Muon wants them; more and fewer than there are ranks."""
+    torch.manual_seed(6)
+    return nn.Sequential(
+        nn.Linear(5, 12, bias=False),
+        nn.Tanh(),
+        nn.Linear(12, 4, bias=False),
+        nn.Linear(4, 3, False),
+    ).double()
+
+
+@stages
+@pytest.mark.parametrize("name", BY_PARAMETER)
+def test_optimizers_that_work_by_parameter_equal_torch(world, make, name, stage):
+    model = matrices()
+    alone = Alone(model, BY_PARAMETER[name])
+    optimizer = make(model, BY_PARAMETER[name], stage=stage, partition="parameter")
+    train(world, model, optimizer, alone, range(4))
+    # Muon computes in bf16, whatever the dtype: the order of a sum may show there.
+    assert_parity(world, model, alone, 1e-2 if name == "Muon" else 1e-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", BY_PARAMETER)
+def test_optimizers_that_work_by_parameter_are_refused_by_element(world, name, stage):
+    said = refusal(world.optimizer, matrices(), BY_PARAMETER[name], stage=stage)
+    assert name in said
+    assert "parameter" in said
+    said = refusal(world.optimizer, matrices(), BY_PARAMETER[name].func, stage=stage)
+    assert name in said
+    twice = partial(partial(BY_PARAMETER[name], lr=0.1), weight_decay=0.1)
+    assert name in refusal(world.optimizer, matrices(), twice, stage=stage)
+
+
+@pytest.mark.parametrize("name", BY_PARAMETER)
+def test_by_element_is_fine_where_nothing_is_sharded(world, make, name):
+    model = matrices()
+    alone = Alone(model, BY_PARAMETER[name])
+    optimizer = make(model, BY_PARAMETER[name], stage=0)
+    train(world, model, optimizer, alone, range(2))
+    assert_parity(world, model, alone, 1e-2 if name == "Muon" else 1e-9)

@@ -1,0 +1,429 @@
+"""The state of sharded optimizers: gathered, and loaded at other stages and numbers of ranks.
+
+Worlds of fewer ranks are made inside of one launch: the other ranks sit out.
+"""
+
+import copy
+import random
+import weakref
+from collections import deque
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from handmade import Lamb
+from models import Mixed, Strided, WithEmpty, net
+from mpi4py import MPI
+from oracle import (
+    ADAMW,
+    ALGORITHMS,
+    EXACT,
+    SHARED,
+    SMALL,
+    STAGES,
+    Alone,
+    assert_parity,
+    loss_of,
+    mine,
+    samples,
+)
+from torch import nn
+from worlds import RANKS
+
+import mntrain
+from mntrain.collectives import WorldCollectives
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 3
+SIZES = range(1, RANKS + 1)
+LAMB = partial(Lamb, lr=0.01)
+
+
+class SubWorlds:
+    """Worlds of the first ranks, each made once and kept."""
+
+    def __init__(self):
+        self._made = {}
+        self._comms = {}
+
+    def __call__(self, size=RANKS, algorithm="lanes", bucket_mb=SHARED):
+        """Of ranks 0 to size - 1; None on the others. Collective over all."""
+        if size not in self._comms:
+            color = 0 if size > MPI.COMM_WORLD.rank else MPI.UNDEFINED
+            self._comms[size] = MPI.COMM_WORLD.Split(color)
+        key = size, algorithm, bucket_mb
+        if MPI.COMM_WORLD.rank < size and key not in self._made:
+            self._made[key] = mntrain.init(
+                self._comms[size],
+                algorithm=algorithm,
+                ranks_per_node=min(size, 2),
+                bucket_mb=bucket_mb,
+                device="cpu",
+            )
+        return self._made.get(key)
+
+    def close(self):
+        for world in self._made.values():
+            world.close()
+        for comm in self._comms.values():
+            if comm != MPI.COMM_NULL:
+                comm.Free()
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    made = SubWorlds()
+    yield made
+    made.close()
+
+
+def train(world, model, optimizer, steps):
+    for step in steps:
+        loss_of(model, mine(world, samples(12, step, dtype_of(model)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dtype_of(model):
+    return next(model.parameters()).dtype
+
+
+def mode_of(number):
+    stage, partition = STAGES[number % len(STAGES)]
+    return {"stage": stage, "partition": partition}
+
+
+def saved(optimizer, model, root=0):
+    """The whole state and the weights, on every rank of the launch, as from a file."""
+    pieces = weights = None
+    if optimizer is not None:
+        pieces = copy.deepcopy(list(optimizer.gather_slices(root)))
+        weights = copy.deepcopy(model.state_dict())
+    return MPI.COMM_WORLD.bcast((pieces, weights), root)
+
+
+def assert_same_slices(ours, theirs):
+    ours, theirs = ({piece.name: piece for piece in pieces} for pieces in (ours, theirs))
+    assert ours.keys() == theirs.keys()
+    for name, first in ours.items():
+        second = theirs[name]
+        assert first._replace(tensors={}, others={}) == second._replace(tensors={}, others={})
+        for mine_, yours in ((first.tensors, second.tensors), (first.others, second.others)):
+            assert mine_.keys() == yours.keys()
+            assert all(torch.equal(tensor, yours[key]) for key, tensor in mine_.items())
+
+
+def empty_like(model):
+    """A model of the same kind with nothing of its weights."""
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    return other
+
+
+def double(kind):
+    torch.manual_seed(4)
+    return kind().double()
+
+
+MODELS = {
+    "net": net,
+    "empty": partial(double, WithEmpty),
+    "strided": partial(double, Strided),
+    "masters": Mixed,  # fp32 and bf16
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_state_is_the_same_at_every_stage_and_number_of_ranks(worlds, name):
+    """Gathered, loaded elsewhere, and gathered again."""
+    world = worlds()
+    model = MODELS[name]()
+    optimizer = world.optimizer(model, ADAMW, **mode_of(4))
+    train(world, model, optimizer, range(2))
+    pieces, weights = saved(optimizer, model)
+    optimizer.close()
+    trained = {n for n, p in model.named_parameters() if p.numel()}
+    assert {piece.name for piece in pieces} == trained
+    for number, size in enumerate([*SIZES, *[RANKS] * (len(STAGES) - 1)]):
+        other = empty_like(model)
+        other.load_state_dict(weights)
+        smaller = worlds(size)
+        if smaller is None:
+            continue
+        resumed = smaller.optimizer(other, ADAMW, **mode_of(number))
+        resumed.load_slices(pieces)
+        found = copy.deepcopy(list(resumed.gather_slices()))
+        resumed.close()
+        if smaller.rank == 0:
+            assert_same_slices(found, pieces)
+        else:
+            assert found == []
+
+
+def test_training_goes_on_at_another_stage_partition_and_algorithm(worlds):
+    """Every mode hands over to every other: a walk of one step at each stop."""
+    count = len(STAGES)  # a prime: strides of 1, 2, ... meet every ordered pair
+    walk = [0]
+    for stride in range(1, count):
+        walk += [(walk[-1] + stride * (hop + 1)) % count for hop in range(count)]
+    assert len(set(pairwise(walk))) == count * (count - 1)
+    model, pieces = net(), None
+    alone = Alone(model, ADAMW)
+    for step, place in enumerate(walk):
+        alone.step(loss_of(alone.model, samples(12, step)))
+        world = worlds(RANKS, ALGORITHMS[step % len(ALGORITHMS)])
+        optimizer = world.optimizer(model, ADAMW, **mode_of(place))
+        if pieces is not None:
+            optimizer.load_slices(pieces)
+        train(world, model, optimizer, [step])
+        pieces, weights = saved(optimizer, model)
+        optimizer.close()
+        model = empty_like(model)
+        model.load_state_dict(weights)
+    assert_parity(worlds(), model, alone, EXACT)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_training_goes_on_at_another_number_of_ranks_and_back(worlds, size):
+    model = double(Strided)
+    alone = Alone(model, ADAMW)
+    for step in range(3 * STEPS):
+        alone.step(loss_of(alone.model, samples(12, step)))
+    pieces = None
+    for turn, ranks in enumerate([RANKS, size, RANKS]):
+        world, optimizer = worlds(ranks), None
+        if world is not None:
+            optimizer = world.optimizer(model, ADAMW, **mode_of(turn + size))
+            if pieces is not None:
+                optimizer.load_slices(pieces)
+            train(world, model, optimizer, range(turn * STEPS, (turn + 1) * STEPS))
+        pieces, weights = saved(optimizer, model)
+        if optimizer is not None:
+            optimizer.close()
+        model = double(Strided)
+        model.load_state_dict(weights)
+    assert_parity(worlds(), model, alone, EXACT)
+
+
+@pytest.mark.parametrize("name", ["net", "masters"])
+def test_in_the_same_world_a_resumed_run_has_the_bits_of_one_that_never_stopped(worlds, name):
+    """Gathered at one stage, loaded at another: stages give the same bits."""
+    world = worlds(bucket_mb=SMALL)
+    whole = net(torch.float32) if name == "net" else Mixed()
+    first = copy.deepcopy(whole)
+    optimizer = world.optimizer(whole, ADAMW, stage=0)
+    train(world, whole, optimizer, range(2 * STEPS))
+    optimizer.close()
+    optimizer = world.optimizer(first, ADAMW, stage=2)
+    train(world, first, optimizer, range(STEPS))
+    pieces, weights = saved(optimizer, first)
+    optimizer.close()
+    second = empty_like(first)
+    second.load_state_dict(weights)
+    resumed = world.optimizer(second, ADAMW, stage=1)
+    resumed.load_slices(pieces)
+    train(world, second, resumed, range(STEPS, 2 * STEPS))
+    resumed.close()
+    for (label, ours), theirs in zip(second.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs), label
+
+
+def test_an_optimizer_of_whole_parameters_goes_on_elsewhere(worlds):
+    model = net()
+    alone = Alone(model, LAMB)
+    for step in range(2 * STEPS):
+        alone.step(loss_of(alone.model, samples(12, step)))
+    world = worlds()
+    optimizer = world.optimizer(model, LAMB, stage=2, partition="parameter")
+    train(world, model, optimizer, range(STEPS))
+    pieces, weights = saved(optimizer, model)
+    optimizer.close()
+    for size in SIZES:
+        other = net()
+        other.load_state_dict(weights)
+        smaller = worlds(size)
+        if smaller is not None:
+            resumed = smaller.optimizer(other, LAMB, stage=1, partition="parameter")
+            resumed.load_slices(pieces)
+            train(smaller, other, resumed, range(STEPS, 2 * STEPS))
+            resumed.close()
+            assert_parity(smaller, other, alone, 1e-9)
+
+
+def test_rows_and_columns_travel_with_their_parameter(worlds):
+    adafactor = partial(torch.optim.Adafactor, lr=0.05)
+    model, world = net(), worlds()
+    optimizer = world.optimizer(model, adafactor, stage=1, partition="parameter")
+    train(world, model, optimizer, range(2))
+    pieces, _ = saved(optimizer, model)
+    optimizer.close()
+    found = {piece.name: piece.others for piece in pieces}
+    assert found["0.weight"]["row_var"].shape == (16, 1)
+    assert found["0.weight"]["col_var"].shape == (1, 5)
+    resumed = world.optimizer(net(), adafactor, stage=0)
+    resumed.load_slices(pieces)
+    again, _ = saved(resumed, model)
+    resumed.close()
+    assert_same_slices(again, pieces)
+
+
+def test_a_group_that_was_added_is_gathered_with_the_others(worlds):
+    world, model = worlds(), net()
+    model[0].requires_grad_(False)
+    optimizer = world.optimizer(model, ADAMW, stage=2)
+    train(world, model, optimizer, range(1))
+    model[0].requires_grad_(True)
+    added = [(f"0.{name}", p) for name, p in model[0].named_parameters()]
+    optimizer.add_param_group({"params": added, "lr": 0.5})
+    train(world, model, optimizer, range(1))
+    pieces, _ = saved(optimizer, model)
+    optimizer.close()
+    counts = {piece.name: int(piece.others["step"]) for piece in pieces}
+    assert counts == {n: 1 if n[0] == "0" else 2 for n, _ in model.named_parameters()}
+
+
+# Local slices.
+
+
+@pytest.fixture(scope="module", params=STAGES, ids=lambda mode: f"{mode[0]}-{mode[1]}")
+def mode(request):
+    """A stage and a partition."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def trained(worlds, mode):
+    """A world, a model, and its optimizer after two steps."""
+    world, model = worlds(), double(Strided)
+    stage, partition = mode
+    optimizer = world.optimizer(model, ADAMW, stage=stage, partition=partition)
+    train(world, model, optimizer, range(2))
+    yield world, model, optimizer
+    optimizer.close()
+
+
+def of_all_ranks(world, optimizer, mode):
+    """The slices that together are the state: at stage 0 every rank has them all."""
+    everyone = world.gather(list(optimizer.slices()))
+    return everyone[0] if mode[0] == 0 else [piece for theirs in everyone for piece in theirs]
+
+
+def gathered(optimizer, root=0):
+    return copy.deepcopy(list(optimizer.gather_slices(root)))
+
+
+def test_slices_of_all_ranks_cover_every_parameter_once(trained, mode):
+    world, model, optimizer = trained
+    pieces = of_all_ranks(world, optimizer, mode)
+    for name, parameter in model.named_parameters():
+        place = 0
+        for low, high in sorted((p.low, p.high) for p in pieces if p.name == name):
+            assert low == place < high
+            place = high
+        assert place == parameter.numel()
+
+
+def test_the_gathered_state_is_that_of_all_slices(trained, mode):
+    world, model, optimizer = trained
+    pieces = of_all_ranks(world, optimizer, mode)
+    whole = {piece.name: piece for piece in gathered(optimizer)}
+    if world.rank:
+        return
+    assert whole.keys() == dict(model.named_parameters()).keys()
+    for piece in pieces:
+        found = whole[piece.name]
+        assert found.whole
+        assert (found.shape, found.order, found.others) == (piece.shape, piece.order, piece.others)
+        assert found.tensors.keys() == piece.tensors.keys()
+        for key, tensor in piece.tensors.items():
+            assert torch.equal(found.tensors[key][piece.low : piece.high], tensor)
+
+
+def test_slices_of_all_ranks_load_in_any_order(trained, mode):
+    world, model, optimizer = trained
+    pieces = of_all_ranks(world, optimizer, mode)
+    random.Random(world.rank).shuffle(pieces)
+    resumed = world.optimizer(copy.deepcopy(model), ADAMW, stage=2)
+    resumed.load_slices(pieces)
+    ours, theirs = gathered(resumed), gathered(optimizer)
+    resumed.close()
+    assert_same_slices(ours, theirs)
+
+
+def test_a_state_dict_comes_back_to_its_rank(trained):
+    world, model, optimizer = trained
+    state, before = copy.deepcopy(optimizer.state_dict()), gathered(optimizer)
+    train(world, model, optimizer, range(1))
+    optimizer.load_state_dict(state)
+    assert_same_slices(gathered(optimizer), before)
+
+
+def test_only_root_is_given_slices(trained):
+    world, model, optimizer = trained
+    for root in range(RANKS):
+        names = sorted(piece.name for piece in optimizer.gather_slices(root))
+        assert names == sorted(n for n, _ in model.named_parameters() if world.rank == root)
+
+
+def test_a_root_that_is_no_rank_is_refused(trained):
+    *_, optimizer = trained
+    for root in (-1, RANKS):
+        with pytest.raises(ValueError, match=f"root {root} is no rank"):
+            optimizer.gather_slices(root)
+
+
+def test_a_refusal_names_what_this_rank_lacks(trained):
+    *_, optimizer = trained
+    owned, before = [piece.name for piece in optimizer.slices()], gathered(optimizer)
+    said = ""
+    try:
+        optimizer.load_slices([])
+    except ValueError as error:
+        said = str(error)
+    assert all(name in said for name in owned)
+    assert bool(said) == bool(owned)
+    assert_same_slices(gathered(optimizer), before)
+
+
+# What it takes.
+
+
+class Watched:
+    """Notes, at every all-gather, which of the tensors of those before are alive."""
+
+    def __init__(self, monkeypatch):
+        self._flats = []
+        self.alive = []  # bytes, at every all-gather
+        self.largest = 0
+        real = WorldCollectives.all_gather
+
+        def watched(collectives, tensor, bounds=None):
+            if tensor.dtype.is_floating_point:  # and not the bytes of small objects
+                storage = tensor.untyped_storage()
+                self._flats.append((weakref.ref(tensor), storage.nbytes()))
+                self.alive.append(sum(n for flat, n in self._flats if flat() is not None))
+                self.largest = max(self.largest, tensor.numel())
+            return real(collectives, tensor, bounds)
+
+        monkeypatch.setattr(WorldCollectives, "all_gather", watched)
+
+
+LAYERS = 6
+
+
+def test_no_rank_holds_the_state_of_more_than_a_bucket(worlds, monkeypatch):
+    world = worlds()
+    torch.manual_seed(6)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(15, 15), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(5, 15), *layers, nn.Linear(15, 3)).double()
+    optimizer = world.optimizer(model, ADAMW, stage=2)
+    train(world, model, optimizer, range(1))
+    watched = Watched(monkeypatch)
+    deque(optimizer.gather_slices(), maxlen=0)
+    optimizer.close()
+    state_of_largest = 2 * 8 * watched.largest  # two fp64 tensors
+    assert len(watched.alive) >= 2 * LAYERS
+    assert max(watched.alive) <= state_of_largest

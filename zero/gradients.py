@@ -1,0 +1,341 @@
+"""The memory that gradients lie in until they are summed over ranks: two ways of one contract.
+
+    Held      one flat tensor a bucket, for the whole step; every gradient is a view into it
+    Passing   a few working tensors that all buckets take turns in; only this rank's shards stay
+
+A bucket's life: gradients arrive, the bucket is launched, and when its reduction is over, what this
+rank is to keep of it can be had.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero.collectives import Collectives, Work
+from zero.layout import Bucket, Entry
+from zero.precision import needs_master, widened
+from zero.views import nbytes, view
+
+# Working tensors besides one for every dtype: one is filled while another is reduced.
+IN_FLIGHT = 1
+
+
+class Reduce(Protocol):
+    """Start the reduction of a bucket, in place on its flat gradients. Collective."""
+
+    def __call__(self, bucket: Bucket, flat: Tensor) -> Work:
+        """Give what to wait for."""
+
+
+class Gradients(Protocol):
+    """Where the gradients of buckets lie, and what becomes of them."""
+
+    peak_kept: int  # bytes: the most that gradients took outside of working tensors
+    working: int  # bytes of the working tensors
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Make room for more buckets, of parameters by name."""
+
+    def arrive(self, index: int, entry: Entry) -> None:
+        """Take the gradient that backward has just made for a parameter of a bucket."""
+
+    def launch(self, index: int, scale: float) -> Tensor:
+        """Multiply a bucket by `scale` and start its reduction. Collective.
+
+        Parameters without a gradient count as zeros. Gives a 0-dim tensor that is 0 where this
+        rank's part was finite, and NaN where it was not.
+        """
+
+    def has_stray(self, index: int, entry: Entry) -> bool:
+        """Whether a parameter has a gradient that no backward brought. Before `launch`."""
+
+    def finish(self) -> None:
+        """Wait for every reduction."""
+
+    def kept(self, index: int) -> Tensor:
+        """The sum over ranks of what this rank keeps of a bucket, flat. After `finish`."""
+
+    def widened(self, index: int) -> Tensor:
+        """The same as `kept`, 16-bit sums in fp32; what `kept` gave is lost."""
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+
+
+class Held:
+    """Gradients held for the whole step: every `parameter.grad` is a view. Stages 0 and 1.
+
+    `sharded`: only this rank's shard of a reduced bucket is kept; else all of it.
+    """
+
+    def __init__(self, collectives: Collectives, reduce: Reduce, *, sharded: bool) -> None:
+        self._collectives, self._reduce = collectives, reduce
+        self._slot = collectives.slot(collectives.rank) if sharded else None
+        self._parameters: dict[str, Parameter] = {}
+        self._buckets: list[Bucket] = []
+        self._flats: list[Tensor] = []
+        self._rooms: list[Tensor] = []  # of which the flats are views
+        self._besides: dict[int, int] = {}  # bytes of fp32 gradients outside of their buckets
+        self._works: list[Work] = []
+        self.peak_kept = self.working = 0
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """See `Gradients.add`."""
+        self._parameters.update(parameters)
+        for bucket in buckets:
+            device = parameters[bucket.entries[0].spec.name].device
+            room = self._collectives.allocate(held_numel(bucket), bucket.dtype, device)
+            flat = room[: bucket.numel]
+            self._buckets.append(bucket)
+            self._flats.append(flat)
+            self._rooms.append(room)
+            self.peak_kept += nbytes(room)
+            for entry in bucket.entries:
+                self._install(len(self._buckets) - 1, entry)
+
+    def arrive(self, index: int, entry: Entry) -> None:
+        """See `Gradients.arrive`: backward has added it into its view, or replaced the view."""
+
+    def has_stray(self, index: int, entry: Entry) -> bool:
+        """See `Gradients.has_stray`."""
+        gradient = self._parameters[entry.spec.name].grad
+        return gradient is not None and bool(gradient.any())
+
+    def launch(self, index: int, scale: float) -> Tensor:
+        """See `Gradients.launch`."""
+        flat = self._flats[index]
+        for entry in self._buckets[index].entries:
+            self._adopt(index, entry)
+        taint = _scaled(flat, scale)
+        self._works.append(self._reduce(self._buckets[index], flat))
+        return taint
+
+    def finish(self) -> None:
+        """See `Gradients.finish`."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def kept(self, index: int) -> Tensor:
+        """See `Gradients.kept`: a view of the bucket."""
+        return self._keep(self._buckets[index], self._flats[index])
+
+    def widened(self, index: int) -> Tensor:
+        """See `Gradients.widened`: in the bucket's own memory, if it is sharded."""
+        kept = self.kept(index)
+        if not needs_master(kept.dtype):
+            return kept
+        wide = widened(kept, self._rooms[index])
+        if wide.data_ptr() != self._rooms[index].data_ptr():
+            self._besides[index] = nbytes(wide)
+            held = sum(map(nbytes, self._rooms)) + sum(self._besides.values())
+            self.peak_kept = max(self.peak_kept, held)
+        return wide
+
+    def zero(self) -> None:
+        """See `Gradients.zero`. The gradients stay, or become again, views."""
+        self.finish()
+        for index, bucket in enumerate(self._buckets):
+            self._flats[index].zero_()
+            for entry in bucket.entries:
+                self._install(index, entry)
+
+    def _keep(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        return flat if self._slot is None else flat[slice(*bucket.shard(self._slot))]
+
+    def _install(self, index: int, entry: Entry) -> Tensor:
+        parameter = self._parameters[entry.spec.name]
+        parameter.grad = gradient = view(self._flats[index], entry.start, parameter)
+        return gradient
+
+    def _adopt(self, index: int, entry: Entry) -> None:
+        """Bring a gradient back that someone else's `zero_grad` took out of its bucket."""
+        gradient = self._parameters[entry.spec.name].grad
+        mine = self._install(index, entry)
+        if gradient is None:
+            mine.zero_()
+        elif gradient.is_sparse or gradient.data_ptr() != mine.data_ptr():
+            mine.copy_(gradient.to_dense())
+
+
+class Passing:
+    """Gradients that pass through working tensors to their owners. Stage 2.
+
+    A gradient is copied into its bucket's working tensor as it arrives, and `parameter.grad` is
+    None again. With the reduction over, this rank's shard is added to what it keeps, and another
+    bucket takes the working tensor. Backward waits when all are in flight. When all are being
+    filled, as happens where parameters without a gradient hold up the order, one more is made.
+
+    Of one micro-batch the 16-bit sum is kept as it came; of several, the sum of sums in fp32.
+    """
+
+    def __init__(self, collectives: Collectives, reduce: Reduce) -> None:
+        self._collectives, self._reduce = collectives, reduce
+        self._slot = collectives.slot(collectives.rank)
+        self._parameters: dict[str, Parameter] = {}
+        self._buckets: list[Bucket] = []
+        self._kept: list[Tensor | None] = []
+        # Working tensors, as bytes: with who has arrived in them, with what to wait for, or free.
+        self._filling: dict[int, tuple[Tensor, set[str]]] = {}
+        self._flying: deque[tuple[int, Tensor, Work]] = deque()
+        self._free: list[Tensor] = []
+        self._usual = 0  # bytes of a working tensor, but that for a giant
+        self.peak_kept = self.working = 0
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """See `Gradients.add`."""
+        self._parameters.update(parameters)
+        self._buckets.extend(buckets)
+        self._kept.extend(None for _ in buckets)
+        device = next(iter(parameters.values())).device
+        self._free, self.working = [], 0
+        for size in working_bytes(self._buckets):
+            self._make_room(size, device)
+        self._usual = nbytes(self._free[0])
+        for parameter in parameters.values():
+            parameter.grad = None
+
+    def arrive(self, index: int, entry: Entry) -> None:
+        """See `Gradients.arrive`."""
+        parameter = self._parameters[entry.spec.name]
+        if parameter.grad is None:
+            return
+        if index not in self._filling:
+            self._filling[index] = self._room_for(index), set()
+        room, arrived = self._filling[index]
+        mine = view(self._flat(index, room), entry.start, parameter)
+        gradient = parameter.grad.to_dense()
+        if entry.spec.name in arrived:
+            mine.add_(gradient)
+        else:
+            mine.copy_(gradient)
+        arrived.add(entry.spec.name)
+        parameter.grad = None
+
+    def has_stray(self, index: int, entry: Entry) -> bool:
+        """See `Gradients.has_stray`; takes it in."""
+        stray = self._parameters[entry.spec.name].grad is not None
+        self.arrive(index, entry)
+        return stray
+
+    def launch(self, index: int, scale: float) -> Tensor:
+        """See `Gradients.launch`."""
+        if index not in self._filling:
+            self._filling[index] = self._room_for(index), set()
+        room, arrived = self._filling.pop(index)
+        flat = self._flat(index, room)
+        for entry in self._buckets[index].entries:
+            if entry.spec.name not in arrived:
+                flat[entry.start : entry.stop].zero_()
+        taint = _scaled(flat, scale)
+        self._flying.append((index, room, self._reduce(self._buckets[index], flat)))
+        return taint
+
+    def finish(self) -> None:
+        """See `Gradients.finish`."""
+        while self._flying:
+            self._land()
+
+    def kept(self, index: int) -> Tensor:
+        """See `Gradients.kept`: memory of its own."""
+        kept = self._kept[index]
+        if kept is None:  # no rank had a micro-batch
+            low, high = self._buckets[index].shard(self._slot)
+            device = self._free[0].device
+            kept = torch.zeros(high - low, dtype=self._buckets[index].dtype, device=device)
+            self._kept[index] = kept
+        return kept
+
+    def widened(self, index: int) -> Tensor:
+        """See `Gradients.widened`."""
+        kept = self.kept(index)
+        if needs_master(kept.dtype):
+            self._kept[index] = kept = kept.float()
+            self._note_peak()
+        return kept
+
+    def zero(self) -> None:
+        """See `Gradients.zero`. Gives the memory back."""
+        self.finish()
+        self._free.extend(room for room, _ in self._filling.values())
+        self._filling.clear()
+        self._kept = [None for _ in self._buckets]
+
+    def _land(self) -> None:
+        """Wait for the oldest reduction, and keep this rank's shard of it."""
+        index, room, work = self._flying.popleft()
+        work.wait()
+        shard = self._flat(index, room)[slice(*self._buckets[index].shard(self._slot))]
+        kept = self._kept[index]
+        if kept is None:
+            self._kept[index] = shard.clone()
+        else:
+            self._kept[index] = (kept.float() if needs_master(kept.dtype) else kept).add_(shard)
+        self._note_peak()
+        self._free.append(room)
+
+    def _room_for(self, index: int) -> Tensor:
+        """A working tensor for a bucket; its content is undefined."""
+        bucket = self._buckets[index]
+        giant = bucket.nbytes > self._usual
+        while not (fitting := [r for r in self._free if (nbytes(r) > self._usual) == giant]):
+            if self._flying:
+                self._land()
+            else:
+                device = self._parameters[bucket.entries[0].spec.name].device
+                size = working_bytes(self._buckets)[-1] if giant else self._usual
+                self._make_room(size, device)
+        room = fitting[0]
+        self._free = [other for other in self._free if other is not room]
+        return room
+
+    def _flat(self, index: int, room: Tensor) -> Tensor:
+        bucket = self._buckets[index]
+        return room[: bucket.nbytes].view(bucket.dtype)
+
+    def _make_room(self, size: int, device: torch.device) -> None:
+        self._free.append(self._collectives.allocate(size, torch.uint8, device))
+        self.working += size
+
+    def _note_peak(self) -> None:
+        held = sum(nbytes(kept) for kept in self._kept if kept is not None)
+        self.peak_kept = max(self.peak_kept, held)
+
+
+def held_numel(bucket: Bucket) -> int:
+    """Elements that `Held` makes room for: so that half of a bucket fits when it is widened."""
+    return bucket.numel + (bucket.numel % 2 if needs_master(bucket.dtype) else 0)
+
+
+def held_bytes(bucket: Bucket, owned: int) -> int:
+    """Bytes that `Held` takes for a bucket of which it keeps so many elements, at the worst."""
+    room = held_numel(bucket) * bucket.dtype.itemsize
+    wide = owned * torch.float32.itemsize if needs_master(bucket.dtype) else 0
+    return room + (wide if wide > room else 0)
+
+
+def working_bytes(buckets: Sequence[Bucket]) -> list[int]:
+    """Sizes of the working tensors of `Passing`: all alike, and last one for giants, if any.
+
+    Buckets of several dtypes fill at a time, so there is one for each, and one in flight besides. A
+    giant is a bucket more than twice as large as would fill those.
+    """
+    sizes = sorted((bucket.nbytes for bucket in buckets), reverse=True)
+    count = min(len(sizes), len({bucket.dtype for bucket in buckets}) + IN_FLIGHT)
+    usual = next(size for size in sizes if size <= 2 * sizes[count - 1])
+    giants = [size for size in sizes if size > usual]
+    return [usual] * min(count, len(sizes) - len(giants)) + giants[:1]
+
+
+def _scaled(flat: Tensor, scale: float) -> Tensor:
+    """Multiply in place. Gives 0 if the result is finite, NaN if not: a 0-dim tensor."""
+    if scale == 0:
+        flat.zero_()  # not a product: a loss over no samples is NaN, and 0 * NaN as well
+    elif scale != 1:
+        flat.mul_(scale)
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return flat.sum(dtype=wide) * 0

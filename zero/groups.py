@@ -1,0 +1,124 @@
+"""What a user gives as parameters: names, groups, and the checks on them."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import Parameter
+
+Named: TypeAlias = tuple[str, Parameter]
+
+PARTITIONS = ("element", "parameter")
+
+# Optimizers whose update of an element needs others of its parameter: the rows of a matrix, or the
+# norm of the whole.
+NEED_WHOLE_PARAMETERS = frozenset(
+    {"Muon", "Adafactor", "Lamb", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "CAME"}
+    | {"Adam_mini", "AdamMini", "NovoGrad", "SM3", "GaLore", "GaLoreAdamW", "Kron"}
+)
+
+
+def named_groups(
+    parameters: Iterable[Named] | Iterable[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Parameter groups whose "params" are pairs (name, parameter), of which each can be trained.
+
+    Raises ValueError for parameters without names, for names that are not unique, for what is no
+    real floating point, and for parameters on different devices.
+    """
+    given = list(parameters)
+    groups = [{**g, "params": list(g["params"])} for g in given if isinstance(g, dict)]
+    if groups and len(groups) == len(given):
+        pairs = [pair for group in groups for pair in group["params"]]
+    else:
+        pairs = given
+        groups = [{"params": given}]
+    if not all(_is_pair(pair) for pair in pairs):
+        raise ValueError(
+            "parameters are needed with their names: give model.named_parameters(), "
+            'or groups whose "params" are such pairs'
+        )
+    groups = [{**g, "params": [(n, p) for n, p in g["params"] if p.requires_grad]} for g in groups]
+    named = by_name(groups)
+    for name, parameter in named.items():
+        if not parameter.dtype.is_floating_point:
+            raise ValueError(f"parameter {name} is of {parameter.dtype}: only real floats train")
+    devices = {p.device: name for name, p in named.items()}
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"parameters lie on different devices ({where}): move the model to one")
+    return groups
+
+
+def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:
+    """The parameters of groups of pairs. ValueError where two have one name, or one has two."""
+    named: dict[str, Parameter] = {}
+    for group in groups:
+        for name, parameter in group["params"]:
+            if name in named:
+                raise ValueError(f"two parameters are named {name}: give each a name of its own")
+            named[name] = parameter
+    names: dict[Parameter, str] = {}
+    for name, parameter in named.items():
+        if (other := names.setdefault(parameter, name)) != name:
+            raise ValueError(f"{other} and {name} are one parameter: give it once")
+    return named
+
+
+def _is_pair(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], torch.Tensor)
+    )
+
+
+def unnamed(group: dict[str, Any]) -> dict[str, Any]:
+    """A group of pairs as torch's optimizers take it."""
+    return {**group, "params": [parameter for _, parameter in group["params"]]}
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def needs_whole_parameters(optimizer_class: Callable[..., torch.optim.Optimizer]) -> str | None:
+    """The name under which an optimizer is known to need whole parameters, if it is."""
+    while isinstance(optimizer_class, functools.partial):
+        optimizer_class = optimizer_class.func
+    known = {name.lower() for name in NEED_WHOLE_PARAMETERS}
+    names = [kind.__name__ for kind in getattr(optimizer_class, "__mro__", [])]
+    return next((name for name in names if name.lower() in known), None)
+
+
+def check_partition(
+    partition: str, optimizer_class: Callable[..., torch.optim.Optimizer], *, sharded: bool
+) -> None:
+    """ValueError for an unknown partition, or for one that an optimizer is known not to bear."""
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition {partition!r} is unknown: choose {' or '.join(PARTITIONS)}")
+    name = needs_whole_parameters(optimizer_class)
+    if sharded and partition == "element" and name:
+        raise ValueError(
+            f'{name} needs whole parameters, and partition "element" cuts them: give '
+            'partition="parameter"'
+        )
+
+
+def difference(theirs: list[list[Any]], mine: list[list[str]]) -> str:
+    """How two lists of groups of names differ, in words."""
+    if len(theirs) != len(mine):
+        return f"it has {len(theirs)} and the optimizer {len(mine)}"
+    words = []
+    for index, (their, my) in enumerate(zip(theirs, mine, strict=True)):
+        lacks, extra = [n for n in my if n not in their], [n for n in their if n not in my]
+        if lacks:
+            words.append(f"group {index} lacks {', '.join(lacks)}")
+        if extra:
+            words.append(f"group {index} has {', '.join(map(str, extra))} besides")
+        if their != my and not lacks and not extra:
+            words.append(f"the parameters of group {index} come in another order")
+    return "; ".join(words)
