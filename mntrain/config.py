@@ -102,6 +102,10 @@ class OptimConfig(_Checked):
     max_grad_norm: Annotated[
         float | None, Option("norm that gradients are clipped to. none: no clipping.", above=0)
     ] = 1.0
+    non_finite: Annotated[
+        Literal["stop", "skip"],
+        Option("answer to a gradient with an infinity or a NaN. skip: go on without that step."),
+    ] = "stop"
     warmup_steps: Annotated[int, Option("number of steps of the warm-up.", least=0)] = 20
     min_lr_fraction: Annotated[
         float, Option("fraction of lr at the end of the cosine.", least=0, most=1)
@@ -128,7 +132,14 @@ class TrainConfig(_Checked):
             "most validation samples in one evaluation, evenly spread over them. 0: all.", least=0
         ),
     ] = 256
-    precision: Annotated[Literal["fp32", "bf16"], Option("dtype the model computes in.")] = "fp32"
+    precision: Annotated[
+        Literal["fp32", "bf16", "bf16-pure", "fp16"],
+        Option(
+            "dtype the model computes in. bf16: autocast over fp32 parameters. bf16-pure, fp16: "
+            "parameters and gradients are of 16 bits too, with fp32 copies in the optimizer; "
+            "fp16 scales the loss."
+        ),
+    ] = "fp32"
     compile: Annotated[bool, Option("choice to compile the model with torch.compile.")] = False
     check_every: Annotated[
         int, Option("number of steps between checks that all ranks agree. 0: never.", least=0)
@@ -154,8 +165,19 @@ class ZeroConfig(_Checked):
     """What is sharded over the ranks."""
 
     stage: Annotated[
-        int, Option("stage of ZeRO that this version has (0: nothing is sharded).", choices=(0,))
+        int,
+        Option(
+            "stage of ZeRO. 0: nothing is sharded. 1: the optimizer's state. 2: gradients too.",
+            choices=(0, 1, 2),
+        ),
     ] = 0
+    partition: Annotated[
+        Literal["element", "parameter"],
+        Option(
+            "way shards are cut. element: all equal. parameter: parameters stay whole, which some "
+            "optimizers need."
+        ),
+    ] = "element"
 
 
 @dataclass(frozen=True)

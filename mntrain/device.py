@@ -124,19 +124,23 @@ class Lender:
         return self._staging[tensor.device].lend(tensor)
 
 
-def move(batch: Any, device: torch.device) -> Any:
+def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) -> Any:
     """A batch with every tensor in it on a device: in tuples, lists and dicts, or by its own `to`.
 
-    Tensors in pinned memory are copied without waiting.
+    Tensors in pinned memory are copied without waiting. With `floats`, floating-point tensors are
+    cast to that dtype.
     """
+    if isinstance(batch, Tensor):
+        dtype = floats if floats is not None and batch.is_floating_point() else batch.dtype
+        return batch.to(device, dtype, non_blocking=True)
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
+        return {key: move(value, device, floats) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
+        return type(batch)(*(move(value, device, floats) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(move(value, device) for value in batch)
+        return type(batch)(move(value, device, floats) for value in batch)
     return batch
 
 

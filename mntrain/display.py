@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress as a line or a frame, tables, numbers with units.
+"""What a person sees of a run: progress as a line or a frame, and tables.
 
 Text from outside (hosts, metrics' names, directories) is shown as it is: never read as markup, and
 unable to send escape sequences to the terminal.
@@ -15,11 +15,22 @@ from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from mntrain import units
 from mntrain.stats import PHASES, Place, StepRecord
 
 _PHASE_STYLES = dict(zip(PHASES, ("blue", "cyan", "green", "yellow", "magenta"), strict=True))
 _ROWS = 16  # of the table of places
 _WIDTH = 100  # of a frame: bars of a wider terminal would only be longer
+_MEMORY = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "buckets": "working buckets",
+    "master": "master weights",
+    "state": "optimizer state",
+    "total": "total of these",
+    "process_peak": "process peak",
+    "device_peak": "device peak",
+}
 
 
 class Progress:
@@ -53,12 +64,12 @@ class Progress:
         counted = sum(record.tokens_per_s * record.step_s for record in self.recent)
         seconds = self._mean_s()
         per_s = counted / len(self.recent) / seconds if seconds else 0.0
-        return f"{_count(per_s)} {self.unit}/s"
+        return f"{units.count(per_s)} {self.unit}/s"
 
     def _left(self) -> str:
         # The first step warms up, unlike those to come.
         step_s = self._later_s / self._later_steps if self._later_steps else self._mean_s()
-        return _clock((self.steps - self.recent[-1].step) * step_s)
+        return units.clock((self.steps - self.recent[-1].step) * step_s)
 
     def _shares(self) -> dict[str, float]:
         """Phase -> its share of the recent steps' time; the rest is "other"."""
@@ -73,9 +84,9 @@ class Progress:
         """The last step, for a log."""
         last = self.recent[-1]
         return (
-            f"step {last.step:>{len(str(self.steps))}}/{self.steps}  loss {_number(last.loss)}"
-            f"  lr {last.lr:.1e}  norm {last.grad_norm:.2g}  {self._speed()}"
-            f"  {_short_time(self._mean_s())}/step  left {self._left()}"
+            f"step {last.step:>{len(str(self.steps))}}/{self.steps}  loss {units.number(last.loss)}"
+            f"  lr {last.lr:.1e}  {_pairs(*_norms(last)[:1])}  {self._speed()}"
+            f"  {units.short_time(self._mean_s())}/step  left {self._left()}"
         )
 
     def frame(self, width: int) -> Group:
@@ -88,14 +99,10 @@ class Progress:
         parts = [(done, "green" if done == 1 else "default"), (1 - done, "bright_black")]
         bar = _bar(parts, width - len(count) - len(left))
         metrics = [(_printable(name), f"{value:.4g}") for name, value in last.metrics.items()]
-        losses = Text.assemble(("loss", "dim"), f" {_number(last.loss)}  ")
+        losses = Text.assemble(("loss", "dim"), f" {units.number(last.loss)}  ")
         losses.append(_sparkline(self._losses) + "  ").append(_pairs(*metrics))
-        speed = f"{self._speed()}  {_short_time(self._mean_s())}/step  "
-        rates = _pairs(
-            ("lr", f"{last.lr:.1e}"),
-            ("norm", f"{last.grad_norm:.2g}"),
-            ("clip", f"{last.clip_coef:.2f}"),
-        )
+        speed = f"{self._speed()}  {units.short_time(self._mean_s())}/step  "
+        rates = _pairs(("lr", f"{last.lr:.1e}"), *_norms(last))
         shares = [
             (name, share, _PHASE_STYLES.get(name, "bright_black"))
             for name, share in self._shares().items()
@@ -131,12 +138,13 @@ def place_table(places: Sequence[Place], encoding: str) -> Table:
 
 def result_table(summary: Mapping[str, Any], steps: int, unit: str, encoding: str) -> Table:
     """How a run of `steps` steps ended; `unit` is what its speed counts."""
+    skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
     facts = {
-        "steps": f"{summary['steps']} of {steps}",
-        "final loss": _number(summary["final_loss"]),
+        "steps": f"{summary['steps']} of {steps}{skipped}",
+        "final loss": units.number(summary["final_loss"]),
         "eval loss": evaluation(summary["eval_loss"], summary["eval_metrics"]),
-        "wall time": _clock(summary["wall_s"]),
-        f"{unit}/s": f"{_count(summary['tokens_per_s'])} on average",
+        "wall time": units.clock(summary["wall_s"]),
+        f"{unit}/s": f"{units.count(summary['tokens_per_s'])} on average",
     }
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
@@ -144,21 +152,25 @@ def result_table(summary: Mapping[str, Any], steps: int, unit: str, encoding: st
     return table
 
 
-def memory_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    """Peaks of memory over ranks; the GPU's if any rank has one."""
+def memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
+    """What ranks were expected to need and what they took, from `stats.memory_by_role`.
+
+    A role that takes nothing on any rank, and was not expected to, has no row.
+    """
     table = _table(
-        ("peak memory", "left"),
+        ("memory of a rank", "left"),
+        ("expected", "right"),
         ("least", "right"),
         ("median", "right"),
         ("most", "right"),
         ("on rank", "right"),
     )
-    for name, key in (("host", "peak_memory"), ("device", "peak_device_memory")):
-        peaks = {rank["rank"]: rank[key] for rank in ranks}
-        if key == "peak_memory" or any(peaks.values()):
-            most = max(peaks, key=lambda rank: peaks[rank])
-            sizes = (min(peaks.values()), round(statistics.median(peaks.values())), peaks[most])
-            table.add_row(name, *map(_bytes, sizes), str(most))
+    for role, name in _MEMORY.items():
+        sizes = memory[role]
+        expected = units.size(sizes["expected"]) if "expected" in sizes else ""
+        if sizes["most"] or sizes.get("expected"):
+            spread = (units.size(sizes[key]) for key in ("least", "median", "most"))
+            table.add_row(name, expected, *spread, str(sizes["peak_rank"]))
     return table
 
 
@@ -169,18 +181,25 @@ def traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
         messages, sent = (
             sum(rank[f"{level}_{what}"] for rank in ranks) for what in ("messages", "bytes")
         )
-        table.add_row(name, _count(messages), _bytes(sent))
+        table.add_row(name, units.count(messages), units.size(sent))
     return table
 
 
 def evaluation(loss: float | None, metrics: Mapping[str, float] | None) -> str:
     """An evaluation's loss and further means, whose names stay as they came."""
-    return "  ".join([_number(loss), *(f"{k} {v:.4g}" for k, v in (metrics or {}).items())])
+    return "  ".join([units.number(loss), *(f"{k} {v:.4g}" for k, v in (metrics or {}).items())])
 
 
 def plain(text: str, encoding: str, style: str = "") -> Text:
     """Text from outside, without what would control the terminal or cannot be encoded."""
     return Text(_printable(text).encode(encoding, "replace").decode(encoding), style)
+
+
+def _norms(record: StepRecord) -> list[tuple[str, str]]:
+    """What became of a step's gradient, in pairs of a name and a value."""
+    if record.grad_norm is None or record.clip_coef is None:
+        return [("skipped", "gradient not finite")]
+    return [("norm", f"{record.grad_norm:.2g}"), ("clip", f"{record.clip_coef:.2f}")]
 
 
 def _pairs(*pairs: tuple[str, str]) -> Text:
@@ -258,44 +277,6 @@ def _ranges(numbers: Iterable[int]) -> str:
             runs.append((number, number))
     texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
     return ", ".join([texts[0], "...", texts[-1]] if len(texts) > 3 else texts)
-
-
-def _number(value: float | None) -> str:
-    """A loss: 2.4312, 1.2e-05, nan; - for none."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
-
-
-def _count(value: float) -> str:
-    """A number in thousands: 812, 12.3k, 1.20M."""
-    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P"))
-
-
-def _bytes(value: float) -> str:
-    """Bytes in powers of 1024: 512 B, 1.50 GiB."""
-    return _scaled(value, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def _scaled(value: float, base: int, units: Sequence[str]) -> str:
-    """Three digits and a unit; whole numbers below the first unit stay whole."""
-    power = 0
-    while abs(value) >= 999.5 and power < len(units) - 1:
-        value, power = value / base, power + 1
-    whole = isinstance(value, int) or abs(value) >= 99.95
-    return f"{value:.{0 if whole else 1 if abs(value) >= 9.995 else 2}f}{units[power]}"
-
-
-def _short_time(seconds: float) -> str:
-    """The time of a step: 12.3 ms, 0.42 s."""
-    return f"{seconds:.2f} s" if seconds >= 0.0995 else f"{seconds * 1e3:.3g} ms"
-
-
-def _clock(seconds: float) -> str:
-    """Hours, if any, minutes and seconds: 1:07, 12:01:07."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _printable(text: str) -> str:

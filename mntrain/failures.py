@@ -29,6 +29,10 @@ class AgreedError(ValueError):
             print(f"mntrain: error: {self}", file=sys.stderr)
 
 
+class TrainingStoppedError(AgreedError):
+    """Training cannot go on; all ranks know why."""
+
+
 class Watch:
     """Ends the whole job for an exception that nobody caught. One a world."""
 

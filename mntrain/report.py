@@ -60,6 +60,7 @@ class Reporter:
         thread_level: str,
         topology: str,
         algorithm: str,
+        zero: str,
         model: str,
     ) -> None:
         """Show what runs where. `places` is by rank; the rest are texts such as "MPICH 5.0.2"."""
@@ -113,11 +114,13 @@ class ConsoleReporter(Reporter):
         thread_level: str,
         topology: str,
         algorithm: str,
+        zero: str,
         model: str,
     ) -> None:
         """See `Reporter.start`."""
         self._say(model, "bold")
         self._say(f"{topology}, {algorithm}, {library} (thread level {thread_level})")
+        self._say(zero)
         self._apart(place_table(places, self._console.encoding))
 
     def step(self, record: StepRecord) -> None:
@@ -148,7 +151,7 @@ class ConsoleReporter(Reporter):
         steps, unit = self._progress.steps, self._progress.unit
         self._console.print(result_table(summary, steps, unit, self._console.encoding))
         if summary["ranks"]:
-            self._apart(memory_table(summary["ranks"]), traffic_table(summary["ranks"]))
+            self._apart(memory_table(summary["memory"]), traffic_table(summary["ranks"]))
         self._say(str(summary["run_dir"]))
         self.close()
         _write_whole(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")

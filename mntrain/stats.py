@@ -2,6 +2,7 @@
 
 import dataclasses
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from zero.memory import Memory
 
 PHASES = ("data", "forward", "backward", "reduce_wait", "optimizer")
 
@@ -56,14 +59,17 @@ class Tally:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step, as it stands in metrics.jsonl; means and counts are over all ranks."""
+    """One training step, as it stands in metrics.jsonl; means and counts are over all ranks.
+
+    A step that was skipped updated nothing, and has no norms.
+    """
 
     step: int  # 1 for the first
     loss: float  # mean over the samples (or tokens) of the step
     lr: float
-    grad_norm: float  # of the mean gradient, before clipping
-    clip_coef: float
-    clipped_norm: float  # after clipping
+    grad_norm: float | None  # of the mean gradient, before clipping
+    clip_coef: float | None
+    clipped_norm: float | None  # after clipping
     samples: int
     tokens_per_s: float  # what the loss is a mean over (tokens, or samples), a second
     step_s: float  # from the end of the step before to the end of this one, on the master
@@ -73,6 +79,7 @@ class StepRecord:
     reduce_wait: float
     optimizer: float
     metrics: dict[str, float]  # the task's further means
+    skipped: bool = False  # because the gradient was not finite
     eval_loss: float | None = None  # of an evaluation made after this step
     eval_metrics: dict[str, float] | None = None
 
@@ -103,6 +110,32 @@ class Usage:
     node_bytes: int
     cross_messages: int  # sent to other nodes
     cross_bytes: int
+
+
+def memory_by_role(
+    measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
+) -> dict[str, dict[str, int]]:
+    """What each role of memory took, in bytes; all three are by rank. Pure.
+
+    Roles are those of `Memory` and their total, then the peaks of the processes and their GPUs. For
+    each: the least, median and most over ranks, the first rank with the most, and what that rank
+    was expected to need, where that can be known.
+    """
+    roles = [field.name for field in dataclasses.fields(Memory)] + ["total"]
+    report = {}
+    for role in roles:
+        spread = _spread([getattr(memory, role) for memory in measured])
+        report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
+    report["process_peak"] = _spread([used.peak_memory for used in usage])
+    report["device_peak"] = _spread([used.peak_device_memory for used in usage])
+    return report
+
+
+def _spread(by_rank: Sequence[int]) -> dict[str, int]:
+    most = max(by_rank)
+    middle = round(statistics.median(by_rank))
+    peak_rank = by_rank.index(most)
+    return {"least": min(by_rank), "median": middle, "most": most, "peak_rank": peak_rank}
 
 
 def peak_memory() -> int:

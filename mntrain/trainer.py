@@ -3,13 +3,12 @@
 data -> forward -> backward (buckets leave) -> wait for the sums -> update -> report
 """
 
-import math
 import os
 import shutil
 import time
 from collections.abc import Sized
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -18,21 +17,19 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mntrain import data, device, optimizers, sameness, tasks
+from mntrain import data, device, optimizers, results, sameness, tasks
 from mntrain.config import Config
-from mntrain.failures import AgreedError
+from mntrain.failures import AgreedError, TrainingStoppedError
 from mntrain.interrupts import Interrupts
+from mntrain.means import Means, MeansOverRanks
 from mntrain.options import to_toml
-from mntrain.report import make_reporter
+from mntrain.precision import PRECISIONS
+from mntrain.report import Reporter, make_reporter
 from mntrain.stats import Phases, StepRecord, Tally
 from mntrain.world import World, init
-from zero.optimizer import NonFiniteGradientError
+from zero.optimizer import NonFiniteGradientError, StepResult
 
 INTERRUPTED = 130  # as a shell says of a command that Ctrl-C ended
-
-
-class TrainingStoppedError(AgreedError):
-    """Training cannot go on; all ranks know why."""
 
 
 def run(config: Config) -> int:
@@ -63,6 +60,7 @@ class Trainer:
 
     def __init__(self, world: World, config: Config) -> None:
         self._world, self._config = world, config
+        self._precision = PRECISIONS[config.train.precision]
         with world.agreement():
             self._task = tasks.load(config.task, config)
             train, valid = self._task.dataset("train"), self._task.dataset("valid")
@@ -70,7 +68,7 @@ class Trainer:
             samples = len(cast(Sized, train))
             self._plan = data.Plan(samples, config.train.batch_size, config.run.seed)
             torch.manual_seed(config.run.seed)
-            self._model = self._task.model().to(world.device)
+            self._model = self._task.model().to(world.device, self._precision.parameters)
             optimizer_class, options = optimizers.find(config.optim)
             if config.train.compile:
                 _check_compiler(world.device)
@@ -79,7 +77,10 @@ class Trainer:
             self._model,
             optimizer_class,
             stage=config.zero.stage,
+            partition=config.zero.partition,
             max_grad_norm=config.optim.max_grad_norm,
+            non_finite=config.optim.non_finite,
+            loss_scale=self._precision.loss_scale,
             groups=optimizers.decayed_and_not(self._model, config.optim.weight_decay),
             **options,
         )
@@ -92,49 +93,68 @@ class Trainer:
         self._batches = data.batches(
             train, self._plan, start=0, stop=config.train.steps, **self._dealing()
         )
-        self._metrics: list[str] | None = None  # the names of the task's means, once known
+        self._means = MeansOverRanks(world)
         self._items = 0  # tokens, or samples, that the job has trained on
+        self._skipped_steps = 0
         self._run_dir = self._make_run_dir()
 
     def fit(self) -> int:
-        """Train to the last step, or to the step in which somebody interrupts. Collective.
+        """Train to the last step, or to one in which somebody has interrupted. Collective.
 
         Gives the exit code: 0 when completed. Raises TrainingStoppedError when a loss or a gradient
-        is not finite or the ranks' weights differ; the summary says so too.
+        is not finite (unless such steps are skipped) or the ranks' weights differ; the summary says
+        so too.
         """
         steps = self._config.train.steps
         start = time.perf_counter()
         reporter = make_reporter(master=self._world.master, run_dir=self._run_dir, steps=steps)
         status, problem, record = "completed", None, None
         with reporter, Interrupts() as interrupts:
-            reporter.start(self._world.places, **self._introduction())
+            facts = results.introduction(self._world, self._config, self._model)
+            reporter.start(self._world.places, **facts)
             for step in range(1, steps + 1):
                 try:
-                    record = self._step(step)
+                    record, interrupted = self._step(step, reporter, interrupts)
                 except TrainingStoppedError as error:
                     status, problem = "failed", error
                     break
                 reporter.step(record)
-                if self._anyone(interrupts.requested):
+                if interrupted:
                     status = "interrupted"
                     break
             if status == "completed" and self._world.master:
                 reporter.text("sample", self._task.sample(self._model) or "")
-            summary = self._summary(status, record, time.perf_counter() - start)
+            summary = results.summary(
+                self._world,
+                self._optimizer,
+                status=status,
+                last=record,
+                skipped_steps=self._skipped_steps,
+                items=self._items,
+                seconds=time.perf_counter() - start,
+                run_dir=self._run_dir,
+            )
             reporter.finish({**summary, "error": str(problem)} if problem else summary)
         if problem:
             raise problem
         return 0 if status == "completed" else INTERRUPTED
 
-    def _step(self, step: int) -> StepRecord:
-        """Take one step: 1 for the first. Collective."""
+    def _step(
+        self, step: int, reporter: Reporter, interrupts: Interrupts
+    ) -> tuple[StepRecord, bool]:
+        """Take one step: 1 for the first. Also tells whether any rank wants to stop. Collective.
+
+        Between the update and the next forward no rank asks the others anything, but for checks and
+        evaluations that are due: updated parameters are on their way meanwhile, and collectives
+        have to queue behind them.
+        """
         start, phases = time.perf_counter(), Phases()
         with phases("data"):
             micro_batches = next(self._batches)
         tally = Tally()
         for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
-            with phases("forward"), self._autocast():
-                loss = self._task.loss(self._compute, device.move(batch, self._world.device))
+            with phases("forward"), self._precision.computing(self._world.device):
+                loss = self._loss(batch)
             with phases("backward"), self._optimizer.no_sync() if left else nullcontext():
                 self._optimizer.backward(loss.mean, weight=loss.count)
             tally.add(loss.count, {"loss": loss.mean, **loss.metrics})
@@ -142,71 +162,78 @@ class Trainer:
             self._optimizer.share(0)
         with phases("reduce_wait"):
             self._optimizer.synchronize()
-            means, count = self._means(tally, f"in step {step}")
+            means = self._means(tally, f"in step {step}", interrupts.requested)
+        if means.odd and not self._forgiving:
+            raise self._stopped(f"in step {step}, the loss is {means.odd}")
         lr = float(self._scheduler.get_last_lr()[0])
         with phases("optimizer"):
-            try:
-                update = self._optimizer.step()
-            except NonFiniteGradientError as error:
-                raise self._stopped(f"in step {step}, {error}") from None
-            self._optimizer.zero_grad()
-            self._scheduler.step()
-        self._items += count
+            update = self._update(step)
+        if why := _warning(means, update):
+            reporter.warn(f"in step {step}, {why}")
+        self._skipped_steps += update.skipped
+        self._items += means.count
         seconds = time.perf_counter() - start
         record = StepRecord(
             step=step,
-            loss=means.pop("loss"),
+            loss=means.loss,
             lr=lr,
-            grad_norm=update.grad_norm,
-            clip_coef=update.clip_coef,
-            clipped_norm=update.clipped_norm,
+            grad_norm=None if update.skipped else update.grad_norm,
+            clip_coef=None if update.skipped else update.clip_coef,
+            clipped_norm=None if update.skipped else update.clipped_norm,
             samples=len(self._plan.indices(step - 1)),
-            tokens_per_s=count / seconds,
+            tokens_per_s=means.count / seconds,
             step_s=seconds,
             **cast(dict[str, Any], phases.seconds),
-            metrics=means,
+            metrics=means.metrics,
+            skipped=update.skipped,
         )
         if _due(self._config.train.check_every, step):
             self._check_sameness(step)
         if step == self._config.train.steps or _due(self._config.train.eval_every, step):
             evaluated = self.evaluate()
-            record = replace(record, eval_loss=evaluated.pop("loss"), eval_metrics=evaluated)
-        return record
+            record = replace(record, eval_loss=evaluated.loss, eval_metrics=evaluated.metrics)
+        return record, means.flagged
+
+    def _update(self, step: int) -> StepResult:
+        """Update the model, and get ready for the next gradient. Collective."""
+        try:
+            update = self._optimizer.step()
+        except NonFiniteGradientError as error:
+            raise self._stopped(f"in step {step}, {error}") from None
+        self._optimizer.zero_grad()
+        self._scheduler.step()
+        return update
+
+    def _loss(self, batch: Any) -> tasks.Loss:
+        """The task's loss of a micro-batch, moved to where and what the model is. Local."""
+        there = device.move(batch, self._world.device, self._precision.parameters)
+        return self._task.loss(self._compute, there)
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over the validation samples: exact means. Collective."""
+    def evaluate(self) -> Means:
+        """Loss and metrics over the validation samples: exact means. Collective.
+
+        Raises TrainingStoppedError when the loss is not finite.
+        """
         self._model.eval()
         tally = Tally()
         for batch in data.validation_batches(self._valid, **self._dealing()):
-            with self._autocast():
-                loss = self._task.loss(self._compute, device.move(batch, self._world.device))
+            with self._precision.computing(self._world.device):
+                loss = self._loss(batch)
             tally.add(loss.count, {"loss": loss.mean, **loss.metrics})
         self._model.train()
-        return self._means(tally, "in evaluation")[0]
+        means = self._means(tally, "in evaluation")
+        if means.odd:
+            raise self._stopped(f"in evaluation, the loss is {means.odd}")
+        return means
 
-    def _means(self, tally: Tally, where: str) -> tuple[dict[str, float], int]:
-        """Exact means over all ranks, and the items that they are over. Collective."""
-        if self._metrics is None:
-            everyone = self._world.gather(tally.names())
-            self._metrics = sorted({name for names in everyone for name in names})
-        mine = tally.sums(self._metrics)
-        *sums, count = self._world.sum([*mine, tally.count])
-        if not count:
-            raise self._stopped(f"{where}, no rank has anything to take a mean over")
-        means = {name: total / count for name, total in zip(self._metrics, sums, strict=True)}
-        if not math.isfinite(means["loss"]):
-            losses = self._world.gather(mine[self._metrics.index("loss")])
-            odd = [
-                f"{loss} on rank {r}" for r, loss in enumerate(losses) if not math.isfinite(loss)
-            ]
-            raise self._stopped(f"{where}, the loss is {', '.join(odd)}")
-        return means, int(count)
-
-    def _anyone(self, flag: bool) -> bool:
-        return self._world.sum([flag])[0] > 0
+    @property
+    def _forgiving(self) -> bool:
+        """Whether a loss that is not finite is no reason to stop: its step will be skipped."""
+        return self._config.optim.non_finite == "skip" or self._precision.loss_scale == "dynamic"
 
     def _check_sameness(self, step: int) -> None:
+        self._optimizer.wait_for_parameters()
         odd = sameness.odd_ranks(self._world.gather(sameness.digest(self._model)))
         if odd:
             raise self._stopped(
@@ -226,11 +253,6 @@ class Trainer:
                     f"samples on rank 0, {theirs} on rank {rank}; give all nodes the same files",
                     self._world.rank,
                 )
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._config.train.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self._world.device.type, dtype=torch.bfloat16)
 
     def _dealing(self) -> dict[str, Any]:
         """How samples are dealt to ranks and loaded."""
@@ -255,38 +277,13 @@ class Trainer:
                 (path / "config.toml").write_text(to_toml(self._config))
         return path
 
-    def _introduction(self) -> dict[str, str]:
-        count = sum(parameter.numel() for parameter in self._model.parameters())
-        return {
-            "library": self._world.library.name,
-            "thread_level": self._world.library.threads,
-            "topology": str(self._world.topology),
-            "algorithm": self._world.algorithm,
-            "model": f"{self._config.task}: {count / 1e6:.2f} M parameters",
-        }
 
-    def _summary(self, status: str, last: StepRecord | None, seconds: float) -> dict[str, Any]:
-        """What summary.json holds. Collective."""
-        world = self._world
-        ranks = zip(world.places, world.usage(), strict=True)
-        return {
-            "status": status,
-            "steps": last.step if last else 0,
-            "final_loss": last.loss if last else None,
-            "eval_loss": last.eval_loss if last else None,
-            "eval_metrics": last.eval_metrics if last else None,
-            "wall_s": seconds,
-            "tokens_per_s": self._items / seconds,
-            "run_dir": str(self._run_dir),
-            "world": {
-                "size": world.size,
-                "nodes": len(world.topology.nodes),
-                "topology": str(world.topology),
-                "algorithm": world.algorithm,
-                "library": world.library.name,
-            },
-            "ranks": [{**asdict(place), **asdict(usage)} for place, usage in ranks],
-        }
+def _warning(means: Means, update: StepResult) -> str:
+    """What is to be said of a step with a loss or a gradient that is not finite, if it is one."""
+    if update.skipped:
+        loss = f" and the loss is {means.odd}" if means.odd else ""
+        return f"the gradient's norm is {update.grad_norm}{loss}: the step was skipped"
+    return f"the loss is {means.odd}, though the gradient is finite" if means.odd else ""
 
 
 def _due(every: int, step: int) -> bool:

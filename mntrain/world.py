@@ -6,19 +6,20 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
 
-from mntrain import device, mpi
+from mntrain import agreement, device, mpi
 from mntrain.collectives import ALGORITHMS, Groups, WorldCollectives, choose
 from mntrain.collectives.progress import Progress
 from mntrain.failures import AgreedError, Watch
 from mntrain.loader import Shard, shard
 from mntrain.stats import Place, Usage, peak_device_memory, peak_memory
 from mntrain.topology import Topology
-from zero.optimizer import MIB, ZeroOptimizer
+from zero.layout import MIB
+from zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -101,7 +102,11 @@ class World:
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
         stage: int = 0,
+        partition: Literal["element", "parameter"] = "element",
         max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        non_finite: Literal["stop", "skip"] = "stop",
+        loss_scale: float | Literal["dynamic"] | None = None,
         groups: Iterable[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> ZeroOptimizer:
@@ -109,23 +114,34 @@ class World:
 
         Overwrites parameters and buffers with rank 0's. `groups` are parameter groups of the
         model's parameters, as torch takes them; by default one group of all. `kwargs` go to
-        `optimizer_class`. See `zero.ZeroOptimizer` for what its `step` does. Raises AgreedError (a
-        ValueError) on all ranks when ranks differ in the model, or for what any of them refuses.
+        `optimizer_class`; the other arguments, which must be the same on all ranks, are those of
+        `zero.ZeroOptimizer`, which also says what `step` does. Parameters that `step` changed
+        arrive during the next forward: the model's modules wait for theirs when they are called.
+        Raises AgreedError (a ValueError) on all ranks when ranks differ in the model or in an
+        argument, or for what any of them refuses.
         """
-        self._expect_same(stage=stage, max_grad_norm=max_grad_norm)
+        shared: dict[str, Any] = {
+            "stage": stage,
+            "partition": partition,
+            "max_grad_norm": max_grad_norm,
+            "norm_type": norm_type,
+            "non_finite": non_finite,
+            "loss_scale": loss_scale,
+        }
+        self._expect_same(**shared)
         with self.agreement():
             named = _named_groups(model, groups)
-        self._check_same_model(model)
+        agreement.expect_same_model(self.gather(agreement.described(model)), self.rank)
         with self.agreement():
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
                 self.collectives,
-                stage=stage,
-                max_grad_norm=max_grad_norm,
                 bucket_bytes=self._bucket_bytes,
                 buffers=list(model.buffers()),
                 order=[name for name, _ in model.named_parameters()],
+                model=model,
+                **shared,
                 **kwargs,
             )
         optimizer.start()
@@ -170,7 +186,7 @@ class World:
             refusal = error
         said = self.gather(None if refusal is None else str(refusal) or type(refusal).__name__)
         if any(said):
-            raise AgreedError(_told(said), self.rank) from refusal
+            raise AgreedError(agreement.told(said), self.rank) from refusal
 
     def usage(self) -> list[Usage]:
         """What every rank has used so far, by rank. Collective."""
@@ -227,27 +243,7 @@ class World:
 
     def _expect_same(self, **values: Any) -> None:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
-        everyone = self.gather(values)
-        for name, first in everyone[0].items():
-            for rank, theirs in enumerate(everyone):
-                if theirs[name] != first:
-                    raise AgreedError(
-                        f"{name} differs between ranks: rank 0 has {first}, rank {rank} has "
-                        f"{theirs[name]}",
-                        self.rank,
-                    )
-
-    def _check_same_model(self, model: nn.Module) -> None:
-        mine = [
-            f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-            + ("" if tensor.requires_grad else " frozen")
-            + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        ]
-        everyone = self.gather(mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise AgreedError(_difference(everyone[0], theirs, rank), self.rank)
+        agreement.expect_same(self.gather(values), self.rank)
 
     def _share_cores(self, on_host: list[int]) -> None:
         """Let torch compute with this rank's part of the host's cores, unless the user said."""
@@ -309,26 +305,3 @@ def _parameters(group: dict[str, Any]) -> Iterable[Any]:
     """A group's parameters; torch takes a single one as it is, too."""
     params: Iterable[Any] = group["params"]
     return [params] if isinstance(params, torch.Tensor) else params
-
-
-def _told(said: list[str | None]) -> str:
-    """Who refused what, in one sentence a refusal."""
-    if len(set(said)) == 1:
-        return str(said[0])
-    ranks: dict[str, list[int]] = {}
-    for rank, words in enumerate(said):
-        if words is not None:
-            ranks.setdefault(words, []).append(rank)
-    return "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {words}"
-        for words, who in ranks.items()
-    )
-
-
-def _difference(first: list[str], theirs: list[str], rank: int) -> str:
-    for mine, other in zip(first, theirs, strict=False):
-        if mine != other:
-            return f"the model differs between ranks: rank 0 has {mine}, rank {rank} has {other}"
-    longer, who = (first, 0) if len(first) > len(theirs) else (theirs, rank)
-    extra = longer[min(len(first), len(theirs))]
-    return f"the model differs between ranks: only rank {who} has {extra}"

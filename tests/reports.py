@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mntrain.report import Reporter, make_reporter
-from mntrain.stats import Place, StepRecord
+from mntrain.stats import Place, StepRecord, Usage, memory_by_role
+from zero.memory import Memory
 
 
 def console(terminal: bool, **options) -> Console:
@@ -59,10 +60,22 @@ def rank(number: int, **changes) -> dict:
     return fields | changes
 
 
+def skipped(step: int, **changes) -> StepRecord:
+    """A step whose gradient was not finite."""
+    absent = dict.fromkeys(("grad_norm", "clip_coef", "clipped_norm"))
+    return record(step, skipped=True, **(absent | changes))
+
+
+def used(peak_memory: int, peak_device_memory: int = 0) -> Usage:
+    return Usage(peak_memory, peak_device_memory, 0, 0, 0, 0)
+
+
 def summary(**changes) -> dict:
     world = {"size": 1, "nodes": 1, "topology": "1 rank", "algorithm": "flat", "library": "MPICH"}
     fields = {"status": "completed", "steps": 4, "final_loss": 1.5, "eval_loss": 1.6}
     fields |= {"eval_metrics": {"accuracy": 0.93}, "wall_s": 67.2, "tokens_per_s": 12345.0}
+    roles = [Memory(parameters=100, gradients=100, buckets=0, master=0, state=200)]
+    fields |= {"skipped_steps": 0, "memory": memory_by_role(roles, roles, [used(2**20)])}
     return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
 
 

@@ -4,11 +4,11 @@ import math
 import re
 
 import pytest
-from reports import console, places, rank, record, summary
+from reports import console, places, rank, record, skipped, summary, used
 from rich.cells import cell_len
 from rich.console import RenderableType
 
-from mntrain import display
+from mntrain import display, units
 from mntrain.display import (
     Progress,
     memory_table,
@@ -17,7 +17,8 @@ from mntrain.display import (
     result_table,
     traffic_table,
 )
-from mntrain.stats import StepRecord
+from mntrain.stats import StepRecord, Usage, memory_by_role
+from zero.memory import Memory
 
 
 def printed(renderable: RenderableType, width: int = 80) -> list[str]:
@@ -89,6 +90,13 @@ def test_ranges(numbers, text):
 def test_line_tells_loss_rate_norm_speed_and_time_left():
     assert after(174, record(40)).line() == (
         "step  40/174  loss 2.4312  lr 2.9e-03  norm 0.81  12.3k tokens/s  0.50 s/step  left 1:07"
+    )
+
+
+def test_line_of_a_skipped_step_tells_why_it_has_no_norm():
+    assert after(174, skipped(40, loss=math.nan)).line() == (
+        "step  40/174  loss nan  lr 2.9e-03  skipped gradient not finite"
+        "  12.3k tokens/s  0.50 s/step  left 1:07"
     )
 
 
@@ -167,15 +175,49 @@ def test_result_has_losses_time_and_speed():
     ]
 
 
-def test_memory_has_least_median_most_and_the_rank_that_peaks():
-    peaks = {0: 300, 1: 500, 2: 400, 3: 2048}
-    ranks = [rank(r, peak_memory=mib * 2**20) for r, mib in peaks.items()]
-    assert cells(memory_table(ranks)) == [["host", "300 MiB", "450 MiB", "2.00 GiB", "3"]]
+def memory_rows(measured: list[Memory], *usage: Usage, expected: list[Memory] | None = None):
+    return cells(memory_table(memory_by_role(measured, expected or measured, usage)))
+
+
+def test_memory_has_expected_least_median_most_and_the_rank_that_peaks():
+    measured = [Memory(0, 0, 0, 0, state=mib * 2**20) for mib in (300, 500, 400, 2048)]
+    expected = [Memory(0, 0, 0, 0, state=2**30)] * 4
+    usage = [used(mib * 2**20) for mib in (310, 510, 410, 400)]
+    assert memory_rows(measured, *usage, expected=expected) == [
+        ["optimizer state", "1.00 GiB", "300 MiB", "450 MiB", "2.00 GiB", "3"],
+        ["total of these", "1.00 GiB", "300 MiB", "450 MiB", "2.00 GiB", "3"],
+        ["process peak", "310 MiB", "405 MiB", "510 MiB", "1"],
+    ]
+
+
+def test_memory_has_a_row_for_every_role_that_takes_any():
+    rows = memory_rows([Memory(*(2**20 * n for n in range(1, 6)))], used(2**30, 2**20))
+    assert [row[0] for row in rows] == [
+        "parameters",
+        "gradients",
+        "working buckets",
+        "master weights",
+        "optimizer state",
+        "total of these",
+        "process peak",
+        "device peak",
+    ]
+    assert max(map(cell_len, printed(memory_table(summary()["memory"])))) <= 80
+
+
+def test_memory_that_was_expected_but_not_taken_is_shown():
+    rows = memory_rows([Memory(0, 0, 0, 0, 0)], used(2**20), expected=[Memory(0, 0, 0, 64, 0)])
+    assert rows[0] == ["master weights", "64 B", "0 B", "0 B", "0 B", "0"]
 
 
 def test_memory_of_devices_is_shown_where_there_are_any():
-    rows = cells(memory_table([rank(r, peak_device_memory=r * 2**30) for r in range(3)]))
-    assert rows[1:] == [["device", "0 B", "1.00 GiB", "2.00 GiB", "2"]]
+    rows = memory_rows([Memory(0, 0, 0, 0, 0)] * 3, *(used(2**20, r * 2**30) for r in range(3)))
+    assert rows[1:] == [["device peak", "0 B", "1.00 GiB", "2.00 GiB", "2"]]
+
+
+def test_skipped_steps_are_counted_beside_the_others():
+    lines = printed(result_table(summary(skipped_steps=2), 5, "samples", "utf-8"))
+    assert lines[0].split(maxsplit=1)[1] == "4 of 5, 2 skipped"
 
 
 def test_traffic_is_the_sum_over_ranks_by_level():
@@ -220,7 +262,7 @@ def test_plain_text_neither_styles_nor_controls(text, encoding, shown):
     ],
 )
 def test_count(value, text):
-    assert display._count(value) == text
+    assert units.count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -228,7 +270,7 @@ def test_count(value, text):
     [(0, "0 B"), (512, "512 B"), (1023, "1.00 KiB"), (5 * 2**18, "1.25 MiB"), (2**60, "1024 PiB")],
 )
 def test_bytes(value, text):
-    assert display._bytes(value) == text
+    assert units.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -236,11 +278,11 @@ def test_bytes(value, text):
     [(0, "0:00"), (66.6, "1:07"), (3599.6, "1:00:00"), (43267, "12:01:07"), (360000, "100:00:00")],
 )
 def test_clock(seconds, text):
-    assert display._clock(seconds) == text
+    assert units.clock(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.0, "0 ms"), (0.01234, "12.3 ms"), (0.42, "0.42 s"), (75.0, "75.00 s")]
 )
 def test_short_time(seconds, text):
-    assert display._short_time(seconds) == text
+    assert units.short_time(seconds) == text

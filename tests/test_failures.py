@@ -52,6 +52,11 @@ class InfiniteGradient(Late):
         endless = next(model.parameters()).sum() * 0
         return Loss(loss.mean + (endless.abs() + 0).sqrt(), loss.count)
 
+class InEvaluation(LanguageModel):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss if model.training else Loss(loss.mean * float("inf"), loss.count)
+
 class OddWeights(Late):
     def broken(self, model, batch):
         with torch.no_grad():
@@ -109,7 +114,11 @@ def test_a_killed_rank_ends_the_job(folder):
     ("task", "said"),
     [
         ("NotANumber", "in step 2, the loss is nan on rank 1"),
-        ("InfiniteGradient", "in step 2, the gradient's norm is nan: not finite in embedding"),
+        (
+            "InfiniteGradient",
+            "in step 2, the gradient's norm is nan: not finite in embedding.weight, on rank 1",
+        ),
+        ("InEvaluation", "in evaluation, the loss is inf on rank 0, inf on rank 1"),
         ("OddWeights", "after step 2, the weights differ between ranks: rank 1 against"),
     ],
 )
@@ -123,6 +132,19 @@ def test_training_that_cannot_go_on_stops_and_says_why_once(folder, task, said):
     assert "Traceback" not in result.stderr
     assert summary(folder)["status"] == "failed"
     assert said in summary(folder)["error"]
+
+
+def test_a_step_that_cannot_be_made_is_skipped_if_asked_for(folder):
+    options = ["--optim.non-finite", "skip", "--zero.stage", "2", "--train.check-every", "1"]
+    result = completed(train(3, folder, "--task", "broken:NotANumber", *options))
+    lines = metrics(folder)
+    assert [line["skipped"] for line in lines] == [False, True, False, False, False, False]
+    assert lines[1]["loss"] is None
+    assert "grad_norm" not in lines[1]
+    assert summary(folder)["skipped_steps"] == 1
+    norm, loss = "the gradient's norm is nan", "the loss is nan on rank 1"
+    said = f"warning: in step 2, {norm} and {loss}: the step was skipped"
+    assert result.stderr.count(said) == 1, result.report()
 
 
 def test_a_model_that_differs_between_ranks_is_named_by_shape_and_rank(folder):
@@ -152,6 +174,7 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
         (["--task", "broken:os"], "'os' is not a class"),
         (["--optim.name", "AdamX"], "torch.optim has no such optimizer; nearest: Adam"),
         (["--zero.stage", "3"], "--zero.stage 3"),
+        (["--zero.stage", "1", "--optim.name", "Adafactor"], "Adafactor"),
         (["--comm.algorithm", "ring"], "--comm.algorithm ring"),
         (["--device", "cuda"], "torch sees no GPU here"),
         (["--run.dir", "corpus.txt/run"], "corpus.txt"),

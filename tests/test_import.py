@@ -13,15 +13,19 @@ ROOT = Path(__file__).parent.parent
 # A module may import those of lower layers, and a package's modules each other. Each stands in the
 # lowest layer that its imports allow, or higher where it is meant for those above only.
 LAYERS = [
-    {"zero.layout", "zero.collectives", "zero.share"}
-    | {"mntrain._version", "mntrain.config", "mntrain.interrupts", "mntrain.sameness"},
-    {"zero.replicas"}
+    {"zero.layout", "zero.collectives", "zero.share", "zero.views", "zero.hooks", "zero.groups"}
+    | {"mntrain._version", "mntrain.config", "mntrain.interrupts", "mntrain.sameness"}
+    | {"mntrain.precision", "mntrain.units"},
+    {"zero.replicas", "zero.precision", "zero.norms", "zero.objects", "zero.rollcall"}
     | {"mntrain.mpi", "mntrain.topology", "mntrain.data", "mntrain.options", "mntrain.optimizers"},
-    {"zero.buckets", "mntrain.device", "mntrain.failures", "mntrain.loader"},
-    {"zero.stages", "mntrain.collectives", "mntrain.stats"},
-    {"zero.optimizer", "mntrain.tasks", "mntrain.display"},
-    {"zero", "mntrain.world", "mntrain.report"},
-    {"mntrain", "mntrain.trainer"},
+    {"zero.gradients", "zero.owned", "zero.parameters"}
+    | {"mntrain.device", "mntrain.failures", "mntrain.loader"},
+    {"zero.buckets", "zero.stages", "zero.memory", "zero.state", "zero.blame"}
+    | {"mntrain.collectives", "mntrain.agreement"},
+    {"zero.optimizer", "mntrain.tasks", "mntrain.stats"},
+    {"zero", "mntrain.world", "mntrain.display"},
+    {"mntrain", "mntrain.report", "mntrain.means", "mntrain.results"},
+    {"mntrain.trainer"},
     {"mntrain.__main__"},
 ]
 

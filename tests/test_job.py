@@ -21,7 +21,8 @@ PHASES = ["data", "forward", "backward", "reduce_wait", "optimizer"]
 
 
 def test_a_run_leaves_its_records(tmp_path):
-    result = completed(train(4, tmp_path, "--comm.ranks-per-node", "2", "--train.eval-every", "4"))
+    options = ["--comm.ranks-per-node", "2", "--train.eval-every", "4", "--zero.stage", "2"]
+    result = completed(train(4, tmp_path, *options))
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     wanted = ["step", "loss", "lr", "grad_norm", "clip_coef", "samples", "tokens_per_s", "step_s"]
@@ -29,14 +30,24 @@ def test_a_run_leaves_its_records(tmp_path):
     assert all(sum(line[phase] for phase in PHASES) <= line["step_s"] for line in lines)
     assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
     whole = summary(tmp_path)
-    assert (whole["status"], whole["steps"]) == ("completed", 6)
+    assert (whole["status"], whole["steps"], whole["skipped_steps"]) == ("completed", 6, 0)
     assert whole["final_loss"] == lines[-1]["loss"]
     assert whole["eval_loss"] == lines[-1]["eval_loss"]
     assert (whole["world"]["size"], whole["world"]["nodes"]) == (4, 2)
     assert [rank["node"] for rank in whole["ranks"]] == [0, 0, 1, 1]
     assert all(rank["peak_memory"] > 50e6 for rank in whole["ranks"])
     assert all(rank["node_bytes"] > 0 and rank["cross_bytes"] > 0 for rank in whole["ranks"])
+    memory = whole["memory"]
+    assert memory["process_peak"]["least"] > 50e6
+    for role in ("parameters", "gradients", "state", "total"):
+        sizes = memory[role]
+        assert 0 < sizes["least"] <= sizes["median"] <= sizes["most"]
+        assert sizes["expected"] > 0
+    # Adam keeps two numbers for every parameter, and a rank has a fourth of them.
+    assert memory["state"]["most"] < 0.6 * memory["parameters"]["least"]
     assert "4 ranks on 2 nodes of 2" in result.stdout
+    assert "zero: stage 2, by element; precision fp32" in result.stdout
+    assert "optimizer state" in result.stdout
     assert "\nsample\n" in result.stdout
     assert result.stdout.strip().endswith(str(tmp_path / "run"))
 
@@ -66,14 +77,15 @@ def test_the_resolved_configuration_runs_again_the_same_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, ["--train.micro-batch-size", "10"]),
-        (2, ["--comm.algorithm", "flat"]),
-        (3, ["--comm.ranks-per-node", "2", "--comm.algorithm", "lanes"]),
-        (4, ["--comm.ranks-per-node", "2", "--comm.algorithm", "leader"]),
-        (4, ["--comm.ranks-per-node", "2", "--comm.bucket-mb", "0.01", "--data.workers", "1"]),
+        (1, ["--zero.stage", "2", "--train.micro-batch-size", "10"]),
+        (2, ["--zero.stage", "1", "--comm.algorithm", "flat"]),
+        (3, ["--zero.stage", "2", "--comm.ranks-per-node", "2", "--comm.algorithm", "lanes"]),
+        (4, ["--zero.stage", "0", "--comm.ranks-per-node", "2", "--comm.algorithm", "leader"]),
+        (4, ["--zero.stage", "1", "--comm.ranks-per-node", "2", "--zero.partition", "parameter"]),
+        (4, ["--zero.stage", "2", "--comm.bucket-mb", "0.01", "--data.workers", "1"]),
     ],
 )
-def test_losses_do_not_depend_on_the_ranks(tmp_path, ranks, options):
+def test_losses_depend_neither_on_the_ranks_nor_on_the_stage(tmp_path, ranks, options):
     # 57 training windows in batches of 10: shares differ, and every sixth batch has 7 samples.
     shared = ["--train.batch-size", "10", "--train.steps", "8"]
     completed(train(ranks, tmp_path, *shared, *options, "--train.check-every", "1"))
@@ -91,6 +103,22 @@ def test_bf16_follows_fp32(tmp_path):
     completed(train(2, tmp_path, "--train.precision", "bf16"))
     assert losses(tmp_path) == pytest.approx(losses_alone(), rel=0.02)
     assert losses(tmp_path) != losses_alone()
+
+
+@pytest.mark.parametrize("precision", ["bf16-pure", "fp16"])
+def test_the_model_learns_in_16_bits(tmp_path, precision):
+    options = ["--train.precision", precision, "--zero.stage", "2", "--train.steps", "40"]
+    completed(train(2, tmp_path, *options, "--train.check-every", "20"))
+    values = losses(tmp_path)
+    assert values[-2] < 0.75 * values[0]
+    # Two bytes a parameter, and four for the half of them that a rank owns.
+    memory = summary(tmp_path)["memory"]
+    assert memory["master"]["most"] == pytest.approx(memory["parameters"]["most"], rel=0.01)
+    # Only the loss scale, which begins too large, may have cost some steps.
+    lines = metrics(tmp_path)
+    skipped = [line["step"] for line in lines if line["skipped"]]
+    assert len(skipped) == summary(tmp_path)["skipped_steps"]
+    assert bool(skipped) == (precision == "fp16")
 
 
 def test_a_compiled_model_follows_the_plain_one(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from mntrain.config import CommConfig, Config, DataConfig, OptimConfig, TrainConfig
+from mntrain.config import CommConfig, Config, DataConfig, OptimConfig, TrainConfig, ZeroConfig
 from mntrain.options import parse
 
 
@@ -25,6 +25,10 @@ def test_no_options_give_the_defaults():
         (["--train.compile", "--train.no-compile"], Config()),
         (["--train.steps", "5", "--train.steps", "6"], Config(train=TrainConfig(steps=6))),
         (["--train.precision", "bf16"], Config(train=TrainConfig(precision="bf16"))),
+        (["--train.precision", "bf16-pure"], Config(train=TrainConfig(precision="bf16-pure"))),
+        (["--optim.non-finite", "skip"], Config(optim=OptimConfig(non_finite="skip"))),
+        (["--zero.stage", "2"], Config(zero=ZeroConfig(stage=2))),
+        (["--zero.partition", "parameter"], Config(zero=ZeroConfig(partition="parameter"))),
         (["--optim.lr", "1e-5"], Config(optim=OptimConfig(lr=1e-5))),
         (["--optim.max-grad-norm", "none"], Config(optim=OptimConfig(max_grad_norm=None))),
         (["--comm.ranks-per-node", "2"], Config(comm=CommConfig(ranks_per_node=2))),
@@ -45,7 +49,7 @@ def test_options_of_the_command_line(argv, expected):
         ),
         (
             "--train.precision fp8",
-            "--train.precision fp8: must be one of fp32, bf16; "
+            "--train.precision fp8: must be one of fp32, bf16, bf16-pure, fp16; "
             "give the dtype the model computes in",
         ),
         (
@@ -80,9 +84,18 @@ def test_options_of_the_command_line(argv, expected):
             "give the norm that gradients are clipped to",
         ),
         (
-            "--zero.stage 2",
-            "--zero.stage 2: must be 0; "
-            "give the stage of ZeRO that this version has (0: nothing is sharded)",
+            "--zero.stage 3",
+            "--zero.stage 3: must be 0 or 1 or 2; give the stage of ZeRO",
+        ),
+        (
+            "--zero.partition layer",
+            "--zero.partition layer: must be one of element, parameter; "
+            "give the way shards are cut",
+        ),
+        (
+            "--optim.non-finite ignore",
+            "--optim.non-finite ignore: must be one of stop, skip; "
+            "give the answer to a gradient with an infinity or a NaN",
         ),
         ("--run.dir=", "--run.dir '': must be a path or none; give the folder for the run's files"),
         (
@@ -159,4 +172,5 @@ def test_help_lists_every_option_with_its_default_and_examples(capsys):
                 assert f"--{section.name}.{option.name.replace('_', '-')}" in out
     assert "mpirun -n 4 python -m mntrain --config run.toml" in out
     assert "FLOAT|none" in out
+    assert "1: the optimizer's state. 2: gradients too." in " ".join(out.replace("│", " ").split())
     assert "(default: 200)" in out

@@ -17,6 +17,7 @@ from mntrain.config import (
     OptimConfig,
     RunConfig,
     TrainConfig,
+    ZeroConfig,
 )
 from mntrain.options import parse, to_toml
 
@@ -46,6 +47,7 @@ CONFIGS = st.builds(
         lr=FLOATS | COUNTS,
         weight_decay=FLOATS,
         max_grad_norm=st.none() | FLOATS,
+        non_finite=st.sampled_from(["stop", "skip"]),
         warmup_steps=COUNTS,
         min_lr_fraction=FRACTIONS,
     ),
@@ -56,7 +58,7 @@ CONFIGS = st.builds(
         micro_batch_size=COUNTS,
         eval_every=COUNTS,
         eval_samples=COUNTS,
-        precision=st.sampled_from(["fp32", "bf16"]),
+        precision=st.sampled_from(["fp32", "bf16", "bf16-pure", "fp16"]),
         compile=st.booleans(),
         check_every=COUNTS,
     ),
@@ -65,6 +67,11 @@ CONFIGS = st.builds(
         algorithm=st.sampled_from(["auto", "lanes", "leader", "flat", "naive"]),
         bucket_mb=FLOATS,
         ranks_per_node=st.none() | COUNTS,
+    ),
+    zero=st.builds(
+        ZeroConfig,
+        stage=st.sampled_from([0, 1, 2]),
+        partition=st.sampled_from(["element", "parameter"]),
     ),
     run=st.builds(RunConfig, dir=PATHS, seed=st.integers(0, 2**32 - 1)),
 )

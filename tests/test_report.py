@@ -12,7 +12,17 @@ import sys
 import termios
 
 import pytest
-from reports import console, finished, places, record, reporting, run_steps, screen, summary
+from reports import (
+    console,
+    finished,
+    places,
+    record,
+    reporting,
+    run_steps,
+    screen,
+    skipped,
+    summary,
+)
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -31,6 +41,7 @@ def start(reporter: Reporter, where: list[Place], model: str = "lm: 0.83 M param
         thread_level="multiple",
         topology="4 ranks on 2 nodes of 2",
         algorithm="lanes",
+        zero="zero: stage 2, by element; precision bf16-pure",
         model=model,
     )
 
@@ -80,12 +91,13 @@ def test_both_reporters_have_the_same_methods(tmp_path):
 # Where the ranks run
 
 
-def test_start_tells_library_thread_level_topology_algorithm_and_model(tmp_path):
+def test_start_tells_model_topology_algorithm_library_thread_level_stage_and_precision(tmp_path):
     on = console(False)
     with reporting(tmp_path, on) as reporter:
         start(reporter, places(4, 2))
     facts = "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)"
-    assert on.file.getvalue().splitlines()[:2] == ["lm: 0.83 M parameters", facts]
+    sharding = "zero: stage 2, by element; precision bf16-pure"
+    assert on.file.getvalue().splitlines()[:3] == ["lm: 0.83 M parameters", facts, sharding]
 
 
 # Steps in a log
@@ -139,6 +151,18 @@ def test_loss_that_is_not_finite_is_shown(tmp_path, loss, terminal):
     lines = screen(on)
     assert f"step 2  eval loss {loss}" in lines
     assert any(f"loss {loss}  " in line for line in lines)
+
+
+@pytest.mark.parametrize("loss", [1.25, math.nan])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_skipped_step_says_so_and_why(tmp_path, loss, terminal):
+    on = console(terminal)
+    with reporting(tmp_path, on) as reporter:
+        reporter.step(record(1))
+        reporter.step(skipped(2, loss=loss))
+    shown = "\n".join(screen(on))
+    assert "skipped gradient not finite" in shown
+    assert f"loss {'nan' if math.isnan(loss) else '1.2500'}" in shown
 
 
 def test_dumb_terminal_and_one_without_utf8_get_a_log(tmp_path):
@@ -310,8 +334,12 @@ def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory(tm
     shown = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in lines[2:7])
     assert shown == expected
     assert lines[1] == "completed"
-    assert {"peak memory", "sent"} < {line.partition("  ")[0] for line in lines}
+    assert {"memory of a rank", "sent"} < {line.partition("  ")[0] for line in lines}
     assert lines[-1] == "runs/" + "long/" * 30
+
+
+def test_statistics_count_skipped_steps(tmp_path):
+    assert "steps       4 of 4, 3 skipped" in finished(tmp_path, skipped_steps=3)
 
 
 @pytest.mark.parametrize(("loss", "text"), [(None, "-"), (math.nan, "nan"), (1e-7, "1.000e-07")])

@@ -6,7 +6,7 @@ import math
 import os
 
 import pytest
-from reports import console, finished, rank, record, reporting, run_steps, summary
+from reports import console, finished, rank, record, reporting, run_steps, skipped, summary
 
 from mntrain.report import make_reporter
 
@@ -44,6 +44,17 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     assert line["metrics"]["b"] == 1.0
     written = strict((tmp_path / "summary.json").read_text())
     assert written["final_loss"] is written["ranks"][0]["share"] is None
+
+
+def test_skipped_step_is_json_without_what_it_has_not(tmp_path):
+    with reporting(tmp_path, console(False)) as reporter:
+        reporter.step(record(1))
+        reporter.step(skipped(2, loss=math.inf))
+    done, left_out = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert done.keys() - left_out.keys() == {"grad_norm", "clip_coef", "clipped_norm"}
+    assert (done["skipped"], left_out["skipped"]) == (False, True)
+    assert left_out["loss"] is None
+    assert left_out["lr"] == done["lr"]
 
 
 def test_step_after_close_raises(tmp_path):

@@ -56,7 +56,10 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the loss of one collated micro-batch, which is already on the model's device."""
+        """Return the loss of one collated micro-batch, which is already on the model's device.
+
+        With 16-bit parameters its floating-point tensors are in the model's dtype.
+        """
 
     def sample(self, model: nn.Module) -> str | None:
         """Return a text to show when training has ended, or None. Called on one rank only."""

@@ -235,7 +235,15 @@ def test_what_one_ranks_optimizer_refuses_all_refuse(world):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("name", "usual", "other"), [("stage", 0, 1), ("max_grad_norm", 1.0, None)]
+    ("name", "usual", "other"),
+    [
+        ("stage", 0, 1),
+        ("partition", "element", "parameter"),
+        ("max_grad_norm", 1.0, None),
+        ("norm_type", 2.0, 1.0),
+        ("non_finite", "stop", "skip"),
+        ("loss_scale", None, "dynamic"),
+    ],
 )
 def test_optimizers_that_differ_are_refused_by_all_ranks(world, name, usual, other):
     given = {name: other if world.rank == LAST else usual}
@@ -245,6 +253,20 @@ def test_optimizers_that_differ_are_refused_by_all_ranks(world, name, usual, oth
 
 def test_an_unknown_stage_is_refused(world):
     assert "3" in refusal(world.optimizer, two_layers(), stage=3, **SGD)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("partition", "layer"),
+        ("norm_type", 0),
+        ("non_finite", "ignore"),
+        ("loss_scale", -1.0),
+    ],
+)
+def test_what_an_optimizer_cannot_do_is_refused(world, name, bad):
+    said = refusal(world.optimizer, two_layers(), **{name: bad}, **SGD)
+    assert repr(bad) in said
 
 
 def test_a_tensor_of_another_model_in_a_group_is_refused(world):

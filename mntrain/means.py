@@ -1,0 +1,54 @@
+"""Exact means over all ranks, of what each of them tallied."""
+
+import math
+from dataclasses import dataclass
+
+from mntrain.failures import TrainingStoppedError
+from mntrain.stats import Tally
+from mntrain.world import World
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means over the items of all ranks: the same on every rank."""
+
+    loss: float
+    metrics: dict[str, float]  # the task's further means
+    count: int  # items that the means are over, at least 1
+    flagged: bool  # whether any rank raised its flag
+    odd: str  # where the loss is not finite: "nan on rank 1"; nothing where it is
+
+
+class MeansOverRanks:
+    """Makes means of tallies; all ranks make one, and call it alike.
+
+    Ranks agree on the names of a task's metrics in the first call, so that a rank without a sample
+    of its own knows them too.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._names: list[str] | None = None
+
+    def __call__(self, tally: Tally, where: str, flag: bool = False) -> Means:
+        """Means of everyone's tally. Collective.
+
+        `flag` travels along, so that asking whether any rank raised it takes no message more.
+        Raises TrainingStoppedError, which says `where`, when no rank has tallied anything.
+        """
+        if self._names is None:
+            everyone = self._world.gather(tally.names())
+            self._names = sorted({name for names in everyone for name in names})
+        mine = tally.sums(self._names)
+        *sums, count, flags = self._world.sum([*mine, tally.count, flag])
+        if not count:
+            raise TrainingStoppedError(
+                f"{where}, no rank has anything to take a mean over", self._world.rank
+            )
+        means = {name: total / count for name, total in zip(self._names, sums, strict=True)}
+        loss, odd = means.pop("loss"), ""
+        if not math.isfinite(loss):
+            losses = self._world.gather(mine[self._names.index("loss")])
+            found = [f"{one} on rank {r}" for r, one in enumerate(losses) if not math.isfinite(one)]
+            odd = ", ".join(found) or f"{loss} over all ranks"
+        return Means(loss, means, int(count), flags > 0, odd)

@@ -1,0 +1,67 @@
+"""What is told of a run at its start and at its end."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mntrain.config import Config
+from mntrain.stats import StepRecord, memory_by_role
+from mntrain.world import World
+from zero.optimizer import ZeroOptimizer
+
+
+def introduction(world: World, config: Config, model: nn.Module) -> dict[str, str]:
+    """What runs where and how, for `Reporter.start`. Local."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    zero = config.zero
+    sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
+    return {
+        "library": world.library.name,
+        "thread_level": world.library.threads,
+        "topology": str(world.topology),
+        "algorithm": world.algorithm,
+        "zero": f"zero: {sharding}; precision {config.train.precision}",
+        "model": f"{config.task}: {count / 1e6:.2f} M parameters",
+    }
+
+
+def summary(
+    world: World,
+    optimizer: ZeroOptimizer,
+    *,
+    status: str,
+    last: StepRecord | None,
+    skipped_steps: int,
+    items: int,
+    seconds: float,
+    run_dir: Path,
+) -> dict[str, Any]:
+    """What summary.json holds of a run that trained on `items` until step `last`. Collective."""
+    usage = world.usage()
+    memory = world.gather((optimizer.memory(), optimizer.expected_memory()))
+    measured, expected = zip(*memory, strict=True)
+    return {
+        "status": status,
+        "steps": last.step if last else 0,
+        "skipped_steps": skipped_steps,
+        "final_loss": last.loss if last else None,
+        "eval_loss": last.eval_loss if last else None,
+        "eval_metrics": last.eval_metrics if last else None,
+        "wall_s": seconds,
+        "tokens_per_s": items / seconds,
+        "run_dir": str(run_dir),
+        "world": {
+            "size": world.size,
+            "nodes": len(world.topology.nodes),
+            "topology": str(world.topology),
+            "algorithm": world.algorithm,
+            "library": world.library.name,
+        },
+        "memory": memory_by_role(measured, expected, usage),
+        "ranks": [
+            {**asdict(place), **asdict(used)}
+            for place, used in zip(world.places, usage, strict=True)
+        ],
+    }
