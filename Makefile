@@ -52,7 +52,9 @@ gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 bench: $(VENV)/.ready-dev
-	$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[peers$(if $(WHEEL),$(COMMA)$(WHEEL))]"
+	$(BIN)/python benchmarks/all_reduce.py
+	$(BIN)/python benchmarks/zero.py
 
 clean:
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

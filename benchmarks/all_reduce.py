@@ -36,7 +36,8 @@ def main() -> int:
     if reason := available():
         sys.exit(f"all_reduce.py: emulated nodes cannot be made here: {reason}")
     ranks = [int(number) for number in given.ranks.split(",")]
-    command = [sys.executable, str(HERE / "ranks_all_reduce.py"), "--repeats", str(given.repeats)]
+    command = [sys.executable, str(HERE / "ranks" / "all_reduce.py")]
+    command += ["--repeats", str(given.repeats)]
     command += ["--mib", *map(str, given.mib)]
     with Cluster(ranks=ranks, link=given.link) as cluster:
         line, environment = cluster.mpirun(command)
