@@ -36,7 +36,7 @@ def spiral(per_arm: int = 500) -> TensorDataset:
 loader = DataLoader(spiral(), batch_size=50, shuffle=True)  # global batches: 50 samples a step
 with mntrain.init() as world:
     model = Net().to(world.device)
-    optimizer = world.optimizer(model, torch.optim.AdamW, lr=3e-3, stage=0, max_grad_norm=1.0)
+    optimizer = world.optimizer(model, torch.optim.AdamW, lr=3e-3, stage=2, max_grad_norm=1.0)
     for epoch in range(20):
         for batch in world.shard(loader):
             loss = model([tensor.to(world.device) for tensor in batch])

@@ -409,4 +409,7 @@ def test_a_group_of_known_names_is_refused(mode):
         optimizer.add_param_group({"params": [("0.weight", nn.Parameter(torch.ones(2)))]})
     with pytest.raises(ValueError, match="names"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    elsewhere = nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match=r"different devices \(far not on cpu\)"):
+        optimizer.add_param_group({"params": [("far", elsewhere)]})
     train(model, optimizer, inputs(1))

@@ -164,6 +164,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         named = by_name([group])
         if known := [name for name in named if name in self._named]:
             raise ValueError(f"the optimizer has parameters named {', '.join(known)} already")
+        if far := [name for name, p in named.items() if p.device != self._owned.device]:
+            raise ValueError(
+                f"parameters lie on different devices ({', '.join(far)} not on "
+                f"{self._owned.device}): move the model to one"
+            )
         self._stage.settle()
         if named:
             self._lay(named)
