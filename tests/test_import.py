@@ -17,8 +17,9 @@ LAYERS = [
     | {"mntrain._version", "mntrain.config", "mntrain.interrupts", "mntrain.sameness"}
     | {"mntrain.precision", "mntrain.units"},
     {"zero.replicas", "zero.precision", "zero.norms", "zero.objects", "zero.rollcall"}
+    | {"zero.gradients"}
     | {"mntrain.mpi", "mntrain.topology", "mntrain.data", "mntrain.options", "mntrain.optimizers"},
-    {"zero.gradients", "zero.owned", "zero.parameters"}
+    {"zero.held", "zero.passing", "zero.owned", "zero.parameters"}
     | {"mntrain.device", "mntrain.failures", "mntrain.loader"},
     {"zero.buckets", "zero.stages", "zero.memory", "zero.state", "zero.blame"}
     | {"mntrain.collectives", "mntrain.agreement"},

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -92,6 +93,11 @@ def needs_whole_parameters(optimizer_class: Callable[..., torch.optim.Optimizer]
     known = {name.lower() for name in NEED_WHOLE_PARAMETERS}
     names = [kind.__name__ for kind in getattr(optimizer_class, "__mro__", [])]
     return next((name for name in names if name.lower() in known), None)
+
+
+def is_positive(value: object) -> bool:
+    """Whether a user gave a number above 0, infinity included; True is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
 
 
 def check_partition(

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.gradients import held_bytes, working_bytes
 from zero.groups import check_partition
+from zero.held import held_bytes
 from zero.layout import MIB, Bucket, Piece, Spec, plan_buckets
+from zero.passing import working_bytes
 from zero.precision import needs_master
 from zero.views import nbytes
 

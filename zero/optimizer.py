@@ -20,6 +20,7 @@ from zero.groups import (
     check_partition,
     difference,
     hyperparameters,
+    is_positive,
     named_groups,
     unnamed,
 )
@@ -105,9 +106,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         if non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {non_finite!r}: choose stop or skip")
-        if not norm_type > 0:
+        if not is_positive(norm_type):
             raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        if max_grad_norm is not None and not is_positive(max_grad_norm):
             raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
         self._collectives = collectives
         self._make_inner, self._stage_number = partial(optimizer_class, **kwargs), stage

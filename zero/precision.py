@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zero.groups import is_positive
 from zero.views import nbytes
 
 # Source of the dynamic scale and of its defaults: Micikevicius et al., "Mixed Precision Training",
@@ -43,7 +44,7 @@ class LossScale:
     def __init__(self, setting: float | Literal["dynamic"] | None) -> None:
         fixed = 1.0 if setting is None else setting
         self.dynamic = setting == "dynamic"
-        if not self.dynamic and not (isinstance(fixed, int | float) and 0 < fixed < math.inf):
+        if not self.dynamic and not (is_positive(fixed) and math.isfinite(float(fixed))):
             raise ValueError(
                 f'loss_scale is {setting!r}: give None, "dynamic", or a finite number above 0'
             )

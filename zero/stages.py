@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.gradients import Gradients, Held, Passing
+from zero.gradients import Gradients
+from zero.held import Held
 from zero.layout import Bucket
 from zero.parameters import FlatParameters, Gathers
+from zero.passing import Passing
 
 
 class Stage(Protocol):
@@ -143,7 +145,7 @@ STAGES: dict[int, type[Replicated | ShardedState]] = {
 
 def make_stage(stage: int, collectives: Collectives, model: nn.Module | None) -> Stage:
     """The policy of a stage. ValueError for one that does not exist."""
-    if stage not in STAGES:
+    if type(stage) is not int or stage not in STAGES:
         known = ", ".join(map(str, STAGES))
         raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
     return STAGES[stage](collectives, model)

@@ -99,3 +99,25 @@ def give_up(item: pytest.Item, limit: float) -> None:
     faulthandler.dump_traceback(file=sys.__stdout__, all_threads=True)
     time.sleep(GRACE)
     exit_with_error()
+
+
+# For tests of training; a module of other worlds has a fixture of the same name of its own.
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    from oracle import keep_worlds  # it imports MPI, which the collecting session has no use for
+
+    yield from keep_worlds()
+
+
+@pytest.fixture
+def world(worlds):
+    return worlds()
+
+
+@pytest.fixture
+def make(world):
+    from oracle import make_optimizers
+
+    yield from make_optimizers(world)

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from oracle import ADAMW, OWN, keep_worlds, modes
+from oracle import ADAMW, OWN, modes
 from test_cost import ITEM, bill, cut, less, nodes_of, sent, usage
 from torch import nn
 from worlds import EVERY_WORLD, RANKS, VIRTUAL
@@ -19,11 +19,6 @@ WIDE = 2  # fp64 elements, counted in those of 4 bytes
 # Small all-reduces of fp64 numbers: that a rank goes on or is done (with its weight, its divisor
 # and the parameters that it misses), and the norm.
 ROLL_CALL, NORM = 4, 1
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    yield from keep_worlds()
 
 
 class Vectors(nn.Module):

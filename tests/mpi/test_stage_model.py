@@ -15,9 +15,7 @@ from oracle import (
     Alone,
     assert_parity,
     init,
-    keep_worlds,
     loss_of,
-    make_optimizers,
     mine,
     modes,
     samples,
@@ -36,21 +34,6 @@ RANK = MPI.COMM_WORLD.rank
 DELAY = 0.005  # seconds: much more than it takes to read a parameter
 
 sharded = pytest.mark.parametrize("stage", [1, 2])
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    yield from keep_worlds()
-
-
-@pytest.fixture
-def world(worlds):
-    return worlds()
-
-
-@pytest.fixture
-def make(world):
-    yield from make_optimizers(world)
 
 
 @pytest.fixture

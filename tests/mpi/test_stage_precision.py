@@ -13,9 +13,7 @@ from oracle import (
     SGD,
     Alone,
     assert_parity,
-    keep_worlds,
     loss_of,
-    make_optimizers,
     mine,
     modes,
     samples,
@@ -32,21 +30,6 @@ pytestmark = pytest.mark.mpi
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    yield from keep_worlds()
-
-
-@pytest.fixture
-def world(worlds):
-    return worlds()
-
-
-@pytest.fixture
-def make(world):
-    yield from make_optimizers(world)
 
 
 # Gradients that are not finite.

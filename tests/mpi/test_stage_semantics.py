@@ -18,9 +18,7 @@ from oracle import (
     SGD,
     Alone,
     assert_parity,
-    keep_worlds,
     loss_of,
-    make_optimizers,
     mine,
     modes,
     rows,
@@ -38,21 +36,6 @@ pytestmark = pytest.mark.mpi
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1
 WORLDS = [("naive", None), ("leader", 2), ("lanes", 3)]
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    yield from keep_worlds()
-
-
-@pytest.fixture
-def world(worlds):
-    return worlds()
-
-
-@pytest.fixture
-def make(world):
-    yield from make_optimizers(world)
 
 
 # Micro-batches and shares.

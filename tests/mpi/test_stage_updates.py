@@ -6,28 +6,13 @@ import pytest
 import torch
 from handmade import Decaying, Lamb, Lion
 from models import net
-from oracle import Alone, assert_parity, keep_worlds, make_optimizers, train
+from oracle import Alone, assert_parity, train
 from torch import nn
 from worlds import refusal
 
 pytestmark = pytest.mark.mpi
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    yield from keep_worlds()
-
-
-@pytest.fixture
-def world(worlds):
-    return worlds()
-
-
-@pytest.fixture
-def make(world):
-    yield from make_optimizers(world)
 
 
 ELEMENTWISE = {

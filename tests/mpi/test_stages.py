@@ -20,7 +20,6 @@ from oracle import (
     STAGES,
     Alone,
     assert_parity,
-    keep_worlds,
     loss_of,
     mine,
     rows,
@@ -99,11 +98,6 @@ GRID = covering(list(FACTORS.values()))
 def title(row):
     (algorithm, layout), (stage, partition), *others = row
     return "-".join(map(str, [algorithm, layout or "one", stage, partition, *others]))
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    yield from keep_worlds()
 
 
 def test_the_grid_holds_every_pair_of_choices():

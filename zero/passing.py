@@ -1,0 +1,174 @@
+"""Gradients that pass through working tensors to their owners: stage 2."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero.collectives import Collectives, Work
+from zero.gradients import Reduce, scaled
+from zero.layout import Bucket, Entry
+from zero.precision import needs_master
+from zero.views import nbytes, view
+
+# Working tensors besides one for every dtype: one is filled while another is reduced.
+IN_FLIGHT = 1
+
+
+class Passing:
+    """A few working tensors, which all buckets take turns in; only this rank's shards stay.
+
+    A gradient is copied into its bucket's working tensor as it arrives, and `parameter.grad` is
+    None again. With the reduction over, this rank's shard is added to what it keeps, and another
+    bucket takes the working tensor. Backward waits when all are in flight. When all are being
+    filled, as happens where parameters without a gradient hold up the order, one more is made.
+
+    Of one micro-batch the 16-bit sum is kept as it came; of several, the sum of sums in fp32.
+    """
+
+    def __init__(self, collectives: Collectives, reduce: Reduce) -> None:
+        self._collectives, self._reduce = collectives, reduce
+        self._slot = collectives.slot(collectives.rank)
+        self._parameters: dict[str, Parameter] = {}
+        self._buckets: list[Bucket] = []
+        self._kept: list[Tensor | None] = []
+        # Working tensors, as bytes: with who has arrived in them, with what to wait for, or free.
+        self._filling: dict[int, tuple[Tensor, set[str]]] = {}
+        self._flying: deque[tuple[int, Tensor, Work]] = deque()
+        self._free: list[Tensor] = []
+        self._usual = 0  # bytes of a working tensor, but that for a giant
+        self.peak_kept = self.working = 0
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """See `Gradients.add`."""
+        self._parameters.update(parameters)
+        self._buckets.extend(buckets)
+        self._kept.extend(None for _ in buckets)
+        device = next(iter(parameters.values())).device
+        self._free, self.working = [], 0
+        for size in working_bytes(self._buckets):
+            self._make_room(size, device)
+        self._usual = nbytes(self._free[0])
+        for parameter in parameters.values():
+            parameter.grad = None
+
+    def arrive(self, index: int, entry: Entry) -> None:
+        """See `Gradients.arrive`."""
+        parameter = self._parameters[entry.spec.name]
+        if parameter.grad is None:
+            return
+        if index not in self._filling:
+            self._filling[index] = self._room_for(index), set()
+        room, arrived = self._filling[index]
+        mine = view(self._flat(index, room), entry.start, parameter)
+        gradient = parameter.grad.to_dense()
+        if entry.spec.name in arrived:
+            mine.add_(gradient)
+        else:
+            mine.copy_(gradient)
+        arrived.add(entry.spec.name)
+        parameter.grad = None
+
+    def has_stray(self, index: int, entry: Entry) -> bool:
+        """See `Gradients.has_stray`; takes it in."""
+        stray = self._parameters[entry.spec.name].grad is not None
+        self.arrive(index, entry)
+        return stray
+
+    def launch(self, index: int, scale: float) -> Tensor:
+        """See `Gradients.launch`."""
+        if index not in self._filling:
+            self._filling[index] = self._room_for(index), set()
+        room, arrived = self._filling.pop(index)
+        flat = self._flat(index, room)
+        for entry in self._buckets[index].entries:
+            if entry.spec.name not in arrived:
+                flat[entry.start : entry.stop].zero_()
+        taint = scaled(flat, scale)
+        self._flying.append((index, room, self._reduce(self._buckets[index], flat)))
+        return taint
+
+    def finish(self) -> None:
+        """See `Gradients.finish`."""
+        while self._flying:
+            self._land()
+
+    def kept(self, index: int) -> Tensor:
+        """See `Gradients.kept`: memory of its own."""
+        kept = self._kept[index]
+        if kept is None:  # no rank had a micro-batch
+            low, high = self._buckets[index].shard(self._slot)
+            device = self._free[0].device
+            kept = torch.zeros(high - low, dtype=self._buckets[index].dtype, device=device)
+            self._kept[index] = kept
+        return kept
+
+    def widened(self, index: int) -> Tensor:
+        """See `Gradients.widened`."""
+        kept = self.kept(index)
+        if needs_master(kept.dtype):
+            self._kept[index] = kept = kept.float()
+            self._note_peak()
+        return kept
+
+    def zero(self) -> None:
+        """See `Gradients.zero`. Gives the memory back."""
+        self.finish()
+        self._free.extend(room for room, _ in self._filling.values())
+        self._filling.clear()
+        self._kept = [None for _ in self._buckets]
+
+    def _land(self) -> None:
+        """Wait for the oldest reduction, and keep this rank's shard of it."""
+        index, room, work = self._flying.popleft()
+        work.wait()
+        shard = self._flat(index, room)[slice(*self._buckets[index].shard(self._slot))]
+        kept = self._kept[index]
+        if kept is None:
+            self._kept[index] = shard.clone()
+        else:
+            self._kept[index] = (kept.float() if needs_master(kept.dtype) else kept).add_(shard)
+        self._note_peak()
+        self._free.append(room)
+
+    def _room_for(self, index: int) -> Tensor:
+        """A working tensor for a bucket; its content is undefined."""
+        bucket = self._buckets[index]
+        giant = bucket.nbytes > self._usual
+        while not (fitting := [r for r in self._free if (nbytes(r) > self._usual) == giant]):
+            if self._flying:
+                self._land()
+            else:
+                device = self._parameters[bucket.entries[0].spec.name].device
+                size = working_bytes(self._buckets)[-1] if giant else self._usual
+                self._make_room(size, device)
+        room = fitting[0]
+        self._free = [other for other in self._free if other is not room]
+        return room
+
+    def _flat(self, index: int, room: Tensor) -> Tensor:
+        bucket = self._buckets[index]
+        return room[: bucket.nbytes].view(bucket.dtype)
+
+    def _make_room(self, size: int, device: torch.device) -> None:
+        self._free.append(self._collectives.allocate(size, torch.uint8, device))
+        self.working += size
+
+    def _note_peak(self) -> None:
+        held = sum(nbytes(kept) for kept in self._kept if kept is not None)
+        self.peak_kept = max(self.peak_kept, held)
+
+
+def working_bytes(buckets: Sequence[Bucket]) -> list[int]:
+    """Sizes of the working tensors of `Passing`: all alike, and last one for giants, if any.
+
+    Buckets of several dtypes fill at a time, so there is one for each, and one in flight besides. A
+    giant is a bucket more than twice as large as would fill those.
+    """
+    sizes = sorted((bucket.nbytes for bucket in buckets), reverse=True)
+    count = min(len(sizes), len({bucket.dtype for bucket in buckets}) + IN_FLIGHT)
+    usual = next(size for size in sizes if size <= 2 * sizes[count - 1])
+    giants = [size for size in sizes if size > usual]
+    return [usual] * min(count, len(sizes) - len(giants)) + giants[:1]
