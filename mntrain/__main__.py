@@ -1,11 +1,15 @@
-"""The command line: `python -m mntrain [train] [options]`."""
+"""The command line: `python -m mntrain [train | bench] [options]`."""
 
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from mntrain import options
 from mntrain._version import __version__
+from mntrain.bench import options as bench_options
+
+T = TypeVar("T")
 
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 """Where launchers tell a process its rank. Slurm's comes last: mpirun inside a job inherits it."""
@@ -39,24 +43,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(words: Sequence[str], talks: bool) -> int:
     """Train; collective over the ranks that the launcher started."""
+    job = _parsed(options.parse, words, talks, _ALSO)
+    from mntrain.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
+
+    return _with_all_ranks(lambda: run(job), talks)
+
+
+def _bench(words: Sequence[str], talks: bool) -> int:
+    """Measure the collectives; collective as above."""
+    asked = _parsed(bench_options.parse, words, talks)
+    from mntrain.bench.run import run  # noqa: PLC0415 - as above
+
+    return _with_all_ranks(lambda: run(asked, words), talks)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {"train": _train, "bench": _bench}
+_ALSO = """
+another command:
+  python -m mntrain bench
+      measure the collectives of this cluster; it has a --help of its own"""
+
+
+def _parsed(parse: Callable[..., T], words: Sequence[str], talks: bool, also: str = "") -> T:
+    """Return what `parse` makes of the words; `also` follows its help."""
     try:
-        job = options.parse(words, print_errors=talks)
+        return parse(words, print_errors=talks)
     except SystemExit as end:
         if end.code:
             _let_talk(os.environ)
+        elif talks and also:
+            print(also)
         raise
-    from mntrain.mpi import SilentSingletonsError  # noqa: PLC0415 - as below
-    from mntrain.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
+
+
+def _with_all_ranks(run: Callable[[], int], talks: bool) -> int:
+    """Run a job; where the launcher's ranks do not see each other, say so instead."""
+    from mntrain.mpi import SilentSingletonsError  # noqa: PLC0415 - as above
 
     try:
-        return run(job)
+        return run()
     except SilentSingletonsError as error:
         if talks:
             print(f"mntrain: error: {error}", file=sys.stderr)
         return 2
-
-
-_COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {"train": _train}
 
 
 def _let_talk(environment: Mapping[str, str]) -> None:

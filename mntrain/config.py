@@ -154,6 +154,20 @@ class CommConfig(_Checked):
         Literal["auto", "lanes", "leader", "flat", "naive"],
         Option("all-reduce algorithm. auto: chosen for the machine."),
     ] = "auto"
+    tune: Annotated[
+        bool,
+        Option(
+            "choice to time the algorithms at the start, for auto. It takes up to about 2 s, and "
+            "what is found is kept in a cache. no-tune: auto is lanes."
+        ),
+    ] = True
+    wire_dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        Option(
+            "dtype in which gradients travel between nodes. Sums accumulate in fp32; 16 bits halve "
+            "the bytes; parameters travel as they are."
+        ),
+    ] = "fp32"
     bucket_mb: Annotated[float, Option("size of a gradient bucket in MiB.", above=0)] = 25.0
     ranks_per_node: Annotated[
         int | None, Option("number of ranks of a virtual node. none: nodes as they are.", least=1)

@@ -5,7 +5,7 @@ buffer on a side stream:
 
     caller's stream   ... backward fills the bucket | E1 |  goes on with backward        | wait E2
     side stream                              wait E1 | copy to host |      | copy back | E2 |
-    communication thread                                    sync    | MPI |
+    communication thread                                    asks    | MPI |
 """
 
 from typing import Any, Protocol
@@ -19,8 +19,10 @@ from zero.collectives import Done, Work
 class Loan(Protocol):
     """A tensor on its way through a collective."""
 
-    def fetch(self) -> Tensor:
-        """The tensor's content in host memory. On the communication thread."""
+    host: Tensor  # the content in host memory, once it is here
+
+    def here(self) -> bool:
+        """Whether the content is in host memory. Asks for it, and does not wait."""
 
     def give_back(self) -> Work:
         """Bring what is in host memory back to the tensor. On the communication thread.
@@ -33,11 +35,11 @@ class InPlace:
     """A tensor that lies in host memory: MPI works on it directly."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self.host = tensor
 
-    def fetch(self) -> Tensor:
-        """See `Loan.fetch`."""
-        return self._tensor
+    def here(self) -> bool:
+        """See `Loan.here`."""
+        return True
 
     def give_back(self) -> Work:
         """See `Loan.give_back`."""
@@ -45,15 +47,14 @@ class InPlace:
 
 
 class PinnedStaging:
-    """The pinned buffer and the side stream of one CUDA device.
+    """Pinned buffers and the side stream of one CUDA device.
 
-    Loans are fetched and given back one at a time, by the one communication thread, so one buffer
-    serves them all; it grows to the largest tensor.
+    As many buffers as loans were under way at a time, each as large as the largest it has held.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._free: list[Tensor] = []
 
     def lend(self, tensor: Tensor) -> Loan:
         """Start a loan of a flat CUDA tensor, as it is after the work now on the current stream."""
@@ -61,41 +62,55 @@ class PinnedStaging:
         ready.record(torch.cuda.current_stream(tensor.device))
         return StagedLoan(self, tensor, ready)
 
-    def host(self, like: Tensor) -> Tensor:
-        """Pinned memory of a tensor's shape and dtype: the same memory at every call."""
-        nbytes = like.numel() * like.element_size()
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._buffer[:nbytes].view(like.dtype)
+    def take(self, nbytes: int) -> Tensor:
+        """A pinned buffer of at least so many bytes. On the communication thread, as `put`."""
+        fitting = [buffer for buffer in self._free if len(buffer) >= nbytes]
+        if not fitting:
+            if self._free:
+                self._free.pop()
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        best = min(fitting, key=len)
+        self._free = [buffer for buffer in self._free if buffer is not best]
+        return best
+
+    def put(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self._free.append(buffer)
 
 
 class StagedLoan:
-    """A CUDA tensor that goes through its device's pinned buffer."""
+    """A CUDA tensor that goes through a pinned buffer of its device."""
 
     def __init__(self, staging: PinnedStaging, tensor: Tensor, ready: torch.cuda.Event) -> None:
         self._staging, self._tensor, self._ready = staging, tensor, ready
-        self._host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
 
-    def fetch(self) -> Tensor:
-        """See `Loan.fetch`."""
-        stream = self._staging.stream
-        self._host = self._staging.host(self._tensor)
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._ready)
-            self._host.copy_(self._tensor, non_blocking=True)
-        stream.synchronize()
-        return self._host
+    def here(self) -> bool:
+        """See `Loan.here`."""
+        if self._copied is None:
+            nbytes = self._tensor.numel() * self._tensor.element_size()
+            self._buffer = self._staging.take(nbytes)
+            self.host = self._buffer[:nbytes].view(self._tensor.dtype)
+            self._copied = self._on_stream(self._ready, self.host, self._tensor)
+        return bool(self._copied.query())
 
     def give_back(self) -> Work:
         """See `Loan.give_back`."""
-        assert self._host is not None
-        stream = self._staging.stream
-        back = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            self._tensor.copy_(self._host, non_blocking=True)
-            back.record(stream)
-        self._tensor.record_stream(stream)
+        back = self._on_stream(None, self._tensor, self.host)
+        self._tensor.record_stream(self._staging.stream)
+        # Its next user copies into it on the same stream, and so after this copy out of it.
+        self._staging.put(self._buffer)
         return StreamOrder(back, self._tensor.device)
+
+    def _on_stream(self, after: torch.cuda.Event | None, to: Tensor, source: Tensor) -> Any:
+        """Copy on the side stream; the event of its end."""
+        stream, done = self._staging.stream, torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            to.copy_(source, non_blocking=True)
+            done.record(stream)
+        return done
 
 
 class StreamOrder:

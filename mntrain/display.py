@@ -185,6 +185,14 @@ def traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def overlap(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """How long communication was under way on the median rank, and how long a rank waited."""
+    busy = statistics.median(rank["communication_s"] for rank in ranks)
+    waited = statistics.median(rank["exposed_s"] for rank in ranks)
+    share = f" ({waited / busy:.0%})" if busy else ""
+    return f"communication under way {busy:.1f} s, of which exposed {waited:.1f} s{share}"
+
+
 def evaluation(loss: float | None, metrics: Mapping[str, float] | None) -> str:
     """An evaluation's loss and further means, whose names stay as they came."""
     return "  ".join([units.number(loss), *(f"{k} {v:.4g}" for k, v in (metrics or {}).items())])

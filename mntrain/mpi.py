@@ -6,6 +6,7 @@ for `start`.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
 
 # MPI-3 counts are 32-bit ints: a longer message goes as several of this many bytes.
 MESSAGE_BYTES = 1 << 30
-# A waiting rank asks MPI at once, this many seconds long; then it sleeps between questions, so
-# that the core computes for somebody who does not wait.
+TAGS = 1 << 15  # that every MPI has
+_libc = ctypes.CDLL(None)
+# Somebody who has nothing else to do asks MPI again and again for so long; then, or who has a
+# thread that computes, sleeps between questions.
 EAGER_S = 100e-6
-SLEEP_S = (20e-6, 500e-6)
+SLEEP_S = (20e-6, 1e-3)
+PACE_S = 4 * SLEEP_S[1]
 
 
 class SilentSingletonsError(RuntimeError):
@@ -59,6 +63,11 @@ class Communicator:
         self.traffic = Traffic()
         self.levels: Sequence[str] = ["cross"] * self.size
 
+    @property
+    def as_mpi4py(self) -> MPI.Comm:
+        """The MPI communicator itself, for who measures MPI. Not to be freed."""
+        return self._comm
+
     def exchange(
         self, sends: Iterable[tuple[int, Bytes]], receives: Iterable[tuple[int, Bytes]]
     ) -> None:
@@ -69,20 +78,22 @@ class Communicator:
         """
         incoming = [self.receive(peer, data) for peer, data in receives]
         outgoing = [self.send(peer, data) for peer, data in sends]
-        for flight in (*incoming, *outgoing):
-            flight.wait()
+        Flight.of(*incoming, *outgoing).wait()
 
-    def send(self, peer: int, data: Bytes) -> Flight:
-        """Start sending bytes to a peer. The buffer is lent until the flight is waited for."""
+    def send(self, peer: int, data: Bytes, tag: int = 0) -> Flight:
+        """Start sending bytes to a peer. The buffer is lent until the flight is over.
+
+        `tag` is from 0 to TAGS - 1: a message meets the receive of its own tag.
+        """
         requests = []
         for part in _messages(data):
             self.traffic.count(self.levels[peer], part.nbytes)
-            requests.append(self._comm.Isend(part, peer))
+            requests.append(self._comm.Isend(part, peer, tag))
         return Flight(requests)
 
-    def receive(self, peer: int, data: Bytes) -> Flight:
+    def receive(self, peer: int, data: Bytes, tag: int = 0) -> Flight:
         """Start receiving exactly data.nbytes bytes from a peer into data."""
-        return Flight([self._comm.Irecv(part, peer) for part in _messages(data)])
+        return Flight([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everyone's object, by rank, on every rank. Collective, blocking; for small things."""
@@ -115,18 +126,57 @@ class Flight:
     def __init__(self, requests: Sequence[MPI.Request]) -> None:
         self._requests = list(requests)
 
+    @classmethod
+    def of(cls, *flights: Flight) -> Flight:
+        """Several flights as one."""
+        return cls([request for flight in flights for request in flight._requests])
+
+    def over(self) -> bool:
+        """Whether all messages have arrived, or left. Gives MPI a chance to move them."""
+        if self._requests and type(self._requests[0]).Testall(self._requests):
+            self._requests.clear()
+        return not self._requests
+
     def wait(self) -> None:
-        """Return when all have arrived, or left. Sleeps while there is nothing to do."""
-        if not self._requests:
-            return
-        testall = type(self._requests[0]).Testall
-        start = time.perf_counter()
-        pause = SLEEP_S[0]
-        while not testall(self._requests):
-            if time.perf_counter() - start > EAGER_S:
-                time.sleep(pause)
-                pause = min(2 * pause, SLEEP_S[1])
-        self._requests.clear()
+        """Return when the flight is over. Sleeps while there is nothing to do."""
+        patience = Patience()
+        while not self.over():
+            pause(patience.delay())
+
+
+def pause(seconds: float) -> None:
+    """Sleep; for no time, let another thread or process that is ready have the core.
+
+    Lets go of Python's lock. (A sleep of 0 s would take some 100 us, for it sets a timer.)
+    """
+    if seconds:
+        time.sleep(seconds)
+    else:
+        _libc.sched_yield()
+
+
+class Patience:
+    """How long to sleep before the next question, so that waiting costs others little.
+
+    A part of the time that the last answers took, and of the time waited for this one.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._pace = 0.0  # seconds between the last answers, the latest counting most
+
+    def reset(self) -> None:
+        """Note that something has happened."""
+        now = time.perf_counter()
+        self._pace += (min(now - self._since, PACE_S) - self._pace) / 4
+        self._since = now
+
+    def delay(self, eager_s: float = EAGER_S) -> float:
+        """Seconds to sleep now: none so soon after something has happened."""
+        waited = time.perf_counter() - self._since
+        if waited < eager_s:
+            return 0.0
+        return min(max(self._pace / 4, waited / 8, SLEEP_S[0]), SLEEP_S[1])
 
 
 def _messages(data: Bytes) -> list[Bytes]:

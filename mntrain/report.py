@@ -23,6 +23,7 @@ from mntrain.display import (
     Progress,
     evaluation,
     memory_table,
+    overlap,
     place_table,
     plain,
     result_table,
@@ -60,10 +61,16 @@ class Reporter:
         thread_level: str,
         topology: str,
         algorithm: str,
+        tuning: str,
+        concern: str,
         zero: str,
         model: str,
     ) -> None:
-        """Show what runs where. `places` is by rank; the rest are texts such as "MPICH 5.0.2"."""
+        """Show what runs where. `places` is by rank; the rest are texts such as "MPICH 5.0.2".
+
+        `tuning` says why it is this algorithm, `concern` what keeps the job slow; both may be
+        empty.
+        """
 
     def step(self, record: StepRecord) -> None:
         """Show a step, and append it to metrics.jsonl. Raises RuntimeError once closed."""
@@ -114,12 +121,18 @@ class ConsoleReporter(Reporter):
         thread_level: str,
         topology: str,
         algorithm: str,
+        tuning: str,
+        concern: str,
         zero: str,
         model: str,
     ) -> None:
         """See `Reporter.start`."""
         self._say(model, "bold")
         self._say(f"{topology}, {algorithm}, {library} (thread level {thread_level})")
+        if tuning:
+            self._say(f"auto: {tuning}")
+        if concern:
+            self._say(f"warning: {concern}", "yellow")
         self._say(zero)
         self._apart(place_table(places, self._console.encoding))
 
@@ -152,6 +165,7 @@ class ConsoleReporter(Reporter):
         self._console.print(result_table(summary, steps, unit, self._console.encoding))
         if summary["ranks"]:
             self._apart(memory_table(summary["memory"]), traffic_table(summary["ranks"]))
+            self._say(overlap(summary["ranks"]))
         self._say(str(summary["run_dir"]))
         self.close()
         _write_whole(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")

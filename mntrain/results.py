@@ -1,5 +1,6 @@
 """What is told of a run at its start and at its end."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ from torch import nn
 
 from mntrain.config import Config
 from mntrain.stats import StepRecord, memory_by_role
+from mntrain.topology import Topology
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
 
 def introduction(world: World, config: Config, model: nn.Module) -> dict[str, str]:
-    """What runs where and how, for `Reporter.start`. Local."""
+    """What runs where and how, for `Reporter.start`. Collective."""
     count = sum(parameter.numel() for parameter in model.parameters())
     zero = config.zero
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
@@ -22,9 +24,32 @@ def introduction(world: World, config: Config, model: nn.Module) -> dict[str, st
         "thread_level": world.library.threads,
         "topology": str(world.topology),
         "algorithm": world.algorithm,
+        "tuning": world.tuning,
+        "concern": without_memory(world.gather(world.collectives.why_messages), world.topology),
         "zero": f"zero: {sharding}; precision {config.train.precision}",
         "model": f"{config.task}: {count / 1e6:.2f} M parameters",
     }
+
+
+def without_memory(said: Sequence[str], topology: Topology) -> str:
+    """Which nodes' ranks share no memory, why, and what to do; empty where all do. Pure.
+
+    `said` is by rank: why not, or an empty text.
+    """
+    nodes: dict[str, set[int]] = {}
+    for rank, why in enumerate(said):
+        if why:
+            nodes.setdefault(why, set()).add(topology.node(rank))
+    if not nodes:
+        return ""
+    reasons = "; ".join(
+        f"node{'s' * (len(where) > 1)} {', '.join(map(str, sorted(where)))}: {why}"
+        for why, where in nodes.items()
+    )
+    return (
+        f"ranks of a node share no memory and send each other messages instead, which is slower "
+        f"({reasons}). Run all ranks of a node as one user, in one container, with memory to spare"
+    )
 
 
 def summary(
@@ -57,6 +82,7 @@ def summary(
             "nodes": len(world.topology.nodes),
             "topology": str(world.topology),
             "algorithm": world.algorithm,
+            "tuning": world.tuning,
             "library": world.library.name,
         },
         "memory": memory_by_role(measured, expected, usage),

@@ -78,6 +78,8 @@ class StepRecord:
     backward: float
     reduce_wait: float
     optimizer: float
+    communication: float  # seconds in which a collective was under way, on the master
+    exposed: float  # and in which the master waited for one: what did not overlap
     metrics: dict[str, float]  # the task's further means
     skipped: bool = False  # because the gradient was not finite
     eval_loss: float | None = None  # of an evaluation made after this step
@@ -110,6 +112,8 @@ class Usage:
     node_bytes: int
     cross_messages: int  # sent to other nodes
     cross_bytes: int
+    communication_s: float  # in which a collective was under way
+    exposed_s: float  # in which the rank waited for one
 
 
 def memory_by_role(

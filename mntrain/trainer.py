@@ -44,6 +44,8 @@ def run(config: Config) -> int:
             algorithm=config.comm.algorithm,
             bucket_mb=config.comm.bucket_mb,
             ranks_per_node=config.comm.ranks_per_node,
+            tune=config.comm.tune,
+            wire_dtype=config.comm.wire_dtype,
         ) as world:
             return Trainer(world, config).fit()
     except AgreedError as error:
@@ -149,6 +151,7 @@ class Trainer:
         have to queue behind them.
         """
         start, phases = time.perf_counter(), Phases()
+        busy_s, waited_s = self._world.collectives.busy_s, self._world.collectives.waited_s
         with phases("data"):
             micro_batches = next(self._batches)
         tally = Tally()
@@ -184,6 +187,8 @@ class Trainer:
             tokens_per_s=means.count / seconds,
             step_s=seconds,
             **cast(dict[str, Any], phases.seconds),
+            communication=self._world.collectives.busy_s - busy_s,
+            exposed=self._world.collectives.waited_s - waited_s,
             metrics=means.metrics,
             skipped=update.skipped,
         )

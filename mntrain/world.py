@@ -5,14 +5,15 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
 
-from mntrain import agreement, device, mpi
-from mntrain.collectives import ALGORITHMS, Groups, WorldCollectives, choose
+from mntrain import agreement, device, mpi, tuning
+from mntrain.collectives import Table, WorldCollectives
 from mntrain.collectives.progress import Progress
 from mntrain.failures import AgreedError, Watch
 from mntrain.loader import Shard, shard
@@ -27,59 +28,86 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The arguments of `init` that every rank gives alike, but for the device."""
+
+    device: str
+    algorithm: str
+    bucket_mb: float
+    ranks_per_node: int | None
+    tune: bool
+    wire_dtype: str
+
+
+# The dtypes in which gradients travel between nodes; None: as they are.
+WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class World:
     """All ranks of a job. Made by `init`, by all ranks together; close it with `with`.
 
     Attributes, all of them local facts: `rank`, `size`; `local_rank`, `local_size` within the node
     group; `cross_rank`, `cross_size` within the cross group (the ranks with this local rank, one
     a node); `device`; `topology`; `collectives`, which satisfies `zero.Collectives`; `algorithm`,
-    the name of the one in use; `places`, where every rank runs; `library`, the MPI.
+    the name of the one that moves full buckets; `tuning`, where it was left to this program, what
+    it chose and why, in a line; `places`, where every rank runs; `library`, the MPI.
     """
 
-    def __init__(
-        self,
-        comm: "MPI.Intracomm | None",
-        device_name: str,
-        algorithm: str,
-        bucket_mb: float,
-        ranks_per_node: int | None,
-    ) -> None:
+    def __init__(self, comm: "MPI.Intracomm | None", wanted: Wanted) -> None:
         self._world, self.library = mpi.start(comm)
         self.rank, self.size = self._world.rank, self._world.size
         self._watch = Watch(self.rank, self.size, socket.gethostname())
         self._watch.install()
         self._progress = Progress()
-        self._groups: Groups | None = None
+        self._node: mpi.Communicator | None = None
         self._optimizers: list[ZeroOptimizer] = []
         try:
-            self._settle(device_name, algorithm, bucket_mb, ranks_per_node)
+            self._settle(wanted)
         except AgreedError as error:
             self._leave(error)
             raise
 
-    def _settle(
-        self, device_name: str, algorithm: str, bucket_mb: float, ranks_per_node: int | None
-    ) -> None:
+    def _settle(self, wanted: Wanted) -> None:
         """Find out who is where, and with what. Collective."""
         hosts = self._world.node_keys()
         on_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         with self.agreement():
-            self.algorithm = choose(algorithm)
-            self.topology = Topology.from_hosts(hosts, ranks_per_node)
-            self.device = device.pick(device_name, on_host.index(self.rank))
-            if not 1 / MIB <= bucket_mb < math.inf:
-                raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must hold at least one byte")
-            self._bucket_bytes = int(bucket_mb * MIB)
-        self._expect_same(algorithm=algorithm, bucket_mb=bucket_mb, ranks_per_node=ranks_per_node)
-        self._groups = groups = _groups(self._world, self.topology)
-        self.local_rank, self.local_size = groups.node.rank, groups.node.size
-        self.cross_rank, self.cross_size = groups.cross.rank, groups.cross.size
+            chosen = "lanes" if wanted.algorithm == "auto" else wanted.algorithm
+            table = Table.always(chosen)
+            self.topology = Topology.from_hosts(hosts, wanted.ranks_per_node)
+            self.device = device.pick(wanted.device, on_host.index(self.rank))
+            if not 1 / MIB <= wanted.bucket_mb < math.inf:
+                raise ValueError(
+                    f"bucket_mb is {wanted.bucket_mb}: a bucket must hold at least one byte"
+                )
+            if wanted.wire_dtype not in WIRE_DTYPES:
+                raise ValueError(
+                    f"wire_dtype {wanted.wire_dtype!r} is unknown: choose {', '.join(WIRE_DTYPES)}"
+                )
+            self._bucket_bytes = int(wanted.bucket_mb * MIB)
+            self._wire_dtype = WIRE_DTYPES[wanted.wire_dtype]
+        self._expect_same(**{**asdict(wanted), "device": None})  # devices may differ
+        my_node = self.topology.node(self.rank)
+        self.local_rank = self.topology.local_rank(self.rank)
+        self.local_size = len(self.topology.node_group(self.rank))
+        cross_group = self.topology.cross_group(self.rank)
+        self.cross_rank, self.cross_size = cross_group.index(self.rank), len(cross_group)
+        self._node = node = self._world.split(my_node, self.local_rank, "node")
+        here = self.topology.node_group(self.rank)
+        self._world.levels = ["node" if rank in here else "cross" for rank in range(self.size)]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._share_cores(on_host)
-        self.collectives = WorldCollectives(
-            self.rank, self.size, ALGORITHMS[self.algorithm](groups), self._progress
-        )
+        self.collectives = self._progress.call(
+            lambda: WorldCollectives(self._world, node, self.topology, self._progress)
+        ).wait()
+        self.tuning = ""
+        if wanted.algorithm == "auto" and self.size > 1:
+            tuned = self._tuned(node) if wanted.tune else tuning.untuned()
+            table, self.tuning = tuned.table, tuned.line
+        self.collectives.table = table
+        self.algorithm = table.of(self._bucket_bytes).algorithm
         self.places: list[Place] = self.gather(
             Place(
                 self.rank,
@@ -141,6 +169,7 @@ class World:
                 buffers=list(model.buffers()),
                 order=[name for name, _ in model.named_parameters()],
                 model=model,
+                wire_dtype=self._wire_dtype,
                 **shared,
                 **kwargs,
             )
@@ -161,7 +190,7 @@ class World:
 
     def gather(self, mine: T) -> list[T]:
         """Everyone's object, by rank, on every rank. Collective; for small picklable things."""
-        return self._progress.submit(lambda: self._world.gather_objects(mine)).wait()
+        return self._progress.call(lambda: self._world.gather_objects(mine)).wait()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in fp64. Collective; every rank gives as many values."""
@@ -199,6 +228,8 @@ class World:
                 traffic.bytes["node"],
                 traffic.messages["cross"],
                 traffic.bytes["cross"],
+                self.collectives.busy_s,
+                self.collectives.waited_s,
             )
         )
 
@@ -207,9 +238,8 @@ class World:
         for optimizer in self._optimizers:
             optimizer.close()
         self._progress.close()
-        if self._groups is not None:
-            self._groups.node.free()
-            self._groups.cross.free()
+        if self._node is not None:
+            self._node.free()
         self._world.free()
         self._watch.uninstall()
 
@@ -245,6 +275,16 @@ class World:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
         agreement.expect_same(self.gather(values), self.rank)
 
+    def _tuned(self, node: mpi.Communicator) -> tuning.Tuning:
+        """What `auto` is here. Collective."""
+        return tuning.tune(
+            tuning.Rig(self._world, node, self.topology, self._progress, self.device),
+            library=self.library.name,
+            host=self._watch.host,
+            bucket_bytes=self._bucket_bytes,
+            shared=not any(self.gather(self.collectives.why_messages)),
+        )
+
     def _share_cores(self, on_host: list[int]) -> None:
         """Let torch compute with this rank's part of the host's cores, unless the user said."""
         mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -262,29 +302,23 @@ def init(
     algorithm: str = "auto",
     bucket_mb: float = 25.0,
     ranks_per_node: int | None = None,
+    tune: bool = True,
+    wire_dtype: str = "fp32",
 ) -> World:
     """Start MPI, if nobody has, and make a world of the ranks of `comm`: all ranks by default.
 
     Collective. `comm` is duplicated and stays the caller's. `device` is auto, cpu or cuda;
     `algorithm` is auto, lanes, leader, flat or naive; `bucket_mb` the size of a gradient bucket in
-    MiB; `ranks_per_node` makes virtual nodes of that many ranks.
+    MiB; `ranks_per_node` makes virtual nodes of that many ranks. With algorithm auto the candidates
+    are timed, which takes up to about two seconds and is kept in a cache; without `tune`, auto is
+    lanes. `wire_dtype` (fp32, bf16, fp16) is the dtype in which gradients travel between nodes, if
+    it is narrower than their own.
 
     Raises AgreedError (a ValueError) on all ranks for a bad argument on any, and
     mpi.SilentSingletonsError when the launcher started more ranks than MPI sees.
     """
-    return World(comm, device, algorithm, bucket_mb, ranks_per_node)
-
-
-def _groups(world: mpi.Communicator, topology: Topology) -> Groups:
-    my_node, my_local_rank = topology.node(world.rank), topology.local_rank(world.rank)
-    node = world.split(my_node, my_local_rank, "node")
-    cross = world.split(my_local_rank, my_node, "cross")  # by node: ranks may go another way
-    here = topology.node_group(world.rank)
-    world.levels = ["node" if rank in here else "cross" for rank in range(world.size)]
-    node.levels = ["node"] * node.size
-    cross.levels = ["cross"] * cross.size
-    node.traffic = cross.traffic = world.traffic
-    return Groups(topology, world, node, cross)
+    wanted = Wanted(device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype)
+    return World(comm, wanted)
 
 
 def _named_groups(

@@ -42,7 +42,7 @@ def record(step: int, **changes) -> StepRecord:
     fields = {"loss": 2.4312, "lr": 2.9e-3, "grad_norm": 0.81, "clip_coef": 1.0}
     fields |= {"clipped_norm": 0.81, "samples": 32, "tokens_per_s": 12300.0, "step_s": 0.5}
     fields |= {"data": 0.05, "forward": 0.1, "backward": 0.2, "reduce_wait": 0.05}
-    fields |= {"optimizer": 0.05, "metrics": {}}
+    fields |= {"optimizer": 0.05, "communication": 0.2, "exposed": 0.05, "metrics": {}}
     return StepRecord(step=step, **(fields | changes))
 
 
@@ -57,6 +57,7 @@ def rank(number: int, **changes) -> dict:
     fields = {"rank": number, "host": "n0", "node": 0, "local_rank": number, "device": "cpu"}
     fields |= {"threads": 1, "peak_memory": 2**20, "peak_device_memory": 0}
     fields |= {"node_messages": 0, "node_bytes": 0, "cross_messages": 0, "cross_bytes": 0}
+    fields |= {"communication_s": 2.0, "exposed_s": 0.5}
     return fields | changes
 
 
@@ -67,7 +68,7 @@ def skipped(step: int, **changes) -> StepRecord:
 
 
 def used(peak_memory: int, peak_device_memory: int = 0) -> Usage:
-    return Usage(peak_memory, peak_device_memory, 0, 0, 0, 0)
+    return Usage(peak_memory, peak_device_memory, 0, 0, 0, 0, 0.0, 0.0)
 
 
 def summary(**changes) -> dict:

@@ -9,20 +9,23 @@ from torch import nn
 
 from mntrain.loader import shard
 from zero import Solo, ZeroOptimizer
+from zero.share import Share
 
 WIDTH = 4
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket
 
 
 class Recording(Solo):
-    """Writes down each launch of a bucket, and each wait for one."""
+    """Writes down each launch of a bucket, and each wait for one; and what it allocates."""
 
     def __init__(self, log):
-        self.log = log
+        self.log, self.allocated = log, []
 
-    def all_reduce(self, tensor):
-        if tensor.dtype == torch.float64:  # the weight, not a bucket
-            return super().all_reduce(tensor)
+    def allocate(self, *arguments):
+        self.allocated.append(super().allocate(*arguments))
+        return self.allocated[-1]
+
+    def reduce_scatter(self, tensor, bounds=None, wire=None):
         address = tensor.data_ptr()
         self.log.append(("launch", address))
         return SimpleNamespace(wait=lambda: self.log.append(("wait", address)))
@@ -57,20 +60,26 @@ class Chain(nn.Module):
 
 
 class Chained(SimpleNamespace):
-    """A chain under an optimizer that records: `log`, `model`, `optimizer`, `buckets`."""
+    """A chain under an optimizer that records: `log`, `model`, `optimizer`, `buckets`.
+
+    At stage 1, which sums buckets in a world of one, too.
+    """
 
     def __init__(self, bucket_bytes=LAYER_BYTES, **options):
         log = []
         model = Chain(log, **options)
+        recording = Recording(log)
         optimizer = ZeroOptimizer(
             model.named_parameters(),
             torch.optim.SGD,
-            Recording(log),
+            recording,
+            stage=1,
             lr=0.1,
             bucket_bytes=bucket_bytes,
         )
-        # By layer, where its bucket starts: a layer's bias comes before its weight.
-        buckets = [layer.bias.grad.data_ptr() for layer in model.layers]
+        # By layer, where its bucket starts. Gradients are allocated after the parameters.
+        flats = recording.allocated[len(recording.allocated) // 2 :]
+        buckets = [flat.data_ptr() for flat in reversed(flats)]
         super().__init__(log=log, model=model, optimizer=optimizer, buckets=buckets)
 
     def loss(self):
@@ -80,12 +89,17 @@ class Chained(SimpleNamespace):
         return [self.buckets.index(address) for what, address in self.log if what == "launch"]
 
 
-def linear(value=1.0):
-    """One weight, whose gradient is the mean of the inputs."""
+def linear(stage=0):
+    """One weight of 1, whose gradient is the mean of the inputs."""
     model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, value)
-    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Solo(), lr=1.0)
+    nn.init.ones_(model.weight)
+    optimizer = ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, Solo(), stage=stage, lr=1.0
+    )
     return model, optimizer
+
+
+stages = pytest.mark.parametrize("stage", [0, 1])
 
 
 def mean(model, *inputs):
@@ -143,40 +157,57 @@ def test_one_large_bucket_leaves_when_the_last_gradient_is_in():
     ]
 
 
-def test_gradients_are_views_into_what_the_collectives_allocated():
-    allocated = []
+def test_gradients_become_views_into_what_the_collectives_allocated():
+    chained = Chained(bucket_bytes=1 << 20)
+    assert all(p.grad is None for p in chained.model.parameters())
+    chained.loss().backward()
+    storages = {p.grad.untyped_storage().data_ptr() for p in chained.model.parameters()}
+    assert storages == set(chained.buckets)
 
-    class Allocating(Solo):
-        def allocate(self, *arguments):
-            allocated.append(super().allocate(*arguments))
-            return allocated[-1]
 
-    model = nn.Linear(WIDTH, WIDTH)
-    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Allocating())
-    storage = allocated[0].untyped_storage().data_ptr()
-    assert [p.grad.untyped_storage().data_ptr() for p in model.parameters()] == [storage] * 2
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_what_one_rank_alone_needs_is_not_allocated_by_all(order):
+    model, recording = Chain([], order), Recording([])
+    optimizer = ZeroOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        recording,
+        stage=2,
+        lr=0.1,
+        bucket_bytes=LAYER_BYTES,
+    )
+    count, working = len(recording.allocated), optimizer.memory().buckets
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+    assert len(recording.allocated) == count
+    # Backward fills all three before it has filled the one that is to leave first.
+    more = LAYER_BYTES if order == (2, 1, 0) else 0
+    assert optimizer.memory().buckets == working + more
 
 
 def test_gradients_come_back_into_their_bucket():
-    model, optimizer = linear()
+    model, optimizer = linear(stage=1)
+    mean(model, 3.0).backward()
     place = model.weight.grad.data_ptr()
+    optimizer.step()
     model.zero_grad(set_to_none=True)
     mean(model, 3.0).backward()
     assert model.weight.grad.data_ptr() == place
     optimizer.step()
-    assert model.weight.item() == 1.0 - 3.0
+    assert model.weight.item() == 1.0 - 3.0 - 3.0
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_leaves_zeros_in_the_buckets(set_to_none):
-    model, optimizer = linear()
-    place = model.weight.grad.data_ptr()
-    mean(model, 3.0).backward()
-    optimizer.step()
-    model.weight.grad = None
-    optimizer.zero_grad(set_to_none)
-    assert model.weight.grad.item() == 0.0
-    assert model.weight.grad.data_ptr() == place
+def test_zero_grad_leaves_none_or_zeros(stage, set_to_none):
+    model, optimizer = linear(stage)
+    for _ in range(2):
+        mean(model, 3.0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        gradient = model.weight.grad
+        assert gradient is None if set_to_none or stage == 2 else gradient.item() == 0.0
+    assert model.weight.item() == 1.0 - 3.0 - 3.0
 
 
 def test_no_sync_launches_nothing():
@@ -188,8 +219,9 @@ def test_no_sync_launches_nothing():
     assert chained.launches() == [2, 1, 0]
 
 
-def test_accumulated_micro_batches_are_those_of_torch():
-    model, optimizer = linear()
+@stages
+def test_accumulated_micro_batches_are_those_of_torch(stage):
+    model, optimizer = linear(stage)
     with optimizer.no_sync():
         mean(model, 3.0).backward()
     mean(model, 5.0).backward()
@@ -214,15 +246,26 @@ def test_no_sync_may_be_nested():
     assert chained.launches() == []
 
 
-def test_a_second_backward_in_a_step_is_refused():
-    model, _optimizer = linear()
+@stages
+def test_a_second_backward_in_a_step_is_refused(stage):
+    model, _optimizer = linear(stage)
     mean(model, 3.0).backward()
     with pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"):
         mean(model, 5.0).backward()
 
 
-def test_accumulating_into_a_bucket_in_flight_is_refused():
-    model, optimizer = linear()
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_second_backward_is_refused_before_the_bucket_has_left(stage):
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Solo(), stage=stage)
+    model[0](torch.ones(1, 1)).mean().backward()
+    with pytest.raises(RuntimeError, match=r"parameter 0\.(weight|bias) .* optimizer\.no_sync\(\)"):
+        model[0](torch.ones(1, 1)).mean().backward()
+
+
+@stages
+def test_accumulating_into_a_bucket_in_flight_is_refused(stage):
+    model, optimizer = linear(stage)
     mean(model, 3.0).backward()
     with (
         optimizer.no_sync(),
@@ -250,8 +293,9 @@ def test_synchronize_waits_once():
     assert [what for what, _ in chained.log].count("wait") == 3
 
 
-def test_each_step_is_the_mean_over_its_own_weight():
-    model, optimizer = linear()
+@stages
+def test_each_step_is_the_mean_over_its_own_weight(stage):
+    model, optimizer = linear(stage)
     mean(model, 3.0).backward()
     assert optimizer.step().weight == 1.0
     optimizer.zero_grad()
@@ -264,8 +308,9 @@ def test_each_step_is_the_mean_over_its_own_weight():
     assert model.weight.item() == 1.0 - 9.0
 
 
-def test_weighted_micro_batches_make_the_mean_over_all_samples():
-    model, optimizer = linear()
+@stages
+def test_weighted_micro_batches_make_the_mean_over_all_samples(stage):
+    model, optimizer = linear(stage)
     with optimizer.no_sync():
         optimizer.backward(mean(model, 1.0), weight=1)
     optimizer.backward(mean(model, 4.0, 5.0, 6.0), weight=3)
@@ -274,8 +319,9 @@ def test_weighted_micro_batches_make_the_mean_over_all_samples():
     assert model.weight.item() == 1.0 - 4.0
 
 
-def test_shares_of_micro_batches_add_up():
-    model, optimizer = linear()
+@stages
+def test_shares_of_micro_batches_add_up(stage):
+    model, optimizer = linear(stage)
     with optimizer.no_sync():
         optimizer.share(2)
         (mean(model, 1.0, 3.0) / 2).backward()
@@ -285,32 +331,36 @@ def test_shares_of_micro_batches_add_up():
     assert (result.grad_norm, result.weight) == (4.0, 4.0)
 
 
-def test_a_share_that_no_backward_followed_is_replaced():
-    model, optimizer = linear()
+@stages
+def test_a_share_that_no_backward_followed_is_replaced(stage):
+    model, optimizer = linear(stage)
     optimizer.share(7)
     optimizer.share(2)
     mean(model, 3.0).backward()
     assert optimizer.step().weight == 2.0
 
 
-def test_a_share_that_no_backward_followed_is_taken_back():
-    model, optimizer = linear()
+@stages
+def test_a_share_that_no_backward_followed_is_taken_back(stage):
+    model, optimizer = linear(stage)
     optimizer.share(7)
     optimizer.share(None)
     mean(model, 3.0).backward()
     assert optimizer.step().weight == 1.0
 
 
-def test_a_share_that_a_backward_followed_is_not_taken_back():
-    model, optimizer = linear()
+@stages
+def test_a_share_that_a_backward_followed_is_not_taken_back(stage):
+    model, optimizer = linear(stage)
     optimizer.share(7)
     mean(model, 3.0).backward()
     optimizer.share(None)
     assert optimizer.step().weight == 7.0
 
 
-def test_taking_back_the_last_share_leaves_those_before_it():
-    model, optimizer = linear()
+@stages
+def test_taking_back_the_last_share_leaves_those_before_it(stage):
+    model, optimizer = linear(stage)
     optimizer.share(3)
     with optimizer.no_sync():
         mean(model, 3.0).backward()
@@ -319,17 +369,19 @@ def test_taking_back_the_last_share_leaves_those_before_it():
     assert optimizer.step().weight == 3.0
 
 
-def test_a_share_outlives_zero_grad():
-    model, optimizer = linear()
+@stages
+def test_a_share_outlives_zero_grad(stage):
+    model, optimizer = linear(stage)
     optimizer.share(7)
     optimizer.zero_grad()
     mean(model, 3.0).backward()
     assert optimizer.step().weight == 7.0
 
 
+@stages
 @pytest.mark.parametrize("how", ["backward", "share"])
-def test_zero_grad_drops_the_weight_of_what_it_drops(how):
-    model, optimizer = linear()
+def test_zero_grad_drops_the_weight_of_what_it_drops(stage, how):
+    model, optimizer = linear(stage)
     for value in (100.0, 3.0):
         optimizer.zero_grad()
         with optimizer.no_sync():
@@ -342,8 +394,9 @@ def test_zero_grad_drops_the_weight_of_what_it_drops(how):
     assert (result.grad_norm, result.weight) == (3.0, 4.0)
 
 
-def test_an_evaluation_leaves_the_share_of_the_batch_alone():
-    model, optimizer = linear()
+@stages
+def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage):
+    model, optimizer = linear(stage)
 
     def batches(*sizes):
         return shard([torch.ones(n, 1) for n in sizes], 0, 1, 0, optimizer.share)
@@ -358,32 +411,36 @@ def test_an_evaluation_leaves_the_share_of_the_batch_alone():
         assert optimizer.step().weight == 3.0
 
 
-def test_backward_refuses_what_a_share_stands_for():
-    model, optimizer = linear()
+@stages
+def test_backward_refuses_what_a_share_stands_for(stage):
+    model, optimizer = linear(stage)
     optimizer.share(2)
     with pytest.raises(RuntimeError, match="two ways"):
         optimizer.backward(mean(model, 1.0), weight=2)
 
 
-def test_a_share_refuses_what_a_weighted_backward_stands_for():
-    model, optimizer = linear()
+@stages
+def test_a_share_refuses_what_a_weighted_backward_stands_for(stage):
+    model, optimizer = linear(stage)
     with optimizer.no_sync():
         optimizer.backward(mean(model, 1.0), weight=2)
     with pytest.raises(RuntimeError, match="two ways"):
         optimizer.share(2)
 
 
+@stages
 @pytest.mark.parametrize("count", [-1, math.nan, math.inf])
-def test_a_share_that_is_no_count_is_refused(count):
-    model, optimizer = linear()
+def test_a_share_that_is_no_count_is_refused(stage, count):
+    model, optimizer = linear(stage)
     with pytest.raises(ValueError, match=str(count)):
         optimizer.share(count)
     with pytest.raises(ValueError, match=str(count)):
         optimizer.backward(mean(model, 1.0), weight=count)
 
 
-def test_a_mean_over_no_samples_adds_nothing():
-    model, optimizer = linear()
+@stages
+def test_a_mean_over_no_samples_adds_nothing(stage):
+    model, optimizer = linear(stage)
     with optimizer.no_sync():
         optimizer.backward(mean(model), weight=0)
     optimizer.backward(mean(model, 3.0), weight=2)
@@ -391,9 +448,10 @@ def test_a_mean_over_no_samples_adds_nothing():
     assert (result.grad_norm, result.weight) == (3.0, 2.0)
 
 
+@stages
 @pytest.mark.parametrize("how", ["backward", "share"])
-def test_a_step_over_no_samples_is_refused_and_changes_nothing(how):
-    model, optimizer = linear()
+def test_a_step_over_no_samples_is_refused_and_changes_nothing(stage, how):
+    model, optimizer = linear(stage)
     if how == "backward":
         optimizer.backward(mean(model), weight=0)
     else:
@@ -405,3 +463,85 @@ def test_a_step_over_no_samples_is_refused_and_changes_nothing(how):
     optimizer.zero_grad()
     mean(model, 3.0).backward()
     assert optimizer.step().grad_norm == 3.0
+
+
+def test_a_mean_that_needs_no_division_is_not_written_again():
+    model, optimizer = linear()
+    for weight in (3, 8, 8):
+        optimizer.zero_grad()
+        optimizer.share(weight)
+        mean(model, 3.0).backward()
+        gradient = model.weight.grad
+        version = gradient._version
+        optimizer.step()
+        assert model.weight.grad is gradient
+        assert gradient.item() == 3.0
+    assert gradient._version == version  # the unit is that of the step before: 8 of 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1000])
+def test_the_unit_is_near_what_all_ranks_had(ranks):
+    share = Share(ranks)
+    for usual in (1, 5, 4096):
+        share.reset(usual)
+        assert share.unit <= ranks * usual < 2 * share.unit
+        assert math.frexp(share.unit)[0] == 0.5
+
+
+def test_a_rank_that_counts_as_one_is_scaled_by_its_part_from_the_first_step():
+    assert Share(4).scale == 1 / 4
+    assert Share(1).scale == 1.0
+
+
+def test_in_fp16_addends_are_of_the_size_of_means():
+    class Many(Solo):
+        size, slot = 4, lambda self, rank: rank
+
+    for dtype, unit in ((torch.float16, 1.0), (torch.bfloat16, 4.0), (torch.float32, 4.0)):
+        model = nn.Linear(1, 1, bias=False).to(dtype)
+        nn.init.ones_(model.weight)
+        optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Many())
+        model(torch.ones(1, 1, dtype=dtype)).mean().backward()
+        assert model.weight.grad.item() == 1.0 / unit
+        optimizer.close()
+
+
+# The wire.
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("own", "wire", "given"),
+    [
+        (torch.float32, None, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float32, torch.float32, None),
+        (torch.float64, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float16, None),
+        (torch.bfloat16, torch.float32, None),
+    ],
+    ids=str,
+)
+def test_gradients_travel_in_the_wires_dtype_where_it_is_narrower(stage, own, wire, given):
+    wires = []
+
+    class Wired(Solo):
+        def reduce_scatter(self, tensor, bounds=None, wire=None):
+            wires.append(wire)
+            return super().reduce_scatter(tensor, bounds, wire)
+
+    model = nn.Linear(2, 2).to(own)
+    optimizer = ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, Wired(), stage=stage, wire_dtype=wire
+    )
+    model(torch.ones(1, 2, dtype=own)).mean().backward()
+    optimizer.step()
+    assert wires == [given]
+
+
+def test_a_wire_of_whole_numbers_is_refused():
+    with pytest.raises(ValueError, match=r"torch\.int8.*torch\.bfloat16"):
+        ZeroOptimizer(
+            nn.Linear(1, 1).named_parameters(), torch.optim.SGD, Solo(), wire_dtype=torch.int8
+        )

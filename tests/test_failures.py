@@ -266,7 +266,7 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     )
     result = mpirun(3, [sys.executable, script], timeout=60)
     assert result.returncode == 1
-    assert result.stderr.count("unknown algorithm 'ring': choose auto, naive, flat") == 1
+    assert result.stderr.count("unknown algorithm 'ring': choose auto, lanes, leader, flat") == 1
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
@@ -276,7 +276,7 @@ def test_an_exception_in_a_thread_of_one_rank_ends_the_job(tmp_path):
     script.write_text(
         "import threading\nimport mntrain\n"
         "def bug():\n    raise KeyError('in a thread')\n"
-        "with mntrain.init() as world:\n"
+        "with mntrain.init(tune=False) as world:\n"
         "    if world.rank == 1:\n        threading.Thread(target=bug).start()\n"
         "    threading.Event().wait()\n"
     )
@@ -291,7 +291,7 @@ def test_an_agreed_error_leaves_the_world_in_order_for_those_who_catch_it(tmp_pa
     script = tmp_path / "own.py"
     script.write_text(
         "import mntrain\n"
-        "with mntrain.init() as world:\n"
+        "with mntrain.init(tune=False) as world:\n"
         "    try:\n"
         "        with world.agreement():\n"
         "            if world.rank == 1:\n"

@@ -1,10 +1,9 @@
 """Where a gradient that is not finite came from."""
 
-from collections.abc import Callable, Iterable
-
-from torch import Tensor
+from collections.abc import Iterable
 
 from zero.collectives import Collectives
+from zero.gradients import Gradients
 from zero.objects import gather_objects
 from zero.owned import Owned
 
@@ -12,21 +11,23 @@ from zero.owned import Owned
 def blame(
     collectives: Collectives,
     owned: Owned,
-    kept: Callable[[int], Tensor],
+    gradients: Gradients,
     names: Iterable[str],
     *,
     finite: bool,
 ) -> str:
     """Which parameters, and which ranks' gradients: the same words on every rank. Collective.
 
-    `kept(bucket)` are the sums of what this rank owns; `finite` says whether what this rank put
-    into them was; `names` are those of all parameters, in order.
+    `gradients` has the sums of what this rank owns; `finite` says whether what this rank put into
+    them was; `names` are those of all parameters, in order.
     """
     odd = {
         piece.piece.spec.name
         for piece in owned.pieces
-        if not bool(piece.in_memory_of(kept(piece.index)).isfinite().all())
+        if not bool(gradients.part(piece.index, piece.piece).isfinite().all())
     }
+    if collectives.size == 1:
+        finite = not odd
     everyone = gather_objects(collectives, (odd, finite))
     found = [name for name in names if any(name in theirs for theirs, _ in everyone)]
     ranks = [str(rank) for rank, (_, fine) in enumerate(everyone) if not fine]

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from zero.finite import Finite
 from zero.gradients import Gradients
 from zero.layout import Bucket, Entry
 from zero.share import Share
@@ -26,8 +26,9 @@ class GradientBuckets:
     """The buckets of one model, the hooks that launch them, and the order in which they leave.
 
     `gradients` is the memory that they lie in; `share` says by what one is multiplied before it is
-    summed. `announce` is called before the first launch of each round; None: a step has one round,
-    and no_sync only accumulates. With it every backward is a round of its own.
+    summed; `finite` looks at what is. `announce` is called before the first launch of each round;
+    None: a step has one round, and no_sync only accumulates. With it every backward is a round of
+    its own.
 
     Buckets are launched in one fixed order, whatever the order in which backward fills them, so
     that all ranks agree even when some parameters get no gradient on some ranks. A parameter
@@ -35,9 +36,14 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, gradients: Gradients, share: Share, announce: Callable[[], None] | None
+        self,
+        gradients: Gradients,
+        share: Share,
+        finite: Finite,
+        announce: Callable[[], None] | None,
     ) -> None:
         self._gradients, self._share, self._announce = gradients, share, announce
+        self._finite = finite
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
         self._count = 0  # of parameters that have elements
@@ -45,7 +51,6 @@ class GradientBuckets:
         self._missing: list[set[str]] = []  # in this round, by bucket
         self._last = True  # whether the micro-batch under way is the step's last
         self._begun = False  # whether a gradient has arrived in this round
-        self._taint: Tensor | None = None  # 0, or NaN where a gradient made here was not finite
         self.used: set[str] = set()  # the parameters that got a gradient here, since `reset`
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
@@ -72,7 +77,6 @@ class GradientBuckets:
         finally:
             self._last = before
 
-    @torch.no_grad()
     def finish_round(self) -> None:
         """Launch what backward left unlaunched. Collective, as every launch is.
 
@@ -96,18 +100,15 @@ class GradientBuckets:
         """How many parameters, of those that have elements, got no gradient here."""
         return self._count - len(self.used)
 
-    @property
-    def finite(self) -> bool:
-        """Whether all gradients made here since `reset` were finite. Waits for the device."""
-        return self._taint is None or not bool(self._taint.isnan())
-
     def reset(self) -> None:
         """Start a new step."""
-        self.used, self._taint = set(), None
+        self.used = set()
+        self._finite.reset()
+        self._gradients.release()
 
-    def zero(self) -> None:
+    def zero(self, set_to_none: bool = True) -> None:
         """Forget all gradients. Waits for what is in flight."""
-        self._gradients.zero()
+        self._gradients.zero(set_to_none)
         self._share.discard()
         self.reset()
 
@@ -121,26 +122,28 @@ class GradientBuckets:
         self._launched, self._begun = 0, False
         self._missing = [{e.spec.name for e in b.entries if e.spec.numel} for b in self._buckets]
 
-    @torch.no_grad()
     def _on_gradient(self, index: int, entry: Entry, parameter: Tensor) -> None:
         self._share.use()
-        if index < self._launched:
+        summing = self._last or self._announce is not None
+        taken = summing and entry.spec.name not in self._missing[index]
+        if index < self._launched or taken:
             raise RuntimeError(
-                f"parameter {entry.spec.name} got a gradient after its bucket had been launched: "
+                f"parameter {entry.spec.name} got a gradient after its last one of this step: "
                 "backward ran twice without a step() between; put each but the last one into a "
                 "`with optimizer.no_sync():` of its own"
             )
         self._begun = True
         self.used.add(entry.spec.name)
-        self._gradients.arrive(index, entry)
-        if not self._last and not self._announce:
+        if not summing:
+            self._gradients.hold(index, entry)
             return
+        self._take(index, entry)
         self._missing[index].discard(entry.spec.name)
         while self._launched < len(self._buckets) and not self._missing[self._launched]:
             self._launch(self._launched)
 
     def _take_strays(self, index: int) -> None:
-        """Count in the gradients that were assigned, which no hook has seen."""
+        """Count the gradients that were assigned, which no hook has seen."""
         for entry in self._buckets[index].entries:
             name = entry.spec.name
             if name in self._missing[index] and self._gradients.has_stray(index, entry):
@@ -153,9 +156,15 @@ class GradientBuckets:
         self._send(index)
         self._launched = index + 1
 
-    @torch.no_grad()
     def _send(self, index: int) -> None:
         self._take_strays(index)
+        for entry in self._buckets[index].entries:
+            if entry.spec.name in self._missing[index]:
+                self._take(index, entry)
+        self._gradients.launch(index)
+
+    def _take(self, index: int, entry: Entry) -> None:
         scale = self._share.latest if self._announce else self._share.scale
-        taint = self._gradients.launch(index, scale)
-        self._taint = taint if self._taint is None else self._taint + taint.to(self._taint)
+        taken = self._gradients.take(index, entry, scale)
+        if taken is not None:
+            self._finite.look(taken)

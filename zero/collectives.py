@@ -20,8 +20,8 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Four verbs over the world, each in place on one flat tensor.
 
-    Every method but `allocate` and `slot` is collective: all ranks call the same verbs in the same
-    order with tensors of the same length and dtype. Calls return at once; the tensor belongs to the
+    Every method but `slot` is collective: all ranks make the same calls in the same order, the
+    verbs with tensors of the same length and dtype. Verbs return at once; the tensor belongs to the
     collective until its `Work` has been waited for. Sums accumulate in fp32 or wider. Nothing
     divides: collectives sum.
 
@@ -31,6 +31,10 @@ class Collectives(Protocol):
     give the same bounds. Shards lie in the order of slots, and the rank that owns a slot is given
     by `slot`: after a two-level reduce-scatter the natural order of shards is not the order of
     ranks.
+
+    `wire` is the dtype in which a sum travels between nodes; None: the tensor's own. A 16-bit wire
+    rounds each node's sum to it; these are summed in fp32 in the order of nodes, and the result is
+    rounded to it once more, the same bits on every rank.
 
     The same data leave the same bits from `all_reduce` and from `reduce_scatter`, whatever the
     bounds, and wherever in a tensor an element lies.
@@ -50,13 +54,19 @@ class Collectives(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make a flat tensor of zeros, in memory from which these collectives move fastest.
 
-        Local. The caller owns it.
+        Collective, with the same arguments on every rank. The caller owns it and what it holds; it
+        keeps its memory for as long as it is referred to.
         """
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Sum over all ranks; afterwards every rank holds the sum, the same bits on each."""
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        bounds: Sequence[int] | None = None,
+        wire: torch.dtype | None = None,
+    ) -> Work:
         """Sum over all ranks; afterwards this rank's shard is the sum, the rest is undefined.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
@@ -93,11 +103,16 @@ class Solo:
         """See `Collectives.allocate`."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """See `Collectives.all_reduce`."""
         return Done()
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        bounds: Sequence[int] | None = None,
+        wire: torch.dtype | None = None,
+    ) -> Work:
         """See `Collectives.reduce_scatter`."""
         return Done()
 

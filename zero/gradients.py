@@ -1,10 +1,11 @@
-"""The memory that gradients lie in until they are summed over ranks: two ways of one contract.
+"""The memory that gradients lie in until they are summed over ranks: three ways of one contract.
 
     zero.held      one flat tensor a bucket, for the whole step; every gradient is a view into it
     zero.passing   a few working tensors that buckets take turns in; only this rank's shards stay
+    zero.alone     where backward made them: there is no other rank
 
-A bucket's life: gradients arrive, the bucket is launched, and when its reduction is over, what this
-rank is to keep of it can be had.
+In every round each gradient of a bucket is taken, the bucket is launched, and when its reduction is
+over, what this rank is to keep of it can be had.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Work
-from zero.layout import Bucket, Entry
+from zero.layout import Bucket, Entry, Piece
 
 
 class Reduce(Protocol):
@@ -32,39 +33,57 @@ class Gradients(Protocol):
     working: int  # bytes of the working tensors
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Make room for more buckets, of parameters by name."""
+        """Make room for more buckets, of parameters by name. Collective."""
 
-    def arrive(self, index: int, entry: Entry) -> None:
-        """Take the gradient that backward has just made for a parameter of a bucket."""
+    def hold(self, index: int, entry: Entry) -> None:
+        """Take a gradient that backward has just made, and to which more will be added."""
 
-    def launch(self, index: int, scale: float) -> Tensor:
-        """Multiply a bucket by `scale` and start its reduction. Collective.
+    def take(self, index: int, entry: Entry, scale: float) -> Tensor | None:
+        """Take a parameter's gradient of this round, times `scale`; none counts as zeros.
 
-        Parameters without a gradient count as zeros. Gives a 0-dim tensor that is 0 where this
-        rank's part was finite, and NaN where it was not.
+        Once a round for every parameter of a bucket, and before `launch`. A scale of 0 makes zeros
+        of anything. Gives what is to be summed, or None where there was no gradient.
         """
 
+    def launch(self, index: int) -> None:
+        """Start the reduction of a bucket. Collective."""
+
     def has_stray(self, index: int, entry: Entry) -> bool:
-        """Whether a parameter has a gradient that no backward brought. Before `launch`."""
+        """Whether a parameter has a gradient that no backward brought. Before `take`."""
 
     def finish(self) -> None:
         """Wait for every reduction."""
 
-    def kept(self, index: int) -> Tensor:
-        """The sum over ranks of what this rank keeps of a bucket, flat. After `finish`."""
+    def part(self, index: int, piece: Piece) -> Tensor:
+        """The sum over ranks of a piece of what this rank keeps of a bucket. After `finish`.
+
+        Flat, a view: elements in the order in which the parameter lies in memory.
+        """
 
     def widened(self, index: int) -> Tensor:
-        """The same as `kept`, 16-bit sums in fp32; what `kept` gave is lost."""
+        """All that this rank keeps of a bucket, flat: 16-bit sums in fp32. `part` has lost them."""
 
-    def zero(self) -> None:
-        """Forget all gradients."""
+    def release(self) -> None:
+        """Note that a step is over, and that nobody will ask for parts of its sums."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forget all gradients. Parameters have none, or views of zeros where there are views."""
 
 
-def scaled(flat: Tensor, scale: float) -> Tensor:
-    """Multiply in place. Gives 0 if the result is finite, NaN if not: a 0-dim tensor."""
+@torch.no_grad()
+def put(mine: Tensor, gradient: Tensor, scale: float) -> None:
+    """Write a gradient times a scale: one pass over memory."""
     if scale == 0:
-        flat.zero_()  # not a product: a loss over no samples is NaN, and 0 * NaN as well
+        mine.zero_()  # not a product: a loss over no samples is NaN, and 0 * NaN as well
+    elif scale == 1:
+        mine.copy_(gradient.to_dense())
+    else:
+        torch.mul(gradient.to_dense(), scale, out=mine)
+
+
+def rescale(gradient: Tensor, scale: float) -> None:
+    """Multiply a gradient without a graph in place, if there is anything to do."""
+    if scale == 0:
+        gradient.zero_()
     elif scale != 1:
-        flat.mul_(scale)
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return flat.sum(dtype=wide) * 0
+        gradient.mul_(scale)

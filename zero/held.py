@@ -7,16 +7,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.gradients import Reduce, scaled
-from zero.layout import Bucket, Entry
+from zero.gradients import Reduce, put, rescale
+from zero.layout import Bucket, Entry, Piece
 from zero.precision import needs_master, widened
 from zero.views import nbytes, view
 
 
 class Held:
-    """Every `parameter.grad` is a view into its bucket's tensor.
+    """Every `parameter.grad` becomes a view into its bucket's tensor when backward has made it.
 
-    `sharded`: only this rank's shard of a reduced bucket is kept; else all of it.
+    A step begins without gradients. So backward hands its own tensor over, which is copied into the
+    bucket and scaled on the way, in one pass; zeroing first and adding would be three. What
+    further micro-batches bring is added in place. `sharded`: only this rank's shard of a reduced
+    bucket is kept; else all of it.
     """
 
     def __init__(self, collectives: Collectives, reduce: Reduce, *, sharded: bool) -> None:
@@ -26,6 +29,7 @@ class Held:
         self._buckets: list[Bucket] = []
         self._flats: list[Tensor] = []
         self._rooms: list[Tensor] = []  # of which the flats are views
+        self._views: dict[str, Tensor] = {}  # the gradients, by parameter
         self._besides: dict[int, int] = {}  # bytes of fp32 gradients outside of their buckets
         self._works: list[Work] = []
         self.peak_kept = self.working = 0
@@ -42,24 +46,36 @@ class Held:
             self._rooms.append(room)
             self.peak_kept += nbytes(room)
             for entry in bucket.entries:
-                self._install(len(self._buckets) - 1, entry)
+                parameter = parameters[entry.spec.name]
+                self._views[entry.spec.name] = view(flat, entry.start, parameter)
+                parameter.grad = None
 
-    def arrive(self, index: int, entry: Entry) -> None:
-        """See `Gradients.arrive`: backward has added it into its view, or replaced the view."""
+    def hold(self, index: int, entry: Entry) -> None:
+        """See `Gradients.hold`."""
+        self.take(index, entry, 1.0)
+
+    def take(self, index: int, entry: Entry, scale: float) -> Tensor | None:
+        """See `Gradients.take`. Also brings back what someone else's `zero_grad` took out."""
+        parameter, mine = self._parameters[entry.spec.name], self._views[entry.spec.name]
+        gradient = parameter.grad
+        if gradient is mine:
+            rescale(mine, scale)
+            return mine
+        parameter.grad = mine
+        if gradient is None:
+            mine.zero_()
+            return None
+        put(mine, gradient, scale)
+        return mine
 
     def has_stray(self, index: int, entry: Entry) -> bool:
         """See `Gradients.has_stray`."""
         gradient = self._parameters[entry.spec.name].grad
         return gradient is not None and bool(gradient.any())
 
-    def launch(self, index: int, scale: float) -> Tensor:
+    def launch(self, index: int) -> None:
         """See `Gradients.launch`."""
-        flat = self._flats[index]
-        for entry in self._buckets[index].entries:
-            self._adopt(index, entry)
-        taint = scaled(flat, scale)
-        self._works.append(self._reduce(self._buckets[index], flat))
-        return taint
+        self._works.append(self._reduce(self._buckets[index], self._flats[index]))
 
     def finish(self) -> None:
         """See `Gradients.finish`."""
@@ -67,15 +83,14 @@ class Held:
             work.wait()
         self._works.clear()
 
-    def kept(self, index: int) -> Tensor:
-        """See `Gradients.kept`: a view of the bucket."""
-        return self._keep(self._buckets[index], self._flats[index])
+    def part(self, index: int, piece: Piece) -> Tensor:
+        """See `Gradients.part`."""
+        return self._flats[index][piece.start : piece.start + piece.numel]
 
     def widened(self, index: int) -> Tensor:
         """See `Gradients.widened`: in the bucket's own memory, if it is sharded."""
-        kept = self.kept(index)
-        if not needs_master(kept.dtype):
-            return kept
+        flat, bucket = self._flats[index], self._buckets[index]
+        kept = flat if self._slot is None else flat[slice(*bucket.shard(self._slot))]
         wide = widened(kept, self._rooms[index])
         if wide.data_ptr() != self._rooms[index].data_ptr():
             self._besides[index] = nbytes(wide)
@@ -83,30 +98,16 @@ class Held:
             self.peak_kept = max(self.peak_kept, held)
         return wide
 
-    def zero(self) -> None:
-        """See `Gradients.zero`. The gradients stay, or become again, views."""
+    def release(self) -> None:
+        """See `Gradients.release`."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """See `Gradients.zero`."""
         self.finish()
-        for index, bucket in enumerate(self._buckets):
-            self._flats[index].zero_()
-            for entry in bucket.entries:
-                self._install(index, entry)
-
-    def _keep(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        return flat if self._slot is None else flat[slice(*bucket.shard(self._slot))]
-
-    def _install(self, index: int, entry: Entry) -> Tensor:
-        parameter = self._parameters[entry.spec.name]
-        parameter.grad = gradient = view(self._flats[index], entry.start, parameter)
-        return gradient
-
-    def _adopt(self, index: int, entry: Entry) -> None:
-        """Bring a gradient back that someone else's `zero_grad` took out of its bucket."""
-        gradient = self._parameters[entry.spec.name].grad
-        mine = self._install(index, entry)
-        if gradient is None:
-            mine.zero_()
-        elif gradient.is_sparse or gradient.data_ptr() != mine.data_ptr():
-            mine.copy_(gradient.to_dense())
+        for name, parameter in self._parameters.items():
+            parameter.grad = None if set_to_none else self._views[name]
+        for flat in () if set_to_none else self._flats:
+            flat.zero_()
 
 
 def held_numel(bucket: Bucket) -> int:

@@ -25,6 +25,9 @@ from itertools import accumulate
 import torch
 
 MIB = 2**20
+# The first bucket leaves as soon as it has this, so that the wire has something to do early in
+# backward; the last one has no more than it needs to have this, for nothing overlaps it.
+ENDS = MIB
 LEAST_BUCKETS = 8  # that a model is laid into, if each can have a MiB: so that they can overlap
 
 
@@ -116,27 +119,41 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Lay parameters (in the model's order) into buckets of at most bucket_bytes.
 
-    A model that would fill less than eight gets smaller ones, though none below a MiB. Buckets come
-    in the order in which backward is expected to fill them. Shards are equal to within
+    A model that would fill less than eight gets smaller ones, though none below a MiB; the first
+    and the last one are smaller where parameters allow. Buckets come in the order in which backward
+    is expected to fill them. Shards are equal to within
     an element; with `loads`, the elements that each slot owns elsewhere, parameters stay whole and
     are dealt so that the totals are balanced. The same on every rank that gives the same.
     """
     owner = None if loads is None else _deal(specs, loads)
-    total = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    total = _nbytes(specs)
     bucket_bytes = min(bucket_bytes, max(MIB, total // LEAST_BUCKETS))
     open_runs: dict[torch.dtype, list[Spec]] = {}
     runs: list[list[Spec]] = []
     for spec in reversed(specs):
         run = open_runs.setdefault(spec.dtype, [])
-        held = sum(other.numel for other in run)
-        if run and (held + spec.numel) * spec.dtype.itemsize > bucket_bytes:
+        if run and _nbytes([*run, spec]) > bucket_bytes:
             runs.append(list(run))
             run.clear()
         run.append(spec)
+        if not runs and _nbytes(run) >= ENDS:
+            runs.append(list(run))
+            run.clear()
     runs.extend(run for run in open_runs.values() if run)
     arrival = {spec.name: place for place, spec in enumerate(reversed(specs))}
     runs.sort(key=lambda run: max(arrival[spec.name] for spec in run))
+    runs[-1:] = _short_end(runs[-1]) if runs else []
     return tuple(_bucket(run, shards, owner) for run in runs)
+
+
+def _nbytes(run: Sequence[Spec]) -> int:
+    return sum(spec.numel * spec.dtype.itemsize for spec in run)
+
+
+def _short_end(run: list[Spec]) -> list[list[Spec]]:
+    """The last bucket's parameters in two: of its end no more than has the bytes of an end."""
+    start = next((i for i in reversed(range(len(run))) if _nbytes(run[i:]) >= ENDS), 0)
+    return [run[:start], run[start:]] if start else [run]
 
 
 def _deal(specs: Sequence[Spec], loads: Sequence[int]) -> dict[str, int]:

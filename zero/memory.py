@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.alone import alone_bytes
 from zero.groups import check_partition
 from zero.held import held_bytes
 from zero.layout import MIB, Bucket, Piece, Spec, plan_buckets
@@ -87,6 +88,8 @@ def predict_for_plan(
     masters = sum(n * FP32 for n, b in zip(owned, plan, strict=True) if needs_master(b.dtype))
     if stage == 2:
         kept = sum(n * max(FP32, b.dtype.itemsize) for n, b in zip(owned, plan, strict=True))
+    elif stage == 0 and all(len(bucket.bounds) == 2 for bucket in plan):
+        kept = sum(map(alone_bytes, plan))
     else:
         kept = sum(held_bytes(bucket, n) for n, bucket in zip(owned, plan, strict=True))
     pieces = [p for b, part in zip(plan, parts, strict=True) for p in b.pieces(*part)]

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from zero.blame import blame
 from zero.buckets import GradientBuckets
 from zero.collectives import Collectives
+from zero.finite import Finite
 from zero.groups import (
     Named,
     by_name,
@@ -65,11 +66,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `loss_scale` (for fp16) is None, a number, or "dynamic": see `zero.precision.LossScale`.
     The gradient is clipped to `max_grad_norm` in its `norm_type`-norm. `non_finite` says what a
     step does with a gradient that is not finite: "stop" raises, "skip" updates nothing.
+    `wire_dtype` (fp16 or bf16) is what sums of wider gradients travel in between nodes.
     `buffers` (BatchNorm's statistics, say) are kept equal to rank 0's after every step.
 
-    Construction is local. Gradients live in buckets of at most `bucket_bytes` bytes, and of about
-    an eighth of the model where that is less. Then call `start` on all ranks, once, and `step` and
-    `zero_grad` once a step: `start` and `step` are collective. Hooks launch a bucket as soon as
+    Gradients live in buckets of at most `bucket_bytes` bytes, and of about an eighth of the model
+    where that is less. Construction is collective, since the ranks of a node may share the memory
+    of buckets: construct on all ranks alike. Then call `start`, once, and `step` and `zero_grad`
+    once a step: `start` and `step` are collective too. Hooks launch a bucket as soon as
     backward has filled it. `order` names the parameters in the order of the model, which backward
     reverses; by default that of `parameters`. From stage 1 on, parameters are views into flat
     memory, so move the model first. With `model` given, the last step's parameters arrive during
@@ -81,9 +84,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     is a mean over n samples; or call `backward(loss, weight=n)`, once a micro-batch, where each
     loss is a mean over n samples. Collectives sum; the one division into a mean is in `step`.
 
-    Raises ValueError for what does not exist (stage, partition, norm, scale), for parameters on
-    different devices, without names of their own or sharing memory, for an optimizer that needs
-    whole parameters under partition "element", and when there is nothing to train.
+    Raises ValueError for what does not exist (stage, partition, norm, scale, wire dtype), for
+    parameters on different devices, without names of their own or sharing memory, for an optimizer
+    that needs whole parameters under partition "element", and when there is nothing to train.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
         loss_scale: float | Literal["dynamic"] | None = None,
+        wire_dtype: torch.dtype | None = None,
         bucket_bytes: int = 25 * MIB,
         buffers: Iterable[Tensor] = (),
         order: Iterable[str] | None = None,
@@ -116,7 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._skips = non_finite == "skip"
         self._bucket_bytes = bucket_bytes
         self._buffers = tuple(buffers)
-        self._share, self._scale = Share(), LossScale(loss_scale)
+        self._scale = LossScale(loss_scale)
         groups = named_groups(parameters)
         self._named: dict[str, Parameter] = {}
         named = by_name(groups)
@@ -124,13 +128,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         if order is not None:
             named = {name: named[name] for name in order if name in named}
-        self._stage = make_stage(stage, collectives, model)
+        self._stage = make_stage(stage, collectives, model, wire_dtype)
         check_partition(partition, optimizer_class, sharded=self._stage.sharded)
         self._deals_whole = partition == "parameter"
+        narrow = torch.float16 in {wire_dtype, *(p.dtype for p in named.values())}
+        self._share = Share(1 if narrow else collectives.size)
         every = self._stage.every_micro_batch
         self._roll = RollCall(collectives, self._share, every_micro_batch=every)
         announce = self._roll.announce if every else None
-        self._buckets = GradientBuckets(self._stage.gradients, self._share, announce)
+        # Only an error tells whose gradient it was; who is alone knows.
+        self._finite = Finite(asked=not self._skips and collectives.size > 1)
+        gradients = self._stage.gradients
+        self._buckets = GradientBuckets(gradients, self._share, self._finite, announce)
         self._plan: list[Bucket] = []
         self._owned = Owned()
         self._begun = False
@@ -173,6 +182,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._stage.settle()
         if named:
             self._lay(named)
+        if any(p.dtype == torch.float16 for p in named.values()):
+            self._share.ranks = 1
         mine = unnamed(group)
         super().add_param_group(mine)
         self._inner.add_param_group(self._owned.groups([mine])[0])
@@ -224,7 +235,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._totals.missing:
             self._unused = self._roll.unused(self._named, self._buckets.used)
         self._divisor = self._totals.divisor / self._share.unit * self._scale.value
-        self._share.reset(usual=self._totals.weight / self._collectives.size)
+        self._share.reset(usual=self._totals.divisor / self._collectives.size)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
@@ -252,7 +263,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._stage.settle()
         self._owned.heed()
         # The sum becomes the clipped mean: the one division.
-        self._owned.feed(self._stage.gradients.widened, coef / divisor, self._unused)
+        self._owned.feed(self._stage.gradients, coef / divisor, self._unused)
         self._update()
         self._owned.write_back()
         take_from_rank_0(self._collectives, self._buffers)
@@ -262,13 +273,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return StepResult(norm, coef, norm * coef, weight, skipped=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, whatever the argument: below stage 2 they stay views, of zeros.
+        """Forget all gradients: parameters have none, or zeros without `set_to_none`, as in torch.
 
-        Once after every step; from stage 1 on a step has done so already. Buckets that were
+        At stage 2 they have none either way. Gradients of zeros cost a pass over memory more. Once
+        after every step; from stage 1 on a step has done so already. Buckets that were
         launched must be stepped on before more gradients come, since other ranks take part: this
         throws their content away, not their turn.
         """
-        self._buckets.zero()
+        self._buckets.zero(set_to_none)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters are what the last step made of them. Local.
@@ -382,11 +394,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._named |= named
 
     def _shards(self) -> Iterator[Tensor]:
-        """The sums of this rank's shard of every bucket, whatever the stage keeps of it."""
+        """The sums of this rank's shard of every bucket, whatever the stage keeps of it.
+
+        Piece by piece at every stage, so that a norm has the same bits.
+        """
         slot = self._collectives.slot(self._collectives.rank)
         for index, bucket in enumerate(self._plan):
-            kept = self._stage.gradients.kept(index)
-            yield kept if self._stage.sharded else kept[slice(*bucket.shard(slot))]
+            for piece in bucket.pieces(*bucket.shard(slot)):
+                yield self._stage.gradients.part(index, piece)
 
     def _update(self) -> None:
         """Let the torch optimizer update this rank's pieces, under this optimizer's groups.
@@ -408,12 +423,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _without_update(self, norm: float, weight: float) -> StepResult:
         """Answer a gradient that is not finite. Collective."""
-        finite = self._buckets.finite
         if self._scale.forgives():
             self._scale.shrink()
         elif not self._skips:
-            kept = self._stage.gradients.kept
-            who = blame(self._collectives, self._owned, kept, self._named, finite=finite)
+            gradients, finite = self._stage.gradients, bool(self._finite)
+            who = blame(self._collectives, self._owned, gradients, self._named, finite=finite)
             self._end_step()
             raise NonFiniteGradientError(f"the gradient's norm is {norm}: {who}")
         self._end_step()

@@ -1,6 +1,6 @@
 """What this rank updates: pieces of parameters, and fp32 masters of those that are 16 bits wide."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero.gradients import Gradients, rescale
 from zero.layout import Bucket, Piece
 from zero.precision import needs_master
 from zero.views import flattened, nbytes, view
@@ -119,18 +120,22 @@ class Owned:
                 owned.tensor.copy_(torch.where(where, owned.home.float(), owned.tensor))
 
     @torch.no_grad()
-    def feed(self, sums: Callable[[int], Tensor], factor: float, unused: Collection[str]) -> None:
-        """Give every piece its gradient: `sums(bucket)` times `factor`, in place.
+    def feed(self, gradients: Gradients, factor: float, unused: Collection[str]) -> None:
+        """Give every piece its gradient: its sum times `factor`, in place, and in fp32 or wider.
 
         Pieces of parameters in `unused` get none, so that the torch optimizer leaves them alone.
         """
-        flats: dict[int, Tensor] = {}
+        wide: dict[int, Tensor] = {}
         self._before = [owned.tensor.grad for owned in self.pieces]
         for owned in self.pieces:
-            if owned.index not in flats:
-                flats[owned.index] = sums(owned.index).mul_(factor)
-            gradient = owned.in_memory_of(flats[owned.index])
-            owned.tensor.grad = None if owned.piece.spec.name in unused else gradient
+            if not owned.has_master:
+                part = gradients.part(owned.index, owned.piece)
+            else:
+                if owned.index not in wide:
+                    wide[owned.index] = gradients.widened(owned.index)
+                part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
+            rescale(part, factor)
+            owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
 
     @torch.no_grad()
     def write_back(self) -> None:

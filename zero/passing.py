@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.gradients import Reduce, scaled
-from zero.layout import Bucket, Entry
+from zero.gradients import Reduce, put
+from zero.layout import Bucket, Entry, Piece
 from zero.precision import needs_master
 from zero.views import nbytes, view
 
@@ -34,8 +34,8 @@ class Passing:
         self._parameters: dict[str, Parameter] = {}
         self._buckets: list[Bucket] = []
         self._kept: list[Tensor | None] = []
-        # Working tensors, as bytes: with who has arrived in them, with what to wait for, or free.
-        self._filling: dict[int, tuple[Tensor, set[str]]] = {}
+        # Working tensors, as bytes: being filled, with what to wait for, or free.
+        self._filling: dict[int, Tensor] = {}
         self._flying: deque[tuple[int, Tensor, Work]] = deque()
         self._free: list[Tensor] = []
         self._usual = 0  # bytes of a working tensor, but that for a giant
@@ -49,54 +49,49 @@ class Passing:
         device = next(iter(parameters.values())).device
         self._free, self.working = [], 0
         for size in working_bytes(self._buckets):
-            self._make_room(size, device)
+            self._add_room(self._collectives.allocate(size, torch.uint8, device))
         self._usual = nbytes(self._free[0])
         for parameter in parameters.values():
             parameter.grad = None
 
-    def arrive(self, index: int, entry: Entry) -> None:
-        """See `Gradients.arrive`."""
+    def hold(self, index: int, entry: Entry) -> None:
+        """See `Gradients.hold`."""
+        raise AssertionError("here every micro-batch is a round: nothing is held for another")
+
+    def take(self, index: int, entry: Entry, scale: float) -> Tensor | None:
+        """See `Gradients.take`."""
         parameter = self._parameters[entry.spec.name]
+        flat = self._filled(index)
         if parameter.grad is None:
-            return
-        if index not in self._filling:
-            self._filling[index] = self._room_for(index), set()
-        room, arrived = self._filling[index]
-        mine = view(self._flat(index, room), entry.start, parameter)
-        gradient = parameter.grad.to_dense()
-        if entry.spec.name in arrived:
-            mine.add_(gradient)
-        else:
-            mine.copy_(gradient)
-        arrived.add(entry.spec.name)
+            flat[entry.start : entry.stop].zero_()
+            return None
+        mine = view(flat, entry.start, parameter)
+        put(mine, parameter.grad, scale)
         parameter.grad = None
+        return mine
 
     def has_stray(self, index: int, entry: Entry) -> bool:
-        """See `Gradients.has_stray`; takes it in."""
-        stray = self._parameters[entry.spec.name].grad is not None
-        self.arrive(index, entry)
-        return stray
+        """See `Gradients.has_stray`."""
+        return self._parameters[entry.spec.name].grad is not None
 
-    def launch(self, index: int, scale: float) -> Tensor:
+    def launch(self, index: int) -> None:
         """See `Gradients.launch`."""
-        if index not in self._filling:
-            self._filling[index] = self._room_for(index), set()
-        room, arrived = self._filling.pop(index)
-        flat = self._flat(index, room)
-        for entry in self._buckets[index].entries:
-            if entry.spec.name not in arrived:
-                flat[entry.start : entry.stop].zero_()
-        taint = scaled(flat, scale)
+        flat = self._filled(index)
+        room = self._filling.pop(index)
         self._flying.append((index, room, self._reduce(self._buckets[index], flat)))
-        return taint
 
     def finish(self) -> None:
         """See `Gradients.finish`."""
         while self._flying:
             self._land()
 
-    def kept(self, index: int) -> Tensor:
-        """See `Gradients.kept`: memory of its own."""
+    def part(self, index: int, piece: Piece) -> Tensor:
+        """See `Gradients.part`."""
+        start = piece.start - self._buckets[index].shard(self._slot)[0]
+        return self._shard(index)[start : start + piece.numel]
+
+    def _shard(self, index: int) -> Tensor:
+        """This rank's shard of a bucket, in memory of its own."""
         kept = self._kept[index]
         if kept is None:  # no rank had a micro-batch
             low, high = self._buckets[index].shard(self._slot)
@@ -107,16 +102,19 @@ class Passing:
 
     def widened(self, index: int) -> Tensor:
         """See `Gradients.widened`."""
-        kept = self.kept(index)
+        kept = self._shard(index)
         if needs_master(kept.dtype):
             self._kept[index] = kept = kept.float()
             self._note_peak()
         return kept
 
-    def zero(self) -> None:
-        """See `Gradients.zero`. Gives the memory back."""
+    def release(self) -> None:
+        """See `Gradients.release`."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """See `Gradients.zero`. Gives the memory back, whatever the argument."""
         self.finish()
-        self._free.extend(room for room, _ in self._filling.values())
+        self._free.extend(self._filling.values())
         self._filling.clear()
         self._kept = [None for _ in self._buckets]
 
@@ -143,18 +141,25 @@ class Passing:
             else:
                 device = self._parameters[bucket.entries[0].spec.name].device
                 size = working_bytes(self._buckets)[-1] if giant else self._usual
-                self._make_room(size, device)
+                # This rank alone needs it: no memory that all ranks would have to make at once.
+                self._add_room(torch.empty(size, dtype=torch.uint8, device=device))
         room = fitting[0]
         self._free = [other for other in self._free if other is not room]
         return room
+
+    def _filled(self, index: int) -> Tensor:
+        """What a bucket is filled into: the working tensor that it has, or gets now."""
+        if index not in self._filling:
+            self._filling[index] = self._room_for(index)
+        return self._flat(index, self._filling[index])
 
     def _flat(self, index: int, room: Tensor) -> Tensor:
         bucket = self._buckets[index]
         return room[: bucket.nbytes].view(bucket.dtype)
 
-    def _make_room(self, size: int, device: torch.device) -> None:
-        self._free.append(self._collectives.allocate(size, torch.uint8, device))
-        self.working += size
+    def _add_room(self, room: Tensor) -> None:
+        self._free.append(room)
+        self.working += nbytes(room)
 
     def _note_peak(self) -> None:
         held = sum(nbytes(kept) for kept in self._kept if kept is not None)

@@ -10,13 +10,15 @@ class Share:
     samples, and is to be multiplied by that number (`scale`) before it is summed over ranks.
     `add`: what accumulates was multiplied already. Without either, every rank counts as one.
 
-    What multiplies is a number of samples over `unit`, a power of two near what a rank had in the
-    step before: exact, and 16-bit gradients stay of the size of means, however many tokens there
-    are.
+    What multiplies is a number of samples over `unit`, a power of two near what `ranks` of them had
+    in the step before. With all ranks, and equal shares of a power of two, the sum is the mean: the
+    division that is left is by 1. In fp16, whose small numbers are few, it is one rank: addends
+    are of the size of means.
     """
 
-    def __init__(self) -> None:
-        self.unit = 1.0
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.unit = _power_of_two(ranks)
         self._added: float | None = None
         self._settled: float | None = None  # stated for gradients that have arrived
         self._stated: float | None = None  # for those that are to arrive
@@ -95,9 +97,14 @@ class Share:
     def reset(self, usual: float) -> None:
         """Start a new step, in which nothing has been stated, and a rank is to have the usual."""
         if usual:
-            self.unit = 2.0 ** math.floor(math.log2(usual))
+            self.unit = _power_of_two(usual * self.ranks)
         self._added, self._settled, self._stated = None, None, None
         self._used, self._statements = False, 0
+
+
+def _power_of_two(count: float) -> float:
+    """The largest that is no larger."""
+    return 2.0 ** math.floor(math.log2(count))
 
 
 def _check(count: float) -> None:

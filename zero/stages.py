@@ -15,9 +15,11 @@ Parameter Models", SC 2020 (arXiv 1910.02054).
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zero.alone import Alone
 from zero.collectives import Collectives, Work
 from zero.gradients import Gradients
 from zero.held import Held
@@ -57,9 +59,13 @@ class Replicated:
     every_micro_batch = False
     sharded = False
 
-    def __init__(self, collectives: Collectives, model: nn.Module | None) -> None:
-        self._collectives = collectives
+    def __init__(
+        self, collectives: Collectives, model: nn.Module | None, wire: torch.dtype | None
+    ) -> None:
+        self._collectives, self._wire = collectives, wire
         self.gradients: Gradients = Held(collectives, self._reduce, sharded=False)
+        if collectives.size == 1:
+            self.gradients = Alone()
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """See `Stage.owned`: all."""
@@ -81,7 +87,7 @@ class Replicated:
         """See `Stage.close`."""
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> Work:
-        return self._collectives.all_reduce(flat)
+        return self._collectives.all_reduce(flat, wire=narrower(self._wire, flat.dtype))
 
 
 class ShardedState:
@@ -90,8 +96,10 @@ class ShardedState:
     every_micro_batch = False
     sharded = True
 
-    def __init__(self, collectives: Collectives, model: nn.Module | None) -> None:
-        self._collectives = collectives
+    def __init__(
+        self, collectives: Collectives, model: nn.Module | None, wire: torch.dtype | None
+    ) -> None:
+        self._collectives, self._wire = collectives, wire
         self._slot = collectives.slot(collectives.rank)
         self._parameters = FlatParameters(collectives)
         self._gathers = Gathers(collectives, self._parameters, model)
@@ -123,7 +131,8 @@ class ShardedState:
         self._gathers.close()
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> Work:
-        return self._collectives.reduce_scatter(flat, bucket.bounds)
+        wire = narrower(self._wire, flat.dtype)
+        return self._collectives.reduce_scatter(flat, bucket.bounds, wire=wire)
 
 
 class ShardedGradients(ShardedState):
@@ -131,11 +140,14 @@ class ShardedGradients(ShardedState):
 
     every_micro_batch = True
 
-    def __init__(self, collectives: Collectives, model: nn.Module | None) -> None:
-        super().__init__(collectives, model)
+    def __init__(
+        self, collectives: Collectives, model: nn.Module | None, wire: torch.dtype | None
+    ) -> None:
+        super().__init__(collectives, model, wire)
         self.gradients = Passing(collectives, self._reduce)
 
 
+WIRES = (None, torch.float32, torch.bfloat16, torch.float16)
 STAGES: dict[int, type[Replicated | ShardedState]] = {
     0: Replicated,
     1: ShardedState,
@@ -143,9 +155,22 @@ STAGES: dict[int, type[Replicated | ShardedState]] = {
 }
 
 
-def make_stage(stage: int, collectives: Collectives, model: nn.Module | None) -> Stage:
-    """The policy of a stage. ValueError for one that does not exist."""
+def make_stage(
+    stage: int,
+    collectives: Collectives,
+    model: nn.Module | None,
+    wire: torch.dtype | None = None,
+) -> Stage:
+    """The policy of a stage, whose sums travel in `wire`. ValueError for what does not exist."""
+    if wire not in WIRES:
+        known = ", ".join(map(str, WIRES))
+        raise ValueError(f"wire_dtype is {wire!r}: choose one of {known}")
     if type(stage) is not int or stage not in STAGES:
         known = ", ".join(map(str, STAGES))
         raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
-    return STAGES[stage](collectives, model)
+    return STAGES[stage](collectives, model, wire)
+
+
+def narrower(wire: torch.dtype | None, own: torch.dtype) -> torch.dtype | None:
+    """The wire's dtype where it saves bytes; else None: a tensor travels in its own."""
+    return wire if wire is not None and wire.itemsize < own.itemsize else None

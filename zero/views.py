@@ -17,6 +17,20 @@ def view(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return run.as_strided(like.shape, like.stride())
 
 
+def lies_as(tensor: Tensor, like: Tensor) -> bool:
+    """Whether a tensor is what `view` could give: one run of memory, in the order of `like`."""
+    if tensor.is_contiguous() and like.is_contiguous():
+        return True
+    return tensor.stride() == like.stride() and _is_dense(tensor)
+
+
+def run_of(tensor: Tensor) -> Tensor:
+    """The run of memory that a tensor fills, flat. A view."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def flattened(tensor: Tensor, like: Tensor) -> Tensor:
     """A new flat tensor that holds `tensor` (of the shape of `like`) in the order of `like`."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)

@@ -6,53 +6,48 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mntrain.collectives.algorithm import Groups, shard_bounds
-from mntrain.collectives.messages import as_bytes, sum_dtype
+from mntrain.collectives.near import Steps
+from mntrain.collectives.sums import as_bytes, sum_dtype
+from mntrain.mpi import Communicator, Flight
 
 
 class Naive:
-    """The shortest correct implementation of the four verbs.
+    """The shortest correct steps of the four verbs, on a flat tensor in host memory.
 
     Messages a rank: N - 1, each of the whole tensor, whatever the verb (broadcast: the root's).
     """
 
-    def __init__(self, groups: Groups) -> None:
-        self._world = groups.world
-        self.slots = tuple(range(groups.world.size))
+    def __init__(self, comm: Communicator, tensor: Tensor, tag: int) -> None:
+        self._comm, self._tensor, self._tag = comm, tensor, tag
+        self._others = [peer for peer in range(comm.size) if peer != comm.rank]
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See `Algorithm.all_reduce`."""
-        first, *others = self._everyone(tensor)
-        total = first.to(sum_dtype(tensor.dtype))
+    def sum(self, wire: torch.dtype | None) -> Steps[None]:
+        """All-reduce. A reduce-scatter too: everybody keeps all shards."""
+        dtype = wire or self._tensor.dtype
+        first, *others = yield from self._everyone(self._tensor.to(dtype))
+        total = first.to(sum_dtype(self._tensor.dtype))
         for theirs in others:  # torch's own sum has an order that depends on the place
             total += theirs
-        tensor.copy_(total)
+        self._tensor.copy_(total.to(dtype))
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> None:
-        """See `Algorithm.reduce_scatter`: everybody keeps all shards."""
-        self.all_reduce(tensor)
+    def gather(self, bounds: Sequence[int], owners: Sequence[int]) -> Steps[None]:
+        """All-gather. `owners`: the rank that owns each slot."""
+        everyone = yield from self._everyone(self._tensor)
+        for (low, high), owner in zip(pairwise(bounds), owners, strict=True):
+            self._tensor[low:high].copy_(everyone[owner][low:high])
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> None:
-        """See `Algorithm.all_gather`."""
-        shards = pairwise(shard_bounds(len(tensor), self._world.size, bounds))
-        everyone = zip(self._everyone(tensor), shards, strict=True)
-        tensor.copy_(torch.cat([theirs[low:high] for theirs, (low, high) in everyone]))
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """See `Algorithm.broadcast`."""
-        data = as_bytes(tensor)
-        others = [peer for peer in range(self._world.size) if peer != root]
-        if self._world.rank == root:
-            self._world.exchange([(peer, data) for peer in others], [])
+    def copy(self, root: int) -> Steps[None]:
+        """Broadcast."""
+        data = as_bytes(self._tensor)
+        if self._comm.rank == root:
+            yield Flight.of(*(self._comm.send(peer, data, self._tag) for peer in self._others)).over
         else:
-            self._world.exchange([], [(root, data)])
+            yield self._comm.receive(root, data, self._tag).over
 
-    def _everyone(self, tensor: Tensor) -> list[Tensor]:
-        rank, size = self._world.rank, self._world.size
-        everyone = [tensor.clone() for _ in range(size)]
-        others = [peer for peer in range(size) if peer != rank]
-        self._world.exchange(
-            [(peer, as_bytes(tensor)) for peer in others],
-            [(peer, as_bytes(everyone[peer])) for peer in others],
-        )
+    def _everyone(self, mine: Tensor) -> Steps[list[Tensor]]:
+        """Everyone's tensor, by rank, in memory of their own."""
+        everyone = [mine.clone() for _ in range(self._comm.size)]
+        receives = [self._comm.receive(p, as_bytes(everyone[p]), self._tag) for p in self._others]
+        sends = [self._comm.send(p, as_bytes(mine), self._tag) for p in self._others]
+        yield Flight.of(*receives, *sends).over
         return everyone

@@ -1,62 +1,308 @@
-"""The communication thread: tasks run in the order in which they were handed in, one at a time."""
+"""The communication thread keeps several collectives under way, and a few pieces of them.
+
+    queue       what was handed in
+    entered     at most DEPTH collectives, in the order in which they were handed in
+    pieces      a few of them under way, started in one order: the first collective's first
+
+A piece is a generator that yields what to ask before it goes on. The thread asks all of them in
+turn, and when nothing has moved for a while it sleeps between rounds, so that the core computes for
+somebody who does not wait.
+
+All ranks start pieces in the same order, and a piece waits for nothing but the same piece on other
+ranks: so the first unfinished one can always go on, and nobody waits in a circle.
+"""
 
 import threading
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from mntrain.collectives.board import DEPTH
+from mntrain.collectives.near import Steps
+from mntrain.mpi import EAGER_S, Patience, pause
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Operation(Protocol[T_co]):
+    """A collective, as the thread sees it. Called in this order, on the thread."""
+
+    window: int  # how many pieces may be under way when one of its own starts
+
+    def enter(self) -> bool:
+        """Tell the node that this rank's tensor is there. False: it is not yet; ask again."""
+
+    def ready(self) -> bool:
+        """Whether its pieces may start: everyone in the node has entered. Local."""
+
+    def pieces(self) -> Iterator[Steps[None]]:
+        """The pieces in which this rank has work, in order."""
+
+    def leave(self) -> None:
+        """Tell the node that this rank's work is done."""
+
+    def left(self) -> bool:
+        """Whether everyone in the node has left, so that the tensor is this rank's again."""
+
+    def finish(self) -> T_co:
+        """The result."""
 
 
 class Ticket(Generic[T]):
     """The result of a task, some day."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
+    def __init__(self, progress: "Progress") -> None:
+        self._progress = progress
+        self.settled = False
         self._result: T | None = None
         self._error: BaseException | None = None
 
     def settle(self, task: Callable[[], T]) -> None:
-        """Run the task and keep what it returned or raised. On the communication thread."""
+        """Run the task and keep what it returned or raised."""
         try:
             self._result = task()
         except BaseException as error:  # whatever it is, the waiting thread raises it
             self._error = error
-        self._event.set()
+        self.settled = True
+
+    def fail(self, error: BaseException) -> None:
+        """Have the waiting thread raise an error."""
+        self._error = error
+        self.settled = True
 
     def wait(self) -> T:
         """Block until the task has run; return what it returned, or raise what it raised."""
-        self._event.wait()
+        self._progress.see_to(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # T may itself be None
 
 
-class Progress:
-    """One thread that makes all MPI calls of a world, so that training never stops to poll.
+class UnderWay(Generic[T]):
+    """A collective that the thread has in hand."""
 
-    Tasks run in the order of `submit`: on every rank the same order, as collectives need. Idle, the
-    thread sleeps.
+    def __init__(self, operation: Operation[T], ticket: Ticket[T]) -> None:
+        self._operation, self._ticket = operation, ticket
+        self._waiting: Iterator[Steps[None]] | None = None  # pieces that have not started
+        self._moving: list[tuple[Steps[None], Callable[[], bool]]] = []
+        self.entered = self.started = self.left = False
+
+    @property
+    def pieces(self) -> int:
+        """How many are under way."""
+        return len(self._moving)
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has no more work in it."""
+        return self.started and not self._moving
+
+    def enter(self) -> bool:
+        """Enter, unless it has; whether it has now."""
+        self.entered = self.entered or self._operation.enter()
+        return self.entered
+
+    def start(self, others: int) -> bool:
+        """Start pieces, while so many of others are under way; whether anything has happened."""
+        if self._waiting is None:
+            if not self._operation.ready():
+                return False
+            self._waiting = self._operation.pieces()
+        happened = False
+        while not self.started and others + len(self._moving) < self._operation.window:
+            happened = True
+            piece = next(self._waiting, None)
+            if piece is None:
+                self.started = True
+            else:
+                self._go_on(piece)
+        return happened
+
+    def move(self) -> bool:
+        """Let every piece go on that can; whether any has."""
+        before, self._moving = self._moving, []
+        happened = False
+        for piece, ask in before:
+            if ask():
+                happened = True
+                self._go_on(piece)
+            else:
+                self._moving.append((piece, ask))
+        return happened
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done."""
+        self._operation.leave()
+        self.left = True
+
+    def settle(self) -> bool:
+        """Hand the tensor back, if all others are done too; whether it has been."""
+        if not self._operation.left():
+            return False
+        self._ticket.settle(self._operation.finish)
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: whoever waits gets the error."""
+        self._ticket.fail(error)
+
+    def _go_on(self, piece: Steps[None]) -> None:
+        for ask in piece:
+            if not ask():
+                self._moving.append((piece, ask))
+                return
+
+
+Task = UnderWay[Any] | Callable[[], None]
+
+
+class Progress:
+    """What moves the collectives of a world: one thread, or whoever waits for one of them.
+
+    Collectives and functions run in the order in which they are handed in: on every rank the same
+    order, as collectives need. A thread of its own moves them while the caller computes; a caller
+    that waits does so itself meanwhile, which saves waking another thread twice. Only one of them
+    at a time makes MPI calls. Idle, the thread sleeps.
     """
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._tasks: deque[Task] = deque()
+        self._under_way: deque[UnderWay[Any]] = deque()
+        self._patience = Patience()
+        self._open = True
+        self._idle_at = 0.0  # seconds under way when nothing was, last
+        self._since: float | None = None  # when something was, after that
+        self._turn = threading.Lock()  # whoever holds it moves the collectives
+        self._waiters: deque[None] = deque()  # one for every caller who wants it
+        self._bell = threading.Event()  # rung when something is handed in, or the turn wanted
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Callable[[], T]) -> Ticket[T]:
-        """Queue a task. Returns at once. RuntimeError after `close`."""
-        if not self._thread.is_alive():
-            raise RuntimeError("this world is closed: no communication after its `with` block")
-        ticket: Ticket[T] = Ticket()
-        self._tasks.put(lambda: ticket.settle(task))
+    def submit(self, operation: Operation[T]) -> Ticket[T]:
+        """Queue a collective. Returns at once. RuntimeError after `close`."""
+        ticket: Ticket[T] = Ticket(self)
+        self._put(UnderWay(operation, ticket))
         return ticket
+
+    def call(self, function: Callable[[], T]) -> Ticket[T]:
+        """Queue a function; it runs when nothing is under way. RuntimeError after `close`."""
+        ticket: Ticket[T] = Ticket(self)
+        self._put(lambda: ticket.settle(function))
+        return ticket
+
+    def see_to(self, ticket: Ticket[Any]) -> None:
+        """Return when a ticket is settled; until then, move the collectives."""
+        if ticket.settled:
+            return
+        self._waiters.append(None)
+        self._bell.set()
+        with self._turn:
+            self._waiters.pop()
+            self._bell.clear()
+            while not ticket.settled:
+                pause(self._round(EAGER_S))
+        if self._busy:
+            self._bell.set()
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
-        self._tasks.put(None)
+        self.call(self._end).wait()
+        self._bell.set()
         self._thread.join()
 
+    def _put(self, task: Task) -> None:
+        if not self._open:
+            raise RuntimeError("this world is closed: no communication after its `with` block")
+        self._tasks.append(task)
+        self._bell.set()
+
+    def _end(self) -> None:
+        self._open = False
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._tasks or self._under_way)
+
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
+        while self._open:
+            self._bell.wait()
+            with self._turn:
+                self._bell.clear()
+                while self._busy and not self._waiters:
+                    delay = self._round(0.0)  # the core is for who computes
+                    if not delay:
+                        pause(0)
+                    elif self._bell.wait(delay):
+                        self._bell.clear()
+
+    def _round(self, eager_s: float) -> float:
+        """Let everything go on that can; the seconds to wait before the next round."""
+        happened = self._take_in()
+        try:
+            happened = self._move() or happened
+        except BaseException as error:  # nothing can be known of those behind it, either
+            while self._under_way:
+                self._under_way.popleft().fail(error)
+        self._count_time()
+        if happened:
+            self._patience.reset()
+        return 0.0 if happened else self._patience.delay(eager_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a collective was under way, so far."""
+        since = self._since
+        return self._idle_at + (time.perf_counter() - since if since is not None else 0.0)
+
+    def _count_time(self) -> None:
+        """Start or stop the clock of `busy_s`."""
+        if self._under_way and self._since is None:
+            self._since = time.perf_counter()
+        elif not self._under_way and self._since is not None:
+            self._idle_at, self._since = self.busy_s, None
+
+    def _take_in(self) -> bool:
+        """Begin what can begin; whether anything has."""
+        happened = False
+        while len(self._under_way) < DEPTH:
+            if not self._tasks:
+                break
+            task = self._tasks[0]
+            if isinstance(task, UnderWay):
+                self._under_way.append(task)
+            elif self._under_way:
+                break
+            else:
+                task()
+            self._tasks.popleft()
+            happened = True
+        return happened
+
+    def _move(self) -> bool:
+        """Let every collective go on that can; whether any has."""
+        happened, may_start = False, True
+        moving = sum(one.pieces for one in self._under_way)
+        for one in self._under_way:
+            if not one.entered:
+                if not one.enter():
+                    break
+                happened = True
+            before = one.pieces
+            if before:
+                happened = one.move() or happened
+            if may_start and not one.started:
+                happened = one.start(moving - before) or happened
+            may_start = may_start and one.started
+            moving += one.pieces - before
+        for one in self._under_way:
+            if not one.left:
+                if not one.done:
+                    break
+                one.leave()
+                happened = True
+        while self._under_way and self._under_way[0].left and self._under_way[0].settle():
+            self._under_way.popleft()
+            happened = True
+        return happened

@@ -1,26 +1,48 @@
-"""What every verb sends, against a list of messages and closed forms worked out here."""
+"""What every verb sends, against a list of transfers and closed forms worked out here."""
 
 import socket
 from itertools import accumulate, chain, pairwise, permutations, product
 
 import pytest
 import torch
+from cases import RANK, Arena
 from mpi4py import MPI
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, Worlds
 
 from mntrain import mpi
-from mntrain.collectives import ALGORITHMS, messages
+from mntrain.collectives import Choice, Table
 
 pytestmark = pytest.mark.mpi
 
-RANK = MPI.COMM_WORLD.rank
 ITEM = 4  # bytes of an fp32 element
-SIZES = [1200, 1201, 1003, 7, 2, 1, 0]
+PIECE = Choice("lanes").piece_bytes
+SMALL = 16 << 10  # bytes that every node sends whole
+TRAY = 32 << 10  # bytes that a board has room for
+SIZES = [0, 1, 2, 7, 1003, 1200, 4096, 5003]  # in fp32: within a node, in trays
+LARGE = [9001, 70001]  # beyond them
+
+
+class Costs:
+    """Worlds by layout, and some memory that the ranks of a node share in each."""
+
+    def __init__(self):
+        self._worlds = Worlds()
+        self._arenas = {}
+
+    def __call__(self, layout=None):
+        world = self._worlds("lanes", layout)
+        if layout not in self._arenas:
+            self._arenas[layout] = Arena(world, 1 << 20)
+        self._arenas[layout].clear()
+        return world, self._arenas[layout]
+
+    def close(self):
+        self._worlds.close()
 
 
 @pytest.fixture(scope="module")
-def worlds():
-    cache = Worlds()
+def costs():
+    cache = Costs()
     yield cache
     cache.close()
 
@@ -35,119 +57,147 @@ def nodes_of(layout):
     return [node[low : low + step] for node in together for low in range(0, len(node), step)]
 
 
-def cut(numel, parts):
+def split(numel, parts):
     bounds = [i * numel // parts for i in range(parts + 1)]
     return [after - before for before, after in pairwise(bounds)]
 
 
-# Of one level: (source, to, elements, whether they travel in pieces), for every pair of members.
+def in_lines(numel, parts):
+    """In parts of whole lines of 64 bytes, the last one as it comes."""
+    lines = split(-(-numel // 16), parts)
+    ends = [min(16 * end, numel) for end in accumulate(lines)]
+    return [end - start for start, end in pairwise([0, *ends])]
 
 
-def scatter(members, lengths):
-    """Everyone sends to each member what that one adds."""
-    return [
-        (members[s], members[t], lengths[t], True) for s, t in permutations(range(len(members)), 2)
-    ]
+def cut(numel, most):
+    """In parts of about one length, of so many elements at most."""
+    return split(numel, -(-numel // most)) if numel else []
 
 
-def gather(members, lengths):
-    """Everyone sends what is its own to each member."""
-    return [
-        (members[s], members[t], lengths[s], False) for s, t in permutations(range(len(members)), 2)
-    ]
+def piece_of(numel, piece_bytes):
+    """The elements of a piece, where so many are cut: an eighth, but 64 KiB are not cut."""
+    return max(1, min(piece_bytes, max(numel * ITEM // 8, 64 << 10)) // ITEM)
 
 
-def both(members, numel):
-    parts = cut(numel, len(members))
-    return scatter(members, parts) + gather(members, parts)
+# A transfer is (who does it, from, to, elements). The owner of a lane reads and writes the memory
+# of its node; a message is sent by the rank that has it.
 
 
-def spread(members, root, numel):
-    """The root cuts its tensor into parts for the others, which hand them to each other."""
-    others = [member for member in members if member != root]
-    parts = cut(numel, len(others)) if others else []
-    first = [(root, to, part, False) for to, part in zip(others, parts, strict=True)]
-    return first + gather(others, parts)
+def all_reduce(nodes, lanes, shard, piece_bytes):
+    numel = sum(shard.values())
+    for lane, length in enumerate(in_lines(numel, lanes)):
+        owners = [node[lane] for node in nodes]
+        most = piece_of(length, piece_bytes) if len(nodes) > 1 else max(1, piece_bytes // ITEM)
+        for piece in cut(length, most):
+            whole = len(nodes) <= 2 or numel * ITEM <= SMALL
+            parts = [piece] if whole else in_lines(piece, len(nodes))
+            for node, owner in zip(nodes, owners, strict=True):
+                for part, peer in product(parts, set(node) - {owner}):
+                    yield owner, peer, owner, part
+                    yield owner, owner, peer, part
+            for (i, a), (j, b) in permutations(enumerate(owners), 2):
+                if whole:
+                    yield a, a, b, piece
+                else:
+                    yield a, a, b, parts[j]  # of its sum
+                    yield a, a, b, parts[i]  # of the result
 
 
-def naive(nodes, verb, shards, root):
-    numel = sum(shards)
-    pairs = [(s, t) for s, t in permutations(range(RANKS), 2) if verb != "broadcast" or s == root]
-    return [(source, to, numel, False) for source, to in pairs]
+def slots_of(nodes):
+    """The rank of every slot: by lane, then by node, then by local rank."""
+    lanes = min(map(len, nodes))
+    return [rank for lane in range(lanes) for node in nodes for rank in node[lane::lanes]]
 
 
-def flat(nodes, verb, shards, root):
-    ranks, numel = range(RANKS), sum(shards)
-    return {
-        "all_reduce": both(ranks, numel),
-        "reduce_scatter": scatter(ranks, shards),
-        "all_gather": gather(ranks, shards),
-        "broadcast": spread(ranks, root, numel),
-    }[verb]
+def shard_pieces(nodes, lanes, shard, piece_bytes):
+    """By lane: what travels together, as (holder, elements) of every node; None: nobody's."""
+    most = max(1, piece_of(sum(shard.values()) // lanes, piece_bytes) // len(nodes))
+    for lane in range(lanes):
+        columns = [node[lane::lanes] for node in nodes]
+        for row in range(max(map(len, columns))):
+            holders = [column[row] if row < len(column) else None for column in columns]
+            cuts = [[] if h is None else cut(shard[h], most) for h in holders]
+            for step in range(max(map(len, cuts))):
+                lengths = [parts[step] if step < len(parts) else 0 for parts in cuts]
+                yield lane, list(zip(holders, lengths, strict=True))
 
 
-def two_level(nodes, count, verb, shards, root):
-    place = {rank: (m, local) for m, node in enumerate(nodes) for local, rank in enumerate(node)}
-    lane_of = {rank: local % count for rank, (_, local) in place.items()}
-    # Shards go by lane, then by node, then by local rank.
-    order = sorted(place, key=lambda rank: (lane_of[rank], place[rank]))
-    shard, numel = dict(zip(order, shards, strict=True)), sum(shards)
-    lanes = [sum(shard[r] for r in order if lane_of[r] == lane) for lane in range(count)]
-    owners = [[node[lane] for node in nodes] for lane in range(count)]
-    blocks = [
-        [sum(shard[r] for r in node if lane_of[r] == lane) for node in nodes]
-        for lane in range(count)
-    ]
-    beyond = [(nodes[m][lane_of[r]], r) for r, (m, local) in place.items() if local >= count]
-    padded = [[*lanes, *[0] * (len(node) - count)] for node in nodes]
-    leaders = [node[0] for node in nodes]
-    first = nodes[place[root][0]]
-    return list(
-        chain.from_iterable(
-            {
-                "all_reduce": [
-                    *map(scatter, nodes, padded),
-                    *map(both, owners, lanes),
-                    *map(gather, nodes, padded),
-                ],
-                "reduce_scatter": [
-                    *map(scatter, nodes, padded),
-                    *map(scatter, owners, blocks),
-                    [(owner, rank, shard[rank], False) for owner, rank in beyond],
-                ],
-                "all_gather": [
-                    [(rank, owner, shard[rank], False) for owner, rank in beyond],
-                    *map(gather, owners, blocks),
-                    *map(gather, nodes, padded),
-                ],
-                "broadcast": [
-                    spread(first, root, numel),
-                    spread(leaders, first[0], numel),
-                    *(spread(node, node[0], numel) for node in nodes if node is not first),
-                ],
-            }[verb]
-        )
-    )
+def reduce_scatter(nodes, lanes, shard, piece_bytes):
+    for lane, parts in shard_pieces(nodes, lanes, shard, piece_bytes):
+        owners = [node[lane] for node in nodes]
+        for node, owner, (holder, part) in zip(nodes, owners, parts, strict=True):
+            for peer, (_, length) in product(set(node) - {owner}, parts):
+                yield owner, peer, owner, length
+            if holder not in (owner, None):
+                yield owner, owner, holder, part
+        for (_, a), (j, b) in permutations(enumerate(owners), 2):
+            yield a, a, b, parts[j][1]
 
 
-def sent(algorithm, layout, verb, shards, root=0):
-    """What all ranks send, with shards of these lengths: (source, to, elements, in pieces)."""
-    nodes = nodes_of(layout)
-    if algorithm in ("naive", "flat"):
-        return {"naive": naive, "flat": flat}[algorithm](nodes, verb, shards, root)
-    count = 1 if algorithm == "leader" else min(map(len, nodes))
-    return two_level(nodes, count, verb, shards, root)
+def all_gather(nodes, lanes, shard, piece_bytes):
+    for lane, parts in shard_pieces(nodes, lanes, shard, piece_bytes):
+        owners = [node[lane] for node in nodes]
+        for i, (node, owner) in enumerate(zip(nodes, owners, strict=True)):
+            for j, (holder, length) in enumerate(parts):
+                if i == j and holder not in (owner, None):
+                    yield owner, holder, owner, length
+                for peer in set(node) - {owner, holder}:
+                    yield owner, owner, peer, length
+        for (i, a), (_, b) in permutations(enumerate(owners), 2):
+            yield a, a, b, parts[i][1]
 
 
-def bill(layout, transfers):
-    """Messages and bytes within nodes, then between them, by rank."""
+def broadcast(nodes, lanes, shard, piece_bytes, root):
+    numel = sum(shard.values())
+    pieces = cut(numel, piece_of(numel, piece_bytes))
+    first = next(i for i, node in enumerate(nodes) if root in node)
+    order = nodes[first:] + nodes[:first]
+    for number, piece in enumerate(pieces):
+        owners = [node[number % lanes] for node in order]
+        for place, (node, owner) in enumerate(zip(order, owners, strict=True)):
+            source = root if root in node else owner
+            if source != owner:
+                yield owner, source, owner, piece
+            for peer in set(node) - {owner, source}:
+                yield owner, owner, peer, piece
+            if place:  # in a chain; or in a binomial tree, under who lacks its lowest bit
+                before = owners[place - 1 if len(pieces) > 1 else place & (place - 1)]
+                yield before, before, owner, piece
+
+
+def transfers(algorithm, layout, verb, shards, *, root=0, piece_bytes=PIECE):
+    """All of them, with shards of these lengths."""
+    nodes, numel = nodes_of(layout), sum(shards)
+    if algorithm == "naive":
+        everyone = permutations(range(RANKS), 2)
+        return [(s, s, t, numel) for s, t in everyone if verb != "broadcast" or s == root]
+    shard = dict(zip(slots_of(nodes), shards, strict=True))  # by rank, whatever the algorithm
+    lanes = min(map(len, nodes)) if algorithm == "lanes" else 1
+    if algorithm == "flat":
+        nodes = [[rank] for rank in range(RANKS)]
+    if verb == "broadcast":
+        return list(broadcast(nodes, lanes, shard, piece_bytes, root))
+    make = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
+    return list(make[verb](nodes, lanes, shard, piece_bytes))
+
+
+def bill(algorithm, layout, several, *, near=True, item=ITEM):
+    """Messages and bytes within nodes, then between them, by rank.
+
+    `near`: whether nodes share the memory; `item`: bytes of an element that goes to another node.
+    """
     node_of = {rank: m for m, node in enumerate(nodes_of(layout)) for rank in node}
     totals = [[0, 0, 0, 0] for _ in range(RANKS)]
-    for source, to, elements, in_pieces in transfers:
-        level = 0 if node_of[source] == node_of[to] else 2
-        longest = messages.PIECE_BYTES if in_pieces else mpi.MESSAGE_BYTES
-        totals[source][level] += -(-elements * ITEM // longest)
-        totals[source][level + 1] += elements * ITEM
+    for worker, source, to, elements in several:
+        within = node_of[source] == node_of[to]
+        level = 0 if within else 2
+        grouped = within and algorithm in ("leader", "lanes")
+        nbytes = elements * (ITEM if grouped else item)
+        if grouped and near:
+            totals[worker][1] += nbytes
+        else:
+            totals[source][level] += -(-nbytes // mpi.MESSAGE_BYTES)
+            totals[source][level + 1] += nbytes
     return totals
 
 
@@ -158,20 +208,21 @@ def usage(world):
     ]
 
 
-def launch(world, verb, numel, root):
-    rooted = {"root": root} if verb == "broadcast" else {}
-    return getattr(world.collectives, verb)(torch.zeros(numel), **rooted)
-
-
-def cost(world, verb, numel, root=0):
-    """What one collective adds to the counts of every rank."""
-    before = usage(world)
-    launch(world, verb, numel, root).wait()
-    return less(usage(world), before)
-
-
 def less(after, before):
     return [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
+
+
+def launch(collectives, verb, tensor, root=0, **given):
+    rooted = {"root": root} if verb == "broadcast" else {}
+    return getattr(collectives, verb)(tensor, **rooted, **given)
+
+
+def cost(world, algorithm, verb, tensor, *, piece_bytes=PIECE, **given):
+    """What one collective adds to the counts of every rank."""
+    collectives = world.collectives.using(Table.always(algorithm, piece_bytes))
+    before = usage(world)
+    launch(collectives, verb, tensor, **given).wait()
+    return less(usage(world), before)
 
 
 VERBS = [
@@ -182,99 +233,174 @@ VERBS = [
 ]
 
 
+@pytest.mark.parametrize("place", ["plain", "shared"])
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
-def test_every_message_is_accounted_for(worlds, algorithm, layout):
-    world = worlds(algorithm, layout)
+def test_every_transfer_is_accounted_for(costs, algorithm, layout, place):
+    world, arena = costs(layout)
+    collectives = world.collectives.using(Table.always(algorithm))
     before = usage(world)
-    for verb, root in VERBS:
-        for work in [launch(world, verb, numel, root) for numel in SIZES]:
+    for (verb, root), sizes in product(VERBS, (SIZES, LARGE)):
+        arena.clear()
+        tensors = [arena.tensor(numel, torch.float32, place).zero_() for numel in sizes]
+        for work in [launch(collectives, verb, tensor, root) for tensor in tensors]:
             work.wait()
         after = usage(world)
-        expected = [sent(algorithm, layout, verb, cut(numel, RANKS), root) for numel in SIZES]
-        assert less(after, before) == bill(layout, chain(*expected)), f"{verb} from {root}"
+        several = [
+            transfers(algorithm, layout, verb, split(numel, RANKS), root=root) for numel in sizes
+        ]
+        near = place == "shared" or sizes is SIZES
+        expected = bill(algorithm, layout, chain(*several), near=near)
+        assert less(after, before) == expected, f"{verb} of {sizes} from {root}"
         before = after
+
+
+@pytest.mark.parametrize("layout", VIRTUAL)
+def test_a_node_sends_messages_where_a_tensor_lies_out_of_reach_and_others_do_not(costs, layout):
+    world, arena = costs(layout)
+    nodes = nodes_of(layout)
+    last = RANKS - 1
+    for algorithm, verb in product(("leader", "lanes"), ("all_reduce", "broadcast")):
+        arena.clear()
+        place = "plain" if last == RANK else "shared"
+        tensor = arena.tensor(9001, torch.float32, place).zero_()
+        several = transfers(algorithm, layout, verb, split(9001, RANKS))
+        far = [each for each in several if {*each[1:3]} <= set(nodes[-1])]
+        near = [each for each in several if not {*each[1:3]} <= set(nodes[-1])]
+        expected = [
+            [a + b for a, b in zip(*pair, strict=True)]
+            for pair in zip(
+                bill(algorithm, layout, far, near=False),
+                bill(algorithm, layout, near),
+                strict=True,
+            )
+        ]
+        assert cost(world, algorithm, verb, tensor) == expected, f"{algorithm}, {verb}"
 
 
 def lengths():
     """Of shards: rising, with an empty one; and all in one slot, whichever it is."""
     rising = [100 * slot for slot in range(RANKS)]
-    return [rising, *([1003 * (slot == full) for slot in range(RANKS)] for full in range(RANKS))]
+    one_slot = [[9003 * (slot == full) for slot in range(RANKS)] for full in range(RANKS)]
+    return [rising, *one_slot]
 
 
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
-def test_every_message_is_accounted_for_with_bounds(worlds, algorithm, layout):
-    world = worlds(algorithm, layout)
-    before = usage(world)
+def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
+    world, _ = costs(layout)
     for verb, shards in product(("reduce_scatter", "all_gather"), lengths()):
+        numel = sum(shards)
         bounds = [0, *accumulate(shards)]
-        getattr(world.collectives, verb)(torch.zeros(sum(shards)), bounds).wait()
-        after = usage(world)
-        expected = bill(layout, sent(algorithm, layout, verb, shards))
-        assert less(after, before) == expected, f"{verb} of {shards}"
-        before = after
+        found = cost(world, algorithm, verb, torch.zeros(numel), bounds=bounds)
+        several = transfers(algorithm, layout, verb, shards)
+        expected = bill(algorithm, layout, several, near=numel * ITEM <= TRAY)
+        assert found == expected, f"{verb} of {shards}"
 
 
-@pytest.mark.parametrize("layout", VIRTUAL[-2:])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_parts_travel_in_pieces_and_long_messages_in_several(
-    worlds, monkeypatch, algorithm, layout
+@pytest.mark.parametrize("piece_bytes", [400, 4096])
+@pytest.mark.parametrize(
+    ("algorithm", "layout"),
+    [("naive", None), ("flat", VIRTUAL[-1]), *product(["leader", "lanes"], VIRTUAL)],
+)
+def test_pieces_and_long_messages_go_as_several(costs, monkeypatch, algorithm, layout, piece_bytes):
+    monkeypatch.setattr(mpi, "MESSAGE_BYTES", 1000)
+    world, arena = costs(layout)
+    for verb, root in VERBS:
+        for numel, place in [(1003, "plain"), (5003, "shared"), (9001, "plain")]:
+            arena.clear()
+            tensor = arena.tensor(numel, torch.float32, place).zero_()
+            found = cost(world, algorithm, verb, tensor, piece_bytes=piece_bytes, root=root)
+            shards = split(numel, RANKS)
+            several = transfers(algorithm, layout, verb, shards, root=root, piece_bytes=piece_bytes)
+            near = numel * ITEM <= TRAY
+            expected = bill(algorithm, layout, several, near=near)
+            assert found == expected, f"{verb} of {numel} from {root}"
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_16_bits_an_element_go_to_other_nodes_where_the_wire_is_so_wide(
+    costs, algorithm, layout, verb
 ):
-    monkeypatch.setattr(messages, "PIECE_BYTES", 40)
-    monkeypatch.setattr(mpi, "MESSAGE_BYTES", 52)
-    world = worlds(algorithm, layout)
-    for verb in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
-        expected = bill(layout, sent(algorithm, layout, verb, cut(101, RANKS)))
-        assert cost(world, verb, 101) == expected, verb
+    world, _ = costs(layout)
+    for numel in (1003, 5003):
+        found = cost(world, algorithm, verb, torch.zeros(numel), wire=torch.bfloat16)
+        several = transfers(algorithm, layout, verb, split(numel, RANKS))
+        assert found == bill(algorithm, layout, several, item=2)
 
 
 # The formulas of the docstrings, where everything divides.
 
 on_one_host = pytest.mark.skipif(
-    len(set(HOSTS)) > 1, reason="counts of one level; the list of messages covers several hosts"
+    len(set(HOSTS)) > 1, reason="counts of one level; the list of transfers covers several hosts"
 )
-S = 1200 * ITEM
+LONG = 15360  # elements; in lines of 64 bytes it divides by 1 to 6
+S = LONG * ITEM
 REDUCING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # in crossings of the wire
 
 
 @on_one_host
-def test_naive_sends_the_whole_tensor_to_everyone(worlds):
-    world = worlds("naive")
+def test_naive_sends_the_whole_tensor_to_everyone(costs):
+    world, _ = costs()
     for verb in REDUCING:
-        assert cost(world, verb, 1200) == [[RANKS - 1, S * (RANKS - 1), 0, 0]] * RANKS
+        found = cost(world, "naive", verb, torch.zeros(LONG))
+        assert found == [[RANKS - 1, S * (RANKS - 1), 0, 0]] * RANKS
     others = [[0, 0, 0, 0]] * (RANKS - 1)
-    assert cost(world, "broadcast", 1200) == [[RANKS - 1, S * (RANKS - 1), 0, 0], *others]
+    found = cost(world, "naive", "broadcast", torch.zeros(LONG))
+    assert found == [[RANKS - 1, S * (RANKS - 1), 0, 0], *others]
 
 
 @on_one_host
-def test_flat_sends_all_but_a_shard(worlds):
-    world = worlds("flat")
+def test_flat_sends_all_but_a_shard(costs):
+    world, _ = costs()
     for verb, times in REDUCING.items():
         nbytes = times * S * (RANKS - 1) // RANKS
-        assert cost(world, verb, 1200) == [[times * (RANKS - 1), nbytes, 0, 0]] * RANKS
+        found = cost(world, "flat", verb, torch.zeros(LONG))
+        # Two ranks, who send each other all they have, save a message.
+        messages = (times if RANKS > 2 else 1) * (RANKS - 1)
+        assert found == [[messages, nbytes, 0, 0]] * RANKS
 
 
 @on_one_host
-def test_a_broadcast_hands_every_other_rank_the_tensor_once(worlds):
-    others = RANKS - 1
-    root, *rest = cost(worlds("flat"), "broadcast", 1200)
-    assert root == ([others, S, 0, 0] if others else [0, 0, 0, 0])
-    assert rest == [[others - 1, S * (others - 1) // others, 0, 0] for _ in range(others)]
+@pytest.mark.parametrize("numel", [SMALL // ITEM, SMALL // ITEM + 16])
+def test_a_small_sum_takes_one_messages_time(costs, numel):
+    world, _ = costs()
+    found = cost(world, "flat", "all_reduce", torch.zeros(numel))
+    whole = numel * ITEM <= SMALL or RANKS == 2
+    assert [counts[0] for counts in found] == [(1 if whole else 2) * (RANKS - 1)] * RANKS
+    if whole:
+        assert [counts[1] for counts in found] == [numel * ITEM * (RANKS - 1)] * RANKS
+
+
+@on_one_host
+def test_a_broadcast_hands_every_other_rank_the_tensor_once(costs):
+    world, _ = costs()
+    tree = cost(world, "flat", "broadcast", torch.zeros(LONG))
+    assert sum(counts[0] for counts in tree) == RANKS - 1
+    assert tree[0][0] == (RANKS - 1).bit_length()  # rounds of a binomial tree
+    chained = cost(world, "flat", "broadcast", torch.zeros(LONG), piece_bytes=S // 4)
+    assert chained == [*[[4, S, 0, 0]] * (RANKS - 1), [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("layout", [layout for layout in VIRTUAL if RANKS % (layout or 1) == 0])
 @pytest.mark.parametrize("algorithm", ["leader", "lanes"])
-def test_an_owner_sends_its_lane_over_the_wire_as_often_as_it_must(worlds, algorithm, layout):
-    world = worlds(algorithm, layout)
+def test_an_owner_sends_its_lane_over_the_wire_as_often_as_it_must(costs, algorithm, layout):
+    world, arena = costs(layout)
     nodes = nodes_of(layout)
     m, ranks = len(nodes), len(nodes[0])
     if any(len(node) != ranks for node in nodes):
-        pytest.skip("the closed form is for equal nodes; the list of messages covers others")
+        pytest.skip("the closed form is for equal nodes; the list of transfers covers others")
     lanes = 1 if algorithm == "leader" else ranks
     owns = [place < lanes for place in world.gather(world.local_rank)]
+    tensor = arena.tensor(LONG, torch.float32, "shared").zero_()
     for verb, times in REDUCING.items():
-        cross = [counts[3] for counts in cost(world, verb, 1200)]
+        found = cost(world, algorithm, verb, tensor)
+        cross = [counts[3] for counts in found]
         assert cross == [own * times * (m - 1) * S // (m * lanes) for own in owns], verb
-    within = [counts[1] for counts in cost(world, "all_reduce", 1200)]
-    # Less its own lane, which goes to each of the others.
+        assert [counts[0] for counts in found] == [0] * RANKS  # no messages within the node
+    # An owner reads its lane from each of the others, and writes it there.
+    within = [counts[1] for counts in cost(world, algorithm, "all_reduce", tensor)]
+    assert within == [own * 2 * (ranks - 1) * S // lanes for own in owns]
+    # Where the others' tensors are out of reach, they send all but their own lane, and get it back.
+    plain = [counts[1] for counts in cost(world, algorithm, "all_reduce", torch.zeros(LONG))]
     expected = [S - own * S // lanes + own * (ranks - 1) * S // lanes for own in owns]
-    assert within == (expected if ranks > 1 else [0] * RANKS)
+    assert plain == (expected if ranks > 1 else [0] * RANKS)

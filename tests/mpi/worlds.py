@@ -37,8 +37,8 @@ def hosts(letters):
 def make_world(algorithm="auto", layout=None):
     if isinstance(layout, str):
         with hosts(layout):
-            return mntrain.init(algorithm=algorithm, device="cpu")
-    return mntrain.init(algorithm=algorithm, ranks_per_node=layout, device="cpu")
+            return mntrain.init(algorithm=algorithm, device="cpu", tune=False)
+    return mntrain.init(algorithm=algorithm, ranks_per_node=layout, device="cpu", tune=False)
 
 
 class Worlds:

@@ -1,0 +1,51 @@
+"""What every way of step.py trains: one GPT, its data, and the plain loop around it."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+from torch import Tensor, nn
+
+from mntrain.tasks.transformer import Transformer
+
+MODEL = {"layers": 6, "width": 384, "heads": 6, "context": 64, "vocab": 704}
+MICRO_BATCH = 4
+ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
+
+Batch = tuple[Tensor, Tensor]  # tokens and the ones that follow, (b, t) each
+
+
+def gpt() -> Transformer:
+    """The model, with the same parameters every time."""
+    torch.manual_seed(0)
+    return Transformer(**MODEL)
+
+
+def data(rank: int, count: int) -> Iterator[Batch]:
+    """This rank's batches, the same for every way: each token all but decides the next."""
+    draw = torch.Generator().manual_seed(rank)
+    vocab, length = MODEL["vocab"], MODEL["context"] + 1
+    for _ in range(count):
+        tokens = torch.randint(vocab, (MICRO_BATCH, length), generator=draw)
+        for t in range(1, length):
+            tokens[:, t] = (5 * tokens[:, t - 1] + tokens[:, t] % 2) % vocab
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the next tokens."""
+    tokens, following = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
+    """The loop that every way but DeepSpeed shares."""
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

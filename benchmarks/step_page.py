@@ -1,0 +1,165 @@
+"""What step.py says of its figures: pages of Markdown, and a picture."""
+
+from collections.abc import Callable
+from typing import Any
+
+import svg
+from emulated import imprint
+
+MIB = 2**20
+
+
+def report(page: dict[str, Any]) -> str:
+    """A layout's page: every way to train."""
+    present = [row for row in page["rows"] if "absent" not in row]
+    lines = [
+        f"# A training step, {page['layout']}",
+        "",
+        f"{imprint(page, page['versions'])}. {model(page)}; medians over {page['steps']} steps, "
+        f"then {page['rounds']} rounds; by:",
+        "",
+        f"    {page['command']}",
+        "",
+        "Exposed is what a step takes beyond computing alone, and its share of that. Waited is how "
+        "long a step waited for collectives, and busy how long any was under way, as the program "
+        "itself counts; of the rank that has most.",
+        "",
+        "Memory is above that of the finished model: a rank's peak resident set, in which a page "
+        "that k ranks share counts 1/k (VmHWM - RssShmem + Pss_Shmem of /proc), least to most of "
+        "all ranks; and the sum over the ranks of the node that needs most, which so is what is "
+        "physically there.",
+        "",
+        agreement(page),
+        "",
+        "| | step, s | exposed, s | to the best peer | waited (busy), s | sent by a node, MB | "
+        "memory of a rank, MiB | of a node |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in page["rows"]:
+        if "absent" in row:
+            lines.append(f"| {row['what']} | absent: {row['absent']} | | | | | | |")
+            continue
+        lines.append("| " + " | ".join([row["what"], *cells(row)]) + " |")
+    if page["floor_s"]:
+        lines.append(f"| the wire's floor | {page['floor_s']:.3f} | | | | | | |")
+        lines += ["", "The wire's floor is that of an all-reduce of fp32 over the nodes; with the "]
+        lines[-1] += "bf16 wire half of it."
+    lines += state_table([row for row in present if row["state"]])
+    lines += ["", *(f"- {row['what']}: {row['settings']}." for row in present)]
+    return "\n".join(lines) + "\n"
+
+
+def model(page: dict[str, Any]) -> str:
+    """What is trained, in words."""
+    return (
+        f"A GPT of {page['gradient_bytes'] / 4e6:.1f} M parameters (gradient "
+        f"{page['gradient_bytes'] / 1e6:.1f} MB) in fp32, AdamW, a micro-batch of 4 sequences and "
+        "one thread a rank"
+    )
+
+
+def agreement(page: dict[str, Any]) -> str:
+    """How far the losses agree."""
+    found, wired = page["losses"], page["wired_losses"]
+    words = []
+    if found:
+        words.append(
+            f"All ways that communicate in fp32 end at the loss {found[0]:.4f} and differ by at "
+            f"most {max(found) - min(found):.1g}."
+        )
+    if found and wired:
+        furthest = max(abs(loss - found[0]) for loss in wired)
+        words.append(f"The bf16 wire ends {furthest:.1g} from it at most.")
+    return " ".join(words)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row's figures."""
+    exposed = ratio = waited = ""
+    if "exposed_s" in row:
+        exposed = f"{row['exposed_s']:.3f} ({row['exposed_share']:.0%})"
+    if "to_best_peer" in row:
+        ratio = f"{row['to_best_peer']:.2f}"
+    if row["waited_s"] is not None:
+        waited = f"{row['waited_s']:.3f} ({row['busy_s']:.3f})"
+    least, most = (round(peak / MIB) for peak in row["peak_bytes"])
+    sent, node = f"{row['sent_bytes'] / 1e6:.1f}", f"{row['node_peak_bytes'] / MIB:.0f}"
+    return [f"{row['step_s']:.3f}", exposed, ratio, waited, sent, f"{least} to {most}", node]
+
+
+def state_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: the model's state by role, measured and expected."""
+    if not rows:
+        return []
+    roles = list(rows[0]["state"]["measured"])
+    lines = ["", "State of the model on the rank that holds most, MiB, measured (expected):", ""]
+    lines += ["| | " + " | ".join(roles) + " |", "|---|" + "--:|" * len(roles)]
+    for row in rows:
+        measured, expected = row["state"]["measured"], row["state"]["expected"]
+        figures = (f"{measured[role] / MIB:.1f} ({expected[role] / MIB:.1f})" for role in roles)
+        lines.append(f"| {row['what']} | " + " | ".join(figures) + " |")
+    return lines
+
+
+def solo_report(page: dict[str, Any]) -> str:
+    """The page of a world of one."""
+    lines = [
+        "# A training step in a world of one, beside bare torch",
+        "",
+        f"{imprint(page, page['versions'])}. {model(page)}; by:",
+        "",
+        f"    {page['command']}",
+        "",
+        "All take turns in one process: each in its turn takes a step on the same batch, in an "
+        f"order that changes, {page['steps']} times. The median of a step, and the median of what "
+        "it took as a multiple of the bare loop's step on the same batch. The bare loop runs a "
+        "second time beside itself: what that differs by is chance.",
+        "",
+        "| | step, s | of bare torch |",
+        "|---|--:|--:|",
+    ]
+    for name, way in page["ways"].items():
+        lines.append(f"| {name} | {way['median_s']:.4f} | {way['ratio']:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(pages: list[dict[str, Any]]) -> str:
+    """Bars of time and memory, a row a way and a block a layout."""
+    parts, top = [], 20
+    for page in pages:
+        rows = [row for row in page["rows"] if "absent" not in row]
+        if not rows:
+            continue
+        parts.append(svg.text(30, top + 18, page["layout"], size=14, weight="bold"))
+        panels: list[tuple[int, str, Callable[[dict[str, Any]], float], str]] = [
+            (230, "seconds a step (dashed: computing alone)", lambda row: row["step_s"], "{:.2f}"),
+            (
+                560,
+                "MiB of a node at the peak, above the model",
+                lambda row: row["node_peak_bytes"] / MIB,
+                "{:.0f}",
+            ),
+        ]
+        bottom = top + 50 + 22 * len(rows)
+        for left, title, value, form in panels:
+            parts.append(svg.text(left, top + 40, title, color=svg.FAINT))
+            scale = 210 / max(map(value, rows))
+            for number, row in enumerate(rows):
+                y, width = top + 50 + 22 * number, scale * value(row)
+                parts.append(svg.bar(left, y, width, color(row["what"])))
+                parts.append(svg.text(left + width + 6, y + 13, form.format(value(row))))
+        for number, row in enumerate(rows):
+            parts.append(svg.text(30, top + 63 + 22 * number, row["what"]))
+            if row["what"].startswith("computing"):
+                x = 230 + 210 * row["step_s"] / max(other["step_s"] for other in rows)
+                parts.append(svg.line(x, top + 48, x, bottom, color=svg.ALONE, dash="4 3"))
+        top = bottom + 26
+    label = "Seconds a training step and a node's peak memory of each way to train, by layout"
+    return svg.document(860, top, label, parts)
+
+
+def color(what: str) -> str:
+    """This project's, what all add to, or another's."""
+    if what.startswith("mntrain"):
+        return svg.OURS[3 if "wire" in what else 0]
+    return svg.ALONE if what.startswith("computing") else svg.OTHERS[0]

@@ -1,0 +1,1 @@
+"""`python -m mntrain bench`: how fast the collectives are here, beside what they could be."""

@@ -1,0 +1,146 @@
+"""One collective on one rank: from the caller's tensor to pieces, and back."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mntrain.collectives.board import Board
+from mntrain.collectives.choice import Choice
+from mntrain.collectives.naive import Naive
+from mntrain.collectives.near import MessagedNear, SharedNear, Steps, Tools
+from mntrain.collectives.pieces import Follower, Owner, tag_of
+from mntrain.collectives.plan import Piece, Scheme
+from mntrain.device import Loan
+from mntrain.mpi import TAGS
+from zero.collectives import Work
+
+# Pieces under way: enough to fill a link while others compute on the core; but more than switches
+# have buffers for gets lost on its way to a node to which all others send.
+PIECES = 8
+IN_FLIGHT_BYTES = 4 << 20
+
+
+@dataclass
+class Shared:
+    """What all collectives of a world have in common. One thread uses it."""
+
+    tools: Tools
+    schemes: dict[str, Scheme]  # by algorithm; naive has none
+    board: Board  # of the ranks of this node
+    owners: tuple[int, ...]  # slot to rank
+    next_tag: int = 0
+
+    def take_tags(self, count: int) -> int:
+        """The first of so many tags in a row, modulo TAGS; the same on all ranks."""
+        first = self.next_tag
+        self.next_tag = (first + count) % TAGS
+        return first
+
+
+@dataclass(frozen=True)
+class Call:
+    """What was asked for, the same on all ranks."""
+
+    verb: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    choice: Choice
+    bounds: tuple[int, ...]  # of shards
+    root: int = 0
+    wire: torch.dtype | None = None
+
+
+Hand = Owner | Follower
+
+
+class WorldOperation:
+    """See `progress.Operation`."""
+
+    def __init__(self, shared: Shared, call: Call, loan: Loan) -> None:
+        self._shared, self._call, self._loan = shared, call, loan
+        self.window = max(2, min(PIECES, IN_FLIGHT_BYTES // call.choice.piece_bytes))
+        self._scheme = shared.schemes.get(call.choice.algorithm)
+        self._board = shared.board if self._scheme and len(self._scheme.members) > 1 else None
+        self._number = 0
+        self._tray: Tensor | None = None  # where the result is, if it is not in the tensor
+
+    def enter(self) -> bool:
+        """See `Operation.enter`."""
+        if not self._loan.here():
+            return False
+        if self._board is not None:
+            self._number = self._board.entered
+            self._board.enter(self._loan.host)
+        return True
+
+    def ready(self) -> bool:
+        """See `Operation.ready`."""
+        return self._board is None or self._board.everyone_entered(self._number)
+
+    def pieces(self) -> Iterator[Steps[None]]:
+        """See `Operation.pieces`."""
+        scheme = self._scheme
+        if scheme is None:
+            yield self._naive()
+            return
+        tools, tensor = self._shared.tools, self._loan.host
+        wire = self._call.wire or tensor.dtype
+        pieces = self._planned(scheme)
+        tag = self._shared.take_tags(len(pieces))
+        everyone: list[Tensor] | None = [tensor]
+        if self._board is not None:
+            everyone = self._board.tensors(self._number, tensor)
+        if everyone is not None:
+            mine = everyone[scheme.local_rank]
+            self._tray = None if mine is tensor else mine
+            near = SharedNear(tools, scheme, everyone)
+            owner = Owner(tools, scheme, near, mine, wire=wire, first_tag=tag)
+            for piece in pieces:
+                if piece.lane == scheme.local_rank:
+                    yield self._steps(owner, piece, len(pieces))
+            return
+        for piece in pieces:
+            hand: Hand = Follower(tools, scheme, tensor, tag)
+            if piece.lane == scheme.local_rank:
+                messaged = MessagedNear(tools, scheme, tensor, tag_of(tag, piece))
+                hand = Owner(tools, scheme, messaged, tensor, wire=wire, first_tag=tag)
+            yield self._steps(hand, piece, len(pieces))
+
+    def leave(self) -> None:
+        """See `Operation.leave`."""
+        if self._board is not None:
+            self._board.leave()
+
+    def left(self) -> bool:
+        """See `Operation.left`."""
+        return self._board is None or self._board.everyone_left(self._number)
+
+    def finish(self) -> Work:
+        """See `Operation.finish`: what the caller's thread waits for on the device."""
+        if self._tray is not None:
+            self._loan.host.copy_(self._tray)
+        return self._loan.give_back()
+
+    def _planned(self, scheme: Scheme) -> tuple[Piece, ...]:
+        call, tensor = self._call, self._loan.host
+        sizes = tensor.element_size(), call.choice.piece_bytes
+        if call.verb == "all_reduce":
+            return scheme.sums(len(tensor), *sizes)
+        if call.verb == "broadcast":
+            return scheme.copies(len(tensor), *sizes)
+        return scheme.shards(call.bounds, *sizes)
+
+    def _steps(self, hand: Hand, piece: Piece, pieces: int) -> Steps[None]:
+        if self._call.verb == "broadcast":
+            return hand.copy(piece, self._call.root, pieces)
+        return hand.gather(piece) if self._call.verb == "all_gather" else hand.sum(piece)
+
+    def _naive(self) -> Steps[None]:
+        call, shared = self._call, self._shared
+        naive = Naive(shared.tools.comm, self._loan.host, shared.take_tags(1))
+        if call.verb == "broadcast":
+            return naive.copy(call.root)
+        if call.verb == "all_gather":
+            return naive.gather(call.bounds, shared.owners)
+        return naive.sum(call.wire)

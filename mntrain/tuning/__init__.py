@@ -1,0 +1,107 @@
+"""`auto`, by proof: which algorithm, in pieces of which length, moves tensors fastest here.
+
+    cache.py       what was found before for the same world
+    measuring.py   if nothing: time the candidates
+    choosing.py    which are the candidates, and what follows from the times
+
+Rank 0 has the cache and the clock; all ranks get what it found.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from mntrain._version import __version__
+from mntrain.collectives import Table, WorldCollectives
+from mntrain.collectives.progress import Progress
+from mntrain.mpi import Communicator
+from mntrain.topology import Topology
+from mntrain.tuning import cache, choosing
+from mntrain.tuning.measuring import Measuring
+
+__all__ = ["Rig", "Tuning", "tune", "untuned"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `auto` is, and why, in words."""
+
+    table: Table
+    line: str
+
+
+def untuned() -> Tuning:
+    """Nothing is measured: lanes."""
+    table = Table.always("lanes")
+    return Tuning(table, f"{table.of(0)}: not tuned")
+
+
+@dataclass(frozen=True)
+class Rig:
+    """What there is to measure on.
+
+    `node` is over this rank's node, `progress` the thread that calls both communicators, `device`
+    where tensors are to lie.
+    """
+
+    world: Communicator
+    node: Communicator
+    topology: Topology
+    progress: Progress
+    device: torch.device
+
+    def on_thread(self, function: Callable[[], T]) -> T:
+        """Let the communication thread do it, and wait."""
+        return self.progress.call(function).wait()
+
+    def gather(self, mine: T) -> list[T]:
+        """Everyone's object, by rank. Collective."""
+        return self.on_thread(lambda: self.world.gather_objects(mine))
+
+
+def tune(rig: Rig, *, library: str, host: str, bucket_bytes: int, shared: bool) -> Tuning:
+    """Measure what is best for buckets of so many bytes, or find it in the cache. Collective.
+
+    Gives the same on all ranks, in about two seconds at most. `library` names the MPI, `host` is
+    where this rank runs, `shared` says whether all nodes share memory.
+
+    What is measured goes over a communicator and through memory of its own: nothing of it stays,
+    and it does not count as traffic of the world.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    key = cache.key_of(
+        {
+            "ranks": rig.gather((host, cores, rig.device.type)),
+            "nodes": rig.topology.nodes,
+            "bucket_bytes": bucket_bytes,
+            "shared": shared,
+            "pieces": choosing.PIECES,
+            "versions": [library, __version__, torch.__version__],
+        }
+    )
+    master = rig.world.rank == 0
+    kept = rig.gather(cache.find(key) if master else None)[0]
+    if kept is not None:
+        return Tuning(kept.table, f"{kept.line} (measured {kept.measured:%Y-%m-%d})")
+    found = rig.gather(_measured(rig, bucket_bytes))[0]
+    if master:
+        cache.keep(key, found.table, found.line)
+    return found
+
+
+def _measured(rig: Rig, bucket_bytes: int) -> Tuning:
+    comm = rig.on_thread(lambda: rig.world.split(0, rig.world.rank, "tuning"))
+    collectives = rig.on_thread(
+        lambda: WorldCollectives(comm, rig.node, rig.topology, rig.progress)
+    )
+    findings = Measuring(collectives, comm, rig.topology, rig.progress, rig.device).run(
+        bucket_bytes
+    )
+    rig.on_thread(comm.free)
+    best = [(nbytes, choosing.best(samples)) for nbytes, samples in findings.samples.items()]
+    return Tuning(choosing.table(bucket_bytes, best), choosing.line(rig.topology, findings))

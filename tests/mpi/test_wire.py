@@ -1,0 +1,172 @@
+"""Sums that travel between nodes in a dtype of their own, against the same roundings made here."""
+
+import functools
+from itertools import product
+
+import pytest
+import torch
+from cases import PLACES, RANK, Ways, bits, check_bits, cuts, in_order, ramp, shard
+from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL
+
+from mntrain.collectives import ALGORITHMS
+
+pytestmark = pytest.mark.mpi
+
+FAR = [(20011, "plain"), (20011, "mixed")]  # too large for a tray
+WIRES = [torch.bfloat16, torch.float16]
+names = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
+
+
+@pytest.fixture(scope="module")
+def ways():
+    cache = Ways()
+    yield cache
+    cache.close()
+
+
+@functools.cache
+def addends(numel, dtype=torch.float32, seed=0):
+    """By rank: with more digits than 16 bits hold, some of them too large or too small for fp16."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-26, 18, (RANKS, numel), generator=generator)
+    digits = torch.randn(RANKS, numel, generator=generator, dtype=torch.float64)
+    return (digits * 2.0 ** exponents.double()).to(dtype)
+
+
+def expected(nodes, everyone, wire):
+    """Round each node's sum, add the nodes' in order, round again; nothing, where there is one."""
+    sums = [in_order([everyone[rank] for rank in node]) for node in nodes]
+    if len(nodes) == 1:
+        return sums[0]
+    wide = torch.promote_types(everyone.dtype, torch.float32)
+    total = functools.reduce(torch.add, [s.to(wire).to(wide) for s in sums])
+    return total.to(wire).to(everyone.dtype)
+
+
+def same(tensor, other):
+    """Bits are the same, but for which NaN it is."""
+    nan = tensor.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(bits(tensor[~nan]), bits(other[~nan]))
+
+
+@pytest.mark.parametrize("wire", WIRES, **names)
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_each_nodes_sum_is_rounded_and_so_is_the_sum_of_them(ways, algorithm, layout, wire):
+    way = ways(algorithm, layout)
+    for numel, place in [(0, "plain"), (1, "plain"), (1003, "mixed"), (5003, "odd"), *FAR]:
+        everyone = addends(numel)
+        total = expected(way.nodes, everyone, wire)
+        whole = way.lay(everyone[RANK], place)
+        bounds = [None, cuts(numel)[-1]]
+        sharded = [way.lay(everyone[RANK], place) for _ in bounds]
+        works = [way.collectives.all_reduce(whole, wire=wire)]
+        works += [
+            way.collectives.reduce_scatter(tensor, cut, wire=wire)
+            for tensor, cut in zip(sharded, bounds, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        assert same(whole, total), f"all_reduce of {numel}, {place}"
+        for tensor, cut in zip(sharded, bounds, strict=True):
+            mine = shard(way.collectives, numel, cut)
+            assert same(tensor[mine], whole[mine]), f"{numel} in {cut}, {place}"
+        check_bits(way.world, [whole])
+
+
+def test_rounding_loses_something():
+    everyone = addends(1003)
+    halves = [range(RANKS // 2), range(RANKS // 2, RANKS)] if RANKS > 1 else [[0]]
+    kept = [
+        same(expected(halves, everyone, wire), expected(halves, everyone, torch.float32))
+        for wire in WIRES
+    ]
+    assert kept == [RANKS == 1] * 2
+
+
+@pytest.mark.parametrize("wire", WIRES, **names)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_depend_on_the_nodes_alone(ways, layout, wire):
+    everyone = addends(5003)
+    results = []
+    way = ways("lanes", layout)
+    for algorithm, piece_bytes, place in product(
+        ["lanes", "leader"], [600, 1 << 20], ["plain", "mixed"]
+    ):
+        tensor = way.lay(everyone[RANK], place)
+        way.by(algorithm, piece_bytes).collectives.all_reduce(tensor, wire=wire).wait()
+        results.append(tensor)
+    assert all(same(tensor, results[0]) for tensor in results)
+    assert same(results[0], expected(way.nodes, everyone, wire))
+
+
+@pytest.mark.parametrize("piece_bytes", [200, 1000])
+@pytest.mark.parametrize("place", PLACES)
+def test_any_length_of_a_piece(ways, piece_bytes, place):
+    everyone = addends(1003)
+    for layout, wire in product(VIRTUAL, WIRES):
+        way = ways("lanes", layout, piece_bytes)
+        several = [way.lay(everyone[RANK], place) for _ in range(3)]
+        works = [way.collectives.all_reduce(tensor, wire=wire) for tensor in several[:2]]
+        works.append(way.collectives.reduce_scatter(several[2], cuts(1003)[-2], wire=wire))
+        for work in works:
+            work.wait()
+        total = expected(way.nodes, everyone, wire)
+        mine = shard(way.collectives, 1003, cuts(1003)[-2])
+        assert same(several[0], total)
+        assert same(several[1], total)
+        assert same(several[2][mine], total[mine])
+
+
+@pytest.mark.parametrize("wire", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_tensors_own_dtype_rounds_nothing(ways, algorithm, wire):
+    for layout in VIRTUAL:
+        way = ways(algorithm, layout)
+        everyone = addends(1003)
+        tensor = way.lay(everyone[RANK], "mixed")
+        way.collectives.all_reduce(tensor, wire=wire).wait()
+        nodes = [range(RANKS)] if algorithm in ("naive", "flat") else way.nodes
+        total = in_order([in_order([everyone[rank] for rank in node]) for node in nodes])
+        assert torch.equal(bits(tensor), bits(total))
+
+
+@pytest.mark.parametrize("wire", WIRES, **names)
+def test_fp64_travels_in_16_bits_too(ways, wire):
+    for layout, algorithm in product(VIRTUAL, ALGORITHMS):
+        way = ways(algorithm, layout)
+        everyone = addends(1003, torch.float64)
+        tensor = everyone[RANK].clone()
+        way.collectives.all_reduce(tensor, wire=wire).wait()
+        assert same(tensor, expected(way.nodes, everyone, wire))
+
+
+@pytest.mark.parametrize("dtype", WIRES, **names)
+def test_a_tensor_of_the_wires_dtype_travels_as_it_is(ways, dtype):
+    way = ways("lanes", VIRTUAL[-1])
+    everyone = addends(1003, dtype)
+    several = [everyone[RANK].clone() for _ in range(2)]
+    way.collectives.all_reduce(several[0], wire=dtype).wait()
+    way.collectives.all_reduce(several[1]).wait()
+    assert same(*several)
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_what_is_handed_on_is_not_rounded(ways, algorithm, layout):
+    """After sums that were, and while they are under way."""
+    way = ways(algorithm, layout)
+    exact = addends(1003)[0]
+    gathered, copied = torch.zeros(1003), torch.zeros(1003)
+    mine = shard(way.collectives, 1003)
+    gathered[mine] = exact[mine]
+    if RANK == RANKS - 1:
+        copied.copy_(exact)
+    summed = ramp(RANK, 1003).clone()
+    works = [
+        way.collectives.all_reduce(summed, wire=torch.bfloat16),
+        way.collectives.all_gather(gathered),
+        way.collectives.broadcast(copied, RANKS - 1),
+    ]
+    for work in works:
+        work.wait()
+    assert torch.equal(bits(gathered), bits(exact))
+    assert torch.equal(bits(copied), bits(exact))

@@ -1,0 +1,45 @@
+import re
+
+import pytest
+
+from mntrain.collectives import ALGORITHMS, Choice, Table
+
+SMALL, MIDDLE, LARGE = Choice("naive"), Choice("leader", 64 << 10), Choice("lanes", 4 << 20)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "choice"),
+    [
+        (0, SMALL),
+        (99, SMALL),
+        (100, SMALL),
+        (101, MIDDLE),
+        (2000, MIDDLE),
+        (2001, LARGE),
+        (9999, LARGE),
+        (1 << 40, LARGE),  # beyond the last step
+    ],
+)
+def test_a_step_goes_up_to_its_bytes_and_the_last_one_beyond(nbytes, choice):
+    assert Table(((100, SMALL), (2000, MIDDLE), (9000, LARGE))).of(nbytes) == choice
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_always_is_one_choice_for_every_size(algorithm):
+    table = Table.always(algorithm, 4321)
+    assert {table.of(nbytes) for nbytes in (0, 1, 1 << 50)} == {Choice(algorithm, 4321)}
+
+
+@pytest.mark.parametrize("make", [Choice, Table.always])
+def test_an_algorithm_that_there_is_not_is_refused(make):
+    words = "unknown algorithm 'ring': choose auto, lanes, leader, flat, naive"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make("ring")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(1 << 20, "1 MiB"), (4 << 20, "4 MiB"), (256 << 10, "256 KiB"), (1536 << 10, "1536 KiB")],
+)
+def test_a_choice_in_words(nbytes, words):
+    assert str(Choice("lanes", nbytes)) == f"lanes, {words} pieces"
