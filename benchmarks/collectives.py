@@ -46,8 +46,9 @@ def main() -> int:
     for number, text in enumerate(given.layouts):
         layout = Layout.of(text, given.link)
         page = measure(layout, given, first=number == 0)
+        page["pictured"] = number == 0 and "all_reduce" in given.verbs and bool(given.mib)
         write(results, f"collectives-{layout.name}", page, report(page))
-        if number == 0 and "all_reduce" in given.verbs and given.mib:
+        if page["pictured"]:
             (images / "collectives.svg").write_text(picture(page))
     return 0
 
@@ -78,8 +79,9 @@ def meaning(layout: Layout, limits: Limits) -> str:
         return f"{limits.meaning}. Another row says what it takes while one rank alone copies"
     return (
         f"{limits.meaning.replace('measured', 'shaped')}. A link of {layout.link} carries "
-        f"{layout.bytes_per_s / 1e6:g} MB/s of the tensor each way. The bf16 wire carries half the "
-        "bytes, and is measured against the limit of fp32: its own is at 200 %"
+        f"{layout.bytes_per_s / 1e6:g} MB/s of the tensor each way. The bf16 wire carries half "
+        "the bytes, and is measured against the limit of fp32: its own is at 200 %. A link lets "
+        "128 KiB through at once, which a short message profits from"
     )
 
 
@@ -100,6 +102,8 @@ def report(page: dict[str, Any]) -> str:
     ]
     for verb in verbs:
         lines += ["", f"## {verb}", "", *table(jobs, verb)]
+    if page["pictured"]:
+        lines += ["", "![share of the limit against size](../img/collectives.svg)"]
     lines += ["", "mntrain without more words is as it comes; that was, by its own measurement:"]
     lines += ["", *(f"- on {job['library']}: {job['auto'] or 'nothing to choose'}" for job in jobs)]
     absent = [(job, *peer) for job in jobs for peer in job["absent"].items()]
@@ -150,19 +154,23 @@ def size_of(mib: float) -> str:
 def picture(page: dict[str, Any]) -> str:
     """The share of the limit against size, a line a candidate, of all-reduce."""
     lines: dict[str, list[tuple[float, float]]] = {}
+    whats: dict[str, str] = {}  # what a line shows, whichever MPI
     for job in page["jobs"]:
         other = "" if job is page["jobs"][0] else f", {job['library'].rpartition(' ')[0]}"
         for row in job["rows"]:
             if row["verb"] == "all_reduce":
                 point = log2(row["mib"]), row["share_of_limit"]
                 lines.setdefault(row["what"] + other, []).append(point)
+                whats[row["what"] + other] = row["what"]
+    shades = svg.shades(list(dict.fromkeys(whats.values())))
     sizes = sorted({x for points in lines.values() for x, _ in points})
     highest = max(y for points in lines.values() for _, y in points)
     marks = [quarter / 4 for quarter in range(int(4 * max(1, highest)) + 2)]
     return svg.curves(
         f"All-reduce, {page['layout']}: share of the limit against size",
         lines,
-        colors=svg.shades(list(lines)),
+        colors={name: shades[what] for name, what in whats.items()},
+        dashed=[name for name, what in whats.items() if name != what],
         x_marks={size_of(2**x): x for x in sizes},
         y_marks={f"{y:.0%}": y for y in marks},
         mark=1.0,

@@ -60,13 +60,10 @@ def report(page: dict[str, Any]) -> str:
         "|--:|" + "--:|" * len(losses),
     ]
     for step in steps:
-        lines.append(
-            f"| {step} | "
-            + " | ".join(f"{found[step - 1]:.4f}" for found in losses.values())
-            + " |"
-        )
+        row = " | ".join(f"{found[step - 1]:.5f}" for found in losses.values())
+        lines += [f"| {step} | {row} |"]
     last = min(LAST, count)
-    means = " | ".join(f"{mean(found[-last:]):.4f}" for found in losses.values())
+    means = " | ".join(f"{mean(found[-last:]):.5f}" for found in losses.values())
     lines.append(f"| mean of the last {last} | {means} |")
     for wire in WIRES[1:]:
         apart = [abs(a - b) for a, b in zip(losses[wire], losses["fp32"], strict=True)]

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,15 +85,34 @@ class Nodes:
         line, environment = self.cluster.mpirun(
             command, bin=python.parent, env={"XDG_CACHE_HOME": self.cache}
         )
+        process = subprocess.Popen(
+            line,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
-            done = subprocess.run(
-                line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-            )
+            out, err = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             sys.exit(f"{shlex.join(command)} took longer than {LIMIT_S} s")
-        if done.returncode:
-            sys.exit(f"{done.stdout}{done.stderr}{shlex.join(command)}: code {done.returncode}")
-        return done.stdout
+        finally:
+            _stop(process)
+        if process.returncode:
+            sys.exit(f"{out}{err}{shlex.join(command)}: code {process.returncode}")
+        return out
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End mpirun, which removes its temporary files when it is asked to and has the time."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -103,7 +123,12 @@ def nodes(layout: Layout) -> Iterator[Nodes]:
 
 
 def need_nodes() -> None:
-    """End this program, with the reason, where nodes cannot be emulated."""
+    """End this program, with the reason, where nodes cannot be emulated.
+
+    From here on a request to end is an exit, which takes down what is up.
+    """
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, lambda number, _: sys.exit(128 + number))
     if reason := available():
         sys.exit(f"{Path(sys.argv[0]).name}: emulated nodes cannot be made here: {reason}")
 

@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def row_of(what: str, runs: list[dict[str, Any]], layout: Layout) -> dict[str, A
 def per_node(by_rank: list[int], layout: Layout) -> list[list[int]]:
     """What ranks have, by node: world ranks fill the nodes in order."""
     starts = [sum(layout.ranks[:node]) for node in range(len(layout.ranks) + 1)]
-    return [by_rank[low:high] for low, high in zip(starts, starts[1:], strict=False)]
+    return [by_rank[low:high] for low, high in pairwise(starts)]
 
 
 def compare(rows: list[dict[str, Any]]) -> None:

@@ -44,6 +44,7 @@ def report(page: dict[str, Any]) -> str:
         lines.append(f"| the wire's floor | {page['floor_s']:.3f} | | | | | | |")
         lines += ["", "The wire's floor is that of an all-reduce of fp32 over the nodes; with the "]
         lines[-1] += "bf16 wire half of it."
+    lines += ["", "![seconds a step and peak memory of each way to train](../img/step.svg)"]
     lines += state_table([row for row in present if row["state"]])
     lines += ["", *(f"- {row['what']}: {row['settings']}." for row in present)]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Pictures as SVG, on a ground of their own, so that they are seen on light and on dark pages."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
 INK, FAINT, RULE = "#0f172a", "#475569", "#cbd5e1"
@@ -62,11 +62,12 @@ def curves(
     x_marks: Mapping[str, float],
     y_marks: Mapping[str, float],
     mark: float | None = None,
+    dashed: Collection[str] = (),
 ) -> str:
     """Lines over two axes, with their names at the right, in the order in which they end.
 
     Marks are what an axis is labelled with: words to numbers, of which the first and the last are
-    its ends. `mark`: where a dashed line goes across. ValueError where there is nothing to draw.
+    its ends. `mark`: where a line goes across; `dashed`: names of lines that are. ValueError where there is nothing to draw.
     """
     if not any(lines.values()):
         raise ValueError("no line has a point")
@@ -94,8 +95,10 @@ def curves(
     drawn = {name: [at(*point) for point in points] for name, points in lines.items() if points}
     for name, points in drawn.items():
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="5 3"' if name in dashed else ""
         parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colors[name]}" stroke-width="2"/>'
+            f'<polyline points="{path}" fill="none" stroke="{colors[name]}" '
+            f'stroke-width="2"{dash}/>'
         )
         if len(points) <= 12:
             parts += [

@@ -19,6 +19,7 @@ from mntrain.failures import AgreedError, Watch
 from mntrain.loader import Shard, shard
 from mntrain.stats import Place, Usage, peak_device_memory, peak_memory
 from mntrain.topology import Topology
+from zero.groups import check_trainable
 from zero.layout import MIB
 from zero.optimizer import ZeroOptimizer
 
@@ -159,6 +160,7 @@ class World:
         self._expect_same(**shared)
         with self.agreement():
             named = _named_groups(model, groups)
+            check_trainable(named, sharded=stage != 0)
         agreement.expect_same_model(self.gather(agreement.described(model)), self.rank)
         with self.agreement():
             optimizer = ZeroOptimizer(

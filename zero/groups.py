@@ -1,7 +1,8 @@
 """What a user gives as parameters: names, groups, and the checks on them."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -65,6 +66,39 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:
         if (other := names.setdefault(parameter, name)) != name:
             raise ValueError(f"{other} and {name} are one parameter: give it once")
     return named
+
+
+def check_trainable(
+    parameters: Iterable[Named] | Iterable[dict[str, Any]], *, sharded: bool
+) -> list[dict[str, Any]]:
+    """What `named_groups` gives, if an optimizer can have it. Local.
+
+    Construction is collective: where ranks could differ in what they refuse, ask this first and
+    agree on the answer. Raises ValueError as `named_groups`, when there is nothing to train, and
+    where two parameters share memory, if it is to be `sharded`: both cannot be moved.
+    """
+    groups = named_groups(parameters)
+    named = by_name(groups)
+    if not named:
+        raise ValueError("no parameter requires a gradient: there is nothing to train")
+    if sharded:
+        refuse_shared_memory(named)
+    return groups
+
+
+def refuse_shared_memory(parameters: Mapping[str, Parameter]) -> None:
+    """Raise ValueError where two parameters lie in one memory: both cannot be moved."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in parameters.items()
+        if p.numel()
+    )
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"parameters {name} and {other} share memory: make them one Parameter (as tied "
+                "weights are), or give each its own"
+            )
 
 
 def _is_pair(pair: Any) -> bool:

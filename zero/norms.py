@@ -11,7 +11,7 @@ from zero.collectives import Collectives
 # On the CPU elements are widened in runs that stay in the cache.
 RUN = 1 << 16
 # So many squares are summed in fp32, and their sums in fp64: the norm is right to about 1e-7, as
-# elements are, in a quarter of the time.
+# elements are, in less than half the time.
 ROW = 128
 # Where fp32 is not enough: root mean squares below this vanish in part, as squares.
 LEAST_RMS = 2.0**-48

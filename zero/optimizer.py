@@ -19,10 +19,12 @@ from zero.groups import (
     Named,
     by_name,
     check_partition,
+    check_trainable,
     difference,
     hyperparameters,
     is_positive,
     named_groups,
+    refuse_shared_memory,
     unnamed,
 )
 from zero.layout import MIB, Bucket, Spec, plan_buckets
@@ -121,14 +123,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._bucket_bytes = bucket_bytes
         self._buffers = tuple(buffers)
         self._scale = LossScale(loss_scale)
-        groups = named_groups(parameters)
+        self._stage = make_stage(stage, collectives, model, wire_dtype)
+        groups = check_trainable(parameters, sharded=self._stage.sharded)
         self._named: dict[str, Parameter] = {}
         named = by_name(groups)
-        if not named:
-            raise ValueError("no parameter requires a gradient: there is nothing to train")
         if order is not None:
             named = {name: named[name] for name in order if name in named}
-        self._stage = make_stage(stage, collectives, model, wire_dtype)
         check_partition(partition, optimizer_class, sharded=self._stage.sharded)
         self._deals_whole = partition == "parameter"
         narrow = torch.float16 in {wire_dtype, *(p.dtype for p in named.values())}
@@ -158,7 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._begun = True
 
     def start(self) -> None:
-        """Overwrite parameters and buffers with rank 0's. Collective, unlike construction."""
+        """Overwrite parameters and buffers with rank 0's. Collective."""
         take_from_rank_0(self._collectives, [*self._named.values(), *self._buffers])
         self._owned.refresh()
 
@@ -179,6 +179,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"parameters lie on different devices ({', '.join(far)} not on "
                 f"{self._owned.device}): move the model to one"
             )
+        if self._stage.sharded:
+            refuse_shared_memory(named)
         self._stage.settle()
         if named:
             self._lay(named)

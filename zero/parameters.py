@@ -10,7 +10,6 @@ and while any of them is on its way, so does whoever asks the module for one (`m
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,10 +37,8 @@ class FlatParameters:
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> list[Tensor]:
         """Move more parameters, by name, into flat memory; give it, a tensor a bucket.
 
-        One bucket at a time, so no more than one is held twice. ValueError where two parameters
-        share memory: both cannot be moved.
+        One bucket at a time, so no more than one is held twice. No two may share memory.
         """
-        _refuse_shared_memory(parameters)
         added = []
         for bucket in buckets:
             first = parameters[bucket.entries[0].spec.name]
@@ -185,17 +182,3 @@ class Guarded(MutableMapping[str, Parameter | None]):
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         """What copies and pickles are made of: a plain dictionary."""
         return dict, (dict(self),)
-
-
-def _refuse_shared_memory(parameters: Mapping[str, Parameter]) -> None:
-    spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in parameters.items()
-        if p.numel()
-    )
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:
-            raise ValueError(
-                f"parameters {name} and {other} share memory: make them one Parameter (as tied "
-                "weights are), or give each its own"
-            )

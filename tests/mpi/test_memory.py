@@ -22,7 +22,6 @@ several_a_node = pytest.mark.mpi(min_size=2)
 
 def maps():
     """How many parts of shared memory are mapped in this process."""
-    gc.collect()
     with open("/proc/self/maps") as lines:
         return sum("/memfd:mntrain" in line for line in lines)
 
@@ -36,6 +35,7 @@ def nothing_left():
     """What the block takes of the process, it gives back."""
     before = maps(), descriptors()
     yield
+    gc.collect()
     assert (maps(), descriptors()) == before
 
 
@@ -108,7 +108,7 @@ def test_a_tensor_outlives_its_world():
             world.collectives.all_reduce(tensor).wait()
         del world
         gc.collect()
-        MPI.COMM_WORLD.Barrier()
+        MPI.COMM_WORLD.Barrier()  # all have let go of the others' parts
         assert set(tensor.tolist()) == {RANKS * LAST / 2}
         tensor.fill_(RANK)
         MPI.COMM_WORLD.Barrier()

@@ -129,9 +129,7 @@ def state():
 
 
 def messages_under_way():
-    return [
-        flight for flight in gc.get_objects() if isinstance(flight, mpi.Flight) and flight._requests
-    ]
+    return [one for one in gc.get_objects() if type(one) is mpi.Flight and one._requests]
 
 
 def play(common, own, worlds, calls):
@@ -150,18 +148,16 @@ def play(common, own, worlds, calls):
             under_way.pop(own.randrange(len(under_way))).finish()
         chance = common.random()
         if chance < 0.02:
-            index = common.randrange(len(pool))
-            for call in [call for call in under_way if call.segment is pool[index]]:
-                under_way.remove(call)
-                call.finish()
-            pool[index] = Segment(world)
+            while under_way:  # on other ranks, others of them may lie in this memory
+                under_way.pop().finish()
+            pool[common.randrange(len(pool))] = Segment(world)
         elif chance < 0.04:
             assert world.gather(RANK) == list(range(RANKS))
     for call in under_way:
         call.finish()
 
 
-@pytest.mark.timeout(60 + CALLS)
+@pytest.mark.timeout(60 + CALLS / 10)
 def test_thousands_of_collectives_leave_nothing_behind():
     worlds = [make_world("lanes", layout) for layout in {None, VIRTUAL[-1], max(1, RANKS // 2)}]
     common, own = random.Random(7), random.Random(RANK)
