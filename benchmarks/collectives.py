@@ -58,6 +58,7 @@ def measure(layout: Layout, given: argparse.Namespace, *, first: bool) -> dict[s
     small = [mib for mib in given.mib if first or not layout.link or mib <= LARGE_MIB]
     arguments = ["--mib", *small, "--other-mib", *given.other_mib, "--case-s", given.case_s]
     arguments += ["--verbs", *given.verbs, "--peers", *given.peers]
+    before = facts()
     pythons = [Path(sys.executable)] + ([given.other_python] if given.other_python else [])
     jobs = []
     for python in pythons:
@@ -70,7 +71,7 @@ def measure(layout: Layout, given: argparse.Namespace, *, first: bool) -> dict[s
         for row in job["rows"]:
             row["limit_s"] = limits.seconds(row["verb"], int(row["mib"] * MIB))
             row["share_of_limit"] = row["limit_s"] / row["median_s"]
-    return {**facts(), "layout": str(layout), "limit": meaning(layout, limits), "jobs": jobs}
+    return {**before, "layout": str(layout), "limit": meaning(layout, limits), "jobs": jobs}
 
 
 def meaning(layout: Layout, limits: Limits) -> str:

@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 import svg
-from emulated import Layout, facts, nodes
+from emulated import Layout, facts, imprint, nodes
 
 WIRES = ("fp32", "bf16", "fp16")
 LAST = 10  # steps, of which a mean is given
@@ -17,6 +17,7 @@ ROWS = 12  # about so many steps are in the table
 
 def measure(steps: int) -> dict[str, Any]:
     """Train once with each wire dtype, on four ranks as if on two nodes: a page of losses."""
+    before = facts()
     losses, commands, summary = {}, {}, {}
     for wire in WIRES:
         options = ["--comm.ranks-per-node", "2", "--comm.wire-dtype", wire]
@@ -31,7 +32,7 @@ def measure(steps: int) -> dict[str, Any]:
             summary = json.loads((run / "summary.json").read_text())
         print(f"wire dtype {wire}: done", file=sys.stderr)
     return {
-        **facts(),
+        **before,
         "library": summary["world"]["library"],
         "topology": summary["world"]["topology"],
         "commands": commands,
@@ -41,12 +42,13 @@ def measure(steps: int) -> dict[str, Any]:
 
 def report(page: dict[str, Any]) -> str:
     """The losses as a page of Markdown."""
+    name, _, number = page["library"].rpartition(" ")
     losses, count = page["losses"], len(page["losses"]["fp32"])
     steps = sorted({1, *range(count // ROWS, count, max(1, count // ROWS)), count} - {0})
     lines = [
         "# Losses by wire dtype",
         "",
-        f"{page['date']}; {page['machine']}; {page['library']}. The built-in task on "
+        f"{imprint(page, {name: number})}. The built-in task on "
         f"{page['topology']} (virtual nodes), the same seed; gradients in fp32, which travel "
         "between nodes in the wire dtype; by:",
         "",
@@ -84,5 +86,6 @@ def picture(page: dict[str, Any]) -> str:
         {wire: list(enumerate(found, 1)) for wire, found in losses.items()},
         colors=dict(zip(losses, (svg.INK, svg.OURS[0], svg.ALONE), strict=True)),
         x_marks={f"step {step}": step for step in sorted({1, count // 2 or 1, count})},
+        dashed=WIRES[1:],
         y_marks={str(loss): loss for loss in range(low, high + 1)},
     )

@@ -133,18 +133,24 @@ def need_nodes() -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: emulated nodes cannot be made here: {reason}")
 
 
-def facts() -> dict[str, str]:
-    """When, where and by which command this runs."""
+def facts() -> dict[str, Any]:
+    """When, where and by which command this runs, and how busy the machine was just before.
+
+    Call it before the jobs: what else runs slows who polls more than who sleeps, and so a busy
+    machine changes not only times but also their order.
+    """
     return {
+        "load": os.getloadavg()[0],
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 
-def imprint(facts: dict[str, str], versions: dict[str, str]) -> str:
+def imprint(facts: dict[str, Any], versions: dict[str, str]) -> str:
     """One line of a page: when, where and with what."""
-    return f"{facts['date']}; {facts['machine']}; " + ", ".join(
+    where = f"{facts['machine']}, load {facts['load']:.1f} before"
+    return f"{facts['date']}; {where}; " + ", ".join(
         f"{name} {number}" for name, number in versions.items()
     )
 

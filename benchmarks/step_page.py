@@ -24,15 +24,15 @@ def report(page: dict[str, Any]) -> str:
         "long a step waited for collectives, and busy how long any was under way, as the program "
         "itself counts; of the rank that has most.",
         "",
-        "Memory is above that of the finished model: a rank's peak resident set, in which a page "
-        "that k ranks share counts 1/k (VmHWM - RssShmem + Pss_Shmem of /proc), least to most of "
-        "all ranks; and the sum over the ranks of the node that needs most, which so is what is "
-        "physically there.",
+        "Memory is above that of the finished model: the peaks of a node's ranks, added up. In a "
+        "rank's peak a page that k ranks share counts 1/k (VmHWM - RssShmem + Pss_Shmem of /proc), "
+        "and so the sum is what is physically there. Of the node that needs most; and the mean of "
+        "its ranks.",
         "",
         agreement(page),
         "",
         "| | step, s | exposed, s | to the best peer | waited (busy), s | sent by a node, MB | "
-        "memory of a rank, MiB | of a node |",
+        "memory of a node, MiB | mean of its ranks |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in page["rows"]:
@@ -83,9 +83,9 @@ def cells(row: dict[str, Any]) -> list[str]:
         ratio = f"{row['to_best_peer']:.2f}"
     if row["waited_s"] is not None:
         waited = f"{row['waited_s']:.3f} ({row['busy_s']:.3f})"
-    least, most = (round(peak / MIB) for peak in row["peak_bytes"])
-    sent, node = f"{row['sent_bytes'] / 1e6:.1f}", f"{row['node_peak_bytes'] / MIB:.0f}"
-    return [f"{row['step_s']:.3f}", exposed, ratio, waited, sent, f"{least} to {most}", node]
+    memory = [f"{row[of] / MIB:.0f}" for of in ("node_peak_bytes", "rank_peak_bytes")]
+    sent = f"{row['sent_bytes'] / 1e6:.1f}"
+    return [f"{row['step_s']:.3f}", exposed, ratio, waited, sent, *memory]
 
 
 def state_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,6 +1,5 @@
 """Pictures as SVG, on a ground of their own, so that they are seen on light and on dark pages."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
@@ -67,7 +66,8 @@ def curves(
     """Lines over two axes, with their names at the right, in the order in which they end.
 
     Marks are what an axis is labelled with: words to numbers, of which the first and the last are
-    its ends. `mark`: where a line goes across; `dashed`: names of lines that are. ValueError where there is nothing to draw.
+    its ends. `mark`: where a line goes across; `dashed`: names of lines that are.
+    ValueError where there is nothing to draw.
     """
     if not any(lines.values()):
         raise ValueError("no line has a point")
@@ -105,14 +105,24 @@ def curves(
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colors[name]}"/>'
                 for x, y in points
             ]
-    floor = -math.inf
-    for name in sorted(drawn, key=lambda name: drawn[name][-1][1]):
-        floor = max(drawn[name][-1][1], floor + 16)
+    order = sorted(drawn, key=lambda name: drawn[name][-1][1])
+    heights = apart([drawn[name][-1][1] for name in order], bottom)
+    for name, floor in zip(order, heights, strict=True):
         end_x, end_y = drawn[name][-1]
         parts.append(line(end_x + 4, end_y, right + 16, floor, color=colors[name]))
         parts.append(text(right + 20, floor + 4, name))
-    height = int(max(bottom + 40, floor + 20))
-    return document(width, height, title, parts)
+    return document(width, bottom + 40, title, parts)
+
+
+def apart(heights: Sequence[float], bottom: float) -> list[float]:
+    """Ascending heights, moved as little as lets a line of text stand at each, above the bottom."""
+    found: list[float] = []
+    for height in heights:
+        found.append(max(height, found[-1] + 16) if found else height)
+    for index in reversed(range(len(found))):
+        bottom = found[index] = min(found[index], bottom)
+        bottom -= 16
+    return found
 
 
 def shades(names: Sequence[str]) -> dict[str, str]:

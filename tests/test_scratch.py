@@ -33,8 +33,14 @@ def test_a_room_that_came_back_is_lent_again_to_whom_it_fits():
 
 def test_a_room_comes_back_after_an_error_too():
     scratch = Scratch()
-    with pytest.raises(ZeroDivisionError), scratch.lend(1, torch.float32) as room:
-        address = room.data_ptr()
-        raise ZeroDivisionError
+    addresses = []
+
+    def fail():
+        with scratch.lend(1, torch.float32) as room:
+            addresses.append(room.data_ptr())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     with scratch.lend(LEAST_BYTES // 8, torch.float64) as room:
-        assert room.data_ptr() == address
+        assert [room.data_ptr()] == addresses

@@ -8,7 +8,8 @@ class Peak:
 
     It is the peak of the resident set, in which memory that is shared between ranks counts only in
     part: a page that k ranks have mapped counts 1/k for each, so that the sum over a node's ranks
-    is what is physically there. Linux tells the peak of the whole set, and now, of shared memory,
+    is what is physically there; of two ranks the one that reads the other's pages has more of them
+    than the other. Linux tells the peak of the whole set, and now, of shared memory,
     how much is in it and what part is this rank's (Pss_Shmem). Therefore
 
         peak = VmHWM - RssShmem + Pss_Shmem

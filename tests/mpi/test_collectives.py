@@ -262,11 +262,11 @@ def test_a_tensor_of_many_pieces(ways, algorithm, place):
 @pytest.mark.parametrize("tray_bytes", [board.TRAY_BYTES, 0], ids=["trays", "messages"])
 @pytest.mark.parametrize("piece_bytes", [8, 24, 200])
 @pytest.mark.parametrize(
-    ("algorithm", "layout"), [("flat", None), *product(["leader", "lanes"], VIRTUAL[-2:])]
+    "scheme", [("flat", None), *product(["leader", "lanes"], VIRTUAL[-2:])], ids=str
 )
-def test_any_length_of_a_piece(ways, monkeypatch, algorithm, layout, piece_bytes, tray_bytes):
+def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_bytes):
     monkeypatch.setattr(board, "TRAY_BYTES", tray_bytes)
-    way = ways(algorithm, layout, piece_bytes)
+    way = ways(*scheme, piece_bytes)
     for dtype, place in product((torch.float32, torch.int64), ("plain", "mixed")):
         run(way.world, cases(way, [99], dtype, roots=[RANKS - 1], place=place))
 

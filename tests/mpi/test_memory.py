@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: whose it is, how long it lives, and where there is none."""
+"""Memory that the ranks of a node share: whose it is, how long it lives, where there is none."""
 
 import contextlib
 import gc
