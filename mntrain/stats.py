@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class Place:
 class Usage:
     """What one rank used, from its start until now."""
 
-    peak_memory: int  # bytes of host memory, the largest resident size
+    peak_memory: int  # bytes of host memory, see `peak_memory`
     peak_device_memory: int  # bytes allocated on the GPU; 0 on the CPU
     node_messages: int  # sent within the node
     node_bytes: int
@@ -143,9 +144,25 @@ def _spread(by_rank: Sequence[int]) -> dict[str, int]:
 
 
 def peak_memory() -> int:
-    """This process's largest resident size so far, in bytes."""
+    """This process's largest resident size so far, in bytes.
+
+    Of memory that ranks share, a page that k of them have mapped counts 1/k, where the system tells
+    (Linux): so the ranks of a node add up to what is physically there.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    if sys.platform == "darwin":
+        return peak  # Linux counts in KiB
+    try:
+        shared = _in_proc("status", "RssShmem") - _in_proc("smaps_rollup", "Pss_Shmem")
+    except (OSError, KeyError):
+        return peak * 1024
+    return peak * 1024 - shared
+
+
+def _in_proc(file: str, field: str) -> int:
+    """A figure of this process's memory, in bytes. OSError or KeyError where there is none."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines if ":" in line)[field].split()[0]) * 1024
 
 
 def peak_device_memory(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 from worlds import RANKS, refusal
 
-from mntrain.collectives.two_level import TwoLevel
+from mntrain.collectives.operation import WorldOperation
 from mntrain.sameness import digest
 
 pytestmark = pytest.mark.mpi
@@ -39,13 +39,16 @@ sharded = pytest.mark.parametrize("stage", [1, 2])
 @pytest.fixture
 def late(monkeypatch):
     """Let parameters arrive long after the step that made them."""
-    gather = TwoLevel.all_gather
+    ready = WorldOperation.ready
+    due = {}
 
-    def wait_and_gather(self, tensor, bounds=None):
-        time.sleep(DELAY)
-        gather(self, tensor, bounds)
+    def ready_later(self):
+        now = time.perf_counter()
+        if self._call.verb == "all_gather" and now < due.setdefault(self, now + DELAY):
+            return False
+        return ready(self)
 
-    monkeypatch.setattr(TwoLevel, "all_gather", wait_and_gather)
+    monkeypatch.setattr(WorldOperation, "ready", ready_later)
 
 
 # Reading parameters right after a step.
