@@ -37,7 +37,7 @@ class Steps:
 
     def pieces(self):
         for index in range(self.count):
-            yield self.piece(index)
+            yield index, self.piece(index)
 
     def piece(self, index):
         self.note("start", index)

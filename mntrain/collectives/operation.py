@@ -31,12 +31,12 @@ class Shared:
     schemes: dict[str, Scheme]  # by algorithm; naive has none
     board: Board  # of the ranks of this node
     owners: tuple[int, ...]  # slot to rank
-    next_tag: int = 0
+    count: int = 0  # of pieces so far, on all ranks alike
 
-    def take_tags(self, count: int) -> int:
-        """The first of so many tags in a row, modulo TAGS; the same on all ranks."""
-        first = self.next_tag
-        self.next_tag = (first + count) % TAGS
+    def number(self, count: int) -> int:
+        """The number of the first of so many pieces."""
+        first = self.count
+        self.count += count
         return first
 
 
@@ -78,7 +78,7 @@ class WorldOperation:
         """See `Operation.ready`."""
         return self._board is None or self._board.everyone_entered(self._number)
 
-    def pieces(self) -> Iterator[Steps[None]]:
+    def pieces(self) -> Iterator[tuple[int, Steps[None]]]:
         """See `Operation.pieces`."""
         scheme = self._scheme
         if scheme is None:
@@ -87,7 +87,7 @@ class WorldOperation:
         tools, tensor = self._shared.tools, self._loan.host
         wire = self._call.wire or tensor.dtype
         pieces = self._planned(scheme)
-        tag = self._shared.take_tags(len(pieces))
+        first = self._shared.number(len(pieces))
         everyone: list[Tensor] | None = [tensor]
         if self._board is not None:
             everyone = self._board.tensors(self._number, tensor)
@@ -95,17 +95,17 @@ class WorldOperation:
             mine = everyone[scheme.local_rank]
             self._tray = None if mine is tensor else mine
             near = SharedNear(tools, scheme, everyone)
-            owner = Owner(tools, scheme, near, mine, wire=wire, first_tag=tag)
+            owner = Owner(tools, scheme, near, mine, wire=wire, first=first)
             for piece in pieces:
                 if piece.lane == scheme.local_rank:
-                    yield self._steps(owner, piece, len(pieces))
+                    yield first + piece.index, self._steps(owner, piece, len(pieces))
             return
         for piece in pieces:
-            hand: Hand = Follower(tools, scheme, tensor, tag)
+            hand: Hand = Follower(tools, scheme, tensor, first)
             if piece.lane == scheme.local_rank:
-                messaged = MessagedNear(tools, scheme, tensor, tag_of(tag, piece))
-                hand = Owner(tools, scheme, messaged, tensor, wire=wire, first_tag=tag)
-            yield self._steps(hand, piece, len(pieces))
+                messaged = MessagedNear(tools, scheme, tensor, tag_of(first, piece))
+                hand = Owner(tools, scheme, messaged, tensor, wire=wire, first=first)
+            yield first + piece.index, self._steps(hand, piece, len(pieces))
 
     def leave(self) -> None:
         """See `Operation.leave`."""
@@ -136,11 +136,12 @@ class WorldOperation:
             return hand.copy(piece, self._call.root, pieces)
         return hand.gather(piece) if self._call.verb == "all_gather" else hand.sum(piece)
 
-    def _naive(self) -> Steps[None]:
+    def _naive(self) -> tuple[int, Steps[None]]:
         call, shared = self._call, self._shared
-        naive = Naive(shared.tools.comm, self._loan.host, shared.take_tags(1))
+        number = shared.number(1)
+        naive = Naive(shared.tools.comm, self._loan.host, number % TAGS)
         if call.verb == "broadcast":
-            return naive.copy(call.root)
+            return number, naive.copy(call.root)
         if call.verb == "all_gather":
-            return naive.gather(call.bounds, shared.owners)
-        return naive.sum(call.wire)
+            return number, naive.gather(call.bounds, shared.owners)
+        return number, naive.sum(call.wire)

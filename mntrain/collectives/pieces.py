@@ -32,7 +32,7 @@ class Owner:
     """The steps of a lane's owner, for the pieces of one collective.
 
     `tensor` is this rank's, in host memory; `wire` the dtype in which it travels between nodes.
-    `first_tag` is that of the first piece.
+    `first` is the first piece's number among all of the world's.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Owner:
         tensor: Tensor,
         *,
         wire: torch.dtype,
-        first_tag: int,
+        first: int,
     ) -> None:
         self._comm, self._scratch, self._adder = tools.comm, tools.scratch, tools.adder
         self._scheme, self._near, self._tensor = scheme, near, tensor
         self._wire = wire
-        self._first_tag = first_tag
+        self._first = first
         self._here, self._node = scheme.local_rank, scheme.node
         self._peers = [local for local in range(len(scheme.members)) if local != self._here]
         count = len(scheme.nodes.nodes)
@@ -204,11 +204,11 @@ class Owner:
 
     def _send(self, piece: Piece, node: int, data: Tensor) -> Flight:
         owner = self._scheme.owners[piece.lane][node]
-        return self._comm.send(owner, as_bytes(data), tag_of(self._first_tag, piece))
+        return self._comm.send(owner, as_bytes(data), tag_of(self._first, piece))
 
     def _receive(self, piece: Piece, node: int, data: Tensor) -> Flight:
         owner = self._scheme.owners[piece.lane][node]
-        return self._comm.receive(owner, as_bytes(data), tag_of(self._first_tag, piece))
+        return self._comm.receive(owner, as_bytes(data), tag_of(self._first, piece))
 
 
 class Follower:
@@ -218,9 +218,9 @@ class Follower:
     in the owner's order.
     """
 
-    def __init__(self, tools: Tools, scheme: Scheme, tensor: Tensor, first_tag: int) -> None:
+    def __init__(self, tools: Tools, scheme: Scheme, tensor: Tensor, first: int) -> None:
         self._comm, self._scheme, self._tensor = tools.comm, scheme, tensor
-        self._first_tag, self._node = first_tag, scheme.node
+        self._first, self._node = first, scheme.node
 
     def sum(self, piece: Piece) -> Steps[None]:
         """See `Owner.sum`."""
@@ -252,11 +252,11 @@ class Follower:
             yield from self._receive(piece, piece.parts)
 
     def _send(self, piece: Piece, parts: Sequence[Part]) -> Steps[None]:
-        owner, tag = self._owner(piece), tag_of(self._first_tag, piece)
+        owner, tag = self._owner(piece), tag_of(self._first, piece)
         yield Flight.of(*(self._comm.send(owner, self._data(p), tag) for p in parts)).over
 
     def _receive(self, piece: Piece, parts: Sequence[Part]) -> Steps[None]:
-        owner, tag = self._owner(piece), tag_of(self._first_tag, piece)
+        owner, tag = self._owner(piece), tag_of(self._first, piece)
         yield Flight.of(*(self._comm.receive(owner, self._data(p), tag) for p in parts)).over
 
     def _owner(self, piece: Piece) -> int:
@@ -266,9 +266,9 @@ class Follower:
         return as_bytes(self._tensor[slice(*part)])
 
 
-def tag_of(first_tag: int, piece: Piece) -> int:
-    """The tag of a piece's messages; no two pieces under way have the same."""
-    return (first_tag + piece.index) % TAGS
+def tag_of(first: int, piece: Piece) -> int:
+    """The tag of a piece's messages; no two pieces under way have the same (see `progress`)."""
+    return (first + piece.index) % TAGS
 
 
 def _length(part: Part) -> int:

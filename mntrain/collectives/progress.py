@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mntrain.collectives.board import DEPTH
 from mntrain.collectives.near import Steps
-from mntrain.mpi import EAGER_S, Patience, pause
+from mntrain.mpi import EAGER_S, TAGS, Patience, pause
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -37,8 +37,8 @@ class Operation(Protocol[T_co]):
     def ready(self) -> bool:
         """Whether its pieces may start: everyone in the node has entered. Local."""
 
-    def pieces(self) -> Iterator[Steps[None]]:
-        """The pieces in which this rank has work, in order."""
+    def pieces(self) -> Iterator[tuple[int, Steps[None]]]:
+        """The pieces in which this rank has work, in order, each with its number in the world."""
 
     def leave(self) -> None:
         """Tell the node that this rank's work is done."""
@@ -80,19 +80,32 @@ class Ticket(Generic[T]):
         return self._result  # type: ignore[return-value]  # T may itself be None
 
 
+Numbered = tuple[int, Steps[None]]
+
+
+def _least(*numbers: int | None) -> int:
+    return min(number for number in numbers if number is not None)
+
+
 class UnderWay(Generic[T]):
     """A collective that the thread has in hand."""
 
     def __init__(self, operation: Operation[T], ticket: Ticket[T]) -> None:
         self._operation, self._ticket = operation, ticket
-        self._waiting: Iterator[Steps[None]] | None = None  # pieces that have not started
-        self._moving: list[tuple[Steps[None], Callable[[], bool]]] = []
+        self._waiting: Iterator[Numbered] | None = None  # pieces that have not started
+        self._next: Numbered | None = None  # the first of them
+        self._moving: list[tuple[Numbered, Callable[[], bool]]] = []  # in the order of numbers
         self.entered = self.started = self.left = False
 
     @property
     def pieces(self) -> int:
         """How many are under way."""
         return len(self._moving)
+
+    @property
+    def oldest(self) -> int | None:
+        """The lowest number of a piece under way."""
+        return self._moving[0][0][0] if self._moving else None
 
     @property
     def done(self) -> bool:
@@ -104,20 +117,28 @@ class UnderWay(Generic[T]):
         self.entered = self.entered or self._operation.enter()
         return self.entered
 
-    def start(self, others: int) -> bool:
-        """Start pieces, while so many of others are under way; whether anything has happened."""
+    def start(self, others: int, oldest: int | None) -> bool:
+        """Start pieces; whether anything has happened.
+
+        So many of other collectives are under way, of which the oldest has this number. None starts
+        while another that would have the same tag is under way.
+        """
         if self._waiting is None:
             if not self._operation.ready():
                 return False
             self._waiting = self._operation.pieces()
         happened = False
         while not self.started and others + len(self._moving) < self._operation.window:
+            self._next = self._next or next(self._waiting, None)
+            if self._next is None:
+                self.started = happened = True
+                break
+            number = self._next[0]
+            if number - _least(oldest, self.oldest, number) >= TAGS:
+                break
+            piece, self._next = self._next, None
             happened = True
-            piece = next(self._waiting, None)
-            if piece is None:
-                self.started = True
-            else:
-                self._go_on(piece)
+            self._go_on(piece)
         return happened
 
     def move(self) -> bool:
@@ -148,8 +169,8 @@ class UnderWay(Generic[T]):
         """Give up: whoever waits gets the error."""
         self._ticket.fail(error)
 
-    def _go_on(self, piece: Steps[None]) -> None:
-        for ask in piece:
+    def _go_on(self, piece: Numbered) -> None:
+        for ask in piece[1]:
             if not ask():
                 self._moving.append((piece, ask))
                 return
@@ -282,7 +303,7 @@ class Progress:
 
     def _move(self) -> bool:
         """Let every collective go on that can; whether any has."""
-        happened, may_start = False, True
+        happened, may_start, oldest = False, True, None
         moving = sum(one.pieces for one in self._under_way)
         for one in self._under_way:
             if not one.entered:
@@ -293,8 +314,9 @@ class Progress:
             if before:
                 happened = one.move() or happened
             if may_start and not one.started:
-                happened = one.start(moving - before) or happened
+                happened = one.start(moving - before, oldest) or happened
             may_start = may_start and one.started
+            oldest = one.oldest if oldest is None else oldest
             moving += one.pieces - before
         for one in self._under_way:
             if not one.left:

@@ -26,7 +26,7 @@ from cases import (
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL, make_world
 
 from mntrain import mpi
-from mntrain.collectives import ALGORITHMS, Choice, Table, board, operation, pieces
+from mntrain.collectives import ALGORITHMS, Choice, Table, board, pieces, progress
 
 pytestmark = pytest.mark.mpi
 
@@ -273,7 +273,7 @@ def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_byte
 
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
-    monkeypatch.setattr(operation, "TAGS", 16)
+    monkeypatch.setattr(progress, "TAGS", 16)
     monkeypatch.setattr(pieces, "TAGS", 16)
     for algorithm in FASTER:
         way = ways(algorithm, layout, 64)
