@@ -160,8 +160,9 @@ class World:
         self._expect_same(**shared)
         with self.agreement():
             named = _named_groups(model, groups)
-            check_trainable(named, sharded=stage != 0)
         agreement.expect_same_model(self.gather(agreement.described(model)), self.rank)
+        with self.agreement():  # before memory is made together
+            check_trainable(named, sharded=stage != 0)
         with self.agreement():
             optimizer = ZeroOptimizer(
                 named,

@@ -75,8 +75,7 @@ class NodeMemory:
         file, mine, problem = _create(nbytes, token)
         try:
             offers = self._node.gather_objects((os.getpid(), file, token, problem, dead))
-            for index in {index for offer in offers for index in offer[-1]}:
-                self._segments.pop(index, None)  # its owner will name it no more
+            self._forget([offer[-1] for offer in offers])
             parts, problem = self._attach(offers, nbytes)
             problems = [said for said in self._node.gather_objects(problem) if said]
         finally:
@@ -89,6 +88,16 @@ class NodeMemory:
         self._segments[self._count] = Segment(mine.data_ptr(), nbytes, own, parts)
         self._count += 1
         return mine
+
+    def _forget(self, dead: list[list[int]]) -> None:
+        """Drop the parts that their owners, by local rank, will name no more."""
+        for local_rank, indices in enumerate(dead):
+            for index in indices:
+                if index in self._segments:
+                    self._segments[index].parts.pop(local_rank, None)
+        gone = [index for index, s in self._segments.items() if s.dead and not s.parts]
+        for index in gone:
+            del self._segments[index]
 
     def _attach(self, offers: list[Any], nbytes: int) -> tuple[dict[int, Tensor], str]:
         """The others' parts, by local rank, and why one cannot be had."""

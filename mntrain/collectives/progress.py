@@ -219,13 +219,15 @@ class Progress:
             return
         self._waiters.append(None)
         self._bell.set()
-        with self._turn:
+        try:  # whatever interrupts this, the thread is to go on
+            with self._turn:
+                self._bell.clear()
+                while not ticket.settled:
+                    pause(self._round(EAGER_S))
+        finally:
             self._waiters.pop()
-            self._bell.clear()
-            while not ticket.settled:
-                pause(self._round(EAGER_S))
-        if self._busy:
-            self._bell.set()
+            if self._busy:
+                self._bell.set()
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
@@ -233,9 +235,13 @@ class Progress:
         self._bell.set()
         self._thread.join()
 
-    def _put(self, task: Task) -> None:
+    def expect_open(self) -> None:
+        """RuntimeError after `close`."""
         if not self._open:
             raise RuntimeError("this world is closed: no communication after its `with` block")
+
+    def _put(self, task: Task) -> None:
+        self.expect_open()
         self._tasks.append(task)
         self._bell.set()
 

@@ -139,6 +139,7 @@ class WorldCollectives:
             )
         cut = self._cut(bounds, tensor.numel())
         if self.size == 1:
+            self._progress.expect_open()
             return Done()
         choice = self.table.of(tensor.numel() * tensor.element_size())
         call = Call(verb, choice, cut, root, wire)

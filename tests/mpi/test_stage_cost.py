@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 from oracle import ADAMW, OWN, modes
-from test_cost import ITEM, bill, cut, less, nodes_of, sent, usage
+from test_cost import ITEM, bill, less, nodes_of, split, transfers, usage
 from torch import nn
 from worlds import EVERY_WORLD, RANKS, VIRTUAL
 
@@ -43,7 +43,7 @@ def dealt(numels):
 def shards_of(mode, bucket_mb):
     """Every bucket as the lengths of its shards."""
     if mode["partition"] == "element":
-        return [cut(n, RANKS) for n in ([sum(NUMELS)] if bucket_mb == ONE else NUMELS)]
+        return [split(n, RANKS) for n in ([sum(NUMELS)] if bucket_mb == ONE else NUMELS)]
     each = dealt(NUMELS)
     return each if bucket_mb == OWN else [[sum(of_slot) for of_slot in zip(*each, strict=True)]]
 
@@ -51,9 +51,9 @@ def shards_of(mode, bucket_mb):
 def control(algorithm, layout, *lengths):
     """All-reduces of so many fp64 numbers."""
     return [
-        (source, to, WIDE * elements, in_pieces)
+        transfer
         for n in lengths
-        for source, to, elements, in_pieces in sent(algorithm, layout, "all_reduce", cut(n, RANKS))
+        for transfer in transfers(algorithm, layout, "all_reduce", split(WIDE * n, RANKS))
     ]
 
 
@@ -85,13 +85,13 @@ def expected(where, mode, bucket_mb, micro_batches):
     """What a step of so many micro-batches is to add to the counts of every rank."""
     algorithm, layout = where
     stage = mode["stage"]
-    transfers = [
-        sent(algorithm, layout, verb, shards)
+    large = [
+        transfers(algorithm, layout, verb, shards)
         for verb in verbs(stage, micro_batches)
         for shards in shards_of(mode, bucket_mb)
     ]
     small = control(algorithm, layout, *announced(stage, micro_batches), ROLL_CALL, NORM)
-    return bill(layout, chain(*transfers, small))
+    return bill(algorithm, layout, chain(*large, small))
 
 
 def check(world, where, mode, bucket_mb, micro_batches):
@@ -125,7 +125,7 @@ def test_an_unused_parameter_costs_one_number_each(worlds, layout, mode):
     model = Vectors(NUMELS)
     optimizer = world.optimizer(model, ADAMW, **mode)
     more = less(spent(world, model, optimizer, 1, upto=2), spent(world, model, optimizer, 1))
-    assert more == bill(layout, control("lanes", layout, len(NUMELS)))
+    assert more == bill("lanes", layout, control("lanes", layout, len(NUMELS)))
     optimizer.close()
 
 
@@ -140,14 +140,14 @@ def test_a_skipped_step_sends_no_parameters(worlds, layout, mode):
     (model() * float("inf")).backward()
     assert optimizer.step().skipped
     optimizer.wait_for_parameters()
-    transfers = [
+    expected = [
         *(
-            sent("lanes", layout, "reduce_scatter" if stage else "all_reduce", shards)
+            transfers("lanes", layout, "reduce_scatter" if stage else "all_reduce", shards)
             for shards in shards_of(mode, ONE)
         ),
         control("lanes", layout, *announced(stage, 1), ROLL_CALL, NORM),
     ]
-    assert less(usage(world), before) == bill(layout, chain(*transfers))
+    assert less(usage(world), before) == bill("lanes", layout, chain(*expected))
     optimizer.close()
 
 
@@ -164,11 +164,12 @@ def test_bytes_between_nodes(worlds, algorithm, layout, stage, micro_batches):
     if any(len(node) != ranks for node in nodes):
         pytest.skip("the closed form is for equal nodes; the list of messages covers others")
     world = worlds(algorithm, layout, ONE)
-    numel = 1200
+    numel = 9600  # more than every node sends whole
     model = Vectors([numel])
     optimizer = world.optimizer(model, ADAMW, stage=stage)
     lanes = 1 if algorithm == "leader" else ranks
     small = bill(
+        algorithm,
         layout,
         control(algorithm, layout, *announced(stage, micro_batches), ROLL_CALL, NORM),
     )
@@ -185,7 +186,7 @@ def test_on_one_level_stages_0_and_1_move_the_same_bytes(worlds, layout):
     totals = []
     for stage in (0, 1):
         world = worlds("flat", layout, ONE)
-        model = Vectors([1200])
+        model = Vectors([9600])
         optimizer = world.optimizer(model, ADAMW, stage=stage)
         measured = spent(world, model, optimizer, 1)
         totals.append([(counts[1], counts[3]) for counts in measured])
