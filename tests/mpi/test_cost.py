@@ -30,6 +30,8 @@ class Costs:
         self._arenas = {}
 
     def __call__(self, layout=None):
+        if isinstance(layout, str) and len(set(HOSTS)) > 1:
+            pytest.skip("ranks that are said to be on one node are not, and share no memory")
         world = self._worlds("lanes", layout)
         if layout not in self._arenas:
             self._arenas[layout] = Arena(world, 1 << 20)
