@@ -33,6 +33,7 @@ def descriptors():
 @contextlib.contextmanager
 def nothing_left():
     """What the block takes of the process, it gives back."""
+    gc.collect()  # of what came before
     before = maps(), descriptors()
     yield
     gc.collect()
