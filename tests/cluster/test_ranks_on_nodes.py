@@ -6,7 +6,7 @@ from launch import MPI_TESTS, run_suite
 
 pytestmark = pytest.mark.cluster
 
-SUITE = [MPI_TESTS / name for name in ("test_collectives.py", "test_cost.py", "test_parity.py")]
+SUITE = [MPI_TESTS / name for name in ("test_wire.py", "test_cost.py", "test_parity.py")]
 
 
 @pytest.mark.timeout(330)
