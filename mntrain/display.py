@@ -5,13 +5,15 @@ unable to send escape sequences to the terminal.
 """
 
 import math
+import os
 import statistics
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, JustifyMethod
+from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +33,15 @@ _MEMORY = {
     "process_peak": "process peak",
     "device_peak": "device peak",
 }
+
+
+def stdout() -> Console:
+    """A console on stdout. Open MPI gives ranks a terminal, of no size if it has none itself."""
+    try:
+        sizeless = os.get_terminal_size(sys.stdout.fileno()).columns == 0
+    except OSError:  # no terminal, or not a file
+        sizeless = False
+    return Console(force_terminal=False if sizeless else None)
 
 
 class Progress:

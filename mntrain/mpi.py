@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,8 @@ class Communicator:
         self.size: int = comm.Get_size()
         self.traffic = Traffic()
         self.levels: Sequence[str] = ["cross"] * self.size
+        self._requests: list[MPI.Request] = []  # of messages that are not over,
+        self._messages: list[_Message] = []  # and those messages
 
     @property
     def as_mpi4py(self) -> MPI.Comm:
@@ -80,6 +82,17 @@ class Communicator:
         outgoing = [self.send(peer, data) for peer, data in sends]
         Flight.of(*incoming, *outgoing).wait()
 
+    def poll(self) -> None:
+        """Give MPI a chance to move messages, and note which are over. One call, whatever many."""
+        if not self._requests:
+            return
+        over = type(self._requests[0]).Testsome(self._requests)
+        for index in sorted(over or (), reverse=True):
+            self._messages[index].over = True
+            self._messages[index] = self._messages[-1]
+            self._requests[index] = self._requests[-1]
+            del self._messages[-1], self._requests[-1]
+
     def send(self, peer: int, data: Bytes, tag: int = 0) -> Flight:
         """Start sending bytes to a peer. The buffer is lent until the flight is over.
 
@@ -89,15 +102,15 @@ class Communicator:
         for part in _messages(data):
             self.traffic.count(self.levels[peer], part.nbytes)
             requests.append(self._comm.Isend(part, peer, tag))
-        return Flight(requests)
+        return self._flight(requests)
 
     def receive(self, peer: int, data: Bytes, tag: int = 0) -> Flight:
         """Start receiving exactly data.nbytes bytes from a peer into data."""
-        return Flight([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
+        return self._flight([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everyone's object, by rank, on every rank. Collective, blocking; for small things."""
-        Flight([self._comm.Ibarrier()]).wait()  # MPI's own collectives spin for who is late
+        self._flight([self._comm.Ibarrier()]).wait()  # MPI's own collectives spin for who is late
         return list(self._comm.allgather(mine))
 
     def node_keys(self) -> list[int]:
@@ -115,33 +128,60 @@ class Communicator:
         """The ranks that gave the same color, in the order of their keys. Collective."""
         return Communicator(self._comm.Split(color, key), name)
 
+    def _flight(self, requests: list[MPI.Request]) -> Flight:
+        """What tells when messages are over that have just begun."""
+        messages = [_Message() for _ in requests]
+        self._requests += requests
+        self._messages += messages
+        return Flight(messages, self.poll)
+
     def free(self) -> None:
         """Give the MPI communicator back. Collective."""
         self._comm.Free()
 
 
-class Flight:
-    """Messages under way."""
+@dataclass(slots=True)
+class _Message:
+    over: bool = False
 
-    def __init__(self, requests: Sequence[MPI.Request]) -> None:
-        self._requests = list(requests)
+
+class Flight:
+    """Messages under way, of one communicator, whose `poll` moves them."""
+
+    def __init__(self, messages: list[_Message], poll: Callable[[], None]) -> None:
+        self._messages, self._poll = messages, poll
+        self._asked = False
 
     @classmethod
     def of(cls, *flights: Flight) -> Flight:
         """Several flights as one."""
-        return cls([request for flight in flights for request in flight._requests])
+        messages = [message for flight in flights for message in flight._messages]
+        return cls(messages, flights[0]._poll if flights else _nothing)
 
     def over(self) -> bool:
-        """Whether all messages have arrived, or left. Gives MPI a chance to move them."""
-        if self._requests and type(self._requests[0]).Testall(self._requests):
-            self._requests.clear()
-        return not self._requests
+        """Whether all messages have arrived, or left. Asks MPI the first time; then see `poll`."""
+        if not self._asked:
+            self._asked = True
+            if not self._over():
+                self._poll()
+        return self._over()
 
     def wait(self) -> None:
         """Return when the flight is over. Sleeps while there is nothing to do."""
         patience = Patience()
-        while not self.over():
+        while not self._over():
             pause(patience.delay())
+            self._poll()
+
+    def _over(self) -> bool:
+        messages = self._messages
+        while messages and messages[-1].over:
+            messages.pop()
+        return not messages
+
+
+def _nothing() -> None:
+    """Ask MPI about no message."""
 
 
 def pause(seconds: float) -> None:

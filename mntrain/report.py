@@ -7,7 +7,6 @@ in a log it adds a line now and then. The directory gets metrics.jsonl and summa
 import json
 import math
 import os
-import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from mntrain.display import (
     place_table,
     plain,
     result_table,
+    stdout,
     traffic_table,
 )
 from mntrain.stats import Place, StepRecord
@@ -101,7 +101,7 @@ class ConsoleReporter(Reporter):
     """The master's reporter. It makes the run's directory if there is none."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
-        self._console = console or _stdout()
+        self._console = console or stdout()
         self._errors = console or Console(stderr=True)
         # Without UTF-8 there are no blocks to draw with.
         self._in_place = self._console.is_interactive and self._console.encoding.startswith("utf")
@@ -258,12 +258,3 @@ def _write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _stdout() -> Console:
-    """A console on stdout. Open MPI gives ranks a terminal, of no size if it has none itself."""
-    try:
-        sizeless = os.get_terminal_size(sys.stdout.fileno()).columns == 0
-    except OSError:  # no terminal, or not a file
-        sizeless = False
-    return Console(force_terminal=False if sizeless else None)

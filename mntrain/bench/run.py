@@ -21,7 +21,8 @@ from mntrain.bench.options import Options
 from mntrain.bench.plan import Limits
 from mntrain.bench.plot import missing, plot
 from mntrain.bench.results import Results
-from mntrain.bench.show import show, stdout
+from mntrain.bench.show import show
+from mntrain.display import stdout
 from mntrain.failures import AgreedError
 from mntrain.world import World, init
 

@@ -1,7 +1,5 @@
 """What a person sees of the results: a few lines of facts, then a table for each verb."""
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -16,15 +14,6 @@ from mntrain.display import plain
 
 _PADDING = 2  # columns of the terminal that rich puts around a cell
 _LOG_WIDTH = 110  # where there is no terminal to fit into
-
-
-def stdout() -> Console:
-    """A console on stdout. Open MPI gives ranks a terminal, of no size if it has none itself."""
-    try:
-        sizeless = os.get_terminal_size(sys.stdout.fileno()).columns == 0
-    except OSError:  # no terminal, or not a file
-        sizeless = False
-    return Console(force_terminal=False if sizeless else None)
 
 
 def show(results: Results, console: Console) -> None:

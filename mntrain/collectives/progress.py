@@ -188,7 +188,9 @@ class Progress:
     at a time makes MPI calls. Idle, the thread sleeps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, poll: Callable[[], None]) -> None:
+        """`poll` lets messages move, and is called before anybody asks whether they are over."""
+        self._poll = poll
         self._tasks: deque[Task] = deque()
         self._under_way: deque[UnderWay[Any]] = deque()
         self._patience = Patience()
@@ -268,6 +270,7 @@ class Progress:
         """Let everything go on that can; the seconds to wait before the next round."""
         happened = self._take_in()
         try:
+            self._poll()
             happened = self._move() or happened
         except BaseException as error:  # nothing can be known of those behind it, either
             while self._under_way:

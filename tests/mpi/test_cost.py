@@ -298,7 +298,7 @@ def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
         assert found == expected, f"{verb} of {shards}"
 
 
-@pytest.mark.parametrize("piece_bytes", [400, 4096])
+@pytest.mark.parametrize("piece_bytes", [2000, 16384])
 @pytest.mark.parametrize(
     ("algorithm", "layout"),
     [("naive", None), ("flat", VIRTUAL[-1]), *product(["leader", "lanes"], VIRTUAL)],
