@@ -1,4 +1,4 @@
-"""The command line: `python -m mntrain [train | bench] [options]`."""
+"""The command line: `python -m mntrain [train | bench | ckpt] [options]`."""
 
 import os
 import sys
@@ -57,11 +57,24 @@ def _bench(words: Sequence[str], talks: bool) -> int:
     return _with_all_ranks(lambda: run(asked, words), talks)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {"train": _train, "bench": _bench}
+def _ckpt(words: Sequence[str], talks: bool) -> int:
+    """Look at checkpoints; no rank but one has anything to do."""
+    from mntrain.checkpoint.command import run  # noqa: PLC0415 - as above
+
+    return run(words) if talks else 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {
+    "train": _train,
+    "bench": _bench,
+    "ckpt": _ckpt,
+}
 _ALSO = """
-another command:
+other commands, each with a --help of its own:
   python -m mntrain bench
-      measure the collectives of this cluster; it has a --help of its own"""
+      measure the collectives of this cluster
+  python -m mntrain ckpt list|show|verify
+      look at the checkpoints of a run"""
 
 
 def _parsed(parse: Callable[..., T], words: Sequence[str], talks: bool, also: str = "") -> T:

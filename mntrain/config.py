@@ -202,6 +202,29 @@ class RunConfig(_Checked):
         Path | None, Option("folder for the run's files. none: by the date, under runs/.")
     ] = None
     seed: Annotated[int, Option("seed of all random choices.", least=0, most=2**32 - 1)] = 0
+    resume: Annotated[
+        str,
+        Option(
+            "way to go on: auto, never, or the path of a checkpoint or run. auto: from the newest "
+            "sound checkpoint in --run.dir, if it has one."
+        ),
+    ] = "auto"
+    stop_after: Annotated[
+        int | None,
+        Option(
+            "number of steps after which this job saves and ends, though the run does not. none: "
+            "the run's last.",
+            least=1,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(_Checked):
+    """What is kept of a run, to go on from."""
+
+    every: Annotated[int, Option("number of steps between checkpoints. 0: none.", least=0)] = 0
+    keep: Annotated[int, Option("number of checkpoints to keep, the newest.", least=1)] = 3
 
 
 @dataclass(frozen=True)
@@ -220,6 +243,7 @@ class Config(_Checked):
     comm: CommConfig = field(default_factory=CommConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 def annotations_of(cls: type) -> dict[str, Any]:

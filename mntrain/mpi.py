@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 1 << 30
 TAGS = 1 << 15  # that every MPI has
 _libc = ctypes.CDLL(None)
-# Somebody who has nothing else to do asks MPI again and again for so long; then, or who has a
-# thread that computes, sleeps between questions.
+# Somebody who has nothing else to do asks MPI again and again for so long, and then sleeps between
+# questions, a little; who has a thread that computes sleeps from the start, and longer.
 EAGER_S = 100e-6
-SLEEP_S = (20e-6, 1e-3)
-PACE_S = 4 * SLEEP_S[1]
+LEAST_SLEEP_S, MOST_SLEEP_S, MOST_SLEEP_BESIDE_S = 20e-6, 0.3e-3, 1e-3
+PACE_S = 4 * MOST_SLEEP_BESIDE_S
 
 
 class SilentSingletonsError(RuntimeError):
@@ -62,8 +62,6 @@ class Communicator:
         self.size: int = comm.Get_size()
         self.traffic = Traffic()
         self.levels: Sequence[str] = ["cross"] * self.size
-        self._requests: list[MPI.Request] = []  # of messages that are not over,
-        self._messages: list[_Message] = []  # and those messages
 
     @property
     def as_mpi4py(self) -> MPI.Comm:
@@ -82,17 +80,6 @@ class Communicator:
         outgoing = [self.send(peer, data) for peer, data in sends]
         Flight.of(*incoming, *outgoing).wait()
 
-    def poll(self) -> None:
-        """Give MPI a chance to move messages, and note which are over. One call, whatever many."""
-        if not self._requests:
-            return
-        over = type(self._requests[0]).Testsome(self._requests)
-        for index in sorted(over or (), reverse=True):
-            self._messages[index].over = True
-            self._messages[index] = self._messages[-1]
-            self._requests[index] = self._requests[-1]
-            del self._messages[-1], self._requests[-1]
-
     def send(self, peer: int, data: Bytes, tag: int = 0) -> Flight:
         """Start sending bytes to a peer. The buffer is lent until the flight is over.
 
@@ -102,15 +89,15 @@ class Communicator:
         for part in _messages(data):
             self.traffic.count(self.levels[peer], part.nbytes)
             requests.append(self._comm.Isend(part, peer, tag))
-        return self._flight(requests)
+        return Flight(requests)
 
     def receive(self, peer: int, data: Bytes, tag: int = 0) -> Flight:
         """Start receiving exactly data.nbytes bytes from a peer into data."""
-        return self._flight([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
+        return Flight([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everyone's object, by rank, on every rank. Collective, blocking; for small things."""
-        self._flight([self._comm.Ibarrier()]).wait()  # MPI's own collectives spin for who is late
+        Flight([self._comm.Ibarrier()]).wait()  # MPI's own collectives spin for who is late
         return list(self._comm.allgather(mine))
 
     def node_keys(self) -> list[int]:
@@ -128,60 +115,33 @@ class Communicator:
         """The ranks that gave the same color, in the order of their keys. Collective."""
         return Communicator(self._comm.Split(color, key), name)
 
-    def _flight(self, requests: list[MPI.Request]) -> Flight:
-        """What tells when messages are over that have just begun."""
-        messages = [_Message() for _ in requests]
-        self._requests += requests
-        self._messages += messages
-        return Flight(messages, self.poll)
-
     def free(self) -> None:
         """Give the MPI communicator back. Collective."""
         self._comm.Free()
 
 
-@dataclass(slots=True)
-class _Message:
-    over: bool = False
-
-
 class Flight:
-    """Messages under way, of one communicator, whose `poll` moves them."""
+    """Messages under way."""
 
-    def __init__(self, messages: list[_Message], poll: Callable[[], None]) -> None:
-        self._messages, self._poll = messages, poll
-        self._asked = False
+    def __init__(self, requests: Sequence[MPI.Request]) -> None:
+        self._requests = list(requests)
 
     @classmethod
     def of(cls, *flights: Flight) -> Flight:
         """Several flights as one."""
-        messages = [message for flight in flights for message in flight._messages]
-        return cls(messages, flights[0]._poll if flights else _nothing)
+        return cls([request for flight in flights for request in flight._requests])
 
     def over(self) -> bool:
-        """Whether all messages have arrived, or left. Asks MPI the first time; then see `poll`."""
-        if not self._asked:
-            self._asked = True
-            if not self._over():
-                self._poll()
-        return self._over()
+        """Whether all messages have arrived, or left. Gives MPI a chance to move them."""
+        if self._requests and type(self._requests[0]).Testall(self._requests):
+            self._requests.clear()
+        return not self._requests
 
     def wait(self) -> None:
         """Return when the flight is over. Sleeps while there is nothing to do."""
         patience = Patience()
-        while not self._over():
+        while not self.over():
             pause(patience.delay())
-            self._poll()
-
-    def _over(self) -> bool:
-        messages = self._messages
-        while messages and messages[-1].over:
-            messages.pop()
-        return not messages
-
-
-def _nothing() -> None:
-    """Ask MPI about no message."""
 
 
 def pause(seconds: float) -> None:
@@ -211,12 +171,16 @@ class Patience:
         self._pace += (min(now - self._since, PACE_S) - self._pace) / 4
         self._since = now
 
-    def delay(self, eager_s: float = EAGER_S) -> float:
-        """Seconds to sleep now: none so soon after something has happened."""
+    def delay(self, *, beside: bool = False) -> float:
+        """Seconds to sleep now, in a thread that waits, or in one `beside` another that computes.
+
+        None so soon after something has happened, if nobody computes.
+        """
         waited = time.perf_counter() - self._since
-        if waited < eager_s:
+        if waited < EAGER_S and not beside:
             return 0.0
-        return min(max(self._pace / 4, waited / 8, SLEEP_S[0]), SLEEP_S[1])
+        most = MOST_SLEEP_BESIDE_S if beside else MOST_SLEEP_S
+        return min(max(self._pace / 4, waited / 8, LEAST_SLEEP_S), most)
 
 
 def _messages(data: Bytes) -> list[Bytes]:

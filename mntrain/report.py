@@ -31,7 +31,7 @@ from mntrain.display import (
 )
 from mntrain.stats import Place, StepRecord
 
-_STATUS_STYLES = {"completed": "green", "interrupted": "yellow"}
+_STATUS_STYLES = {"completed": "green", "interrupted": "yellow", "stopped": "green"}
 _REDRAW_S = 0.25  # a frame takes the master some ms, for which all ranks wait
 _LINES = 20  # of a log, unless its steps are slow
 _LINE_S = 30.0
@@ -84,8 +84,8 @@ class Reporter:
     def warn(self, message: str) -> None:
         """Show a warning: on stderr, or above the live display."""
 
-    def error(self, message: str) -> None:
-        """Show an error: on stderr, or above the live display."""
+    def note(self, message: str) -> None:
+        """Show a line of news."""
 
     def close(self) -> None:
         """Give the terminal back and close metrics.jsonl. May be called again."""
@@ -180,9 +180,9 @@ class ConsoleReporter(Reporter):
         """See `Reporter.warn`."""
         self._alert(f"warning: {message}", "yellow")
 
-    def error(self, message: str) -> None:
-        """See `Reporter.error`."""
-        self._alert(f"error: {message}", "bold red")
+    def note(self, message: str) -> None:
+        """See `Reporter.note`."""
+        self._say(message)
 
     def close(self) -> None:
         """See `Reporter.close`."""

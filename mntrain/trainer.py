@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +17,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mntrain import data, device, optimizers, results, sameness, tasks
+from mntrain import checkpoint, data, device, optimizers, results, runs, sameness, tasks
 from mntrain.config import Config
 from mntrain.failures import AgreedError, TrainingStoppedError
 from mntrain.interrupts import Interrupts
 from mntrain.means import Means, MeansOverRanks
-from mntrain.options import to_toml
 from mntrain.precision import PRECISIONS
 from mntrain.report import Reporter, make_reporter
 from mntrain.stats import Phases, StepRecord, Tally
@@ -64,6 +62,11 @@ class Trainer:
     def __init__(self, world: World, config: Config) -> None:
         self._world, self._config = world, config
         self._precision = PRECISIONS[config.train.precision]
+        self._run_dir = runs.directory(world, config)
+        self._found = found = runs.to_resume(world, config, self._run_dir)
+        self._done = done = found.manifest.step if found else 0
+        stop_after = config.run.stop_after or config.train.steps
+        self._stop = min(config.train.steps, done + stop_after)
         with world.agreement():
             self._task = tasks.load(config.task, config)
             train, valid = self._task.dataset("train"), self._task.dataset("valid")
@@ -76,6 +79,8 @@ class Trainer:
             if config.train.compile:
                 _check_compiler(world.device)
         self._check_same_data([samples, len(cast(Sized, valid))])
+        if found:
+            runs.expect_same(world, found, config, samples)
         self._optimizer = world.optimizer(
             self._model,
             optimizer_class,
@@ -87,44 +92,66 @@ class Trainer:
             groups=optimizers.decayed_and_not(self._model, config.optim.weight_decay),
             **options,
         )
+        self._saver = checkpoint.Saver(
+            world, self._model, self._optimizer, self._run_dir, config.checkpoint.keep
+        )
+        with world.agreement():
+            if self._saves:
+                self._saver.check()
+        if found:
+            checkpoint.load(found, self._model, self._optimizer, world)
+        for group in self._optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # of this configuration, not of the checkpoint's
         schedule = optimizers.warmup_then_cosine(config.optim, config.train.steps)
-        self._scheduler = LambdaLR(self._optimizer, schedule)
+        self._scheduler = LambdaLR(self._optimizer, schedule, last_epoch=done - 1)
         self._compute = self._model
         if config.train.compile:
             self._compute = cast(nn.Module, torch.compile(self._model))
-        torch.manual_seed(data.mixed_seed(config.run.seed, world.rank))  # for dropout, by rank
+        torch.manual_seed(data.mixed_seed(config.run.seed, world.rank, done))  # for dropout
         self._batches = data.batches(
-            train, self._plan, start=0, stop=config.train.steps, **self._dealing()
+            train, self._plan, start=done, stop=self._stop, **self._dealing()
         )
         self._means = MeansOverRanks(world)
+        self._saved: Path | None = None  # the last checkpoint of this job
         self._items = 0  # tokens, or samples, that the job has trained on
-        self._skipped_steps = 0
-        self._run_dir = self._make_run_dir()
+        self._skipped_steps = found.manifest.skipped_steps if found else 0
+        runs.prepare(world, config, self._run_dir, done)
+        if found:
+            checkpoint.restore_randomness(found, world)
 
     def fit(self) -> int:
         """Train to the last step, or to one in which somebody has interrupted. Collective.
 
-        Gives the exit code: 0 when completed. Raises TrainingStoppedError when a loss or a gradient
-        is not finite (unless such steps are skipped) or the ranks' weights differ; the summary says
-        so too.
+        Gives the exit code: 0 when completed, or stopped as asked for. Raises TrainingStoppedError
+        when a loss or a gradient is not finite (unless such steps are skipped), the ranks' weights
+        differ or the last checkpoint of the job cannot be written; the summary says so too.
         """
         steps = self._config.train.steps
         start = time.perf_counter()
         reporter = make_reporter(master=self._world.master, run_dir=self._run_dir, steps=steps)
-        status, problem, record = "completed", None, None
+        status, record = "running", None
+        problem: AgreedError | None = None
         with reporter, Interrupts() as interrupts, _settled_garbage():
             facts = results.introduction(self._world, self._config, self._model)
             reporter.start(self._world.places, **facts)
-            for step in range(1, steps + 1):
+            if self._found:
+                runs.tell(self._found, reporter)
+            for step in range(self._done + 1, self._stop + 1):
                 try:
                     record, interrupted = self._step(step, reporter, interrupts)
                 except TrainingStoppedError as error:
-                    status, problem = "failed", error
+                    problem = error
                     break
                 reporter.step(record)
-                if interrupted:
-                    status = "interrupted"
+                status = self._status(step, interrupted)
+                if self._saves and (
+                    status != "running" or _due(self._config.checkpoint.every, step)
+                ):
+                    problem = self._save(record, reporter, fatal=status == "stopped")
+                if status != "running":
                     break
+            if problem:
+                status = "failed"
             if status == "completed" and self._world.master:
                 reporter.text("sample", self._task.sample(self._model) or "")
             summary = results.summary(
@@ -137,10 +164,51 @@ class Trainer:
                 seconds=time.perf_counter() - start,
                 run_dir=self._run_dir,
             )
+            summary["resumed_from"] = str(self._found.path) if self._found else None
+            summary["checkpoint"] = str(self._saved) if self._saved else None
             reporter.finish({**summary, "error": str(problem)} if problem else summary)
         if problem:
             raise problem
-        return 0 if status == "completed" else INTERRUPTED
+        return INTERRUPTED if status == "interrupted" else 0
+
+    @property
+    def _saves(self) -> bool:
+        """Whether this job is to leave checkpoints."""
+        return self._config.checkpoint.every > 0 or self._config.run.stop_after is not None
+
+    def _status(self, step: int, interrupted: bool) -> str:
+        """What becomes of the run after a step."""
+        if step == self._config.train.steps:
+            return "completed"
+        if step == self._stop:
+            return "stopped"
+        return "interrupted" if interrupted else "running"
+
+    def _save(
+        self, record: StepRecord, reporter: Reporter, *, fatal: bool
+    ) -> TrainingStoppedError | None:
+        """Leave a checkpoint. What hinders it is a warning, or if fatal, given. Collective."""
+        start = time.perf_counter()
+        moment = checkpoint.Moment(
+            step=record.step,
+            config=runs.plain(self._config),
+            samples=self._plan.samples,
+            skipped_steps=self._skipped_steps,
+            eval_loss=record.eval_loss,
+        )
+        try:
+            self._saved, nbytes = self._saver.save(moment)
+        except AgreedError as error:
+            if fatal:
+                return self._stopped(str(error))
+            reporter.warn(str(error))
+            return None
+        seconds = time.perf_counter() - start
+        reporter.note(
+            f"step {record.step}  checkpoint {self._saved.name}: {nbytes / 1e6:.1f} MB "
+            f"in {seconds:.2f} s"
+        )
+        return None
 
     def _step(
         self, step: int, reporter: Reporter, interrupts: Interrupts
@@ -270,18 +338,6 @@ class Trainer:
             "start_method": self._config.data.worker_start,
             "collate": self._task.collate,
         }
-
-    def _make_run_dir(self) -> Path:
-        """Agree on the run directory; the master makes it. Collective."""
-        default = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
-        path: Path = self._world.gather(self._config.run.dir or default)[0]
-        with self._world.agreement():
-            if self._world.master:
-                if (path / "config.toml").exists():
-                    raise ValueError(f"{path} holds a run already: give another --run.dir")
-                path.mkdir(parents=True, exist_ok=True)
-                (path / "config.toml").write_text(to_toml(self._config))
-        return path
 
 
 def _warning(means: Means, update: StepResult) -> str:

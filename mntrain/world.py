@@ -60,7 +60,7 @@ class World:
         self.rank, self.size = self._world.rank, self._world.size
         self._watch = Watch(self.rank, self.size, socket.gethostname())
         self._watch.install()
-        self._progress = Progress(self._world.poll)
+        self._progress = Progress()
         self._node: mpi.Communicator | None = None
         self._optimizers: list[ZeroOptimizer] = []
         try:

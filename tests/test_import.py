@@ -26,7 +26,10 @@ LAYERS = [
     | {"mntrain.collectives", "mntrain.agreement"},
     {"zero.optimizer", "mntrain.tasks", "mntrain.stats", "mntrain.tuning"},
     {"zero", "mntrain.world", "mntrain.display"},
-    {"mntrain", "mntrain.report", "mntrain.means", "mntrain.results"} | {"mntrain.bench"},
+    {"mntrain", "mntrain.report", "mntrain.means", "mntrain.results"}
+    | {"mntrain.bench"}
+    | {"mntrain.checkpoint"},
+    {"mntrain.runs"},
     {"mntrain.trainer"},
     {"mntrain.__main__"},
 ]

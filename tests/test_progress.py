@@ -13,7 +13,7 @@ WINDOW = 5
 
 @pytest.fixture
 def progress():
-    progress = Progress(lambda: None)
+    progress = Progress()
     yield progress
     progress.close()
 
@@ -286,7 +286,7 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(progress):
 
 
 def test_several_threads_wait_at_a_time():
-    progress, log, gate = Progress(lambda: None), [], threading.Event()
+    progress, log, gate = Progress(), [], threading.Event()
     tickets = [progress.submit(Steps(log, name, piece=gate.is_set)) for name in range(20)]
     results = {}
 
@@ -306,7 +306,7 @@ def test_several_threads_wait_at_a_time():
 
 
 def test_only_one_thread_at_a_time_moves_them():
-    progress, inside, met = Progress(lambda: None), threading.Lock(), []
+    progress, inside, met = Progress(), threading.Lock(), []
 
     def alone():
         met.append(inside.acquire(blocking=False))
@@ -353,7 +353,7 @@ def test_busy_seconds_are_those_with_something_under_way(progress):
 
 def test_close_finishes_what_is_queued_and_ends_the_thread():
     before = threading.active_count()
-    progress, log = Progress(lambda: None), []
+    progress, log = Progress(), []
     end = time.monotonic() + 0.02
     tickets = [
         progress.submit(Steps(log, name, pieces=3, piece=lambda: time.monotonic() > end))
@@ -367,7 +367,7 @@ def test_close_finishes_what_is_queued_and_ends_the_thread():
 
 
 def test_nothing_is_taken_after_close():
-    progress = Progress(lambda: None)
+    progress = Progress()
     progress.close()
     with pytest.raises(RuntimeError, match="this world is closed"):
         progress.submit(Steps([], "a"))

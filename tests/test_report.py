@@ -54,7 +54,7 @@ def call_everything(reporter: Reporter) -> None:
         reporter.step(record(1, eval_loss=1.0))
         reporter.text("sample", "text")
         reporter.warn("careful")
-        reporter.error("broken")
+        reporter.note("news")
         reporter.finish(summary())
 
 
@@ -75,7 +75,7 @@ def test_master_shows_everything_and_writes_two_files(tmp_path, terminal):
     for expected in ("lm: 0.83", "step 1", "eval loss 1.0000", "sample", "  text", "completed"):
         assert expected in text
     assert "warning: careful" in text
-    assert "error: broken" in text
+    assert "news" in text
     files = sorted(path.name for path in (tmp_path / "deep" / "run").iterdir())
     assert files == ["metrics.jsonl", "summary.json"]
 
@@ -297,10 +297,10 @@ def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, termina
         start(reporter, places(2, 2, host=NASTY), NASTY, tuning=NASTY, concern=NASTY)
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
-        reporter.error(NASTY)
+        reporter.note(NASTY)
         reporter.text(NASTY, NASTY)
         reporter.finish(summary(eval_metrics={NASTY: 1.0}, run_dir=NASTY))
-    # Model, tuning, concern, two hosts, evaluation, warning, error, title, body, statistics,
+    # Model, tuning, concern, two hosts, evaluation, warning, news, title, body, statistics,
     # directory; the live display has them once more.
     assert "\n".join(screen(on)).count(NASTY_SHOWN) == 12 + terminal
     assert "\x1b[2J" not in on.file.getvalue()
@@ -322,13 +322,12 @@ def test_empty_text_shows_nothing(tmp_path):
     assert on.file.getvalue() == ""
 
 
-def test_warnings_and_errors_go_to_stderr(tmp_path, capsys):
+def test_warnings_go_to_stderr(tmp_path, capsys):
     with make_reporter(True, tmp_path, 4) as reporter:
         reporter.warn("careful, " * 20 + "please")
-        reporter.error("broken")
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == ["warning: " + "careful, " * 20 + "please", "error: broken"]
+    assert err.splitlines() == ["warning: " + "careful, " * 20 + "please"]
 
 
 # The statistics at the end

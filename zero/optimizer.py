@@ -293,6 +293,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._stage.settle()
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank has the state of a part of the elements only."""
+        return self._stage.sharded
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's slices of the state, the hyperparameters and the loss scale. Local.
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mntrain.collectives.board import DEPTH
 from mntrain.collectives.near import Steps
-from mntrain.mpi import EAGER_S, TAGS, Patience, pause
+from mntrain.mpi import TAGS, Patience, pause
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -188,9 +188,7 @@ class Progress:
     at a time makes MPI calls. Idle, the thread sleeps.
     """
 
-    def __init__(self, poll: Callable[[], None]) -> None:
-        """`poll` lets messages move, and is called before anybody asks whether they are over."""
-        self._poll = poll
+    def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._under_way: deque[UnderWay[Any]] = deque()
         self._patience = Patience()
@@ -225,7 +223,7 @@ class Progress:
             with self._turn:
                 self._bell.clear()
                 while not ticket.settled:
-                    pause(self._round(EAGER_S))
+                    pause(self._round(beside=False))
         finally:
             self._waiters.pop()
             if self._busy:
@@ -260,17 +258,19 @@ class Progress:
             with self._turn:
                 self._bell.clear()
                 while self._busy and not self._waiters:
-                    delay = self._round(0.0)  # the core is for who computes
+                    delay = self._round(beside=True)
                     if not delay:
                         pause(0)
                     elif self._bell.wait(delay):
                         self._bell.clear()
 
-    def _round(self, eager_s: float) -> float:
-        """Let everything go on that can; the seconds to wait before the next round."""
+    def _round(self, *, beside: bool) -> float:
+        """Let everything go on that can; the seconds to wait before the next round.
+
+        `beside`: another thread computes meanwhile.
+        """
         happened = self._take_in()
         try:
-            self._poll()
             happened = self._move() or happened
         except BaseException as error:  # nothing can be known of those behind it, either
             while self._under_way:
@@ -278,7 +278,7 @@ class Progress:
         self._count_time()
         if happened:
             self._patience.reset()
-        return 0.0 if happened else self._patience.delay(eager_s)
+        return 0.0 if happened else self._patience.delay(beside=beside)
 
     @property
     def busy_s(self) -> float:

@@ -129,7 +129,7 @@ def state():
 
 
 def messages_under_way():
-    return [one for one in gc.get_objects() if type(one) is mpi.Communicator and one._requests]
+    return [one for one in gc.get_objects() if type(one) is mpi.Flight and one._requests]
 
 
 def play(common, own, worlds, calls):

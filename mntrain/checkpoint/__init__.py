@@ -1,0 +1,7 @@
+"""One checkpoint, written by all ranks at once, that any number of ranks can read."""
+
+from mntrain.checkpoint.loading import Found, load, newest, restore_randomness
+from mntrain.checkpoint.manifest import writers
+from mntrain.checkpoint.saving import Moment, Saver
+
+__all__ = ["Found", "Moment", "Saver", "load", "newest", "restore_randomness", "writers"]

@@ -1,0 +1,94 @@
+"""Training on worlds of some of the ranks, and its state, whole, to compare."""
+
+import copy
+
+import torch
+from mpi4py import MPI
+from oracle import SHARED, STAGES, loss_of, mine, samples
+from torch import nn
+from worlds import RANKS
+
+import mntrain
+
+SIZES = range(1, RANKS + 1)
+
+
+class SubWorlds:
+    """Worlds of the first ranks, each made once and kept."""
+
+    def __init__(self):
+        self._made = {}
+        self._comms = {}
+
+    def __call__(self, size=RANKS, algorithm="lanes", bucket_mb=SHARED):
+        """Of ranks 0 to size - 1; None on the others. Collective over all."""
+        if size not in self._comms:
+            color = 0 if size > MPI.COMM_WORLD.rank else MPI.UNDEFINED
+            self._comms[size] = MPI.COMM_WORLD.Split(color)
+        key = size, algorithm, bucket_mb
+        if MPI.COMM_WORLD.rank < size and key not in self._made:
+            self._made[key] = mntrain.init(
+                self._comms[size],
+                algorithm=algorithm,
+                ranks_per_node=min(size, 2),
+                bucket_mb=bucket_mb,
+                device="cpu",
+            )
+        return self._made.get(key)
+
+    def close(self):
+        for world in self._made.values():
+            world.close()
+        for comm in self._comms.values():
+            if comm != MPI.COMM_NULL:
+                comm.Free()
+
+
+def train(world, model, optimizer, steps):
+    for step in steps:
+        loss_of(model, mine(world, samples(12, step, dtype_of(model)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dtype_of(model):
+    return next(model.parameters()).dtype
+
+
+def mode_of(number):
+    stage, partition = STAGES[number % len(STAGES)]
+    return {"stage": stage, "partition": partition}
+
+
+def saved(optimizer, model, root=0):
+    """The whole state and the weights, on every rank of the launch, as from a file."""
+    pieces = weights = None
+    if optimizer is not None:
+        pieces = copy.deepcopy(list(optimizer.gather_slices(root)))
+        weights = copy.deepcopy(model.state_dict())
+    return MPI.COMM_WORLD.bcast((pieces, weights), root)
+
+
+def same(ours, theirs):
+    return type(ours) is type(theirs) and (
+        torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+    )
+
+
+def assert_same_slices(ours, theirs):
+    ours, theirs = ({piece.name: piece for piece in pieces} for pieces in (ours, theirs))
+    assert ours.keys() == theirs.keys()
+    for name, first in ours.items():
+        second = theirs[name]
+        assert first._replace(tensors={}, others={}) == second._replace(tensors={}, others={})
+        for mine_, yours in ((first.tensors, second.tensors), (first.others, second.others)):
+            assert mine_.keys() == yours.keys()
+            assert all(same(value, yours[key]) for key, value in mine_.items())
+
+
+def empty_like(model):
+    """A model of the same kind with nothing of its weights."""
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    return other

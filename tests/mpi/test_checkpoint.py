@@ -1,0 +1,335 @@
+"""One checkpoint on the disk: written by all ranks of a world, read by those of another."""
+
+import copy
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from handmade import Lamb
+from models import LanguageModel, Mixed, Strided, Tiny, WithEmpty, net
+from mpi4py import MPI
+from oracle import ADAMW, EXACT, Alone, assert_parity, loss_of, samples
+from safetensors.torch import load_file
+from states import SIZES, SubWorlds, assert_same_slices, empty_like, mode_of, saved, train
+from torch import nn
+from worlds import RANKS
+
+import mntrain
+from mntrain import checkpoint
+from mntrain.checkpoint import Moment, Saver
+from mntrain.checkpoint.finding import checkpoints_of, opened
+from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER
+
+pytestmark = pytest.mark.mpi
+
+RANK = MPI.COMM_WORLD.rank
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    made = SubWorlds()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def folder():
+    """The same new folder on all ranks."""
+    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
+    yield Path(path)
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        shutil.rmtree(path)
+
+
+def moment(step):
+    return Moment(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+
+
+def save(world, model, optimizer, folder, *, step=2, keep=3):
+    return Saver(world, model, optimizer, folder, keep).save(moment(step))
+
+
+def double(kind):
+    torch.manual_seed(4)
+    return kind().double()
+
+
+class WithBuffers(nn.Module):
+    """Has statistics, and a count, which no optimizer knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+MODELS = {
+    "net": net,
+    "empty": lambda: double(WithEmpty),
+    "tiny": lambda: double(Tiny),
+    "strided": lambda: double(Strided),
+    "buffers": lambda: double(WithBuffers),
+    "masters": Mixed,  # fp32 and bf16
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_any_ranks_saved_any_others_read(worlds, folder, name):
+    """Saved by every number of ranks, read by every other; the stages take turns."""
+    turn = 0
+    for writers in SIZES:
+        place = folder / str(writers)
+        world, model = worlds(writers), MODELS[name]()
+        optimizer = None
+        if world is not None:
+            optimizer = world.optimizer(model, ADAMW, **mode_of(writers))
+            train(world, model, optimizer, range(2))
+            save(world, model, optimizer, place)
+        pieces, weights = saved(optimizer, model)
+        if optimizer is not None:
+            optimizer.close()
+        for readers in SIZES:
+            turn += 1
+            world, other = worlds(readers), empty_like(MODELS[name]())
+            if world is None:
+                continue
+            resumed = world.optimizer(other, ADAMW, **mode_of(turn))
+            found = checkpoint.newest(world, place)
+            assert (found.manifest.step, found.skipped) == (2, {})
+            checkpoint.load(found, other, resumed, world)
+            gathered = copy.deepcopy(list(resumed.gather_slices()))
+            resumed.close()
+            for label, tensor in other.state_dict().items():
+                assert torch.equal(tensor, weights[label]), label
+            if world.rank == 0:
+                assert_same_slices(gathered, pieces)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_training_goes_on_as_if_it_had_never_stopped(worlds, folder, size):
+    model = net()
+    alone = Alone(model, ADAMW)
+    for step in range(6):
+        alone.step(loss_of(alone.model, samples(12, step)))
+    for turn, ranks in enumerate([RANKS, size, RANKS]):
+        world = worlds(ranks)
+        if world is not None:
+            optimizer = world.optimizer(model, ADAMW, **mode_of(turn + size))
+            if turn:
+                checkpoint.load(checkpoint.newest(world, folder), model, optimizer, world)
+            train(world, model, optimizer, range(2 * turn, 2 * turn + 2))
+            save(world, model, optimizer, folder, step=turn)
+            optimizer.close()
+        MPI.COMM_WORLD.Barrier()
+        if turn < 2:
+            model = empty_like(net())
+    assert_parity(worlds(), model, alone, EXACT)
+
+
+def test_state_of_whole_parameters(worlds, folder):
+    """Optimizers that keep what is not of a parameter's shape, dealt whole parameters."""
+    for optimizer_class in (torch.optim.Adafactor, torch.optim.NAdam, Lamb):
+        world, model, place = worlds(), net(torch.float32), folder / optimizer_class.__name__
+        optimizer = world.optimizer(model, optimizer_class, stage=2, partition="parameter", lr=0.01)
+        train(world, model, optimizer, range(2))
+        save(world, model, optimizer, place)
+        pieces, _ = saved(optimizer, model)
+        optimizer.close()
+        other = empty_like(net(torch.float32))
+        resumed = world.optimizer(other, optimizer_class, stage=1, partition="parameter", lr=0.01)
+        checkpoint.load(checkpoint.newest(world, place), other, resumed, world)
+        gathered = copy.deepcopy(list(resumed.gather_slices()))
+        resumed.close()
+        if RANK == 0:
+            assert_same_slices(gathered, pieces)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_model_opens_with_the_library_of_the_format(worlds, folder, stage):
+    world = worlds()
+    for name, model in (("a", LanguageModel()), ("b", WithBuffers()), ("c", double(Strided))):
+        optimizer = world.optimizer(model, ADAMW, stage=stage)
+        path, nbytes = save(world, model, optimizer, folder / name)
+        optimizer.close()
+        found = load_file(path / MODEL)
+        expected = model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[label], expected[label]) for label in expected)
+        assert nbytes == sum((path / name).stat().st_size for name in FILES)
+
+
+def test_every_rank_writes_about_as_much(worlds, folder):
+    world = worlds()
+    model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100))
+    for stage in (0, 1, 2):
+        optimizer = world.optimizer(model, ADAMW, stage=stage)
+        optimizer_step(world, model, optimizer)
+        path, _ = save(world, model, optimizer, folder / str(stage))
+        optimizer.close()
+        for name in (MODEL, OPTIMIZER):
+            # With one run for each rank and tensor at least, nobody wrote a whole file.
+            longest = max(run.length for run in opened(path).runs[name])
+            whole = (path / name).stat().st_size
+            assert longest <= whole / RANKS + 4096
+
+
+def optimizer_step(world, model, optimizer):
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_newest_few_are_kept(worlds, folder):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW, stage=1)
+    for step in (5, 9, 10, 100, 99):
+        save(world, model, optimizer, folder, step=step, keep=2)
+        MPI.COMM_WORLD.Barrier()
+    optimizer.close()
+    assert [path.name for path in checkpoints_of(folder)] == ["step-00000100", "step-00000099"]
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+
+
+def test_random_numbers_go_on_for_as_many_ranks(worlds, folder):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW)
+
+    def drawn():
+        return [*torch.rand(3).tolist(), random.random(), random.gauss(0, 1), *np.random.rand(3)]
+
+    torch.manual_seed(world.rank)
+    random.gauss(0, 1)
+    np.random.seed(world.rank)
+    save(world, model, optimizer, folder)
+    expected = drawn()
+    drawn()
+    assert checkpoint.restore_randomness(checkpoint.newest(world, folder), world)
+    assert drawn() == expected
+    optimizer.close()
+    for size in range(1, RANKS):
+        smaller = worlds(size)
+        if smaller is not None:
+            found = checkpoint.newest(smaller, folder)
+            assert not checkpoint.restore_randomness(found, smaller)
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+def cut(file, length):
+    file.write_bytes(file.read_bytes()[:length])
+
+
+def change(file, before, after):
+    file.write_text(file.read_text().replace(before, after, 1))
+
+
+# What is done to a checkpoint, and what is to be said of it then.
+DAMAGES = {
+    "a bit": (lambda path: flip(path / OPTIMIZER, -7), f"{OPTIMIZER} is damaged between bytes"),
+    "a bit of the header": (
+        lambda path: flip(path / MODEL, (path / MODEL).read_bytes().index(b"weight")),
+        f"{MODEL} is damaged between bytes 0 and",
+    ),
+    "a byte less": (lambda path: cut(path / MODEL, -1), "bytes, and its header says"),
+    "nothing left": (lambda path: cut(path / MODEL, 0), f"{MODEL} is no safetensors file"),
+    "a file less": (lambda path: (path / OPTIMIZER).unlink(), f"{OPTIMIZER} is missing"),
+    "the manifest": (
+        lambda path: change(path / FILE, "step", "stop"),
+        f"{FILE} is damaged: it does not have its checksum",
+    ),
+    "half a manifest": (
+        lambda path: cut(path / FILE, -20),
+        f"{FILE} is not that of a checkpoint, or is damaged",
+    ),
+    "a later format": (
+        lambda path: change(path / FILE, "checkpoint 1", "checkpoint 9"),
+        f"{FILE} is of format 'mntrain checkpoint 9'",
+    ),
+    "no manifest": (lambda path: (path / FILE).unlink(), f"{FILE} cannot be read: No such file"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_says_why(worlds, folder, how):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW, stage=1)
+    train(world, model, optimizer, range(1))
+    paths = [save(world, model, optimizer, folder, step=step)[0] for step in (1, 2)]
+    optimizer.close()
+    damage, said = DAMAGES[how]
+    if world.master:
+        damage(paths[1])
+    MPI.COMM_WORLD.Barrier()
+    found = checkpoint.newest(world, folder)
+    assert found.path == paths[0]
+    assert list(found.skipped) == [paths[1]]
+    assert said in found.skipped[paths[1]]
+    MPI.COMM_WORLD.Barrier()
+    if world.master:
+        damage(paths[0])
+    MPI.COMM_WORLD.Barrier()
+    with pytest.raises(mntrain.AgreedError, match="no checkpoint in") as error:
+        checkpoint.newest(world, folder)
+    assert said in str(error.value)
+
+
+def test_another_model_is_refused_by_name(worlds, folder):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW, stage=1)
+    save(world, model, optimizer, folder)
+    optimizer.close()
+    other = nn.Sequential(nn.Linear(5, 17), nn.Linear(17, 3)).double()
+    resumed = world.optimizer(other, ADAMW, stage=1)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(mntrain.AgreedError, match="of another model") as error:
+        checkpoint.load(checkpoint.newest(world, folder), other, resumed, world)
+    resumed.close()
+    assert "0.weight is (16, 5) there, (17, 5) here" in str(error.value)
+    assert "it lacks 1.weight" in str(error.value)
+    assert all(torch.equal(before[name], now) for name, now in other.state_dict().items())
+
+
+def test_what_cannot_be_written_leaves_the_others_alone(worlds, folder):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW, stage=1)
+    path, _ = save(world, model, optimizer, folder, step=1)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if RANK == RANKS - 1:
+            patch.setattr("mntrain.checkpoint.tensors.os.pwrite", refuse)
+        with pytest.raises(mntrain.AgreedError, match="step-00000002 was not saved") as error:
+            save(world, model, optimizer, folder, step=2)
+    assert "No space left on device" in str(error.value)
+    MPI.COMM_WORLD.Barrier()
+    assert checkpoints_of(folder) == [path]
+    assert [one.name for one in (folder / "checkpoints").iterdir()] == [path.name]
+    assert checkpoint.newest(world, folder).path == path
+    optimizer.close()
+
+
+def test_a_folder_that_others_do_not_have_is_named(worlds, folder):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW, stage=1)
+    own = folder / f"of rank {RANK}"
+    if RANKS == 1:
+        save(world, model, optimizer, own)
+    else:
+        with pytest.raises(
+            mntrain.AgreedError, match="is it on a file system that all nodes share"
+        ):
+            save(world, model, optimizer, own)
+    optimizer.close()

@@ -1,0 +1,197 @@
+"""Jobs that end before their run does, by order, by Ctrl-C or by a kill, and jobs that go on."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import SMALL, completed, losses, metrics, summary, train, write_corpus
+from launch import mpirun
+
+from mntrain.checkpoint.finding import check, checkpoints_of, opened
+
+ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
+
+
+def steps_kept(folder: Path) -> list[int]:
+    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    paths = checkpoints_of(folder / "run")
+    for path in paths:
+        check(path, opened(path))
+    return [opened(path).step for path in paths]
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    (tmp_path / "whole").mkdir()
+    return tmp_path / "whole"
+
+
+@pytest.fixture
+def parts(tmp_path) -> Path:
+    (tmp_path / "parts").mkdir()
+    return tmp_path / "parts"
+
+
+def test_a_run_in_parts_is_the_run_in_one_bit_for_bit(whole, parts):
+    options = ["--zero.stage", "2", "--train.eval-every", "2"]
+    completed(train(2, whole, *options))
+    result = completed(train(2, parts, *options, "--run.stop-after", "2"))
+    assert "step 2  checkpoint step-00000002: " in result.stdout
+    first = summary(parts)
+    assert (first["status"], first["steps"]) == ("stopped", 2)
+    assert first["checkpoint"].endswith("checkpoints/step-00000002")
+    assert first["resumed_from"] is None
+    completed(train(2, parts, *options, "--run.stop-after", "3"))
+    assert steps_kept(parts) == [5, 2]
+    result = completed(train(2, parts, *options))
+    assert "goes on after step 5, from " in result.stdout
+    assert "(saved by 2 ranks on 1 node)" in result.stdout
+    last = summary(parts)
+    assert (last["status"], last["steps"]) == ("completed", 6)
+    assert last["resumed_from"].endswith("checkpoints/step-00000005")
+    same = ("step", "loss", "lr", "grad_norm", "samples", "eval_loss")
+    ours, theirs = (
+        [{key: line.get(key) for key in same} for line in metrics(folder)]
+        for folder in (parts, whole)
+    )
+    assert ours == theirs
+
+
+def test_a_run_goes_on_with_other_ranks_at_another_stage(whole, parts):
+    completed(train(1, whole))
+    completed(train(3, parts, "--zero.stage", "1", "--run.stop-after", "2"))
+    completed(train(2, parts, "--zero.stage", "2", "--run.stop-after", "2"))
+    completed(train(1, parts))
+    # Sums in another order: fp32 rounding, grown over six steps.
+    assert losses(parts) == pytest.approx(losses(whole), rel=2e-5)
+    assert [line["step"] for line in metrics(parts)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_job_killed_at_any_instant_loses_what_came_after_the_last_checkpoint(whole, parts):
+    options = [*ONE_EACH, "--train.steps", "120"]
+    completed(train(2, whole, "--train.steps", "120"))
+    chance, reached = random.Random(5), 0
+    for _ in range(2):
+        train(2, parts, *options, timeout=chance.uniform(4, 8))  # then all of it is killed
+        if (parts / "run" / "config.toml").exists():
+            kept = steps_kept(parts)
+            done = len(metrics_so_far(parts))
+            assert kept[0] >= max(done - 1, reached)
+            reached = kept[0]
+    if not (parts / "run" / "summary.json").exists():
+        completed(train(2, parts, *options))
+    assert losses(parts) == losses(whole)
+    assert steps_kept(parts) == [120, 119]
+
+
+def metrics_so_far(folder: Path) -> list[str]:
+    log = folder / "run" / "metrics.jsonl"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_damaged_checkpoint_costs_its_interval(tmp_path):
+    completed(train(2, tmp_path, "--run.stop-after", "3", "--checkpoint.every", "2"))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000003" / "optimizer.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    shown = ckpt("verify", tmp_path / "run", newest.parent.with_name("step-00000002"))
+    assert shown.returncode == 1
+    assert shown.stderr.count("optimizer.safetensors is damaged between bytes") == 1
+    assert "step-00000002: sound, " in shown.stdout
+    result = completed(train(2, tmp_path, "--checkpoint.every", "2"))
+    assert "warning: step-00000003 was passed over: rank " in result.stderr
+    assert ": optimizer.safetensors is damaged between bytes " in result.stderr
+    assert "goes on after step 2" in result.stdout
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert steps_kept(tmp_path) == [6, 4, 2]
+
+
+def ckpt(*words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mntrain", "ckpt", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_checkpoints_are_listed_and_shown(tmp_path):
+    completed(train(2, tmp_path, *ONE_EACH))
+    listed = ckpt("list", tmp_path / "run")
+    assert listed.returncode == 0
+    assert listed.stdout.index("step-00000006") < listed.stdout.index("step-00000005")
+    shown = ckpt("show", tmp_path / "run")
+    assert "after step 6, saved " in shown.stdout
+    assert "by 2 ranks on 1 node;" in shown.stdout
+    nothing = ckpt("list", tmp_path)
+    assert nothing.returncode == 1
+    assert nothing.stderr.count("has no checkpoints: give the folder of a run") == 1
+    assert ckpt("list").returncode == 2
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run that has stopped after two of its six steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    completed(train(1, folder, "--run.stop-after", "2"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model.width", "64"], "another run: --model.width was 32, and is 64. Give the same"),
+        (["--train.batch-size", "9"], "--train.batch-size was 8, and is 9"),
+        (["--run.seed", "3"], "--run.seed was 0, and is 3"),
+        (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
+        (["--run.resume", "never"], "holds a run already: give another --run.dir"),
+        (["--run.resume", "no/such/run"], "--run.resume no/such/run: there is no checkpoint"),
+        (["--run.stop-after", "0"], "--run.stop-after 0: must be at least 1 or none"),
+        (["--checkpoint.keep", "0"], "--checkpoint.keep 0: must be at least 1"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_nothing_is_lost(tmp_path, stopped, options, said):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    result = train(2, tmp_path, *options)
+    assert result.returncode == 2
+    assert result.stderr.count(said) == 1
+    assert "Traceback" not in result.stderr
+    assert metrics(tmp_path) == metrics(stopped)
+    assert steps_kept(tmp_path) == [2]
+
+
+def test_another_run_may_begin_with_a_checkpoint(tmp_path, stopped):
+    completed(train(2, tmp_path, "--run.resume", str(stopped / "run"), "--optim.lr", "0.001"))
+    assert [line["step"] for line in metrics(tmp_path)] == [3, 4, 5, 6]
+    assert metrics(tmp_path)[0]["lr"] == pytest.approx(0.001)  # that of this job
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
+    small = tmp_path / "run"
+    small.mkdir()
+    # Room for one checkpoint of about 0.5 MB, not for two.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", small], check=True)
+    try:
+        result = completed(train(2, tmp_path, "--checkpoint.every", "3"))
+        assert steps_kept(tmp_path) == [3]
+        assert result.stderr.count("step-00000006 was not saved: ") == 1
+        assert "No space left on device: it needs 0.5 MB, of which " in result.stderr
+        assert summary(tmp_path)["status"] == "completed"
+        assert len(list((small / "checkpoints").iterdir())) == 1
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_job_that_must_save_and_cannot_says_so_with_its_exit_code(tmp_path):
+    corpus = write_corpus(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    command = [sys.executable, "-m", "mntrain", *SMALL, "--data.path", str(corpus)]
+    command += ["--run.dir", str(tmp_path / "run"), "--run.stop-after", "2"]
+    result = mpirun(2, command, timeout=100)
+    assert result.returncode == 1
+    assert result.stderr.count("step-00000002 was not saved: ") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
