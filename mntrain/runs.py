@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain import checkpoint
-from mntrain.checkpoint import Found, writers
+from mntrain.checkpoint import Found, set_aside, writers
 from mntrain.config import Config, flag_of
 from mntrain.failures import AgreedError
 from mntrain.options import to_toml
@@ -72,18 +72,22 @@ def expect_same(world: World, found: Found, config: Config, samples: int) -> Non
         )
 
 
-def prepare(world: World, config: Config, run_dir: Path, done: int) -> None:
-    """Make the run's directory, or go on in it after so many steps. Collective.
+def prepare(world: World, config: Config, run_dir: Path, found: Found | None) -> None:
+    """Make the run's directory, or go on in it. Collective.
 
     AgreedError where it holds a run with which nobody goes on.
     """
     with world.agreement():
-        if world.master:
-            if not done and (run_dir / "config.toml").exists():
-                raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.toml").write_text(to_toml(config))
-            _forget_later_steps(run_dir / "metrics.jsonl", done)
+        if not world.master:
+            return
+        goes_on = found is not None and run_dir.resolve() in found.path.resolve().parents
+        if not goes_on and (run_dir / "config.toml").exists():
+            raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.toml").write_text(to_toml(config))
+        if found and goes_on:
+            set_aside(run_dir, found.manifest.step)
+            _forget_later_steps(run_dir / "metrics.jsonl", found.manifest.step)
 
 
 def tell(found: Found, reporter: Reporter) -> None:

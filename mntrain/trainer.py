@@ -115,7 +115,7 @@ class Trainer:
         self._saved: Path | None = None  # the last checkpoint of this job
         self._items = 0  # tokens, or samples, that the job has trained on
         self._skipped_steps = found.manifest.skipped_steps if found else 0
-        runs.prepare(world, config, self._run_dir, done)
+        runs.prepare(world, config, self._run_dir, found)
         if found:
             checkpoint.restore_randomness(found, world)
 

@@ -110,6 +110,7 @@ def test_a_damaged_checkpoint_costs_its_interval(tmp_path):
     assert "goes on after step 2" in result.stdout
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert steps_kept(tmp_path) == [6, 4, 2]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003.aside").is_dir()
 
 
 def ckpt(*words: object) -> subprocess.CompletedProcess:
@@ -154,12 +155,31 @@ def stopped(tmp_path_factory) -> Path:
 )
 def test_what_cannot_go_on_is_refused_and_nothing_is_lost(tmp_path, stopped, options, said):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-    result = train(2, tmp_path, *options)
+    result = train(1, tmp_path, *options)
     assert result.returncode == 2
     assert result.stderr.count(said) == 1
     assert "Traceback" not in result.stderr
     assert metrics(tmp_path) == metrics(stopped)
     assert steps_kept(tmp_path) == [2]
+
+
+def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(tmp_path, stopped):
+    completed(train(1, tmp_path, "--run.stop-after", "1"))
+    result = train(1, tmp_path, "--run.resume", str(stopped / "run"))
+    assert result.returncode == 2
+    assert result.stderr.count("holds a run already: give another --run.dir") == 1
+    assert [line["step"] for line in metrics(tmp_path)] == [1]
+
+
+def test_steps_may_be_taken_again(tmp_path):
+    options = ["--checkpoint.every", "1", "--checkpoint.keep", "1"]
+    completed(train(1, tmp_path, *options, "--checkpoint.keep", "9"))
+    whole = losses(tmp_path)
+    second = tmp_path / "run" / "checkpoints" / "step-00000002"
+    completed(train(1, tmp_path, *options, "--run.resume", str(second), "--run.stop-after", "2"))
+    assert steps_kept(tmp_path) == [4]
+    completed(train(1, tmp_path, *options))
+    assert losses(tmp_path) == whole
 
 
 def test_another_run_may_begin_with_a_checkpoint(tmp_path, stopped):

@@ -1,7 +1,17 @@
 """One checkpoint, written by all ranks at once, that any number of ranks can read."""
 
+from mntrain.checkpoint.finding import set_aside
 from mntrain.checkpoint.loading import Found, load, newest, restore_randomness
 from mntrain.checkpoint.manifest import writers
 from mntrain.checkpoint.saving import Moment, Saver
 
-__all__ = ["Found", "Moment", "Saver", "load", "newest", "restore_randomness", "writers"]
+__all__ = [
+    "Found",
+    "Moment",
+    "Saver",
+    "load",
+    "newest",
+    "restore_randomness",
+    "set_aside",
+    "writers",
+]

@@ -1,4 +1,4 @@
-"""`python -m mntrain ckpt`: look at checkpoints, without torch's MPI ranks or a GPU."""
+"""`python -m mntrain ckpt`: look at checkpoints. One process, no MPI."""
 
 import argparse
 import sys
@@ -52,7 +52,7 @@ def _list(run_dir: Path, console: Console) -> int:
     found = checkpoints_of(run_dir)
     if not found:
         return _refuse(f"{run_dir} has no checkpoints: give the folder of a run that has some")
-    table = Table("checkpoint", "step", "saved", "ranks", "MB", "eval loss", "files")
+    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files")
     unsound = False
     for path in found:
         try:
@@ -65,7 +65,7 @@ def _list(run_dir: Path, console: Console) -> int:
         table.add_row(
             path.name,
             str(content.step),
-            content.date,
+            content.date[:16].replace("T", " "),
             str(content.world["ranks"]),
             f"{content.nbytes / 1e6:.1f}",
             loss,

@@ -1,6 +1,7 @@
 """Which checkpoints a run has, and whether they are sound. No MPI."""
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def steps_in(folder: Path) -> list[Path]:
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """What may be checkpoints of a run, the newest first."""
     return steps_in(run_dir / "checkpoints")
+
+
+def set_aside(run_dir: Path, step: int) -> None:
+    """Rename a run's checkpoints after a step: damaged ones, or of steps that are taken again.
+
+    Else they would be the newest. They stay as step-*.aside, for whoever wants them.
+    """
+    for path in checkpoints_of(run_dir):
+        if int(path.name.removeprefix("step-")) > step:
+            aside = path.with_name(f"{path.name}.aside")
+            if aside.exists():
+                shutil.rmtree(aside)
+            path.rename(aside)
 
 
 def opened(path: Path) -> Manifest:

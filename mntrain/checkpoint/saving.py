@@ -6,17 +6,17 @@ RUN/checkpoints/step-00000050/              when every rank's part is safe on th
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mntrain._version import __version__
 from mntrain.checkpoint import manifest, randomness
 from mntrain.checkpoint.finding import step_of, steps_in
 from mntrain.checkpoint.manifest import FILES, MODEL, OPTIMIZER, RANDOM, Kept, Manifest
@@ -28,7 +28,8 @@ from zero.optimizer import ZeroOptimizer
 from zero.state import StateSlice
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-Ranges = list[tuple[str, Tensor, int]]  # a tensor's name, elements of it, and where they begin
+Range = tuple[str, Tensor, int]  # a tensor's name, elements of it, and where they begin
+Outline = tuple[StateSlice, dict[str, torch.dtype]]  # a slice without its tensors; their dtypes
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Moment:
 
 
 class Saver:
-    """Saves a run in its directory. Every method is collective, and called between steps."""
+    """Saves a run in its directory, between steps. The same on all ranks."""
 
     def __init__(
         self, world: World, model: nn.Module, optimizer: ZeroOptimizer, run_dir: Path, keep: int
@@ -63,7 +64,7 @@ class Saver:
         Layout.of(_shapes(self._model.state_dict()))
 
     def save(self, moment: Moment) -> tuple[Path, int]:
-        """Write a checkpoint; give where it is, and its bytes.
+        """Write a checkpoint; give where it is, and its bytes. Collective.
 
         Older ones than the last few are removed then. AgreedError, with what is wrong on which
         rank, when it cannot be written; then those that were there are as they were.
@@ -86,36 +87,49 @@ class Saver:
         return target, written.nbytes
 
     def _write(self, partial: Path, moment: Moment) -> Manifest:
-        """Write all files of the checkpoint but the manifest, and say what it is to be."""
+        """Write all files of the checkpoint but the manifest, and say what that is to be."""
         world, optimizer = self._world, self._optimizer
-        model = self._model.state_dict()
         mine = list(_own(optimizer, world))
         with world.agreement():
             outlines = [_outline(one) for one in mine]
         everyone = [one for theirs in world.gather(outlines) for one in theirs]
+        runs = self._write_tensors(partial, mine, everyone)
+        state = optimizer.state_dict()
+        return Manifest(
+            step=moment.step,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={"mntrain": __version__, "torch": torch.__version__},
+            world={"ranks": world.size, "nodes": len(world.topology.nodes)},
+            config=dict(moment.config),
+            samples=moment.samples,
+            skipped_steps=moment.skipped_steps,
+            eval_loss=moment.eval_loss,
+            groups=state["param_groups"],
+            loss_scale=state["loss_scale"],
+            kept=_kept(everyone),
+            runs=runs,
+        )
+
+    def _write_tensors(
+        self, partial: Path, mine: Sequence[StateSlice], everyone: Sequence[Outline]
+    ) -> dict[str, list[Run]]:
+        """Write this rank's ranges of every file; give what all ranks have written, in order."""
+        world, model = self._world, self._model.state_dict()
         random = randomness.captured(world.device)
         sizes = world.gather({key: len(state) for key, state in random.items()})
         layouts: dict[str, Layout] = {}
         with world.agreement():
-            layouts = {
-                MODEL: Layout.of(_shapes(model)),
-                OPTIMIZER: Layout.of(_state_shapes(everyone)),
-                RANDOM: Layout.of(
-                    {
-                        f"{rank}/{key}": (torch.uint8, (length,))
-                        for rank, theirs in enumerate(sizes)
-                        for key, length in theirs.items()
-                    }
-                ),
-            }
+            layouts[MODEL] = Layout.of(_shapes(model))
+            layouts[OPTIMIZER] = Layout.of(_state_shapes(everyone))
+            layouts[RANDOM] = Layout.of(_random_shapes(sizes))
             if world.master:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 _reserve(partial, layouts)
-        ranges: dict[str, Callable[[], Iterator[tuple[str, Tensor, int]]]] = {
-            MODEL: lambda: _own_part(model, world),
-            OPTIMIZER: lambda: _state_ranges(mine),
-            RANDOM: lambda: ((f"{world.rank}/{key}", state, 0) for key, state in random.items()),
+        ranges: dict[str, Iterable[Range]] = {
+            MODEL: _own_part(model, world),
+            OPTIMIZER: _state_ranges(mine),
+            RANDOM: ((f"{world.rank}/{key}", state, 0) for key, state in random.items()),
         }
         runs: dict[str, list[Run]] = {}
         with world.agreement():
@@ -128,29 +142,15 @@ class Saver:
                 with Writer(partial / name, layouts[name]) as writer:
                     if world.master:
                         writer.header()
-                    for key, flat, low in ranges[name]():
+                    for key, flat, low in ranges[name]:
                         writer.write(key, flat.cpu(), low)
                     writer.sync()
                     runs[name] = writer.runs
-        all_runs = world.gather(runs)
-        state = optimizer.state_dict()
-        return Manifest(
-            step=moment.step,
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={name: metadata.version(name) for name in ("mntrain", "torch")},
-            world={"ranks": world.size, "nodes": len(world.topology.nodes)},
-            config=dict(moment.config),
-            samples=moment.samples,
-            skipped_steps=moment.skipped_steps,
-            eval_loss=moment.eval_loss,
-            groups=state["param_groups"],
-            loss_scale=state["loss_scale"],
-            kept=_kept(everyone),
-            runs={
-                name: sorted((run for theirs in all_runs for run in theirs[name]), key=_start)
-                for name in FILES
-            },
-        )
+        everywhere = world.gather(runs)
+        return {
+            name: sorted((run for theirs in everywhere for run in theirs[name]), key=_start)
+            for name in FILES
+        }
 
     def _remove_old(self) -> None:
         for folder in self._folder.glob(".*"):
@@ -181,14 +181,21 @@ def _own(optimizer: ZeroOptimizer, world: World) -> Iterator[StateSlice]:
         yield one._replace(low=low, high=high, tensors=tensors)
 
 
-def _outline(one: StateSlice) -> tuple[StateSlice, dict[str, torch.dtype]]:
-    """A slice without its tensors, and their dtypes."""
+def _outline(one: StateSlice) -> Outline:
     others = manifest.written(one.others)
     dtypes = {key: tensor.dtype for key, tensor in one.tensors.items()}
     return one._replace(tensors={}, others=others), dtypes
 
 
-def _state_shapes(everyone: Sequence[tuple[StateSlice, dict[str, torch.dtype]]]) -> Shapes:
+def _random_shapes(sizes: Sequence[Mapping[str, int]]) -> Shapes:
+    return {
+        f"{rank}/{key}": (torch.uint8, (length,))
+        for rank, theirs in enumerate(sizes)
+        for key, length in theirs.items()
+    }
+
+
+def _state_shapes(everyone: Sequence[Outline]) -> Shapes:
     found: Shapes = {}
     for one, dtypes in everyone:
         numel = torch.Size(one.shape).numel()
@@ -199,20 +206,20 @@ def _state_shapes(everyone: Sequence[tuple[StateSlice, dict[str, torch.dtype]]])
     return found
 
 
-def _kept(everyone: Sequence[tuple[StateSlice, dict[str, torch.dtype]]]) -> dict[str, Kept]:
+def _kept(everyone: Sequence[Outline]) -> dict[str, Kept]:
     kept: dict[str, Kept] = {}
     for one, dtypes in everyone:
         kept.setdefault(one.name, Kept(one.shape, one.order, tuple(dtypes), one.others))
     return kept
 
 
-def _state_ranges(mine: Sequence[StateSlice]) -> Iterator[tuple[str, Tensor, int]]:
+def _state_ranges(mine: Sequence[StateSlice]) -> Iterator[Range]:
     for one in mine:
         for key, tensor in one.tensors.items():
             yield f"{one.name}/{key}", tensor, one.low
 
 
-def _own_part(model: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, Tensor, int]]:
+def _own_part(model: Mapping[str, Tensor], world: World) -> Iterator[Range]:
     """This rank's part of what all ranks have: an equal share of the elements, in their order."""
     first, last = part(sum(map(torch.numel, model.values())), world.rank, world.size)
     at = 0
