@@ -196,7 +196,7 @@ class ZeroConfig(_Checked):
 
 @dataclass(frozen=True)
 class RunConfig(_Checked):
-    """Where results go, and chance."""
+    """Where results go, how a run goes on in several jobs, and chance."""
 
     dir: Annotated[
         Path | None, Option("folder for the run's files. none: by the date, under runs/.")

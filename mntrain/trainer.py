@@ -26,7 +26,7 @@ from mntrain.precision import PRECISIONS
 from mntrain.report import Reporter, make_reporter
 from mntrain.stats import Phases, StepRecord, Tally
 from mntrain.world import World, init
-from zero.optimizer import NonFiniteGradientError, StepResult
+from zero.optimizer import NonFiniteGradientError, StepResult, ZeroOptimizer
 
 INTERRUPTED = 130  # as a shell says of a command that Ctrl-C ended
 
@@ -81,17 +81,7 @@ class Trainer:
         self._check_same_data([samples, len(cast(Sized, valid))])
         if found:
             runs.expect_same(world, found, config, samples)
-        self._optimizer = world.optimizer(
-            self._model,
-            optimizer_class,
-            stage=config.zero.stage,
-            partition=config.zero.partition,
-            max_grad_norm=config.optim.max_grad_norm,
-            non_finite=config.optim.non_finite,
-            loss_scale=self._precision.loss_scale,
-            groups=optimizers.decayed_and_not(self._model, config.optim.weight_decay),
-            **options,
-        )
+        self._optimizer = self._make_optimizer(optimizer_class, options)
         self._saver = checkpoint.Saver(
             world, self._model, self._optimizer, self._run_dir, config.checkpoint.keep
         )
@@ -100,10 +90,7 @@ class Trainer:
                 self._saver.check()
         if found:
             checkpoint.load(found, self._model, self._optimizer, world)
-        for group in self._optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # of this configuration, not of the checkpoint's
-        schedule = optimizers.warmup_then_cosine(config.optim, config.train.steps)
-        self._scheduler = LambdaLR(self._optimizer, schedule, last_epoch=done - 1)
+        self._scheduler = self._make_scheduler()
         self._compute = self._model
         if config.train.compile:
             self._compute = cast(nn.Module, torch.compile(self._model))
@@ -209,6 +196,30 @@ class Trainer:
             f"in {seconds:.2f} s"
         )
         return None
+
+    def _make_optimizer(
+        self, optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]
+    ) -> ZeroOptimizer:
+        """The optimizer of the configuration, over all ranks. Collective."""
+        config = self._config
+        return self._world.optimizer(
+            self._model,
+            optimizer_class,
+            stage=config.zero.stage,
+            partition=config.zero.partition,
+            max_grad_norm=config.optim.max_grad_norm,
+            non_finite=config.optim.non_finite,
+            loss_scale=self._precision.loss_scale,
+            groups=optimizers.decayed_and_not(self._model, config.optim.weight_decay),
+            **options,
+        )
+
+    def _make_scheduler(self) -> LambdaLR:
+        """The schedule of this configuration, whatever a checkpoint's was, after what is done."""
+        for group in self._optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        schedule = optimizers.warmup_then_cosine(self._config.optim, self._config.train.steps)
+        return LambdaLR(self._optimizer, schedule, last_epoch=self._done - 1)
 
     def _step(
         self, step: int, reporter: Reporter, interrupts: Interrupts

@@ -118,14 +118,13 @@ def ckpt(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_checkpoints_are_listed_and_shown(tmp_path):
-    completed(train(2, tmp_path, *ONE_EACH))
-    listed = ckpt("list", tmp_path / "run")
+def test_checkpoints_are_listed_and_shown(tmp_path, stopped):
+    listed = ckpt("list", stopped / "run")
     assert listed.returncode == 0
-    assert listed.stdout.index("step-00000006") < listed.stdout.index("step-00000005")
-    shown = ckpt("show", tmp_path / "run")
-    assert "after step 6, saved " in shown.stdout
-    assert "by 2 ranks on 1 node;" in shown.stdout
+    assert listed.stdout.index("step-00000002") < listed.stdout.index("step-00000001")
+    shown = ckpt("show", stopped / "run")
+    assert "after step 2, saved " in shown.stdout
+    assert "by 1 rank on 1 node;" in shown.stdout
     nothing = ckpt("list", tmp_path)
     assert nothing.returncode == 1
     assert nothing.stderr.count("has no checkpoints: give the folder of a run") == 1
@@ -136,7 +135,7 @@ def test_checkpoints_are_listed_and_shown(tmp_path):
 def stopped(tmp_path_factory) -> Path:
     """A run that has stopped after two of its six steps."""
     folder = tmp_path_factory.mktemp("stopped")
-    completed(train(1, folder, "--run.stop-after", "2"))
+    completed(train(1, folder, "--run.stop-after", "2", *ONE_EACH))
     return folder
 
 
@@ -160,7 +159,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(tmp_path, stopped, opt
     assert result.stderr.count(said) == 1
     assert "Traceback" not in result.stderr
     assert metrics(tmp_path) == metrics(stopped)
-    assert steps_kept(tmp_path) == [2]
+    assert steps_kept(tmp_path) == [2, 1]
 
 
 def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(tmp_path, stopped):

@@ -172,13 +172,25 @@ def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
 
 def _own(optimizer: ZeroOptimizer, world: World) -> Iterator[StateSlice]:
     """What this rank is to save of the optimizer's state: what it owns, or its part of it."""
-    for one in optimizer.slices():
-        if optimizer.sharded:
-            yield one
-            continue
-        low, high = part(one.high, world.rank, world.size)
+    slices = list(optimizer.slices())
+    if optimizer.sharded:
+        yield from slices
+        return
+    for index, low, high in _share([one.high for one in slices], world):
+        one = slices[index]
         tensors = {key: tensor[low:high] for key, tensor in one.tensors.items()}
         yield one._replace(low=low, high=high, tensors=tensors)
+
+
+def _share(lengths: Sequence[int], world: World) -> Iterator[tuple[int, int, int]]:
+    """This rank's equal share of what all ranks have, in one run: which of it, from, to."""
+    first, last = part(sum(lengths), world.rank, world.size)
+    at = 0
+    for index, length in enumerate(lengths):
+        low, high = max(first - at, 0), min(last - at, length)
+        if low < high:
+            yield index, low, high
+        at += length
 
 
 def _outline(one: StateSlice) -> Outline:
@@ -220,14 +232,11 @@ def _state_ranges(mine: Sequence[StateSlice]) -> Iterator[Range]:
 
 
 def _own_part(model: Mapping[str, Tensor], world: World) -> Iterator[Range]:
-    """This rank's part of what all ranks have: an equal share of the elements, in their order."""
-    first, last = part(sum(map(torch.numel, model.values())), world.rank, world.size)
-    at = 0
-    for name, tensor in model.items():
-        low, high = max(first - at, 0), min(last - at, tensor.numel())
-        if low < high:
-            yield name, tensor.detach().reshape(-1)[low:high], low
-        at += tensor.numel()
+    """This rank's part of what all ranks have."""
+    tensors = list(model.items())
+    for index, low, high in _share([tensor.numel() for _, tensor in tensors], world):
+        name, tensor = tensors[index]
+        yield name, tensor.detach().reshape(-1)[low:high], low
 
 
 def _reserve(partial: Path, layouts: Mapping[str, Layout]) -> None:
