@@ -1,6 +1,9 @@
 """A run's directory, and going on with what it holds."""
 
+import fcntl
 import json
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain import checkpoint
-from mntrain.checkpoint import Found, set_aside, writers
+from mntrain.checkpoint import Found, checkpoints_of, set_aside, writers
 from mntrain.config import Config, flag_of
 from mntrain.failures import AgreedError
 from mntrain.options import to_toml
@@ -72,22 +75,32 @@ def expect_same(world: World, found: Found, config: Config, samples: int) -> Non
         )
 
 
-def prepare(world: World, config: Config, run_dir: Path, found: Found | None) -> None:
+def prepare(
+    world: World, config: Config, run_dir: Path, found: Found | None, *, saves: bool
+) -> int | None:
     """Make the run's directory, or go on in it. Collective.
 
-    AgreedError where it holds a run with which nobody goes on.
+    A job that saves begins a run anew that ended before its first checkpoint, by a kill. Gives, on
+    the master, the descriptor whose lock keeps other jobs out until it is closed. AgreedError
+    where it holds a run with which nobody goes on, or one of a job that is still there.
     """
+    lock = None
     with world.agreement():
-        if not world.master:
-            return
-        goes_on = found is not None and run_dir.resolve() in found.path.resolve().parents
-        if not goes_on and (run_dir / "config.toml").exists():
-            raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.toml").write_text(to_toml(config))
-        if found and goes_on:
-            set_aside(run_dir, found.manifest.step)
-            _forget_later_steps(run_dir / "metrics.jsonl", found.manifest.step)
+        if world.master:
+            begun = (run_dir / "config.toml").exists()
+            goes_on = found is not None and run_dir.resolve() in found.path.resolve().parents
+            anew = saves and not goes_on and not (run_dir / "summary.json").exists()
+            anew = anew and not checkpoints_of(run_dir)
+            if begun and not goes_on and not anew:
+                raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = _locked(run_dir)
+            (run_dir / "config.toml").write_text(to_toml(config))
+            if begun:
+                done = found.manifest.step if found and goes_on else 0
+                set_aside(run_dir, done)
+                _forget_later_steps(run_dir / "metrics.jsonl", done)
+    return lock
 
 
 def tell(found: Found, reporter: Reporter) -> None:
@@ -104,6 +117,27 @@ def plain(config: Config) -> dict[str, Any]:
     """A configuration as JSON has it."""
     content: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return content
+
+
+def _locked(run_dir: Path) -> int:
+    """A descriptor with a lock on a run's directory, which ends with the process at the latest.
+
+    ValueError where another process has it. File systems without locks do without.
+    """
+    file = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = os.pread(file, 1000, 0).decode(errors="replace") or "of another"
+        os.close(file)
+        raise ValueError(
+            f"{run_dir} is in use by a job ({who}): wait for its end, or give another --run.dir"
+        ) from None
+    except OSError:
+        return file
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"on {socket.gethostname()}, process {os.getpid()}".encode(), 0)
+    return file
 
 
 def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:

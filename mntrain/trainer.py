@@ -102,7 +102,7 @@ class Trainer:
         self._saved: Path | None = None  # the last checkpoint of this job
         self._items = 0  # tokens, or samples, that the job has trained on
         self._skipped_steps = found.manifest.skipped_steps if found else 0
-        runs.prepare(world, config, self._run_dir, found)
+        self._lock = runs.prepare(world, config, self._run_dir, found, saves=self._saves)
         if found:
             checkpoint.restore_randomness(found, world)
 
@@ -154,6 +154,8 @@ class Trainer:
             summary["resumed_from"] = str(self._found.path) if self._found else None
             summary["checkpoint"] = str(self._saved) if self._saved else None
             reporter.finish({**summary, "error": str(problem)} if problem else summary)
+        if self._lock is not None:
+            os.close(self._lock)
         if problem:
             raise problem
         return INTERRUPTED if status == "interrupted" else 0

@@ -3,8 +3,8 @@
 import pytest
 from launch import MPI_TESTS, run_suite
 
-# At four ranks what depends on who is in which node, and not on what is computed there; the rest of
-# that runs on emulated nodes, two of two ranks.
+# At four ranks what depends on who is in which node, and not on what is computed there; parity and
+# the wire's dtypes are tested on emulated nodes, two of two ranks.
 OF_NODES = ("checkpoint", "collectives", "lifecycle", "soak", "stages", "state", "world")
 SUITES = {
     1: [MPI_TESTS],

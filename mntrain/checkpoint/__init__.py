@@ -1,6 +1,6 @@
 """One checkpoint, written by all ranks at once, that any number of ranks can read."""
 
-from mntrain.checkpoint.finding import set_aside
+from mntrain.checkpoint.finding import checkpoints_of, set_aside
 from mntrain.checkpoint.loading import Found, load, newest, restore_randomness
 from mntrain.checkpoint.manifest import writers
 from mntrain.checkpoint.saving import Moment, Saver
@@ -9,6 +9,7 @@ __all__ = [
     "Found",
     "Moment",
     "Saver",
+    "checkpoints_of",
     "load",
     "newest",
     "restore_randomness",
