@@ -5,6 +5,7 @@ its spelling in a file and on the command line (`options`) follow from that.
 """
 
 import math
+import re
 import shlex
 import sys
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,10 @@ class Option:
     above: float = -math.inf
     below: float = math.inf
     choices: tuple[int, ...] = ()
+    pattern: str = ""
+    """A regular expression of the texts that it takes; a file may have whole numbers for them."""
+    allowed: str = "a text"
+    """In words, what the pattern takes."""
 
     def takes(self, number: float) -> bool:
         """Return whether a number is within the bounds and among the choices."""
@@ -217,14 +222,36 @@ class RunConfig(_Checked):
             least=1,
         ),
     ] = None
+    max_minutes: Annotated[
+        float | None,
+        Option(
+            "minutes that this job may take, from its start: it saves and ends before, though the "
+            "run does not. none: until the end of its Slurm allocation, if it is in one.",
+            above=0,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(_Checked):
     """What is kept of a run, to go on from."""
 
-    every: Annotated[int, Option("number of steps between checkpoints. 0: none.", least=0)] = 0
-    keep: Annotated[int, Option("number of checkpoints to keep, the newest.", least=1)] = 3
+    every: Annotated[
+        str,
+        Option(
+            "steps between checkpoints, or minutes, as in 10min, or auto. 0: none. auto: the least "
+            "loss of time, from what a save costs and --checkpoint.mtbf-hours.",
+            pattern=r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min",
+            allowed="a number of steps, minutes such as 10min, or auto",
+        ),
+    ] = "0"
+    keep: Annotated[
+        int,
+        Option("number of checkpoints to keep: the newest, and that of the best loss.", least=1),
+    ] = 3
+    mtbf_hours: Annotated[
+        float, Option("mean hours between failures of a job of this size, for auto.", above=0)
+    ] = 24.0
 
 
 @dataclass(frozen=True)
@@ -264,11 +291,13 @@ def refusal(annotation: Any, value: Any) -> str:
         return "" if isinstance(value, annotation) else f"must be a {annotation.__name__}"
     kinds, option = kinds_of(annotation), get_args(annotation)[1]
     words = {bool: "true or false", int: "a whole number", float: "a finite number"}
-    words |= {str: "a text", Path: "a path", NoneType: "none"}
+    words |= {str: option.allowed, Path: "a path", NoneType: "none"}
     if not any(_is_a(value, kind) for kind in kinds):
         allowed = [words.get(kind) or f"one of {', '.join(get_args(kind))}" for kind in kinds]
     elif isinstance(value, int | float) and not option.takes(value):
         allowed = [option.bounds(), *(words[kind] for kind in kinds[1:])]
+    elif isinstance(value, str) and option.pattern and not re.fullmatch(option.pattern, value):
+        allowed = [option.allowed]
     else:
         return ""
     return f"must be {' or '.join(allowed)}; give the {option.help.partition('. ')[0].rstrip('.')}"

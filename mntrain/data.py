@@ -12,14 +12,18 @@ Nothing here communicates.
 """
 
 import functools
+import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+
+_OUTLAST_S = 30
 
 Collate = Callable[[list[Any]], Any] | None
 
@@ -171,6 +175,7 @@ def batches(
         num_workers=workers,
         multiprocessing_context=start_method if workers else None,
         collate_fn=collate,
+        worker_init_fn=_outlast_signals,
         generator=torch.Generator().manual_seed(mixed_seed(plan.seed, start, rank)),
     )
     loaded = iter(loader)
@@ -214,3 +219,17 @@ def validation_batches(
     )
     for micro_batches in steps:
         yield from micro_batches
+
+
+def _outlast_signals(worker: int) -> None:
+    """Leave it to the rank what a signal means that a scheduler sends to every process.
+
+    SIGTERM is also how a rank ends a worker that does not answer: so not for long.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_later)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    signal.alarm(_OUTLAST_S)

@@ -1,6 +1,7 @@
 """Exact means over all ranks, of what each of them tallied."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mntrain.failures import TrainingStoppedError
@@ -15,7 +16,7 @@ class Means:
     loss: float
     metrics: dict[str, float]  # the task's further means
     count: int  # items that the means are over, at least 1
-    flagged: bool  # whether any rank raised its flag
+    said: tuple[float, ...]  # sums of what ranks had to say besides
     odd: str  # where the loss is not finite: "nan on rank 1"; nothing where it is
 
 
@@ -30,17 +31,18 @@ class MeansOverRanks:
         self._world = world
         self._names: list[str] | None = None
 
-    def __call__(self, tally: Tally, where: str, flag: bool = False) -> Means:
+    def __call__(self, tally: Tally, where: str, says: Sequence[float] = ()) -> Means:
         """Means of everyone's tally. Collective.
 
-        `flag` travels along, so that asking whether any rank raised it takes no message more.
+        What a rank `says` travels along and is summed, so that asking takes no message more.
         Raises TrainingStoppedError, which says `where`, when no rank has tallied anything.
         """
         if self._names is None:
             everyone = self._world.gather(tally.names())
             self._names = sorted({name for names in everyone for name in names})
         mine = tally.sums(self._names)
-        *sums, count, flags = self._world.sum([*mine, tally.count, flag])
+        total = self._world.sum([*mine, tally.count, *says])
+        sums, count, said = total[: len(mine)], total[len(mine)], total[len(mine) + 1 :]
         if not count:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._world.rank
@@ -51,4 +53,4 @@ class MeansOverRanks:
             losses = self._world.gather(mine[self._names.index("loss")])
             found = [f"{one} on rank {r}" for r, one in enumerate(losses) if not math.isfinite(one)]
             odd = ", ".join(found) or f"{loss} over all ranks"
-        return Means(loss, means, int(count), flags > 0, odd)
+        return Means(loss, means, int(count), tuple(said), odd)

@@ -175,6 +175,8 @@ def _from_toml(annotation: Any, value: Any) -> Any:
     kinds = kinds_of(annotation)
     if value == "none" and NoneType in kinds:
         return None
+    if type(value) is int and get_args(annotation)[1].pattern:
+        return str(value)
     return Path(value) if Path in kinds and isinstance(value, str) and value else value
 
 

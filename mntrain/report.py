@@ -31,7 +31,12 @@ from mntrain.display import (
 )
 from mntrain.stats import Place, StepRecord
 
-_STATUS_STYLES = {"completed": "green", "interrupted": "yellow", "stopped": "green"}
+_STATUS_STYLES = {
+    "completed": "green",
+    "stopped": "green",
+    "interrupted": "yellow",
+    "preempted": "yellow",
+}
 _REDRAW_S = 0.25  # a frame takes the master some ms, for which all ranks wait
 _LINES = 20  # of a log, unless its steps are slow
 _LINE_S = 30.0

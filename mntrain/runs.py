@@ -98,6 +98,7 @@ def prepare(
             (run_dir / "config.toml").write_text(to_toml(config))
             if begun:
                 done = found.manifest.step if found and goes_on else 0
+                (run_dir / "summary.json").unlink(missing_ok=True)  # it speaks of the last job
                 set_aside(run_dir, done)
                 _forget_later_steps(run_dir / "metrics.jsonl", done)
     return lock

@@ -7,10 +7,9 @@ import gc
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,16 +18,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain import checkpoint, data, device, optimizers, results, runs, sameness, tasks
 from mntrain.config import Config
+from mntrain.deadline import Deadline
 from mntrain.failures import AgreedError, TrainingStoppedError
 from mntrain.interrupts import Interrupts
 from mntrain.means import Means, MeansOverRanks
 from mntrain.precision import PRECISIONS
 from mntrain.report import Reporter, make_reporter
+from mntrain.saves import Saves
 from mntrain.stats import Phases, StepRecord, Tally
 from mntrain.world import World, init
 from zero.optimizer import NonFiniteGradientError, StepResult, ZeroOptimizer
 
-INTERRUPTED = 130  # as a shell says of a command that Ctrl-C ended
+# Exit codes of what may go on later: as a shell says of a command that Ctrl-C ended, and
+# EX_TEMPFAIL of sysexits.h, which asks to try again.
+ENDS = {"interrupted": 130, "preempted": 75}
 
 
 def run(config: Config) -> int:
@@ -62,6 +65,9 @@ class Trainer:
     def __init__(self, world: World, config: Config) -> None:
         self._world, self._config = world, config
         self._precision = PRECISIONS[config.train.precision]
+        # The master's, who tells the others: a node's clock may be wrong.
+        self._deadline = Deadline.of(config.run.max_minutes, os.environ if world.master else {})
+        self._longest_step_s = 0.0
         self._run_dir = runs.directory(world, config)
         self._found = found = runs.to_resume(world, config, self._run_dir)
         self._done = done = found.manifest.step if found else 0
@@ -82,12 +88,13 @@ class Trainer:
         if found:
             runs.expect_same(world, found, config, samples)
         self._optimizer = self._make_optimizer(optimizer_class, options)
-        self._saver = checkpoint.Saver(
+        saver = checkpoint.Saver(
             world, self._model, self._optimizer, self._run_dir, config.checkpoint.keep
         )
+        self._saves = Saves(world, config, saver, samples, found)
         with world.agreement():
-            if self._saves:
-                self._saver.check()
+            if self._saves.wanted:
+                saver.check()
         if found:
             checkpoint.load(found, self._model, self._optimizer, world)
         self._scheduler = self._make_scheduler()
@@ -99,19 +106,19 @@ class Trainer:
             train, self._plan, start=done, stop=self._stop, **self._dealing()
         )
         self._means = MeansOverRanks(world)
-        self._saved: Path | None = None  # the last checkpoint of this job
         self._items = 0  # tokens, or samples, that the job has trained on
         self._skipped_steps = found.manifest.skipped_steps if found else 0
-        self._lock = runs.prepare(world, config, self._run_dir, found, saves=self._saves)
+        self._lock = runs.prepare(world, config, self._run_dir, found, saves=self._saves.wanted)
         if found:
             checkpoint.restore_randomness(found, world)
 
     def fit(self) -> int:
         """Train to the last step, or to one in which somebody has interrupted. Collective.
 
-        Gives the exit code: 0 when completed, or stopped as asked for. Raises TrainingStoppedError
-        when a loss or a gradient is not finite (unless such steps are skipped), the ranks' weights
-        differ or the last checkpoint of the job cannot be written; the summary says so too.
+        Gives the exit code: 0 when completed, or stopped as asked for; another, as of `ENDS`, when
+        it had to end early. Raises TrainingStoppedError when a loss or a gradient is not finite
+        (unless such steps are skipped), the ranks' weights differ or the last checkpoint of the job
+        cannot be written; the summary says so too.
         """
         steps = self._config.train.steps
         start = time.perf_counter()
@@ -124,19 +131,21 @@ class Trainer:
             if self._found:
                 runs.tell(self._found, reporter)
             for step in range(self._done + 1, self._stop + 1):
+                begun = time.perf_counter()
                 try:
-                    record, interrupted = self._step(step, reporter, interrupts)
+                    record, said = self._step(step, reporter, interrupts)
                 except TrainingStoppedError as error:
                     problem = error
                     break
                 reporter.step(record)
-                status = self._status(step, interrupted)
-                if self._saves and (
-                    status != "running" or _due(self._config.checkpoint.every, step)
-                ):
-                    problem = self._save(record, reporter, fatal=status == "stopped")
+                status = self._status(step, said)
                 if status != "running":
                     break
+                self._saves.after(record, self._skipped_steps, said[2:], reporter)
+                took = time.perf_counter() - begun
+                self._longest_step_s = max(self._longest_step_s, took)
+            with interrupts.saving():
+                problem = self._save_last(status, record, problem, reporter)
             if problem:
                 status = "failed"
             if status == "completed" and self._world.master:
@@ -151,53 +160,65 @@ class Trainer:
                 seconds=time.perf_counter() - start,
                 run_dir=self._run_dir,
             )
+            summary["reason"] = self._reason(status, interrupts)
             summary["resumed_from"] = str(self._found.path) if self._found else None
-            summary["checkpoint"] = str(self._saved) if self._saved else None
+            summary |= self._saves.facts()
             reporter.finish({**summary, "error": str(problem)} if problem else summary)
         if self._lock is not None:
             os.close(self._lock)
         if problem:
             raise problem
-        return INTERRUPTED if status == "interrupted" else 0
+        return ENDS.get(status, 0)
 
-    @property
-    def _saves(self) -> bool:
-        """Whether this job is to leave checkpoints."""
-        return self._config.checkpoint.every > 0 or self._config.run.stop_after is not None
-
-    def _status(self, step: int, interrupted: bool) -> str:
+    def _status(self, step: int, said: Sequence[float]) -> str:
         """What becomes of the run after a step."""
+        interrupted, preempted, *_ = said
         if step == self._config.train.steps:
             return "completed"
         if step == self._stop:
             return "stopped"
+        if preempted:
+            return "preempted"
         return "interrupted" if interrupted else "running"
 
-    def _save(
-        self, record: StepRecord, reporter: Reporter, *, fatal: bool
-    ) -> TrainingStoppedError | None:
-        """Leave a checkpoint. What hinders it is a warning, or if fatal, given. Collective."""
-        start = time.perf_counter()
-        moment = checkpoint.Moment(
-            step=record.step,
-            config=runs.plain(self._config),
-            samples=self._plan.samples,
-            skipped_steps=self._skipped_steps,
-            eval_loss=record.eval_loss,
-        )
+    def _says(self, interrupts: Interrupts) -> list[float]:
+        """What this rank has to say to the others in a step."""
+        near = self._deadline.near(self._longest_step_s, self._saves.costs.longest_s)
+        preempted = interrupts.preempted or near
+        return [float(interrupts.interrupted), float(preempted), *self._saves.says()]
+
+    def _save_last(
+        self,
+        status: str,
+        record: StepRecord | None,
+        problem: AgreedError | None,
+        reporter: Reporter,
+    ) -> AgreedError | None:
+        """Save at the end of a job, where it is to be; give what is wrong. Collective.
+
+        A job that is preempted is saved even if nobody asked for checkpoints.
+        """
+        last = record.step if record else self._done
+        if problem or not (record and (self._saves.wanted or status == "preempted")):
+            self._saves.settle(reporter, last)
+            return problem
         try:
-            self._saved, nbytes = self._saver.save(moment)
+            self._saves.at_end(record, self._skipped_steps, reporter)
         except AgreedError as error:
-            if fatal:
+            if status != "interrupted":
                 return self._stopped(str(error))
             reporter.warn(str(error))
-            return None
-        seconds = time.perf_counter() - start
-        reporter.note(
-            f"step {record.step}  checkpoint {self._saved.name}: {nbytes / 1e6:.1f} MB "
-            f"in {seconds:.2f} s"
-        )
         return None
+
+    def _reason(self, status: str, interrupts: Interrupts) -> str | None:
+        """Who or what wanted the job to end early, if anything did. Collective."""
+        if status not in ENDS:
+            return None
+        noted = self._world.gather(interrupts.noted.name if interrupts.noted else None)
+        for rank, name in enumerate(noted):
+            if name:
+                return f"{name} on rank {rank}"
+        return self._deadline.why
 
     def _make_optimizer(
         self, optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]
@@ -225,8 +246,8 @@ class Trainer:
 
     def _step(
         self, step: int, reporter: Reporter, interrupts: Interrupts
-    ) -> tuple[StepRecord, bool]:
-        """Take one step: 1 for the first. Also tells whether any rank wants to stop. Collective.
+    ) -> tuple[StepRecord, tuple[float, ...]]:
+        """Take one step: 1 for the first. Also gives what ranks said: see `_says`. Collective.
 
         Between the update and the next forward no rank asks the others anything, but for checks and
         evaluations that are due: updated parameters are on their way meanwhile, and collectives
@@ -247,7 +268,7 @@ class Trainer:
             self._optimizer.share(0)
         with phases("reduce_wait"):
             self._optimizer.synchronize()
-            means = self._means(tally, f"in step {step}", interrupts.requested)
+            means = self._means(tally, f"in step {step}", self._says(interrupts))
         if means.odd and not self._forgiving:
             raise self._stopped(f"in step {step}, the loss is {means.odd}")
         lr = float(self._scheduler.get_last_lr()[0])
@@ -279,7 +300,7 @@ class Trainer:
         if step == self._config.train.steps or _due(self._config.train.eval_every, step):
             evaluated = self.evaluate()
             record = replace(record, eval_loss=evaluated.loss, eval_metrics=evaluated.metrics)
-        return record, means.flagged
+        return record, means.said
 
     def _update(self, step: int) -> StepResult:
         """Update the model, and get ready for the next gradient. Collective."""

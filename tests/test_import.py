@@ -16,6 +16,7 @@ LAYERS = [
     {"zero.layout", "zero.collectives", "zero.share", "zero.views", "zero.hooks", "zero.groups"}
     | {"zero.finite"}
     | {"mntrain._version", "mntrain.config", "mntrain.interrupts", "mntrain.sameness"}
+    | {"mntrain.cadence", "mntrain.deadline"}
     | {"mntrain.precision", "mntrain.units"},
     {"zero.replicas", "zero.precision", "zero.norms", "zero.objects", "zero.rollcall"}
     | {"zero.gradients"}
@@ -30,6 +31,7 @@ LAYERS = [
     | {"mntrain.bench"}
     | {"mntrain.checkpoint"},
     {"mntrain.runs"},
+    {"mntrain.saves"},
     {"mntrain.trainer"},
     {"mntrain.__main__"},
 ]

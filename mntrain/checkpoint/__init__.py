@@ -3,11 +3,12 @@
 from mntrain.checkpoint.finding import checkpoints_of, set_aside
 from mntrain.checkpoint.loading import Found, load, newest, restore_randomness
 from mntrain.checkpoint.manifest import writers
-from mntrain.checkpoint.saving import Moment, Saver
+from mntrain.checkpoint.saving import Moment, Saved, Saver
 
 __all__ = [
     "Found",
     "Moment",
+    "Saved",
     "Saver",
     "checkpoints_of",
     "load",

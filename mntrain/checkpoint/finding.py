@@ -2,7 +2,8 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mntrain.checkpoint import manifest
@@ -37,6 +38,17 @@ def set_aside(run_dir: Path, step: int) -> None:
             if aside.exists():
                 shutil.rmtree(aside)
             path.rename(aside)
+
+
+def losses_of(paths: Iterable[Path]) -> dict[Path, float]:
+    """The evaluation losses of checkpoints that have one, and a manifest that can be read."""
+    losses: dict[Path, float] = {}
+    for path in paths:
+        with suppress(ValueError):
+            loss = manifest.read(path).eval_loss
+            if loss is not None:
+                losses[path] = loss
+    return losses
 
 
 def opened(path: Path) -> Manifest:

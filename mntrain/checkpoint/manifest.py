@@ -42,6 +42,7 @@ class Manifest:
     samples: int
     skipped_steps: int
     eval_loss: float | None
+    wrote_s: float  # seconds from the copy until every rank's part was on the disk
     groups: list[dict[str, Any]]
     loss_scale: dict[str, Any]
     kept: dict[str, Kept]

@@ -1,14 +1,17 @@
-"""Writing a checkpoint: all ranks at once, each its own ranges, and then one rename.
+"""Saving a run: all ranks at once, each its own ranges, while training goes on.
 
-RUN/checkpoints/.step-00000050.partial/     while it is written
-RUN/checkpoints/step-00000050/              when every rank's part is safe on the disk
+begin      all ranks copy what is to be saved; from here on training may change it
+           threads write, each rank its part, and wait for the disk
+advance    when every rank's part is safe, all ranks tell what they have written
+           the master's thread writes the manifest, and one rename makes a checkpoint of it
+advance    all ranks know
 """
 
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from mntrain._version import __version__
-from mntrain.checkpoint import manifest, randomness
-from mntrain.checkpoint.finding import step_of, steps_in
+from mntrain.checkpoint import manifest, randomness, writing
+from mntrain.checkpoint.copying import Range, Room
+from mntrain.checkpoint.finding import losses_of, step_of, steps_in
 from mntrain.checkpoint.manifest import FILES, MODEL, OPTIMIZER, RANDOM, Kept, Manifest
-from mntrain.checkpoint.tensors import Layout, Run, Writer, create
+from mntrain.checkpoint.tensors import Layout, Run
+from mntrain.checkpoint.writing import Place
 from mntrain.data import part
 from mntrain.failures import AgreedError
 from mntrain.world import World
@@ -28,7 +33,8 @@ from zero.optimizer import ZeroOptimizer
 from zero.state import StateSlice
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-Range = tuple[str, Tensor, int]  # a tensor's name, elements of it, and where they begin
+Runs = dict[str, list[Run]]  # what was written, by file
+Layouts = dict[str, Layout]
 Outline = tuple[StateSlice, dict[str, torch.dtype]]  # a slice without its tensors; their dtypes
 
 
@@ -43,8 +49,39 @@ class Moment:
     eval_loss: float | None
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is safe: where, its bytes, and the seconds it took, from the copy on."""
+
+    path: Path
+    nbytes: int
+    seconds: float
+
+
+@dataclass
+class _Begun:
+    """A checkpoint on its way."""
+
+    target: Path
+    place: Place
+    content: Manifest
+    made: Future[None] | None  # on the master
+    wrote: Future[Runs]
+    start: float
+    publishing: bool = False
+    published: Future[None] = field(default_factory=Future)  # on the master; else never
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layout.nbytes for layout in self.place.layouts.values())
+
+
 class Saver:
-    """Saves a run in its directory, between steps. The same on all ranks."""
+    """Saves a run in its directory, one checkpoint at a time. The same on all ranks.
+
+    It keeps host memory for a copy of this rank's part, from the first `begin` on: of all ranks
+    together as much as a checkpoint has bytes.
+    """
 
     def __init__(
         self, world: World, model: nn.Module, optimizer: ZeroOptimizer, run_dir: Path, keep: int
@@ -52,6 +89,9 @@ class Saver:
         self._world, self._model, self._optimizer = world, model, optimizer
         self._folder = run_dir / "checkpoints"
         self._keep = keep
+        self._room = Room()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._begun: _Begun | None = None
 
     def check(self) -> None:
         """Raise ValueError for a model that cannot be saved. Local."""
@@ -63,38 +103,112 @@ class Saver:
                 )
         Layout.of(_shapes(self._model.state_dict()))
 
-    def save(self, moment: Moment) -> tuple[Path, int]:
-        """Write a checkpoint; give where it is, and its bytes. Collective.
+    def best_loss(self, last: int) -> float | None:
+        """The lowest evaluation loss of the run's checkpoints up to step `last`. Collective."""
+        paths = [path for path in steps_in(self._folder) if path.name <= step_of(last)]
+        best: float | None = self._world.gather(min(losses_of(paths).values(), default=None))[0]
+        return best
 
-        Older ones than the last few are removed then. AgreedError, with what is wrong on which
-        rank, when it cannot be written; then those that were there are as they were.
+    @property
+    def saving(self) -> bool:
+        """Whether one is begun, and not at its end. The same on all ranks."""
+        return self._begun is not None
+
+    def begin(self, moment: Moment) -> None:
+        """Copy what is to be saved, and let a thread write it. Collective.
+
+        None may be begun: `finish` that first. AgreedError, with what is wrong on which rank, for
+        what cannot be saved; what goes wrong later is told by `advance` and `finish`.
         """
-        self._optimizer.wait_for_parameters()
-        target = self._folder / step_of(moment.step)
-        partial = self._folder / f".{target.name}.partial"
+        self._begin(moment, lambda ranges: self._room.copied(list(ranges)))
+
+    def save(self, moment: Moment) -> Saved:
+        """Save at once, without a copy. Collective. AgreedError as `begin` and `finish`."""
+        self._begin(moment, lambda ranges: ranges)
+        return self.finish()
+
+    def ready(self) -> int:
+        """Of how many ranks this rank knows that they would not wait in `advance`. Local.
+
+        Nobody would when the sum over all ranks is their number or more.
+        """
+        if self._begun is None:
+            return 0
+        if self._begun.place.given_up.is_set() or self._begun.published.done():
+            return self._world.size
+        return int(self._begun.wrote.done())
+
+    def advance(self) -> Saved | None:
+        """Take what was begun a stage further: to be published; then to be known as safe.
+
+        Collective; waits where it has to. None before the last stage. AgreedError if it cannot
+        become a checkpoint; then it is given up, and those that were there are as they were.
+        """
+        begun = self._begun
+        assert begun is not None, "nothing is begun"
         try:
-            written = self._write(partial, moment)
+            if not begun.publishing:
+                self._publish(begun)
+                return None
             with self._world.agreement():
                 if self._world.master:
-                    _publish(partial, target, written)
+                    begun.published.result()
         except AgreedError as error:
+            self._begun = None
             if self._world.master:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise AgreedError(f"{target} was not saved: {error}", self._world.rank) from error
-        if self._world.master:
-            with suppress(OSError):  # what cannot be removed today is removed next time
-                self._remove_old()
-        return target, written.nbytes
+                writing.discard(begun.place)
+            raise AgreedError(f"{begun.target} was not saved: {error}", self._world.rank) from error
+        self._begun = None
+        return Saved(begun.target, begun.nbytes, time.perf_counter() - begun.start)
 
-    def _write(self, partial: Path, moment: Moment) -> Manifest:
-        """Write all files of the checkpoint but the manifest, and say what that is to be."""
+    def finish(self) -> Saved:
+        """Wait until what was begun is safe. Collective. AgreedError as `advance`."""
+        while (saved := self.advance()) is None:
+            pass
+        return saved
+
+    def _begin(self, moment: Moment, taken: Callable[[Iterable[Range]], Iterable[Range]]) -> None:
+        """Begin with a checkpoint of the ranges that `taken` gives of this rank's."""
+        assert self._begun is None, "one is begun: finish that first"
+        start = time.perf_counter()
         world, optimizer = self._world, self._optimizer
-        mine = list(_own(optimizer, world))
+        optimizer.wait_for_parameters()
+        random = randomness.captured(world.device)
         with world.agreement():
+            mine = list(_own(optimizer, world))
             outlines = [_outline(one) for one in mine]
-        everyone = [one for theirs in world.gather(outlines) for one in theirs]
-        runs = self._write_tensors(partial, mine, everyone)
-        state = optimizer.state_dict()
+        sizes = {key: len(state) for key, state in random.items()}
+        everyone = world.gather((outlines, sizes, secrets.token_hex(4)))
+        token = everyone[0][2]
+        target = self._folder / step_of(moment.step)
+        place = Place(target.with_name(f".{target.name}.{token}"), self._layouts(everyone))
+        with world.agreement():
+            ranges = taken(_ranges(mine, self._model, random, world))
+        made = self._thread.submit(writing.make, place) if world.master else None
+        self._begun = _Begun(
+            target=target,
+            place=place,
+            content=self._described(moment, [one for theirs in everyone for one in theirs[0]]),
+            made=made,
+            wrote=self._thread.submit(writing.write, place, ranges, header=world.master),
+            start=start,
+        )
+
+    def _layouts(self, everyone: Sequence[tuple[list[Outline], dict[str, int], str]]) -> Layouts:
+        """The layouts of all files. AgreedError for tensors that cannot be in one."""
+        outlines = [one for theirs in everyone for one in theirs[0]]
+        try:
+            return {
+                MODEL: Layout.of(_shapes(self._model.state_dict())),
+                OPTIMIZER: Layout.of(_state_shapes(outlines)),
+                RANDOM: Layout.of(_random_shapes([theirs[1] for theirs in everyone])),
+            }
+        except ValueError as error:
+            raise AgreedError(str(error), self._world.rank) from error
+
+    def _described(self, moment: Moment, outlines: Sequence[Outline]) -> Manifest:
+        """What the manifest is to say of now; what was written is not known yet."""
+        world, state = self._world, self._optimizer.state_dict()
         return Manifest(
             step=moment.step,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -104,62 +218,35 @@ class Saver:
             samples=moment.samples,
             skipped_steps=moment.skipped_steps,
             eval_loss=moment.eval_loss,
+            wrote_s=0.0,
             groups=state["param_groups"],
             loss_scale=state["loss_scale"],
-            kept=_kept(everyone),
-            runs=runs,
+            kept=_kept(outlines),
+            runs={},
         )
 
-    def _write_tensors(
-        self, partial: Path, mine: Sequence[StateSlice], everyone: Sequence[Outline]
-    ) -> dict[str, list[Run]]:
-        """Write this rank's ranges of every file; give what all ranks have written, in order."""
-        world, model = self._world, self._model.state_dict()
-        random = randomness.captured(world.device)
-        sizes = world.gather({key: len(state) for key, state in random.items()})
-        layouts: dict[str, Layout] = {}
+    def _publish(self, begun: _Begun) -> None:
+        """Gather who wrote what, and let the master's thread make a checkpoint of it."""
+        world = self._world
+        try:
+            with world.agreement():
+                if begun.made:
+                    begun.made.result()
+        except AgreedError:
+            begun.place.given_up.set()
+            wait([begun.wrote])
+            raise
+        begun.place.made.set()
         with world.agreement():
-            layouts[MODEL] = Layout.of(_shapes(model))
-            layouts[OPTIMIZER] = Layout.of(_state_shapes(everyone))
-            layouts[RANDOM] = Layout.of(_random_shapes(sizes))
-            if world.master:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                _reserve(partial, layouts)
-        ranges: dict[str, Iterable[Range]] = {
-            MODEL: _own_part(model, world),
-            OPTIMIZER: _state_ranges(mine),
-            RANDOM: ((f"{world.rank}/{key}", state, 0) for key, state in random.items()),
-        }
-        runs: dict[str, list[Run]] = {}
-        with world.agreement():
-            if not partial.is_dir():
-                raise FileNotFoundError(
-                    f"{partial.parent} is not what rank 0 sees: is it on a file system that all "
-                    "nodes share?"
-                )
-            for name in FILES:
-                with Writer(partial / name, layouts[name]) as writer:
-                    if world.master:
-                        writer.header()
-                    for key, flat, low in ranges[name]:
-                        writer.write(key, flat.cpu(), low)
-                    writer.sync()
-                    runs[name] = writer.runs
+            runs = begun.wrote.result()
         everywhere = world.gather(runs)
-        return {
-            name: sorted((run for theirs in everywhere for run in theirs[name]), key=_start)
-            for name in FILES
-        }
-
-    def _remove_old(self) -> None:
-        for folder in self._folder.glob(".*"):
-            shutil.rmtree(folder)
-        for folder in steps_in(self._folder)[self._keep :]:
-            # Renamed first: what is half removed is no checkpoint.
-            gone = folder.with_name(f".{folder.name}.old")
-            folder.rename(gone)
-            shutil.rmtree(gone)
+        begun.publishing = True
+        if world.master:
+            wrote_s = time.perf_counter() - begun.start
+            written = replace(begun.content, wrote_s=wrote_s, runs=_merged(everywhere))
+            begun.published = self._thread.submit(
+                writing.publish, begun.place, begun.target, written, self._keep
+            )
 
 
 def _start(run: Run) -> int:
@@ -225,51 +312,24 @@ def _kept(everyone: Sequence[Outline]) -> dict[str, Kept]:
     return kept
 
 
-def _state_ranges(mine: Sequence[StateSlice]) -> Iterator[Range]:
+def _ranges(
+    mine: Sequence[StateSlice], model: nn.Module, random: Mapping[str, Tensor], world: World
+) -> Iterator[Range]:
+    """What this rank is to write. Views, but for parameters that do not lie row by row."""
     for one in mine:
         for key, tensor in one.tensors.items():
-            yield f"{one.name}/{key}", tensor, one.low
-
-
-def _own_part(model: Mapping[str, Tensor], world: World) -> Iterator[Range]:
-    """This rank's part of what all ranks have."""
-    tensors = list(model.items())
+            yield Range(OPTIMIZER, f"{one.name}/{key}", tensor, one.low)
+    tensors: list[tuple[str, Tensor]] = list(model.state_dict().items())
     for index, low, high in _share([tensor.numel() for _, tensor in tensors], world):
         name, tensor = tensors[index]
-        yield name, tensor.detach().reshape(-1)[low:high], low
+        yield Range(MODEL, name, tensor.detach().reshape(-1)[low:high], low)
+    for key, state in random.items():
+        yield Range(RANDOM, f"{world.rank}/{key}", state, 0)
 
 
-def _reserve(partial: Path, layouts: Mapping[str, Layout]) -> None:
-    """Make the files; say how much is needed where there is no room. OSError."""
-    try:
-        for name, layout in layouts.items():
-            create(partial / name, layout.nbytes)
-    except OSError as error:
-        needed = sum(layout.nbytes for layout in layouts.values())
-        free = shutil.disk_usage(partial).free
-        raise OSError(
-            f"{error.strerror}: it needs {needed / 1e6:.1f} MB, of which {free / 1e6:.1f} MB are "
-            f"free in {partial.parent} now"
-        ) from error
-
-
-def _publish(partial: Path, target: Path, written: Manifest) -> None:
-    """Make a checkpoint of a folder whose other files are safe: the manifest, then one rename."""
-    file = os.open(partial / manifest.FILE, os.O_WRONLY | os.O_CREAT, 0o666)
-    with os.fdopen(file, "w", encoding="utf-8") as text:
-        text.write(written.to_json())
-        text.flush()
-        os.fsync(text.fileno())
-    _sync_folder(partial)
-    if target.exists():  # a damaged one: a sound one would have been resumed from
-        target.rename(target.with_name(f".{target.name}.old"))
-    partial.rename(target)
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+def _merged(everywhere: Sequence[Runs]) -> Runs:
+    """What all ranks have written, in the order of the files."""
+    return {
+        name: sorted((run for theirs in everywhere for run in theirs[name]), key=_start)
+        for name in FILES
+    }

@@ -1,9 +1,12 @@
 """One checkpoint on the disk: written by all ranks of a world, read by those of another."""
 
 import copy
+import os
 import random
 import shutil
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -156,13 +159,13 @@ def test_the_model_opens_with_the_library_of_the_format(worlds, folder, stage):
     world = worlds()
     for name, model in (("a", LanguageModel()), ("b", WithBuffers()), ("c", double(Strided))):
         optimizer = world.optimizer(model, ADAMW, stage=stage)
-        path, nbytes = save(world, model, optimizer, folder / name)
+        done = save(world, model, optimizer, folder / name)
         optimizer.close()
-        found = load_file(path / MODEL)
+        found = load_file(done.path / MODEL)
         expected = model.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[label], expected[label]) for label in expected)
-        assert nbytes == sum((path / name).stat().st_size for name in FILES)
+        assert done.nbytes == sum((done.path / name).stat().st_size for name in FILES)
 
 
 def test_every_rank_writes_about_as_much(worlds, folder):
@@ -171,7 +174,7 @@ def test_every_rank_writes_about_as_much(worlds, folder):
     for stage in (0, 1, 2):
         optimizer = world.optimizer(model, ADAMW, stage=stage)
         optimizer_step(world, model, optimizer)
-        path, _ = save(world, model, optimizer, folder / str(stage))
+        path = save(world, model, optimizer, folder / str(stage)).path
         optimizer.close()
         for name in (MODEL, OPTIMIZER):
             # With one run for each rank and tensor at least, nobody wrote a whole file.
@@ -265,7 +268,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_says_why(worlds, folder, how):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     train(world, model, optimizer, range(1))
-    paths = [save(world, model, optimizer, folder, step=step)[0] for step in (1, 2)]
+    paths = [save(world, model, optimizer, folder, step=step).path for step in (1, 2)]
     optimizer.close()
     damage, said = DAMAGES[how]
     if world.master:
@@ -300,34 +303,113 @@ def test_another_model_is_refused_by_name(worlds, folder):
     assert all(torch.equal(before[name], now) for name, now in other.state_dict().items())
 
 
-def test_what_cannot_be_written_leaves_the_others_alone(worlds, folder):
+def test_training_goes_on_while_a_checkpoint_is_written(worlds, folder, monkeypatch):
+    """What is begun is of the step that it was begun after, whatever comes then."""
+    world, model, gate = worlds(), net(), threading.Event()
+    optimizer = world.optimizer(model, ADAMW, stage=2)
+    saver = Saver(world, model, optimizer, folder, keep=3)
+    write = os.pwrite
+    if RANK == RANKS - 1:  # of which the disk is slow
+        monkeypatch.setattr(
+            "mntrain.checkpoint.tensors.os.pwrite", lambda *args: gate.wait() and write(*args)
+        )
+    for turn in (1, 2):
+        train(world, model, optimizer, range(turn))
+        pieces, weights = saved(optimizer, model)
+        gate.clear()
+        saver.begin(moment(turn))
+        train(world, model, optimizer, range(10, 13))
+        assert saver.saving
+        assert sum(world.gather(saver.ready())) < RANKS
+        assert len(checkpoints_of(folder)) == turn - 1
+        gate.set()
+        done = saver.finish()
+        assert not saver.saving
+        assert checkpoints_of(folder)[0] == done.path
+        other = empty_like(net())
+        resumed = world.optimizer(other, ADAMW, stage=1)
+        found = checkpoint.newest(world, folder)
+        checkpoint.load(found, other, resumed, world)
+        gathered = copy.deepcopy(list(resumed.gather_slices()))
+        resumed.close()
+        assert found.manifest.step == turn
+        assert all(torch.equal(now, weights[label]) for label, now in other.state_dict().items())
+        if RANK == 0:
+            assert_same_slices(gathered, pieces)
+        train(world, model, optimizer, range(20, 21))
+    optimizer.close()
+
+
+def test_nobody_waits_for_what_is_ready(worlds, folder):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
-    path, _ = save(world, model, optimizer, folder, step=1)
+    saver = Saver(world, model, optimizer, folder, keep=3)
+    assert saver.ready() == 0
+    saver.begin(moment(1))
+    stages = []
+    while saver.saving:
+        while sum(world.gather(saver.ready())) < RANKS:
+            time.sleep(0.001)
+        stages.append(saver.advance())
+    assert [stage and stage.path for stage in stages] == [None, checkpoints_of(folder)[0]]
+    optimizer.close()
 
-    def refuse(*_):
+
+# Where it goes wrong, by the ranks on which it does.
+FAILURES = {
+    "mntrain.checkpoint.tensors.os.pwrite": RANKS - 1,
+    "mntrain.checkpoint.tensors.os.fsync": RANKS // 2,
+    "mntrain.checkpoint.tensors.os.posix_fallocate": 0,
+    "mntrain.checkpoint.writing.Path.mkdir": 0,
+    "mntrain.checkpoint.writing.os.fsync": 0,
+    "mntrain.checkpoint.writing.Path.rename": 0,
+}
+
+
+@pytest.mark.parametrize("way", ["at once", "begun", "looked after"])
+@pytest.mark.parametrize("call", FAILURES)
+def test_what_cannot_be_written_leaves_the_others_alone(worlds, folder, call, way):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW, stage=1)
+    saver = Saver(world, model, optimizer, folder, keep=3)
+    path = saver.save(moment(1)).path
+
+    def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
+    def save():
+        if way == "at once":
+            saver.save(moment(2))
+        saver.begin(moment(2))
+        if way == "begun":
+            saver.finish()
+        while sum(world.gather(saver.ready())) < RANKS or not saver.advance():
+            pass
+
     with pytest.MonkeyPatch.context() as patch:
-        if RANK == RANKS - 1:
-            patch.setattr("mntrain.checkpoint.tensors.os.pwrite", refuse)
+        if FAILURES[call] == RANK:
+            patch.setattr(call, refuse)
         with pytest.raises(mntrain.AgreedError, match="step-00000002 was not saved") as error:
-            save(world, model, optimizer, folder, step=2)
+            save()
     assert "No space left on device" in str(error.value)
+    assert not saver.saving
     MPI.COMM_WORLD.Barrier()
     assert checkpoints_of(folder) == [path]
     assert [one.name for one in (folder / "checkpoints").iterdir()] == [path.name]
     assert checkpoint.newest(world, folder).path == path
+    MPI.COMM_WORLD.Barrier()
+    assert saver.save(moment(3)).path == checkpoints_of(folder)[0]
     optimizer.close()
 
 
-def test_a_folder_that_others_do_not_have_is_named(worlds, folder):
+def test_a_folder_that_others_do_not_have_is_named(worlds, folder, monkeypatch):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     own = folder / f"of rank {RANK}"
     if RANKS == 1:
         save(world, model, optimizer, own)
     else:
+        monkeypatch.setattr("mntrain.checkpoint.writing._SEEN_S", 0.2)
         with pytest.raises(
             mntrain.AgreedError, match="is it on a file system that all nodes share"
         ):

@@ -1,7 +1,9 @@
 """The order in which a training job communicates, and how it stops for one of its ranks."""
 
+import json
 import os
 import signal
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,24 +11,36 @@ import pytest
 from mpi4py import MPI
 from worlds import RANKS, make_world
 
-from mntrain.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig, ZeroConfig
+from mntrain.checkpoint import Saver
+from mntrain.checkpoint.finding import checkpoints_of, opened
+from mntrain.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from mntrain.tasks.lm import LanguageModel
-from mntrain.trainer import INTERRUPTED, Trainer
+from mntrain.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
-class Interrupting(LanguageModel):
-    """Presses Ctrl-C on the last rank, in the forward of its second step."""
+class Signalling(LanguageModel):
+    """Sends the last rank signals, in the forward of its second step."""
 
+    signals = ()
     calls = 0
 
     def loss(self, model, batch):
         self.calls += 1
         if self.calls == 2 and MPI.COMM_WORLD.rank == RANKS - 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            for number in self.signals:
+                os.kill(os.getpid(), number)
         return super().loss(model, batch)
 
 
@@ -79,10 +93,81 @@ def test_nothing_queues_between_an_update_and_the_next_forward(world, tmp_path, 
         assert communicated[-gathers:] == ["all_gather"] * gathers
 
 
-def test_one_ranks_interrupt_stops_all_after_the_same_step(world, tmp_path):
-    config = small(tmp_path, "test_trainer:Interrupting", steps=50)
-    handler = signal.getsignal(signal.SIGINT)
-    assert Trainer(world, config).fit() == INTERRUPTED
-    assert signal.getsignal(signal.SIGINT) == handler
+def steps_taken(folder: Path) -> int:
+    return len((folder / "run" / "metrics.jsonl").read_text().splitlines())
+
+
+def told(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("signals", "status", "code"),
+    [
+        ([signal.SIGINT], "interrupted", 130),
+        ([signal.SIGTERM], "preempted", 75),
+        ([signal.SIGUSR1, signal.SIGUSR1], "preempted", 75),
+        ([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT], "preempted", 75),
+    ],
+)
+def test_one_ranks_signal_ends_all_after_the_same_step(world, tmp_path, signals, status, code):
+    Signalling.signals = signals
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
+    config = small(tmp_path, "test_trainer:Signalling", steps=50)
+    assert Trainer(world, config).fit() == code
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
-        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+        assert steps_taken(tmp_path) == 2
+        summary = told(tmp_path)
+        assert summary["status"] == status
+        assert summary["reason"] == f"{signals[0].name} on rank {RANKS - 1}"
+        # Who only interrupts gets the checkpoints asked for: none.
+        saved = [path.name for path in checkpoints_of(tmp_path / "run")]
+        assert saved == (["step-00000002"] if status == "preempted" else [])
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_does_not_end_it(
+    world, tmp_path, monkeypatch
+):
+    Signalling.signals = [signal.SIGINT]
+    config = small(tmp_path, "test_trainer:Signalling", steps=50)
+    save = Saver.save
+
+    def slow(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return save(*args)
+
+    monkeypatch.setattr(Saver, "save", slow)
+    config = replace(config, checkpoint=CheckpointConfig(every="40"))
+    assert Trainer(world, config).fit() == 130
+    if world.master:
+        assert told(tmp_path)["checkpoint"].endswith("step-00000002")
+
+
+def test_a_job_ends_when_its_time_does(world, tmp_path):
+    config = small(tmp_path, steps=10**6)
+    config = replace(config, run=replace(config.run, max_minutes=2 / 60))
+    assert Trainer(world, config).fit() == 75
+    if world.master:
+        summary = told(tmp_path)
+        assert (summary["status"], summary["reason"]) == (
+            "preempted",
+            "--run.max-minutes 0.0333333",
+        )
+        newest = checkpoints_of(tmp_path / "run")[0]
+        assert opened(newest).step == summary["steps"] == steps_taken(tmp_path)
+
+
+def test_the_best_evaluation_is_saved_and_kept_besides(world, tmp_path, monkeypatch):
+    losses = iter([5.0, 3.0, 4.0, 4.5, 3.5, 6.0])
+    evaluate = Trainer.evaluate
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda self: replace(evaluate(self), loss=next(losses))
+    )
+    config = small(tmp_path, steps=12, eval_every=2)
+    config = replace(config, checkpoint=CheckpointConfig(every="6", keep=1))
+    assert Trainer(world, config).fit() == 0
+    if world.master:
+        kept = checkpoints_of(tmp_path / "run")
+        assert [(opened(path).step, opened(path).eval_loss) for path in kept] == [(12, 6), (4, 3)]
+        assert told(tmp_path)["checkpoints"]["saved"] == 4  # after 2, 4, 6 and 12
