@@ -6,14 +6,16 @@
     worker:   micro-batches of nearly equal sizes             [---|---|----|---|---|---]
 
 Everything follows from the step, the rank and the size by closed forms. So the global order is
-the same at any number of ranks, and a job resumes by starting at another step.
+the same at any number of ranks, and a job resumes by starting at another step. The random numbers
+that a dataset draws for a sample follow from the seed, the step and the sample.
 
 Nothing here communicates.
 """
 
 import functools
+import random
 import signal
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
@@ -117,6 +119,14 @@ class Plan:
         return [share[slice(*part(len(share), i, count))] for i in range(count)]
 
 
+class MicroBatch(list[int]):
+    """The samples of a micro-batch, and the step that it is of."""
+
+    def __init__(self, samples: Iterable[int], step: int) -> None:
+        super().__init__(samples)
+        self.step = step
+
+
 class MicroBatchSampler(Sampler[list[int]]):
     """A rank's micro-batches of the steps [start, stop), in order, for a DataLoader.
 
@@ -134,7 +144,8 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self._steps:
-            yield from self._plan.micro_batches(step, *self._deal)
+            for samples in self._plan.micro_batches(step, *self._deal):
+                yield MicroBatch(samples, step)
 
     def __len__(self) -> int:
         return sum(self.counts())
@@ -143,6 +154,46 @@ class MicroBatchSampler(Sampler[list[int]]):
         """Yield the number of micro-batches of each step."""
         for step in self._steps:
             yield self._plan.micro_batch_count(step, *self._deal)
+
+
+class Repeatable(Dataset[Any]):
+    """A dataset that draws the same random numbers for a sample in a step, whoever loads it.
+
+    So augmentation is alike with any workers, on any ranks and in a job that goes on. It is fetched
+    by micro-batches. Those of a dataset with a `__getitems__` of its own, which fetches many
+    samples at once, have random numbers by micro-batch, and so by the number of ranks. Of torch's,
+    Python's and numpy's default generators; afterwards they are as before.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        fetch = None if isinstance(dataset, Subset) else getattr(dataset, "__getitems__", None)
+        self._fetch: Callable[[list[int]], list[Any]] | None = fetch
+
+    def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
+        """The samples of a micro-batch."""
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        base = mixed_seed(self._seed, micro_batch.step)
+        try:
+            if self._fetch:
+                _seed_all(base + micro_batch[0])
+                return self._fetch(list(micro_batch))
+            return [self._item(base, index) for index in micro_batch]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+    def _item(self, base: int, index: int) -> Any:
+        _seed_all(base + index)
+        return self._dataset[index]
+
+
+def _seed_all(seed: int) -> None:
+    seed %= 1 << 64
+    random.seed(seed)
+    np.random.seed((seed ^ seed >> 32) % (1 << 32))
+    torch.default_generator.manual_seed(seed)
 
 
 def batches(
@@ -162,15 +213,15 @@ def batches(
 
     Local. The list is empty where the rank's share is. With `workers` processes, started by
     `start_method` ("fork", "forkserver" or "spawn"), loading runs ahead of the caller, over
-    steps and epochs; they end when the iterator is exhausted, closed or dropped. Seeding the
-    workers leaves torch's default generator alone. Raises ValueError for a micro-batch of
-    nothing.
+    steps and epochs; they end when the iterator is exhausted, closed or dropped. What a sample
+    draws at random is the same whoever loads it: see `Repeatable`. Torch's default generator is
+    left alone. Raises ValueError for a micro-batch of nothing.
     """
     sampler = MicroBatchSampler(
         plan, rank=rank, size=size, micro_batch_size=micro_batch_size, start=start, stop=stop
     )
     loader = DataLoader(
-        dataset,
+        Repeatable(dataset, plan.seed),
         batch_sampler=sampler,
         num_workers=workers,
         multiprocessing_context=start_method if workers else None,

@@ -1,4 +1,5 @@
 import pickle
+import random
 from collections import namedtuple
 from dataclasses import dataclass
 from itertools import chain
@@ -164,6 +165,53 @@ def test_batches_are_the_plans_micro_batches_over_epochs(size, workers, start_me
     )
     expected = [plan.micro_batches(step, rank, size, 2) for step in range(start, stop)]
     assert [[piece.tolist() for piece in pieces] for pieces in got] == expected
+
+
+class Augmented(Dataset):
+    """Item i is i, and what each of the default generators draws for it."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.random(), torch.rand(2).tolist()
+
+
+def drawn(size, start, stop, workers, micro_batch_size):
+    """What all ranks draw for their samples, by step and sample."""
+    plan = Plan(23, batch_size=7, seed=5)
+    found = {}
+    for rank in range(size):
+        steps = batches(
+            Augmented(23),
+            plan,
+            rank=rank,
+            size=size,
+            micro_batch_size=micro_batch_size,
+            start=start,
+            stop=stop,
+            workers=workers,
+            start_method="fork",
+            collate=list,
+        )
+        for step, micro_batches in enumerate(steps, start):
+            for samples in micro_batches:
+                found |= {(step, one[0]): one[1:] for one in samples}
+    return found
+
+
+def test_a_sample_draws_the_same_whoever_loads_it():
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    whole = drawn(size=1, start=0, stop=8, workers=0, micro_batch_size=7)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert after == states
+    assert len({str(one) for one in whole.values()}) == len(whole) == 2 * 23
+    for size, start, workers, micro_batch_size in ((3, 0, 0, 2), (2, 3, 0, 1), (1, 5, 2, 3)):
+        part = drawn(size, start, 8, workers, micro_batch_size)
+        assert part == {key: one for key, one in whole.items() if key[0] >= start}
 
 
 @pytest.mark.parametrize(("workers", "start_method"), WORKERS)
