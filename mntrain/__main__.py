@@ -73,8 +73,8 @@ _ALSO = """
 other commands, each with a --help of its own:
   python -m mntrain bench
       measure the collectives of this cluster
-  python -m mntrain ckpt list|show|verify
-      look at the checkpoints of a run"""
+  python -m mntrain ckpt list|show|verify|diff|export
+      look at checkpoints, compare them, and take the model out of one"""
 
 
 def _parsed(parse: Callable[..., T], words: Sequence[str], talks: bool, also: str = "") -> T:

@@ -41,7 +41,7 @@ class Saves:
         self._samples = samples
         self._cadence = Cadence(config.checkpoint.every, config.checkpoint.mtbf_hours)
         self._best = saver.best_loss(found.manifest.step) if found else None
-        self._told_to_wait = False
+        self._told_to_wait = self._prepared = False
         self.last: Path | None = None  # what is safe
         self.count = self.failed = 0
         self.costs = Costs(longest_s=found.manifest.wrote_s if found else 0.0)
@@ -73,6 +73,9 @@ class Saves:
                 self._tell(self._saver.advance(), record.step, reporter)
             if self._due(record, bool(due)):
                 self._begin(record, skipped_steps, reporter)
+            elif self._cadence.wanted and not self._prepared:
+                self._saver.prepare()
+            self._prepared = True
         except AgreedError as error:
             self.failed += 1
             reporter.warn(str(error))

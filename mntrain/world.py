@@ -14,7 +14,7 @@ from torch import nn
 
 from mntrain import agreement, device, mpi, tuning
 from mntrain.collectives import Table, WorldCollectives
-from mntrain.collectives.progress import Progress
+from mntrain.collectives.progress import Progress, Ticket
 from mntrain.failures import AgreedError, Watch
 from mntrain.loader import Shard, shard
 from mntrain.stats import Place, Usage, peak_device_memory, peak_memory
@@ -193,7 +193,11 @@ class World:
 
     def gather(self, mine: T) -> list[T]:
         """Everyone's object, by rank, on every rank. Collective; for small picklable things."""
-        return self._progress.call(lambda: self._world.gather_objects(mine)).wait()
+        return self.gather_later(mine).wait()
+
+    def gather_later(self, mine: T) -> Ticket[list[T]]:
+        """Ask as `gather` does, and go on; the ticket's `wait` gives the answer. Collective."""
+        return self._progress.call(lambda: self._world.gather_objects(mine))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in fp64. Collective; every rank gives as many values."""

@@ -1,16 +1,14 @@
 """Jobs that end before their run does, by order, by Ctrl-C or by a kill, and jobs that go on."""
 
-import fcntl
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from job import SMALL, completed, losses, losses_alone, metrics, summary, train, write_corpus
+from job import SMALL, completed, losses, metrics, summary, train, write_corpus
 from launch import mpirun
 
 from mntrain.checkpoint.finding import check, checkpoints_of, opened
@@ -61,15 +59,6 @@ def test_a_run_in_parts_is_the_run_in_one_bit_for_bit(whole, parts):
         for folder in (parts, whole)
     )
     assert ours == theirs
-
-
-def test_a_run_goes_on_with_other_ranks_at_another_stage(parts):
-    completed(train(3, parts, "--zero.stage", "1", "--run.stop-after", "2"))
-    completed(train(2, parts, "--zero.stage", "2", "--run.stop-after", "2"))
-    completed(train(1, parts))
-    # Sums in another order: fp32 rounding, grown over six steps.
-    assert losses(parts) == pytest.approx(losses_alone(), rel=2e-5)
-    assert [line["step"] for line in metrics(parts)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_job_killed_at_any_instant_loses_what_came_after_the_last_checkpoint(whole, parts):
@@ -135,79 +124,6 @@ def stopped(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     completed(train(1, folder, "--run.stop-after", "2", *ONE_EACH))
     return folder
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            ["--model.width", "64", "--train.batch-size", "9", "--run.seed", "3"],
-            "another run: --model.width was 32, and is 64; --train.batch-size was 8, and is 9; "
-            "--run.seed was 0, and is 3. Give the same, or another --run.dir to begin anew",
-        ),
-        (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
-        (["--run.resume", "never"], "holds a run already: give another --run.dir"),
-        (["--run.resume", "no/such/run"], "--run.resume no/such/run: there is no checkpoint"),
-        (["--run.stop-after", "0"], "--run.stop-after 0: must be at least 1 or none"),
-        (["--checkpoint.keep", "0"], "--checkpoint.keep 0: must be at least 1"),
-    ],
-)
-def test_what_cannot_go_on_is_refused_and_nothing_is_lost(tmp_path, stopped, options, said):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-    result = train(1, tmp_path, *options)
-    assert result.returncode == 2
-    assert result.stderr.count(said) == 1
-    assert "Traceback" not in result.stderr
-    assert metrics(tmp_path) == metrics(stopped)
-    assert steps_kept(tmp_path) == [2, 1]
-
-
-def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(tmp_path, stopped):
-    completed(train(1, tmp_path, "--run.stop-after", "1"))
-    result = train(1, tmp_path, "--run.resume", str(stopped / "run"))
-    assert result.returncode == 2
-    assert result.stderr.count("holds a run already: give another --run.dir") == 1
-    assert [line["step"] for line in metrics(tmp_path)] == [1]
-
-
-def test_steps_may_be_taken_again(tmp_path):
-    options = ["--checkpoint.every", "1", "--checkpoint.keep", "1"]
-    completed(train(1, tmp_path, *options, "--checkpoint.keep", "9"))
-    whole = losses(tmp_path)
-    second = tmp_path / "run" / "checkpoints" / "step-00000002"
-    completed(train(1, tmp_path, *options, "--run.resume", str(second), "--run.stop-after", "2"))
-    assert steps_kept(tmp_path) == [4]
-    completed(train(1, tmp_path, *options))
-    assert losses(tmp_path) == whole
-
-
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path):
-    completed(train(1, tmp_path))
-    whole = losses(tmp_path)
-    (tmp_path / "run" / "summary.json").unlink()  # as a kill leaves it
-    assert train(1, tmp_path).returncode == 2
-    completed(train(1, tmp_path, *ONE_EACH))
-    assert losses(tmp_path) == whole
-    assert len(metrics(tmp_path)) == 6
-
-
-def test_a_second_job_in_a_run_is_refused(tmp_path):
-    (tmp_path / "run").mkdir()
-    with (tmp_path / "run" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("on a host, process 7")
-        lock.flush()
-        result = train(2, tmp_path, *ONE_EACH)
-        assert result.returncode == 2
-        assert result.stderr.count("run is in use by a job (on a host, process 7): wait for") == 1
-        assert not (tmp_path / "run" / "config.toml").exists()
-    completed(train(2, tmp_path, *ONE_EACH))
-
-
-def test_another_run_may_begin_with_a_checkpoint(tmp_path, stopped):
-    completed(train(2, tmp_path, "--run.resume", str(stopped / "run"), "--optim.lr", "0.001"))
-    assert [line["step"] for line in metrics(tmp_path)] == [3, 4, 5, 6]
-    assert metrics(tmp_path)[0]["lr"] == pytest.approx(0.001)  # that of this job
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

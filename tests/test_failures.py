@@ -46,27 +46,6 @@ class NotANumber(Late):
         loss = LanguageModel.loss(self, model, batch)
         return Loss(loss.mean * float("nan"), loss.count)
 
-class InfiniteGradient(Late):
-    def broken(self, model, batch):
-        loss = LanguageModel.loss(self, model, batch)
-        endless = next(model.parameters()).sum() * 0
-        return Loss(loss.mean + (endless.abs() + 0).sqrt(), loss.count)
-
-class InEvaluation(LanguageModel):
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        return loss if model.training else Loss(loss.mean * float("inf"), loss.count)
-
-class OddWeights(Late):
-    def broken(self, model, batch):
-        with torch.no_grad():
-            next(model.parameters())[0] += 1e-3
-        return LanguageModel.loss(self, model, batch)
-
-class OtherModel(LanguageModel):
-    def model(self):
-        return torch.nn.Linear(3 + RANK, 5)
-
 class Slow(LanguageModel):
     def loss(self, model, batch):
         time.sleep(0.05)
@@ -110,21 +89,10 @@ def test_a_killed_rank_ends_the_job(folder):
     assert not (folder / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        ("NotANumber", "in step 2, the loss is nan on rank 1"),
-        (
-            "InfiniteGradient",
-            "in step 2, the gradient's norm is nan: not finite in embedding.weight, on rank 1",
-        ),
-        ("InEvaluation", "in evaluation, the loss is inf on rank 0, inf on rank 1"),
-        ("OddWeights", "after step 2, the weights differ between ranks: rank 1 against"),
-    ],
-)
-def test_training_that_cannot_go_on_stops_and_says_why_once(folder, task, said):
+def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
     # Shares of 8 over 3 ranks are 2, 3 and 3: rank 1's third forward is the first of step 2.
-    result = train(3, folder, "--task", f"broken:{task}", "--train.check-every", "1")
+    result = train(3, folder, "--task", "broken:NotANumber")
+    said = "in step 2, the loss is nan on rank 1"
     assert not result.timed_out, result.report()
     assert result.returncode == 1 or is_open_mpi(), result.report()
     assert result.returncode != 0
@@ -132,27 +100,6 @@ def test_training_that_cannot_go_on_stops_and_says_why_once(folder, task, said):
     assert "Traceback" not in result.stderr
     assert summary(folder)["status"] == "failed"
     assert said in summary(folder)["error"]
-
-
-def test_a_step_that_cannot_be_made_is_skipped_if_asked_for(folder):
-    options = ["--optim.non-finite", "skip", "--zero.stage", "2", "--train.check-every", "1"]
-    result = completed(train(3, folder, "--task", "broken:NotANumber", *options))
-    lines = metrics(folder)
-    assert [line["skipped"] for line in lines] == [False, True, False, False, False, False]
-    assert lines[1]["loss"] is None
-    assert "grad_norm" not in lines[1]
-    assert summary(folder)["skipped_steps"] == 1
-    norm, loss = "the gradient's norm is nan", "the loss is nan on rank 1"
-    said = f"warning: in step 2, {norm} and {loss}: the step was skipped"
-    assert result.stderr.count(said) == 1, result.report()
-
-
-def test_a_model_that_differs_between_ranks_is_named_by_shape_and_rank(folder):
-    result = train(3, folder, "--task", "broken:OtherModel")
-    assert result.returncode == 2, result.report()
-    said = "rank 0 has weight (5, 3) float32, rank 1 has weight (5, 4) float32"
-    assert result.stderr.count(said) == 1, result.report()
-    assert not (folder / "run").exists()
 
 
 def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
@@ -164,27 +111,14 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--train.batch-size", "0"], "--train.batch-size 0: must be at least 1"),
         (["--train.batchsize", "8"], "did you mean --train.batch-size"),
         (["--data.path", "no/such/file"], "no/such/file"),
-        (["--data.path", "empty.txt"], "the data has 0 tokens"),
-        (["--data.path", "short.txt"], "--model.context 32"),
-        (["--task", "no_such_module:Task"], "module 'no_such_module' does not import"),
-        (["--task", "broken:NoSuchTask"], "module 'broken' has no 'NoSuchTask'"),
-        (["--task", "broken:os"], "'os' is not a class"),
-        (["--optim.name", "AdamX"], "torch.optim has no such optimizer; nearest: Adam"),
-        (["--zero.stage", "3"], "--zero.stage 3"),
-        (["--zero.stage", "1", "--optim.name", "Adafactor"], "Adafactor"),
-        (["--comm.algorithm", "ring"], "--comm.algorithm ring"),
         (["--device", "cuda"], "torch sees no GPU here"),
-        (["--run.dir", "corpus.txt/run"], "corpus.txt"),
     ],
 )
 def test_bad_input_gets_one_clear_error_before_any_work(folder, options, said):
     if options[0] == "--device" and __import__("torch").cuda.is_available():
         pytest.skip("there is a GPU here")
-    (folder / "empty.txt").touch()
-    (folder / "short.txt").write_text("too short")
     write_corpus(folder)
     result = train(2, folder, *options)
     assert result.returncode == 2, result.report()

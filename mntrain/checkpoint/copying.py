@@ -24,6 +24,12 @@ class Room:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    def reserve(self, nbytes: int, *, pinned: bool) -> None:
+        """Have this much memory, with its pages."""
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._memory.zero_()
+
     def copied(self, ranges: Sequence[Range]) -> list[Range]:
         """The same ranges in this memory, in place of what was copied before.
 
@@ -35,8 +41,7 @@ class Room:
             end += -(-one.flat.nbytes // _ALIGNED) * _ALIGNED
         on_device = any(one.flat.is_cuda for one in ranges)
         if end > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=on_device)
+            self.reserve(end, pinned=on_device)
         copies = []
         for one, start in zip(ranges, starts, strict=True):
             there = self._memory[start : start + one.flat.nbytes].view(one.flat.dtype)

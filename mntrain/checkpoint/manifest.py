@@ -73,16 +73,23 @@ def read(folder: Path) -> Manifest:
         text = (folder / FILE).read_bytes()
     except OSError as error:
         raise ValueError(f"{FILE} cannot be read: {error.strerror}") from error
+    foreign = ValueError(f"{FILE} is not that of a checkpoint, or is damaged")
     try:
         whole = json.loads(text)
-        said, content, checksum = whole["format"], whole["content"], whole["checksum"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{FILE} is not that of a checkpoint, or is damaged") from error
+        said, content, checksum = whole["format"], str(whole["content"]), whole["checksum"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise foreign from error
     if said != FORMAT:
         raise ValueError(f"{FILE} is of format {said!r}, and this program reads {FORMAT!r}")
     if zlib.crc32(content.encode()) != checksum:
         raise ValueError(f"{FILE} is damaged: it does not have its checksum")
-    fields = json.loads(content)
+    try:
+        return _from_fields(json.loads(content))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise foreign from error
+
+
+def _from_fields(fields: Mapping[str, Any]) -> Manifest:
     kept = {
         name: Kept(
             tuple(one["shape"]), tuple(one["order"]), tuple(one["by_element"]), one["others"]

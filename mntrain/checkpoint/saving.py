@@ -1,10 +1,12 @@
 """Saving a run: all ranks at once, each its own ranges, while training goes on.
 
 begin      all ranks copy what is to be saved; from here on training may change it
-           threads write, each rank its part, and wait for the disk
+           threads hear who has what, write, each rank its part, and wait for the disk
 advance    when every rank's part is safe, all ranks tell what they have written
            the master's thread writes the manifest, and one rename makes a checkpoint of it
 advance    all ranks know
+
+Messages are all from the thread that calls; a rank's writing thread only waits for their answers.
 """
 
 import secrets
@@ -14,11 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mntrain import agreement
 from mntrain._version import __version__
 from mntrain.checkpoint import manifest, randomness, writing
 from mntrain.checkpoint.copying import Range, Room
@@ -26,6 +29,7 @@ from mntrain.checkpoint.finding import losses_of, step_of, steps_in
 from mntrain.checkpoint.manifest import FILES, MODEL, OPTIMIZER, RANDOM, Kept, Manifest
 from mntrain.checkpoint.tensors import Layout, Run
 from mntrain.checkpoint.writing import Place
+from mntrain.collectives.progress import Ticket
 from mntrain.data import part
 from mntrain.failures import AgreedError
 from mntrain.world import World
@@ -34,8 +38,11 @@ from zero.state import StateSlice
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 Runs = dict[str, list[Run]]  # what was written, by file
-Layouts = dict[str, Layout]
 Outline = tuple[StateSlice, dict[str, torch.dtype]]  # a slice without its tensors; their dtypes
+T = TypeVar("T")
+
+_LISTEN_S = 0.001
+_SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,17 +70,30 @@ class _Begun:
     """A checkpoint on its way."""
 
     target: Path
-    place: Place
-    content: Manifest
-    made: Future[None] | None  # on the master
-    wrote: Future[Runs]
+    content: Manifest  # as far as it is known
     start: float
-    publishing: bool = False
-    published: Future[None] = field(default_factory=Future)  # on the master; else never
+    place: Place = field(default_factory=Place)
+    prepared: Future[None] = field(default_factory=Future)
+    wrote: Future[Runs] = field(default_factory=Future)
+    published: Future[None] | None = None  # on the master; on others: that all have written
 
-    @property
-    def nbytes(self) -> int:
-        return sum(layout.nbytes for layout in self.place.layouts.values())
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank has: outlines of its slices, bytes of its random states; a name for the whole."""
+
+    outlines: list[Outline]
+    random: dict[str, int]
+    token: str
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written, or why it has not."""
+
+    refusal: str | None
+    runs: Runs
 
 
 class Saver:
@@ -91,6 +111,7 @@ class Saver:
         self._keep = keep
         self._room = Room()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._reserved: Future[None] | None = None
         self._begun: _Begun | None = None
 
     def check(self) -> None:
@@ -114,52 +135,74 @@ class Saver:
         """Whether one is begun, and not at its end. The same on all ranks."""
         return self._begun is not None
 
+    def prepare(self) -> None:
+        """Let a thread get the memory for copies ready, so that the first takes no longer. Local.
+
+        After the first step: only then the optimizer has its state.
+        """
+        nbytes = sum(
+            tensor.nbytes
+            for one in _own(self._optimizer, self._world)
+            for tensor in one.tensors.values()
+        )
+        tensors = self._model.state_dict().values()
+        nbytes += sum(tensor.nbytes for tensor in tensors) // self._world.size
+        pinned = self._world.device.type == "cuda"
+        self._reserved = self._thread.submit(
+            self._room.reserve, nbytes + _SPARE_BYTES, pinned=pinned
+        )
+
     def begin(self, moment: Moment) -> None:
         """Copy what is to be saved, and let a thread write it. Collective.
 
-        None may be begun: `finish` that first. AgreedError, with what is wrong on which rank, for
-        what cannot be saved; what goes wrong later is told by `advance` and `finish`.
+        None may be begun: `finish` that first. What goes wrong is told by `advance`.
         """
+        if self._reserved is not None:
+            self._reserved.result()
+            self._reserved = None
         self._begin(moment, lambda ranges: self._room.copied(list(ranges)))
 
     def save(self, moment: Moment) -> Saved:
-        """Save at once, without a copy. Collective. AgreedError as `begin` and `finish`."""
+        """Save at once, without a copy. Collective. AgreedError as `advance`."""
         self._begin(moment, lambda ranges: ranges)
-        return self.finish()
+        saved = self.finish()
+        self._thread.submit(lambda: None).result()  # older ones are removed by now
+        return saved
 
     def ready(self) -> int:
         """Of how many ranks this rank knows that they would not wait in `advance`. Local.
 
         Nobody would when the sum over all ranks is their number or more.
         """
-        if self._begun is None:
+        begun = self._begun
+        if begun is None:
             return 0
-        if self._begun.place.given_up.is_set() or self._begun.published.done():
-            return self._world.size
-        return int(self._begun.wrote.done())
+        if begun.published is not None:
+            return self._world.size if self._world.master and begun.published.done() else 0
+        return self._world.size if begun.place.given_up.is_set() else int(begun.wrote.done())
 
     def advance(self) -> Saved | None:
         """Take what was begun a stage further: to be published; then to be known as safe.
 
-        Collective; waits where it has to. None before the last stage. AgreedError if it cannot
-        become a checkpoint; then it is given up, and those that were there are as they were.
+        Collective; waits where it has to. None before the last stage. AgreedError, with what is
+        wrong on which rank, if it cannot become a checkpoint; then it is given up, and those that
+        were there are as they were.
         """
         begun = self._begun
         assert begun is not None, "nothing is begun"
         try:
-            if not begun.publishing:
-                self._publish(begun)
+            if begun.published is None:
+                begun.published = self._publish(begun)
                 return None
             with self._world.agreement():
-                if self._world.master:
-                    begun.published.result()
+                begun.published.result()
         except AgreedError as error:
             self._begun = None
             if self._world.master:
                 writing.discard(begun.place)
             raise AgreedError(f"{begun.target} was not saved: {error}", self._world.rank) from error
         self._begun = None
-        return Saved(begun.target, begun.nbytes, time.perf_counter() - begun.start)
+        return Saved(begun.target, begun.place.nbytes, time.perf_counter() - begun.start)
 
     def finish(self) -> Saved:
         """Wait until what was begun is safe. Collective. AgreedError as `advance`."""
@@ -170,44 +213,75 @@ class Saver:
     def _begin(self, moment: Moment, taken: Callable[[Iterable[Range]], Iterable[Range]]) -> None:
         """Begin with a checkpoint of the ranges that `taken` gives of this rank's."""
         assert self._begun is None, "one is begun: finish that first"
-        start = time.perf_counter()
-        world, optimizer = self._world, self._optimizer
-        optimizer.wait_for_parameters()
+        start, world = time.perf_counter(), self._world
+        self._optimizer.wait_for_parameters()
         random = randomness.captured(world.device)
-        with world.agreement():
-            mine = list(_own(optimizer, world))
-            outlines = [_outline(one) for one in mine]
-        sizes = {key: len(state) for key, state in random.items()}
-        everyone = world.gather((outlines, sizes, secrets.token_hex(4)))
-        token = everyone[0][2]
-        target = self._folder / step_of(moment.step)
-        place = Place(target.with_name(f".{target.name}.{token}"), self._layouts(everyone))
-        with world.agreement():
-            ranges = taken(_ranges(mine, self._model, random, world))
-        made = self._thread.submit(writing.make, place) if world.master else None
-        self._begun = _Begun(
-            target=target,
-            place=place,
-            content=self._described(moment, [one for theirs in everyone for one in theirs[0]]),
-            made=made,
-            wrote=self._thread.submit(writing.write, place, ranges, header=world.master),
-            start=start,
-        )
-
-    def _layouts(self, everyone: Sequence[tuple[list[Outline], dict[str, int], str]]) -> Layouts:
-        """The layouts of all files. AgreedError for tensors that cannot be in one."""
-        outlines = [one for theirs in everyone for one in theirs[0]]
+        mine = list(_own(self._optimizer, world))
+        everyone = world.gather_later(_told(mine, random))
+        begun = _Begun(self._folder / step_of(moment.step), self._content(moment), start)
         try:
-            return {
-                MODEL: Layout.of(_shapes(self._model.state_dict())),
-                OPTIMIZER: Layout.of(_state_shapes(outlines)),
-                RANDOM: Layout.of(_random_shapes([theirs[1] for theirs in everyone])),
-            }
-        except ValueError as error:
-            raise AgreedError(str(error), self._world.rank) from error
+            ranges = taken(_ranges(mine, self._model, random, world))
+        except RuntimeError as error:  # torch has no memory for the copy
+            ranges = _raising(error)
+        shapes = _shapes(self._model.state_dict())
+        begun.prepared = self._thread.submit(self._prepare, begun, shapes, everyone)
+        begun.wrote = self._thread.submit(writing.write, begun.place, ranges, header=world.master)
+        self._begun = begun
 
-    def _described(self, moment: Moment, outlines: Sequence[Outline]) -> Manifest:
-        """What the manifest is to say of now; what was written is not known yet."""
+    def _prepare(self, begun: _Begun, model: Shapes, everyone: Ticket[list[_Told]]) -> None:
+        """Find everything its place; on the master, make it. In the thread."""
+        try:
+            told = _heard(everyone)
+            if any(theirs.refusal for theirs in told):
+                raise ValueError(agreement.told([theirs.refusal for theirs in told]))
+            outlines = [one for theirs in told for one in theirs.outlines]
+            begun.content = replace(begun.content, kept=_kept(outlines))
+            begun.place.partial = begun.target.with_name(f".{begun.target.name}.{told[0].token}")
+            begun.place.layouts = {
+                MODEL: Layout.of(model),
+                OPTIMIZER: Layout.of(_state_shapes(outlines)),
+                RANDOM: Layout.of(_random_shapes([theirs.random for theirs in told])),
+            }
+            if self._world.master:
+                writing.make(begun.place)
+        except BaseException:
+            begun.place.given_up.set()
+            raise
+
+    def _publish(self, begun: _Begun) -> Future[None]:
+        """Tell everyone what this rank has written, and let the master's thread publish it."""
+        try:
+            with self._world.agreement():
+                begun.prepared.result()
+        except AgreedError:
+            begun.place.given_up.set()
+            wait([begun.wrote])
+            raise
+        begun.place.made.set()
+        wait([begun.wrote])
+        try:
+            said = _Written(None, begun.wrote.result())
+        except (OSError, ValueError, RuntimeError) as error:
+            said = _Written(str(error), {})
+        everyone = self._world.gather_later(said)
+        return self._thread.submit(self._make_valid, begun, everyone)
+
+    def _make_valid(self, begun: _Begun, everyone: Ticket[list[_Written]]) -> None:
+        """Make a checkpoint of what all have written, on the master. In the thread."""
+        told = _heard(everyone)
+        if any(theirs.refusal for theirs in told):
+            raise OSError(agreement.told([theirs.refusal for theirs in told]))
+        if not self._world.master:
+            return
+        runs = _merged([theirs.runs for theirs in told])
+        wrote_s = time.perf_counter() - begun.start
+        writing.publish(
+            begun.place, begun.target, replace(begun.content, wrote_s=wrote_s, runs=runs)
+        )
+        self._thread.submit(writing.remove_old, self._folder, self._keep)
+
+    def _content(self, moment: Moment) -> Manifest:
+        """What the manifest is to say of now. What is kept and written is not known yet."""
         world, state = self._world, self._optimizer.state_dict()
         return Manifest(
             step=moment.step,
@@ -221,32 +295,29 @@ class Saver:
             wrote_s=0.0,
             groups=state["param_groups"],
             loss_scale=state["loss_scale"],
-            kept=_kept(outlines),
+            kept={},
             runs={},
         )
 
-    def _publish(self, begun: _Begun) -> None:
-        """Gather who wrote what, and let the master's thread make a checkpoint of it."""
-        world = self._world
-        try:
-            with world.agreement():
-                if begun.made:
-                    begun.made.result()
-        except AgreedError:
-            begun.place.given_up.set()
-            wait([begun.wrote])
-            raise
-        begun.place.made.set()
-        with world.agreement():
-            runs = begun.wrote.result()
-        everywhere = world.gather(runs)
-        begun.publishing = True
-        if world.master:
-            wrote_s = time.perf_counter() - begun.start
-            written = replace(begun.content, wrote_s=wrote_s, runs=_merged(everywhere))
-            begun.published = self._thread.submit(
-                writing.publish, begun.place, begun.target, written, self._keep
-            )
+
+def _heard(everyone: Ticket[T]) -> T:
+    """What everyone told, without a hand in how it comes."""
+    while not everyone.settled:
+        time.sleep(_LISTEN_S)
+    return everyone.wait()
+
+
+def _told(mine: Sequence[StateSlice], random: Mapping[str, Tensor]) -> _Told:
+    sizes, token = {key: len(state) for key, state in random.items()}, secrets.token_hex(4)
+    try:
+        return _Told([_outline(one) for one in mine], sizes, token)
+    except ValueError as error:
+        return _Told([], sizes, token, refusal=str(error))
+
+
+def _raising(error: Exception) -> Iterator[Range]:
+    raise error
+    yield
 
 
 def _start(run: Run) -> int:

@@ -31,10 +31,15 @@ _SEEN_S = 60.0  # in which a folder that is there has to be seen by all nodes
 class Place:
     """Where a checkpoint is written, and what is known of it so far."""
 
-    partial: Path
-    layouts: Mapping[str, Layout]
+    partial: Path = Path()
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
     made: threading.Event = field(default_factory=threading.Event)  # the master says so
     given_up: threading.Event = field(default_factory=threading.Event)  # it never will be
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(layout.nbytes for layout in self.layouts.values())
 
 
 def make(place: Place) -> None:
@@ -46,7 +51,6 @@ def make(place: Place) -> None:
             create(unseen / name, layout.nbytes)
         unseen.rename(place.partial)
     except OSError as error:
-        place.given_up.set()
         shutil.rmtree(unseen, ignore_errors=True)
         raise OSError(_without_room(place, error)) from error
 
@@ -71,11 +75,10 @@ def write(place: Place, ranges: Iterable[Range], *, header: bool) -> dict[str, l
         return {name: writer.runs for name, writer in writers.items()}
 
 
-def publish(place: Place, target: Path, written: Manifest, keep: int) -> None:
+def publish(place: Place, target: Path, written: Manifest) -> None:
     """Make a checkpoint of a folder whose other files are safe: the manifest, then one rename.
 
-    Of the older ones the last few are kept, and that of the lowest evaluation loss. OSError, and
-    ValueError for what a manifest cannot say.
+    OSError, and ValueError for what a manifest cannot say.
     """
     file = os.open(place.partial / manifest.FILE, os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(file, "w", encoding="utf-8") as text:
@@ -87,13 +90,27 @@ def publish(place: Place, target: Path, written: Manifest, keep: int) -> None:
         target.rename(target.with_name(f".{target.name}.old"))
     place.partial.rename(target)
     _sync_folder(target.parent)
-    with suppress(OSError):  # what cannot be removed today is removed next time
-        _remove_old(target.parent, keep)
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Keep the newest few checkpoints, and that of the lowest evaluation loss.
+
+    What cannot be removed today is removed next time.
+    """
+    with suppress(OSError):
+        for other in folder.glob(".*"):
+            shutil.rmtree(other)
+        for path in _superfluous(steps_in(folder), keep):
+            # Renamed first: what is half removed is no checkpoint.
+            gone = path.with_name(f".{path.name}.old")
+            path.rename(gone)
+            shutil.rmtree(gone)
 
 
 def discard(place: Place) -> None:
     """Remove what was written so far."""
-    shutil.rmtree(place.partial, ignore_errors=True)
+    if place.partial.name:
+        shutil.rmtree(place.partial, ignore_errors=True)
 
 
 def _await(place: Place) -> None:
@@ -115,22 +132,11 @@ def _without_room(place: Place, error: OSError) -> str:
     folder = place.partial.parent
     if error.errno != errno.ENOSPC or not folder.exists():
         return f"{folder}: {error.strerror}"
-    needed = sum(layout.nbytes for layout in place.layouts.values())
     free = shutil.disk_usage(folder).free
     return (
-        f"{error.strerror}: it needs {needed / 1e6:.1f} MB, of which {free / 1e6:.1f} MB are free "
-        f"in {folder} now"
+        f"{error.strerror}: it needs {place.nbytes / 1e6:.1f} MB, of which {free / 1e6:.1f} MB "
+        f"are free in {folder} now"
     )
-
-
-def _remove_old(folder: Path, keep: int) -> None:
-    for other in folder.glob(".*"):
-        shutil.rmtree(other)
-    for path in _superfluous(steps_in(folder), keep):
-        # Renamed first: what is half removed is no checkpoint.
-        gone = path.with_name(f".{path.name}.old")
-        path.rename(gone)
-        shutil.rmtree(gone)
 
 
 def _superfluous(newest_first: list[Path], keep: int) -> list[Path]:

@@ -1,0 +1,390 @@
+"""Whole training jobs, several in one launch: on some of its ranks, in parts, and refused."""
+
+import fcntl
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from job import SMALL, losses, metrics, summary, write_corpus
+from mpi4py import MPI
+from torch import nn
+from worlds import RANKS, refusal
+
+import mntrain
+from mntrain.checkpoint.finding import check, checkpoints_of, opened
+from mntrain.failures import TrainingStoppedError
+from mntrain.options import parse
+from mntrain.tasks import Loss
+from mntrain.tasks.lm import LanguageModel
+from mntrain.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+RANK = MPI.COMM_WORLD.rank
+EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "9"]
+
+
+@pytest.fixture
+def folder():
+    """The same new folder on all ranks."""
+    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
+    yield Path(path)
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        shutil.rmtree(path)
+
+
+def train(folder, *options, comm=MPI.COMM_WORLD):
+    """Run a small job on the ranks of comm, as `python -m mntrain` does: its exit code.
+
+    The run directory is folder/run. The other ranks wait.
+    """
+    code = None
+    if comm != MPI.COMM_NULL:
+        if comm.rank == 0 and not (folder / "corpus.txt").exists():
+            write_corpus(folder)
+        comm.Barrier()
+        words = ["--data.path", str(folder / "corpus.txt"), "--run.dir", str(folder / "run")]
+        config = parse([*words, *SMALL, *options])
+        with mntrain.init(
+            comm,
+            device=config.device,
+            algorithm=config.comm.algorithm,
+            bucket_mb=config.comm.bucket_mb,
+            ranks_per_node=config.comm.ranks_per_node,
+            tune=config.comm.tune,
+        ) as world:
+            code = Trainer(world, config).fit()
+    MPI.COMM_WORLD.Barrier()
+    return code
+
+
+def on_first(size):
+    """A communicator of the first ranks; COMM_NULL on the others."""
+    return MPI.COMM_WORLD.Split(0 if size > RANK else MPI.UNDEFINED)
+
+
+ALONE = {}
+
+
+def losses_alone(*options):
+    """The losses of the job with these options in one process; the oracle, run once by rank 0."""
+    if options not in ALONE:
+        found = None
+        if RANK == 0:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                write_corpus(folder)
+                words = ["--data.path", f"{name}/corpus.txt", "--run.dir", f"{name}/run"]
+                config = parse([*words, *SMALL, *options])
+                with mntrain.init(MPI.COMM_SELF, device="cpu", tune=False) as world:
+                    assert Trainer(world, config).fit() == 0
+                found = losses(folder)
+        ALONE[options] = MPI.COMM_WORLD.bcast(found)
+    return ALONE[options]
+
+
+def steps_kept(folder):
+    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    paths = checkpoints_of(folder / "run")
+    for path in paths:
+        check(path, opened(path))
+    return [opened(path).step for path in paths]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--zero.stage", "2", "--train.micro-batch-size", "10"],
+        ["--zero.stage", "1", "--comm.algorithm", "flat"],
+        ["--zero.stage", "2", "--comm.ranks-per-node", "2", "--comm.algorithm", "lanes"],
+        ["--zero.stage", "0", "--comm.ranks-per-node", "2", "--comm.algorithm", "leader"],
+        ["--zero.stage", "1", "--comm.ranks-per-node", "2", "--zero.partition", "parameter"],
+        ["--zero.stage", "2", "--comm.bucket-mb", "0.01", "--comm.ranks-per-node", "1"],
+    ],
+)
+def test_losses_depend_neither_on_the_ranks_nor_on_the_stage(folder, options):
+    # 57 training windows in batches of 10: shares differ, and every sixth batch has 7 samples.
+    shared = ["--train.batch-size", "10", "--train.steps", "8"]
+    assert train(folder, *shared, *options, "--train.check-every", "1") == 0
+    # Sums in another order: fp32 rounding, grown over eight steps.
+    assert losses(folder) == pytest.approx(losses_alone(*shared), rel=2e-5)
+    assert [line["samples"] for line in metrics(folder)] == [10, 10, 10, 10, 10, 7, 10, 10]
+
+
+def test_more_ranks_than_samples(folder):
+    options = ["--train.batch-size", "1"]
+    assert train(folder, *options, "--train.check-every", "1") == 0
+    assert losses(folder) == pytest.approx(losses_alone(*options), rel=2e-5)
+
+
+def test_bf16_follows_fp32(folder):
+    assert train(folder, "--train.precision", "bf16") == 0
+    assert losses(folder) == pytest.approx(losses_alone(), rel=0.02)
+    assert losses(folder) != losses_alone()
+
+
+@pytest.mark.parametrize("precision", ["bf16-pure", "fp16"])
+def test_the_model_learns_in_16_bits(folder, precision):
+    options = ["--train.precision", precision, "--zero.stage", "2", "--train.steps", "40"]
+    assert train(folder, *options, "--train.check-every", "20") == 0
+    values = losses(folder)
+    assert values[-2] < 0.75 * values[0]
+    # Two bytes a parameter, and four for those that a rank owns.
+    memory = summary(folder)["memory"]
+    owned = memory["parameters"]["most"] * 2 / RANKS
+    assert memory["master"]["most"] == pytest.approx(owned, rel=0.02)
+    # Only the loss scale, which begins too large, may have cost some steps.
+    lines = metrics(folder)
+    skipped = [line["step"] for line in lines if line["skipped"]]
+    assert len(skipped) == summary(folder)["skipped_steps"]
+    assert bool(skipped) == (precision == "fp16")
+
+
+def test_a_run_in_parts_on_as_many_ranks_is_the_run_in_one(folder):
+    options = ["--zero.stage", "2", "--train.eval-every", "2"]
+    whole, parts = folder / "whole", folder / "parts"
+    if RANK == 0:
+        whole.mkdir()
+        parts.mkdir()
+    MPI.COMM_WORLD.Barrier()
+    assert train(whole, *options) == 0
+    for _ in range(2):
+        assert train(parts, *options, "--run.stop-after", "2") == 0
+    assert train(parts, *options) == 0
+    same = ("step", "loss", "lr", "grad_norm", "samples", "eval_loss")
+    ours, theirs = (
+        [{key: line.get(key) for key in same} for line in metrics(one)] for one in (parts, whole)
+    )
+    assert ours == theirs
+
+
+def test_a_run_goes_on_with_other_ranks_at_another_stage(folder):
+    for part, size in enumerate((RANKS, 1, max(1, RANKS - 1))):
+        comm = on_first(size)
+        train(folder, "--zero.stage", str(2 - part), "--run.stop-after", "2", comm=comm)
+        if comm != MPI.COMM_NULL:
+            comm.Free()
+    assert losses(folder) == pytest.approx(losses_alone(), rel=2e-5)
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_steps_may_be_taken_again(folder):
+    assert train(folder, *EACH) == 0
+    whole = losses(folder)
+    second = folder / "run" / "checkpoints" / "step-00000002"
+    options = ["--checkpoint.every", "1", "--checkpoint.keep", "1"]
+    assert train(folder, *options, "--run.resume", str(second), "--run.stop-after", "2") == 0
+    assert steps_kept(folder) == [4]
+    assert (folder / "run" / "checkpoints" / "step-00000006.aside").is_dir()
+    assert train(folder, *options) == 0
+    assert losses(folder) == whole
+
+
+def test_another_run_may_begin_with_a_checkpoint(folder, stopped):
+    assert train(folder, "--run.resume", str(stopped / "run"), "--optim.lr", "0.001") == 0
+    assert [line["step"] for line in metrics(folder)] == [3, 4, 5, 6]
+    assert metrics(folder)[0]["lr"] == pytest.approx(0.001)  # that of this job
+
+
+def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(folder, stopped):
+    assert train(folder, "--run.stop-after", "1") == 0
+    said = refusal(train, folder, "--run.resume", str(stopped / "run"))
+    assert said.endswith("holds a run already: give another --run.dir")
+    assert [line["step"] for line in metrics(folder)] == [1]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(folder):
+    assert train(folder) == 0
+    whole = losses(folder)
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        (folder / "run" / "summary.json").unlink()  # as a kill leaves it
+    MPI.COMM_WORLD.Barrier()
+    assert "holds a run already" in refusal(train, folder)
+    assert train(folder, *EACH) == 0
+    assert losses(folder) == whole
+    assert len(metrics(folder)) == 6
+
+
+def test_a_second_job_in_a_run_is_refused(folder):
+    if RANK == 0:
+        (folder / "run").mkdir()
+        with (folder / "run" / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write("on a host, process 7")
+            lock.flush()
+            with pytest.raises(
+                mntrain.AgreedError, match=r"by a job \(on a host, process 7\): wai"
+            ):
+                train(folder, *EACH)
+    else:
+        with pytest.raises(mntrain.AgreedError, match="run is in use by a job"):
+            train(folder, *EACH)
+    assert not (folder / "run" / "config.toml").exists()
+    assert train(folder, *EACH) == 0
+
+
+@pytest.fixture(scope="module")
+def stopped():
+    """A run that has stopped after two of its six steps."""
+    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
+    assert train(Path(path), *EACH, "--run.stop-after", "2") == 0
+    yield Path(path)
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--model.width", "64", "--train.batch-size", "9", "--run.seed", "3"],
+            "another run: --model.width was 32, and is 64; --train.batch-size was 8, and is 9; "
+            "--run.seed was 0, and is 3. Give the same, or another --run.dir to begin anew",
+        ),
+        (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
+        (["--run.resume", "never"], "holds a run already: give another --run.dir"),
+        (["--run.resume", "no/such/run"], "--run.resume no/such/run: there is no checkpoint"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_nothing_is_lost(stopped, options, said):
+    before = sorted(path for path in stopped.rglob("*"))
+    assert said in refusal(train, stopped, *options)
+    assert sorted(path for path in stopped.rglob("*")) == before
+    assert len(metrics(stopped)) == 2
+    assert steps_kept(stopped) == [2, 1]
+
+
+class Late(LanguageModel):
+    """Breaks in the third forward of the last rank, in the way that a subclass says."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        late = RANK == RANKS - 1 and self.calls == 3
+        if late:
+            self.before(model)
+        loss = super().loss(model, batch)
+        return self.after(model, loss) if late else loss
+
+    def before(self, model):
+        pass
+
+    def after(self, model, loss):
+        return loss
+
+
+class NotANumber(Late):
+    def after(self, model, loss):
+        return Loss(loss.mean * float("nan"), loss.count)
+
+
+class InfiniteGradient(Late):
+    def after(self, model, loss):
+        endless = next(model.parameters()).sum() * 0
+        return Loss(loss.mean + (endless.abs() + 0).sqrt(), loss.count)
+
+
+class InEvaluation(LanguageModel):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss if model.training else Loss(loss.mean * float("inf"), loss.count)
+
+
+class OddWeights(Late):
+    def before(self, model):
+        with torch.no_grad():
+            next(model.parameters())[0] += 1e-3
+
+
+class OtherModel(LanguageModel):
+    def model(self):
+        return nn.Linear(3 + RANK, 5)
+
+
+class NeedsMore(LanguageModel):
+    def __init__(self, config):
+        if RANK == RANKS - 1:
+            raise FileNotFoundError("no /data on this node")
+        super().__init__(config)
+
+
+# One micro-batch on every rank, so that the third forward is that of the third step.
+ONE_A_RANK = ["--train.batch-size", str(RANKS), "--train.micro-batch-size", "1"]
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("NotANumber", f"in step 3, the loss is nan on rank {RANKS - 1}"),
+        (
+            "InfiniteGradient",
+            "in step 3, the gradient's norm is nan: not finite in embedding.weight, on rank "
+            f"{RANKS - 1}",
+        ),
+        ("InEvaluation", "in evaluation, the loss is inf on rank 0"),
+        ("OddWeights", "after step 3, the weights differ between ranks: rank "),
+    ],
+)
+def test_training_that_cannot_go_on_says_why(folder, task, said):
+    if task == "OddWeights" and RANKS == 1:
+        pytest.skip("one rank has nobody to differ from")
+    options = ["--task", f"test_jobs:{task}", "--train.check-every", "1", *ONE_A_RANK]
+    with pytest.raises(TrainingStoppedError) as error:
+        train(folder, *options)
+    assert said in str(error.value)
+    MPI.COMM_WORLD.Barrier()
+    assert summary(folder)["status"] == "failed"
+    assert said in summary(folder)["error"]
+
+
+def test_a_step_that_cannot_be_made_is_skipped_if_asked_for(folder, capsys):
+    options = ["--optim.non-finite", "skip", "--zero.stage", "2", "--train.check-every", "1"]
+    assert train(folder, "--task", "test_jobs:NotANumber", *options, *ONE_A_RANK) == 0
+    lines = metrics(folder)
+    assert [line["skipped"] for line in lines] == [False, False, True, False, False, False]
+    assert lines[2]["loss"] is None
+    assert "grad_norm" not in lines[2]
+    assert summary(folder)["skipped_steps"] == 1
+    norm, loss = "the gradient's norm is nan", f"the loss is nan on rank {RANKS - 1}"
+    said = f"warning: in step 3, {norm} and {loss}: the step was skipped"
+    assert capsys.readouterr().err.count(said) == (1 if RANK == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--data.path", "empty.txt"], "the data has 0 tokens"),
+        (["--data.path", "short.txt"], "--model.context 32"),
+        (["--task", "no_such_module:Task"], "module 'no_such_module' does not import"),
+        (["--task", "test_jobs:NoSuchTask"], "module 'test_jobs' has no 'NoSuchTask'"),
+        (["--task", "test_jobs:shutil"], "'shutil' is not a class"),
+        (["--task", "test_jobs:NeedsMore"], "no /data on this node"),
+        (["--optim.name", "AdamX"], "torch.optim has no such optimizer; nearest: Adam"),
+        (["--zero.stage", "1", "--optim.name", "Adafactor"], "Adafactor"),
+        (["--run.dir", "short.txt/run"], "short.txt"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(folder, options, said, monkeypatch):
+    monkeypatch.chdir(folder)
+    if RANK == 0:
+        (folder / "empty.txt").touch()
+        (folder / "short.txt").write_text("too short")
+    MPI.COMM_WORLD.Barrier()
+    if "Adafactor" in options and RANKS == 1:
+        pytest.skip("one rank owns whole parameters")
+    assert said in refusal(train, folder, *options)
+    assert not (folder / "run").exists()
+
+
+def test_a_model_that_differs_between_ranks_is_named_by_shape_and_rank(folder):
+    if RANKS == 1:
+        pytest.skip("one rank has nobody to differ from")
+    said = refusal(train, folder, "--task", "test_jobs:OtherModel")
+    assert "rank 0 has weight (5, 3) float32, rank 1 has weight (5, 4) float32" in said
+    assert not (folder / "run").exists()
