@@ -9,7 +9,6 @@ advance    all ranks know
 Messages are all from the thread that calls; a rank's writing thread only waits for their answers.
 """
 
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,22 +22,19 @@ from torch import Tensor, nn
 
 from mntrain import agreement
 from mntrain._version import __version__
-from mntrain.checkpoint import manifest, randomness, writing
+from mntrain.checkpoint import writing
 from mntrain.checkpoint.copying import Range, Room
 from mntrain.checkpoint.finding import losses_of, step_of, steps_in
-from mntrain.checkpoint.manifest import FILES, MODEL, OPTIMIZER, RANDOM, Kept, Manifest
+from mntrain.checkpoint.manifest import FILES, Manifest
+from mntrain.checkpoint.parts import Part, Told, kept, shapes
 from mntrain.checkpoint.tensors import Layout, Run
 from mntrain.checkpoint.writing import Place
 from mntrain.collectives.progress import Ticket
-from mntrain.data import part
 from mntrain.failures import AgreedError
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
-from zero.state import StateSlice
 
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 Runs = dict[str, list[Run]]  # what was written, by file
-Outline = tuple[StateSlice, dict[str, torch.dtype]]  # a slice without its tensors; their dtypes
 T = TypeVar("T")
 
 _LISTEN_S = 0.001
@@ -79,16 +75,6 @@ class _Begun:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank has: outlines of its slices, bytes of its random states; a name for the whole."""
-
-    outlines: list[Outline]
-    random: dict[str, int]
-    token: str
-    refusal: str | None = None
-
-
-@dataclass(frozen=True)
 class _Written:
     """What a rank has written, or why it has not."""
 
@@ -122,7 +108,7 @@ class Saver:
                     f"the model's state has {name}, a {type(value).__name__}: a checkpoint holds "
                     "tensors; make it one, or leave out --checkpoint.every"
                 )
-        Layout.of(_shapes(self._model.state_dict()))
+        Layout.of(shapes(self._model.state_dict()))
 
     def best_loss(self, last: int) -> float | None:
         """The lowest evaluation loss of the run's checkpoints up to step `last`. Collective."""
@@ -140,27 +126,16 @@ class Saver:
 
         After the first step: only then the optimizer has its state.
         """
-        nbytes = sum(
-            tensor.nbytes
-            for one in _own(self._optimizer, self._world)
-            for tensor in one.tensors.values()
-        )
-        tensors = self._model.state_dict().values()
-        nbytes += sum(tensor.nbytes for tensor in tensors) // self._world.size
+        nbytes = self._part().nbytes + _SPARE_BYTES
         pinned = self._world.device.type == "cuda"
-        self._reserved = self._thread.submit(
-            self._room.reserve, nbytes + _SPARE_BYTES, pinned=pinned
-        )
+        self._reserved = self._thread.submit(self._room.reserve, nbytes, pinned=pinned)
 
     def begin(self, moment: Moment) -> None:
         """Copy what is to be saved, and let a thread write it. Collective.
 
         None may be begun: `finish` that first. What goes wrong is told by `advance`.
         """
-        if self._reserved is not None:
-            self._reserved.result()
-            self._reserved = None
-        self._begin(moment, lambda ranges: self._room.copied(list(ranges)))
+        self._begin(moment, self._copied)
 
     def save(self, moment: Moment) -> Saved:
         """Save at once, without a copy. Collective. AgreedError as `advance`."""
@@ -210,38 +185,40 @@ class Saver:
             pass
         return saved
 
+    def _part(self) -> Part:
+        return Part(self._world, self._model, self._optimizer)
+
+    def _copied(self, ranges: Iterable[Range]) -> Iterable[Range]:
+        if self._reserved is not None:
+            wait([self._reserved])
+        return self._room.copied(list(ranges))
+
     def _begin(self, moment: Moment, taken: Callable[[Iterable[Range]], Iterable[Range]]) -> None:
-        """Begin with a checkpoint of the ranges that `taken` gives of this rank's."""
+        """Begin with a checkpoint of what `taken` makes of this rank's ranges."""
         assert self._begun is None, "one is begun: finish that first"
-        start, world = time.perf_counter(), self._world
+        start = time.perf_counter()
         self._optimizer.wait_for_parameters()
-        random = randomness.captured(world.device)
-        mine = list(_own(self._optimizer, world))
-        everyone = world.gather_later(_told(mine, random))
+        mine = self._part()
+        everyone = self._world.gather_later(mine.told())
         begun = _Begun(self._folder / step_of(moment.step), self._content(moment), start)
         try:
-            ranges = taken(_ranges(mine, self._model, random, world))
+            ranges = taken(mine.ranges())
         except RuntimeError as error:  # torch has no memory for the copy
             ranges = _raising(error)
-        shapes = _shapes(self._model.state_dict())
-        begun.prepared = self._thread.submit(self._prepare, begun, shapes, everyone)
-        begun.wrote = self._thread.submit(writing.write, begun.place, ranges, header=world.master)
+        begun.prepared = self._thread.submit(self._prepare, begun, mine, everyone)
+        header = self._world.master
+        begun.wrote = self._thread.submit(writing.write, begun.place, ranges, header=header)
         self._begun = begun
 
-    def _prepare(self, begun: _Begun, model: Shapes, everyone: Ticket[list[_Told]]) -> None:
+    def _prepare(self, begun: _Begun, mine: Part, everyone: Ticket[list[Told]]) -> None:
         """Find everything its place; on the master, make it. In the thread."""
         try:
             told = _heard(everyone)
             if any(theirs.refusal for theirs in told):
                 raise ValueError(agreement.told([theirs.refusal for theirs in told]))
-            outlines = [one for theirs in told for one in theirs.outlines]
-            begun.content = replace(begun.content, kept=_kept(outlines))
+            begun.content = replace(begun.content, kept=kept(told))
             begun.place.partial = begun.target.with_name(f".{begun.target.name}.{told[0].token}")
-            begun.place.layouts = {
-                MODEL: Layout.of(model),
-                OPTIMIZER: Layout.of(_state_shapes(outlines)),
-                RANDOM: Layout.of(_random_shapes([theirs.random for theirs in told])),
-            }
+            begun.place.layouts = mine.layouts(told)
             if self._world.master:
                 writing.make(begun.place)
         except BaseException:
@@ -307,95 +284,9 @@ def _heard(everyone: Ticket[T]) -> T:
     return everyone.wait()
 
 
-def _told(mine: Sequence[StateSlice], random: Mapping[str, Tensor]) -> _Told:
-    sizes, token = {key: len(state) for key, state in random.items()}, secrets.token_hex(4)
-    try:
-        return _Told([_outline(one) for one in mine], sizes, token)
-    except ValueError as error:
-        return _Told([], sizes, token, refusal=str(error))
-
-
 def _raising(error: Exception) -> Iterator[Range]:
     raise error
     yield
-
-
-def _start(run: Run) -> int:
-    return run.start
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def _own(optimizer: ZeroOptimizer, world: World) -> Iterator[StateSlice]:
-    """What this rank is to save of the optimizer's state: what it owns, or its part of it."""
-    slices = list(optimizer.slices())
-    if optimizer.sharded:
-        yield from slices
-        return
-    for index, low, high in _share([one.high for one in slices], world):
-        one = slices[index]
-        tensors = {key: tensor[low:high] for key, tensor in one.tensors.items()}
-        yield one._replace(low=low, high=high, tensors=tensors)
-
-
-def _share(lengths: Sequence[int], world: World) -> Iterator[tuple[int, int, int]]:
-    """This rank's equal share of what all ranks have, in one run: which of it, from, to."""
-    first, last = part(sum(lengths), world.rank, world.size)
-    at = 0
-    for index, length in enumerate(lengths):
-        low, high = max(first - at, 0), min(last - at, length)
-        if low < high:
-            yield index, low, high
-        at += length
-
-
-def _outline(one: StateSlice) -> Outline:
-    others = manifest.written(one.others)
-    dtypes = {key: tensor.dtype for key, tensor in one.tensors.items()}
-    return one._replace(tensors={}, others=others), dtypes
-
-
-def _random_shapes(sizes: Sequence[Mapping[str, int]]) -> Shapes:
-    return {
-        f"{rank}/{key}": (torch.uint8, (length,))
-        for rank, theirs in enumerate(sizes)
-        for key, length in theirs.items()
-    }
-
-
-def _state_shapes(everyone: Sequence[Outline]) -> Shapes:
-    found: Shapes = {}
-    for one, dtypes in everyone:
-        numel = torch.Size(one.shape).numel()
-        # Row by row it has the parameter's shape; in another order of memory it stays flat.
-        shape = one.shape if list(one.order) == sorted(one.order) else (numel,)
-        for key, dtype in dtypes.items():
-            found[f"{one.name}/{key}"] = (dtype, shape)
-    return found
-
-
-def _kept(everyone: Sequence[Outline]) -> dict[str, Kept]:
-    kept: dict[str, Kept] = {}
-    for one, dtypes in everyone:
-        kept.setdefault(one.name, Kept(one.shape, one.order, tuple(dtypes), one.others))
-    return kept
-
-
-def _ranges(
-    mine: Sequence[StateSlice], model: nn.Module, random: Mapping[str, Tensor], world: World
-) -> Iterator[Range]:
-    """What this rank is to write. Views, but for parameters that do not lie row by row."""
-    for one in mine:
-        for key, tensor in one.tensors.items():
-            yield Range(OPTIMIZER, f"{one.name}/{key}", tensor, one.low)
-    tensors: list[tuple[str, Tensor]] = list(model.state_dict().items())
-    for index, low, high in _share([tensor.numel() for _, tensor in tensors], world):
-        name, tensor = tensors[index]
-        yield Range(MODEL, name, tensor.detach().reshape(-1)[low:high], low)
-    for key, state in random.items():
-        yield Range(RANDOM, f"{world.rank}/{key}", state, 0)
 
 
 def _merged(everywhere: Sequence[Runs]) -> Runs:
@@ -404,3 +295,7 @@ def _merged(everywhere: Sequence[Runs]) -> Runs:
         name: sorted((run for theirs in everywhere for run in theirs[name]), key=_start)
         for name in FILES
     }
+
+
+def _start(run: Run) -> int:
+    return run.start

@@ -116,9 +116,11 @@ def discard(place: Place) -> None:
 def _await(place: Place) -> None:
     """Wait until the folder is there. FileNotFoundError when the master has it, and it is not."""
     until = None
-    while not place.partial.is_dir():
-        if place.given_up.wait(_LOOK_S):
+    while True:
+        if place.given_up.is_set():
             raise FileNotFoundError("it was given up")
+        if place.partial.is_dir():
+            return
         if place.made.is_set():
             until = until or time.monotonic() + _SEEN_S
             if time.monotonic() > until:
@@ -126,6 +128,7 @@ def _await(place: Place) -> None:
                     f"{place.partial.parent} is not what rank 0 sees: is it on a file system that "
                     "all nodes share?"
                 )
+        place.given_up.wait(_LOOK_S)
 
 
 def _without_room(place: Place, error: OSError) -> str:

@@ -1,7 +1,9 @@
 """Whole training jobs, several in one launch: on some of its ranks, in parts, and refused."""
 
 import fcntl
+import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -380,6 +382,21 @@ def test_bad_input_is_refused_before_any_work(folder, options, said, monkeypatch
         pytest.skip("one rank owns whole parameters")
     assert said in refusal(train, folder, *options)
     assert not (folder / "run").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_read_only_run_directory_is_refused_before_any_work(folder):
+    if RANK == 0:
+        (folder / "run").mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "ro,size=100k", "tmpfs", folder / "run"]
+        subprocess.run(mount, check=True)
+    MPI.COMM_WORLD.Barrier()
+    try:
+        assert "Read-only file system" in refusal(train, folder, *EACH)
+    finally:
+        MPI.COMM_WORLD.Barrier()
+        if RANK == 0:
+            subprocess.run(["umount", folder / "run"], check=True)
 
 
 def test_a_model_that_differs_between_ranks_is_named_by_shape_and_rank(folder):
