@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-_SPARE_S = 30.0  # besides what steps and saves have taken, for what has not been seen
+# Besides what steps and saves have taken, for what has not been seen: a twentieth of the time.
+_MOST_SPARE_S = 30.0
 _SPARE_FRACTION = 0.05
+_LEAVE_S = 5.0  # at least, of an allocation: who has not left at its end is killed
 _ASK_S = 10.0
 
 
@@ -18,29 +20,30 @@ class Deadline:
     """The end of a job's time. By a clock that nobody sets."""
 
     at: float | None  # seconds, as `time.monotonic` counts; None: there is none
-    total_s: float
+    spare_s: float
     why: str
 
     @classmethod
     def of(cls, max_minutes: float | None, environment: Mapping[str, str]) -> "Deadline":
         """The earlier of so many minutes from now, and the end of the Slurm allocation, if any."""
-        ends: list[tuple[float, str]] = []
+        ends: list[tuple[float, float, str]] = []
         if max_minutes is not None:
-            ends.append((60 * max_minutes, f"--run.max-minutes {max_minutes:g}"))
+            ends.append((60 * max_minutes, 0.0, f"--run.max-minutes {max_minutes:g}"))
         end = _allocation_end(environment)
         if end is not None:
-            ends.append((end - time.time(), f"the allocation ends {datetime.fromtimestamp(end)}"))
+            why = f"the allocation ends {datetime.fromtimestamp(end)}"
+            ends.append((end - time.time(), _LEAVE_S, why))
         if not ends:
             return cls(None, 0.0, "")
-        left, why = min(ends)
-        return cls(time.monotonic() + left, left, why)
+        left, least_s, why = min(ends)
+        spare_s = max(least_s, min(_MOST_SPARE_S, _SPARE_FRACTION * left))
+        return cls(time.monotonic() + left, spare_s, why)
 
     def near(self, step_s: float, save_s: float) -> bool:
         """Whether it is time to save and end, if a step and a save take that long."""
         if self.at is None:
             return False
-        spare = min(_SPARE_S, _SPARE_FRACTION * self.total_s)
-        return self.at - time.monotonic() < 2 * (step_s + save_s) + spare
+        return self.at - time.monotonic() < 2 * (step_s + save_s) + self.spare_s
 
 
 def _allocation_end(environment: Mapping[str, str]) -> float | None:

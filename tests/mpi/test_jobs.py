@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,16 @@ def folder():
     """The same new folder on all ranks."""
     path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
     yield Path(path)
-    MPI.COMM_WORLD.Barrier()
+    meet()
     if RANK == 0:
         shutil.rmtree(path)
+
+
+def meet():
+    """Wait for all ranks without keeping a core from those that work."""
+    arrived = MPI.COMM_WORLD.Ibarrier()
+    while not arrived.Test():
+        time.sleep(0.005)
 
 
 def train(folder, *options, comm=MPI.COMM_WORLD):
@@ -59,7 +67,7 @@ def train(folder, *options, comm=MPI.COMM_WORLD):
             tune=config.comm.tune,
         ) as world:
             code = Trainer(world, config).fit()
-    MPI.COMM_WORLD.Barrier()
+    meet()
     return code
 
 
@@ -84,6 +92,7 @@ def losses_alone(*options):
                 with mntrain.init(MPI.COMM_SELF, device="cpu", tune=False) as world:
                     assert Trainer(world, config).fit() == 0
                 found = losses(folder)
+        meet()
         ALONE[options] = MPI.COMM_WORLD.bcast(found)
     return ALONE[options]
 
@@ -151,7 +160,7 @@ def test_a_run_in_parts_on_as_many_ranks_is_the_run_in_one(folder):
     if RANK == 0:
         whole.mkdir()
         parts.mkdir()
-    MPI.COMM_WORLD.Barrier()
+    meet()
     assert train(whole, *options) == 0
     for _ in range(2):
         assert train(parts, *options, "--run.stop-after", "2") == 0
@@ -201,10 +210,10 @@ def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(folder, stopped):
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(folder):
     assert train(folder) == 0
     whole = losses(folder)
-    MPI.COMM_WORLD.Barrier()
+    meet()
     if RANK == 0:
         (folder / "run" / "summary.json").unlink()  # as a kill leaves it
-    MPI.COMM_WORLD.Barrier()
+    meet()
     assert "holds a run already" in refusal(train, folder)
     assert train(folder, *EACH) == 0
     assert losses(folder) == whole
@@ -235,7 +244,7 @@ def stopped():
     path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
     assert train(Path(path), *EACH, "--run.stop-after", "2") == 0
     yield Path(path)
-    MPI.COMM_WORLD.Barrier()
+    meet()
     if RANK == 0:
         shutil.rmtree(path)
 
@@ -329,7 +338,7 @@ ONE_A_RANK = ["--train.batch-size", str(RANKS), "--train.micro-batch-size", "1"]
             "in step 3, the gradient's norm is nan: not finite in embedding.weight, on rank "
             f"{RANKS - 1}",
         ),
-        ("InEvaluation", "in evaluation, the loss is inf on rank 0"),
+        ("InEvaluation", "in evaluation, the loss is inf on rank "),
         ("OddWeights", "after step 3, the weights differ between ranks: rank "),
     ],
 )
@@ -340,7 +349,7 @@ def test_training_that_cannot_go_on_says_why(folder, task, said):
     with pytest.raises(TrainingStoppedError) as error:
         train(folder, *options)
     assert said in str(error.value)
-    MPI.COMM_WORLD.Barrier()
+    meet()
     assert summary(folder)["status"] == "failed"
     assert said in summary(folder)["error"]
 
@@ -377,7 +386,7 @@ def test_bad_input_is_refused_before_any_work(folder, options, said, monkeypatch
     if RANK == 0:
         (folder / "empty.txt").touch()
         (folder / "short.txt").write_text("too short")
-    MPI.COMM_WORLD.Barrier()
+    meet()
     if "Adafactor" in options and RANKS == 1:
         pytest.skip("one rank owns whole parameters")
     assert said in refusal(train, folder, *options)
@@ -390,11 +399,11 @@ def test_a_read_only_run_directory_is_refused_before_any_work(folder):
         (folder / "run").mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "ro,size=100k", "tmpfs", folder / "run"]
         subprocess.run(mount, check=True)
-    MPI.COMM_WORLD.Barrier()
+    meet()
     try:
         assert "Read-only file system" in refusal(train, folder, *EACH)
     finally:
-        MPI.COMM_WORLD.Barrier()
+        meet()
         if RANK == 0:
             subprocess.run(["umount", folder / "run"], check=True)
 
