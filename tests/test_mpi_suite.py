@@ -3,13 +3,15 @@
 import pytest
 from launch import MPI_TESTS, run_suite
 
-# At four ranks what depends on who is in which node, and not on what is computed there; parity and
-# the wire's dtypes are tested on emulated nodes, two of two ranks.
-OF_NODES = ("checkpoint", "collectives", "lifecycle", "soak", "stages", "state", "world")
+# Of one rank what is not of several; of two all but what three ranks show as well. At four what
+# depends on who is in which node, and not on what is computed there; parity and the wire's dtypes
+# are tested on emulated nodes, two of two ranks.
+OF_ONE = ("checkpoint", "collectives", "memory", "parity", "state", "trainer", "world")
+OF_NODES = ("checkpoint", "collectives", "stages", "state", "world")
+AT_THREE = ("jobs", "cost", "stage_cost", "soak")
 SUITES = {
-    # Jobs of one rank are the oracle of the others.
-    1: [MPI_TESTS, f"--ignore={MPI_TESTS / 'test_jobs.py'}"],
-    2: [MPI_TESTS],
+    1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
+    2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
     3: [MPI_TESTS],
     4: [MPI_TESTS / f"test_{name}.py" for name in OF_NODES],
 }

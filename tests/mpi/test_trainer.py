@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -171,3 +172,37 @@ def test_the_best_evaluation_is_saved_and_kept_besides(world, tmp_path, monkeypa
         kept = checkpoints_of(tmp_path / "run")
         assert [(opened(path).step, opened(path).eval_loss) for path in kept] == [(12, 6), (4, 3)]
         assert told(tmp_path)["checkpoints"]["saved"] == 4  # after 2, 4, 6 and 12
+
+
+class Slow(LanguageModel):
+    """Takes a twentieth of a second for a step."""
+
+    def loss(self, model, batch):
+        time.sleep(0.05)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "least", "most"),
+    [
+        (CheckpointConfig(every="0.005min"), 2, 7),  # after 0.3 s or more, and in the end
+        (CheckpointConfig(every="auto", mtbf_hours=0.001), 3, 20),  # after the first step too
+        (CheckpointConfig(every="auto", mtbf_hours=1e6), 2, 2),  # too seldom for a second one
+    ],
+)
+def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most):
+    config = replace(small(tmp_path, "test_trainer:Slow", steps=12), checkpoint=checkpoint)
+    assert Trainer(world, config).fit() == 0
+    if world.master:
+        summary = told(tmp_path)
+        assert least <= summary["checkpoints"]["saved"] <= most
+        assert summary["checkpoints"]["waited_s"] > 0
+        assert summary["checkpoint"].endswith("step-00000012")
+
+
+def test_a_disk_that_is_too_slow_is_said_once(world, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mntrain.saves._LONG_WAIT_S", 0.0)
+    config = replace(small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1"))
+    assert Trainer(world, config).fit() == 0
+    warned = capsys.readouterr().err.count("since the checkpoint before was still being written")
+    assert warned == (1 if world.master else 0)
