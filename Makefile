@@ -61,8 +61,7 @@ bench: $(VENV)/.ready-dev
 clean:
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# Without --no-compile pip would compile all of torch; Python compiles what is used, when it is.
-INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is ' + sys.version.split()[0] + ': mntrain needs Python 3.11 or newer, name one with PYTHON=...')"

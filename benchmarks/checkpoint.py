@@ -166,8 +166,8 @@ METHOD = [
     "",
     "Loads are warm, with all files in the page cache, or cold, after posix_fadvise(DONTNEED) and "
     "a look whether it worked; a machine beneath this one may still have them. mntrain's load "
-    "includes the comparison of every byte with its checksum; nothing else here has any. What is "
-    "loaded is compared with what was saved.",
+    "includes the comparison of every byte with its checksum; torch.load took a file in which a "
+    "bit was flipped. What is loaded is compared with what was saved.",
     "",
     "Memory is what a save takes at its peak above what the rank had before: of the rank that "
     "takes most, and of all, shared memory in part; the most of all rounds, so that what stays for "
