@@ -6,11 +6,15 @@ ends the job. So an uncaught one prints its rank, host and traceback and aborts 
 
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 from typing import NoReturn
 
 from mntrain import mpi
+
+
+_FORWARD_S = 0.3  # in which the launcher passes on what was said; after an abort it may not
 
 
 class AgreedError(ValueError):
@@ -66,6 +70,7 @@ class Watch:
             self._say("failed:\n" + "".join(traceback.format_exception(error)))
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(_FORWARD_S)
         mpi.abort(code)
         raise SystemExit(code)  # an abort that came back
 

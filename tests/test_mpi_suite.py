@@ -3,16 +3,17 @@
 import pytest
 from launch import MPI_TESTS, run_suite
 
-# Of one rank what is not of several; of two all but what three ranks show as well. At four what
+# Of one rank what is not of several; two and three ranks share what either shows. At four what
 # depends on who is in which node, and not on what is computed there; parity and the wire's dtypes
 # are tested on emulated nodes, two of two ranks.
 OF_ONE = ("checkpoint", "collectives", "memory", "parity", "state", "trainer", "world")
 OF_NODES = ("checkpoint", "collectives", "stages", "state", "world")
-AT_THREE = ("jobs", "cost", "stage_cost", "soak")
+AT_TWO = ("memory", "stage_model", "stage_precision", "stage_updates")
+AT_THREE = ("jobs", "cost", "stage_cost", "soak", "wire")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
-    3: [MPI_TESTS],
+    3: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_TWO)],
     4: [MPI_TESTS / f"test_{name}.py" for name in OF_NODES],
 }
 

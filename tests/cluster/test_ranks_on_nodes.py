@@ -8,7 +8,6 @@ pytestmark = pytest.mark.cluster
 
 SUITES = {
     (2, 2): ["test_wire.py", "test_parity.py"],
-    (3, 1): ["test_wire.py"],
     (1, 1, 1): ["test_wire.py"],
 }
 
