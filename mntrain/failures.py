@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from mntrain import mpi
 
-
 _FORWARD_S = 0.3  # in which the launcher passes on what was said; after an abort it may not
 
 
