@@ -1,7 +1,7 @@
 # make train     set everything up and train a small language model on real text, over MPI
 # make test      set everything up and pass the tests
 # make lint      formatting, lint, types, shell scripts
-# make gpu       the checks that need a CUDA device
+# make gpu       the checks and measurements that need a CUDA device: on one GPU under 8 minutes
 # make bench     the benchmarks of docs/results, on emulated nodes (root): about 50 minutes
 # make clean     remove the virtual environments and caches
 #
@@ -48,8 +48,11 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/shellcheck slurm/*.sbatch .ci/run
 
+# CuPy for the CUDA that torch was built for.
 gpu: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(INSTALL) --editable ".[cuda$(shell $(BIN)/python -c "import torch; print((torch.version.cuda or '12').partition('.')[0])" 2>/dev/null)$(if $(WHEEL),$(COMMA)$(WHEEL))]"
+	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
+	$(BIN)/python benchmarks/gpu.py --quick
 
 bench: $(VENV)/.ready-dev
 	$(INSTALL) --editable ".[peers$(if $(WHEEL),$(COMMA)$(WHEEL))]"

@@ -173,6 +173,13 @@ class CommConfig(_Checked):
             "the bytes; parameters travel as they are."
         ),
     ] = "fp32"
+    transport: Annotated[
+        Literal["auto", "cuda-aware", "host", "nccl"],
+        Option(
+            "way of tensors on GPUs. host: through pinned memory, with any MPI. cuda-aware: MPI "
+            "takes them. nccl: NCCL within nodes, host between. auto: the fastest that works."
+        ),
+    ] = "auto"
     bucket_mb: Annotated[float, Option("size of a gradient bucket in MiB.", above=0)] = 25.0
     ranks_per_node: Annotated[
         int | None, Option("number of ranks of a virtual node. none: nodes as they are.", least=1)

@@ -1,152 +1,38 @@
-"""Devices: which one a rank gets, and how its tensors reach host memory and come back.
+"""Devices: which one a rank gets, and how a batch gets there."""
 
-MPI moves host memory. On the CPU a tensor lies there already; on CUDA it goes through a pinned
-buffer on a side stream:
-
-    caller's stream   ... backward fills the bucket | E1 |  goes on with backward        | wait E2
-    side stream                              wait E1 | copy to host |      | copy back | E2 |
-    communication thread                                    asks    | MPI |
-"""
-
-from typing import Any, Protocol
+import os
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.collectives import Done, Work
 
+@dataclass(frozen=True)
+class Assignment:
+    """The device of one rank."""
 
-class Loan(Protocol):
-    """A tensor on its way through a collective."""
+    index: int | None  # of its GPU, in the rank's own numbering; None: the CPU
+    gpu: str  # the GPU's name, the same for every rank that sees it; empty on the CPU
 
-    host: Tensor  # the content in host memory, once it is here
-
-    def here(self) -> bool:
-        """Whether the content is in host memory. Asks for it, and does not wait."""
-
-    def give_back(self) -> Work:
-        """Bring what is in host memory back to the tensor. On the communication thread.
-
-        The work is waited for on the caller's thread.
-        """
-
-
-class InPlace:
-    """A tensor that lies in host memory: MPI works on it directly."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.host = tensor
-
-    def here(self) -> bool:
-        """See `Loan.here`."""
-        return True
-
-    def give_back(self) -> Work:
-        """See `Loan.give_back`."""
-        return Done()
-
-
-class PinnedStaging:
-    """Pinned buffers and the side stream of one CUDA device.
-
-    As many buffers as loans were under way at a time, each as large as the largest it has held.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._free: list[Tensor] = []
-
-    def lend(self, tensor: Tensor) -> Loan:
-        """Start a loan of a flat CUDA tensor, as it is after the work now on the current stream."""
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(tensor.device))
-        return StagedLoan(self, tensor, ready)
-
-    def take(self, nbytes: int) -> Tensor:
-        """A pinned buffer of at least so many bytes. On the communication thread, as `put`."""
-        fitting = [buffer for buffer in self._free if len(buffer) >= nbytes]
-        if not fitting:
-            if self._free:
-                self._free.pop()
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        best = min(fitting, key=len)
-        self._free = [buffer for buffer in self._free if buffer is not best]
-        return best
-
-    def put(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
-        self._free.append(buffer)
-
-
-class StagedLoan:
-    """A CUDA tensor that goes through a pinned buffer of its device."""
-
-    def __init__(self, staging: PinnedStaging, tensor: Tensor, ready: torch.cuda.Event) -> None:
-        self._staging, self._tensor, self._ready = staging, tensor, ready
-        self._copied: torch.cuda.Event | None = None
-
-    def here(self) -> bool:
-        """See `Loan.here`."""
-        if self._copied is None:
-            nbytes = self._tensor.numel() * self._tensor.element_size()
-            self._buffer = self._staging.take(nbytes)
-            self.host = self._buffer[:nbytes].view(self._tensor.dtype)
-            self._copied = self._on_stream(self._ready, self.host, self._tensor)
-        return bool(self._copied.query())
-
-    def give_back(self) -> Work:
-        """See `Loan.give_back`."""
-        back = self._on_stream(None, self._tensor, self.host)
-        self._tensor.record_stream(self._staging.stream)
-        # Its next user copies into it on the same stream, and so after this copy out of it.
-        self._staging.put(self._buffer)
-        return StreamOrder(back, self._tensor.device)
-
-    def _on_stream(self, after: torch.cuda.Event | None, to: Tensor, source: Tensor) -> Any:
-        """Copy on the side stream; the event of its end."""
-        stream, done = self._staging.stream, torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            if after is not None:
-                stream.wait_event(after)
-            to.copy_(source, non_blocking=True)
-            done.record(stream)
-        return done
-
-
-class StreamOrder:
-    """Work whose result is ready for a stream, though perhaps not yet for the host."""
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event, self._device = event, device
-
-    def wait(self) -> None:
-        """Let the caller's current stream wait."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-class Lender:
-    """Lends tensors to the communication thread, whatever device they are on."""
-
-    def __init__(self) -> None:
-        self._staging: dict[torch.device, PinnedStaging] = {}
-
-    def lend(self, tensor: Tensor) -> Loan:
-        """Start a loan of a flat contiguous tensor, on the caller's thread."""
-        if tensor.device.type == "cpu":
-            return InPlace(tensor)
-        if tensor.device not in self._staging:
-            self._staging[tensor.device] = PinnedStaging(tensor.device)
-        return self._staging[tensor.device].lend(tensor)
+    @property
+    def device(self) -> torch.device:
+        """The device, as torch calls it."""
+        return torch.device("cpu") if self.index is None else torch.device("cuda", self.index)
 
 
 def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) -> Any:
     """A batch with every tensor in it on a device: in tuples, lists and dicts, or by its own `to`.
 
-    Tensors in pinned memory are copied without waiting. With `floats`, floating-point tensors are
-    cast to that dtype.
+    Nothing waits for a GPU: tensors reach it through pinned memory. With `floats`, floating-point
+    tensors are cast to that dtype.
     """
     if isinstance(batch, Tensor):
         dtype = floats if floats is not None and batch.is_floating_point() else batch.dtype
+        if device.type == "cuda" and batch.device.type == "cpu" and not batch.is_pinned():
+            batch = batch.pin_memory()  # else the copy would wait for all that is queued before it
         return batch.to(device, dtype, non_blocking=True)
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
@@ -159,19 +45,142 @@ def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) ->
     return batch
 
 
-def pick(wanted: str, local_rank: int) -> torch.device:
-    """The device of a rank, by its place among the ranks of its host.
+def seen(wanted: str) -> list[str]:
+    """The names of the GPUs that this rank may have, in its own numbering; none for the CPU. Local.
 
-    `auto` is CUDA where there is any. With more ranks than GPUs, GPUs are shared. Raises ValueError
-    for an unknown name, or for `cuda` where there is none.
+    `auto` is CUDA where there is any. Raises ValueError for an unknown name, or for `cuda` where
+    there is none.
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {wanted!r} is unknown: choose auto, cpu or cuda")
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
+        return []
     if not torch.cuda.is_available():
         raise ValueError(
             "device cuda was asked for, but torch sees no GPU here: choose cpu or auto, or "
             "install a CUDA build of torch and make a GPU visible to the job"
         )
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [
+        name_of(torch.cuda.get_device_properties(index), index, visible)
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def name_of(properties: Any, index: int, visible: Sequence[str]) -> str:
+    """The name of a GPU that all ranks of its host know it by: its UUID, where it can be had. Pure.
+
+    `properties` are torch's, `index` is the rank's own, `visible` what CUDA_VISIBLE_DEVICES lists.
+    Parts of one GPU (MIG) may all have its UUID, but are listed by names of their own. Without a
+    UUID it is the place on the bus; without that, what is listed, or the index.
+    """
+    listed = visible[index].strip() if index < len(visible) else ""
+    if listed.startswith("MIG-"):
+        return listed
+    if uuid := str(getattr(properties, "uuid", "")):
+        return uuid
+    if hasattr(properties, "pci_bus_id"):
+        places = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+        return "{:04x}:{:02x}:{:02x}".format(*places)
+    return listed or str(index)
+
+
+def assign(seen: Sequence[Sequence[str]]) -> list[Assignment]:
+    """Deal the GPUs of a host to its ranks. Pure: each of them finds the same.
+
+    `seen` has, for each rank of the host, the GPUs that it sees, in its own numbering; none: it
+    stays on the CPU. As many GPUs as can be are used, and by no more ranks than need be: no rank
+    could move to a GPU with fewer ranks, not even by way of others. Of equal ones a rank gets that
+    of its place among the ranks.
+
+        four ranks see a b      0 a   1 b   2 a   3 b
+        ranks see a, b, c       0 a   1 b   2 c
+        ranks see a, a b        0 a   1 b
+
+    A matching that grows by augmenting paths; at first a GPU takes one rank, then two, and so on.
+    """
+    users: dict[str, list[int]] = {name: [] for names in seen for name in names}
+    waiting = [rank for rank, names in enumerate(seen) if names]
+    most = 0
+    while waiting:
+        most += 1
+        waiting = [rank for rank in waiting if not _place(rank, seen, users, most, set())]
+    chosen = {rank: name for name, ranks in users.items() for rank in ranks}
+    return [
+        Assignment(names.index(chosen[rank]), chosen[rank]) if names else Assignment(None, "")
+        for rank, names in enumerate(seen)
+    ]
+
+
+def _place(
+    rank: int, seen: Sequence[Sequence[str]], users: dict[str, list[int]], most: int, full: set[str]
+) -> bool:
+    """Find a rank a GPU with fewer than `most` ranks, if others may be moved. `full` was tried."""
+    names = seen[rank]
+    first = rank % len(names)
+    names = [*names[first:], *names[:first]]
+    for name in names:
+        if len(users[name]) < most:
+            users[name].append(rank)
+            return True
+    for name in names:
+        if name in full:
+            continue
+        full.add(name)
+        for other in users[name]:
+            if _place(other, seen, users, most, full):
+                users[name][users[name].index(other)] = rank
+                return True
+    return False
+
+
+def assign_all(hosts: Sequence[Hashable], seen: Sequence[Sequence[str]]) -> list[Assignment]:
+    """The same for all ranks of a job: `hosts` says by rank where it runs, `seen` what it sees."""
+    found: list[Assignment] = [Assignment(None, "")] * len(hosts)
+    for host in dict.fromkeys(hosts):
+        here = [rank for rank, other in enumerate(hosts) if other == host]
+        for rank, given in zip(here, assign([seen[rank] for rank in here]), strict=True):
+            found[rank] = given
+    return found
+
+
+def sharing(hosts: Sequence[Hashable], names: Sequence[str], seen: Sequence[Sequence[str]]) -> str:
+    """On which hosts ranks share GPUs, why, and what to do; empty where none do. Pure.
+
+    All three are by rank; `names` are the hosts' for people.
+    """
+    reasons: dict[str, list[str]] = {}
+    assigned = assign_all(hosts, seen)
+    for host in dict.fromkeys(hosts):
+        here = [rank for rank, other in enumerate(hosts) if other == host and seen[rank]]
+        users = Counter(assigned[rank].gpu for rank in here)
+        if here and max(users.values()) > 1:
+            reasons.setdefault(_why_shared([seen[rank] for rank in here], users), []).append(
+                names[here[0]]
+            )
+    if not reasons:
+        return ""
+    told = "; ".join(
+        f"on {', '.join(where[:3])}{f' and {len(where) - 3} more' * (len(where) > 3)}: {why}"
+        for why, where in reasons.items()
+    )
+    return (
+        f"ranks share GPUs, so each is slower and has less memory ({told}). Run no more ranks than "
+        "GPUs, and let them see different ones or all: srun --gpus-per-task=1 or --gpu-bind=none, "
+        "mpirun without a CUDA_VISIBLE_DEVICES that is the same for all"
+    )
+
+
+def _why_shared(seen: Sequence[Sequence[str]], users: Counter[str]) -> str:
+    """Why ranks of a host share GPUs: `seen` is what those with GPUs see."""
+    ranks, gpus = len(seen), len({name for names in seen for name in names})
+    idle = gpus - len(users)
+    if not idle and ranks > gpus:
+        more = f"{ranks} ranks see {gpus} GPU{'s' * (gpus > 1)}"
+        uneven = max(users.values()) - min(users.values()) > 1
+        return f"{more}, and are bound so that one has {max(users.values())}" if uneven else more
+    bound = max(users.values())
+    return (
+        f"{bound} ranks are bound to one GPU, while {idle} of {gpus} {'is' if idle == 1 else 'are'}"
+        " idle"
+    )

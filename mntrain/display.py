@@ -31,7 +31,11 @@ _MEMORY = {
     "state": "optimizer state",
     "total": "total of these",
     "process_peak": "process peak",
-    "device_peak": "device peak",
+    "device_peak": "GPU peak",
+    "device_now": "GPU at the end",
+    "reserved_peak": "GPU reserved, peak",
+    "reserved_now": "GPU reserved, end",
+    "pinned": "pinned host memory",
 }
 
 
@@ -157,10 +161,22 @@ def result_table(summary: Mapping[str, Any], steps: int, unit: str, encoding: st
         "wall time": units.clock(summary["wall_s"]),
         f"{unit}/s": f"{units.count(summary['tokens_per_s'])} on average",
     }
+    if summary["model_flops_per_s"]:
+        facts["computing"] = utilisation(summary)
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(Text(f" {name}", "dim"), plain(value, encoding))
     return table
+
+
+def utilisation(summary: Mapping[str, Any]) -> str:
+    """What the model computed a second, and the share of the GPUs' peak where that is known."""
+    text = units.count(summary["model_flops_per_s"])
+    number, prefix = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
+    told = f"{number} {prefix}FLOP/s of the model"
+    if summary["utilisation"] is None:
+        return told
+    return f"{told}, {summary['utilisation']:.0%} of the dense {summary['computes_in']} peak"
 
 
 def memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
@@ -262,16 +278,29 @@ def _place_rows(places: Sequence[Place]) -> list[tuple[str, ...]]:
     for place in places:
         nodes.setdefault(place.node, []).append(place)
     if len(places) <= _ROWS:
-        return [_place_row([place], place.device) for node in nodes.values() for place in node]
+        return [_place_row([place], _device(place)) for node in nodes.values() for place in node]
     rows = []
     for node in nodes.values():
-        devices = Counter(place.device.partition(":")[0] for place in node)
+        devices = Counter(_kind(place) for place in node)
         counted = ", ".join(f"{count} {device}" for device, count in devices.items())
         rows.append(_place_row(node, counted))
     if len(rows) > _ROWS:
         left_out = ("...", "", "", f"{len(rows) - _ROWS + 1} more nodes", "", "")
         rows[_ROWS - 2 : -1] = [left_out]
     return rows
+
+
+def _device(place: Place) -> str:
+    """A rank's device: on a GPU with its model, and the beginning of its UUID."""
+    return " ".join(filter(None, [place.device, _model(place), place.gpu[:8]]))
+
+
+def _kind(place: Place) -> str:
+    return _model(place) or place.device.partition(":")[0]
+
+
+def _model(place: Place) -> str:
+    return place.model.removeprefix("NVIDIA ")
 
 
 def _place_row(ranks: Sequence[Place], device: str) -> tuple[str, ...]:

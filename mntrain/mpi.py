@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     import numpy as np
     from mpi4py import MPI
     from numpy.typing import NDArray
+    from torch import Tensor
 
-    Bytes = NDArray[np.uint8]
+    # Of host memory; or of a device's, flat, for an MPI that takes it.
+    Bytes = NDArray[np.uint8] | Tensor
 
 # MPI-3 counts are 32-bit ints: a longer message goes as several of this many bytes.
 MESSAGE_BYTES = 1 << 30

@@ -14,10 +14,15 @@ from mntrain.config import OptimConfig
 
 # Of torch.optim, what a training step cannot drive, and why.
 UNFIT = {"LBFGS": "it runs the forward by itself", "SparseAdam": "gradients here are dense"}
+# What has a kernel that makes the whole update on a GPU in one pass. Those for the CPU round an
+# element by where it lies in its tensor, so that stages would differ.
+FUSED = {"Adam", "AdamW", "SGD"}
 
 
-def find(config: OptimConfig) -> tuple[type[Optimizer], dict[str, Any]]:
+def find(config: OptimConfig, device: torch.device) -> tuple[type[Optimizer], dict[str, Any]]:
     """The class of torch.optim that a name stands for, and the options to make it with.
+
+    On a GPU it makes its update by one kernel (`fused`), if it has one.
 
     Raises ValueError for a name that torch does not have, and for options that the class does not
     take.
@@ -44,7 +49,10 @@ def find(config: OptimConfig) -> tuple[type[Optimizer], dict[str, Any]]:
             f"--optim.weight-decay {config.weight_decay}: {config.name} takes no weight decay; "
             "give --optim.weight-decay 0"
         )
-    return kind, {"lr": config.lr}
+    options: dict[str, Any] = {"lr": config.lr}
+    if config.name in FUSED and "fused" in takes:
+        options["fused"] = True if device.type == "cuda" else None  # None: as torch thinks fit
+    return kind, options
 
 
 def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

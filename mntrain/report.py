@@ -70,11 +70,13 @@ class Reporter:
         concern: str,
         zero: str,
         model: str,
+        transport: str = "",
+        kernels: str = "",
     ) -> None:
         """Show what runs where. `places` is by rank; the rest are texts such as "MPICH 5.0.2".
 
-        `tuning` says why it is this algorithm, `concern` what keeps the job slow; both may be
-        empty.
+        `tuning` says why it is this algorithm, `transport` how tensors of GPUs travel, `kernels`
+        what they are added with, `concern` what keeps the job slow, a line each; any may be empty.
         """
 
     def step(self, record: StepRecord) -> None:
@@ -130,14 +132,20 @@ class ConsoleReporter(Reporter):
         concern: str,
         zero: str,
         model: str,
+        transport: str = "",
+        kernels: str = "",
     ) -> None:
         """See `Reporter.start`."""
         self._say(model, "bold")
         self._say(f"{topology}, {algorithm}, {library} (thread level {thread_level})")
         if tuning:
             self._say(f"auto: {tuning}")
-        if concern:
-            self._say(f"warning: {concern}", "yellow")
+        if transport:
+            self._say(f"transport: {transport}")
+        if kernels:
+            self._say(f"kernels: {kernels}")
+        for line in filter(None, concern.split("\n")):
+            self._say(f"warning: {line}", "yellow")
         self._say(zero)
         self._apart(place_table(places, self._console.encoding))
 

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from mntrain.config import Config
-from mntrain.stats import StepRecord, memory_by_role
+from mntrain.stats import Place, StepRecord, memory_by_role
 from mntrain.topology import Topology
+from mntrain.utilisation import COMPUTES_IN, peak_of_all
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -18,6 +19,8 @@ def introduction(world: World, config: Config, model: nn.Module) -> dict[str, st
     """What runs where and how, for `Reporter.start`. Collective."""
     count = sum(parameter.numel() for parameter in model.parameters())
     zero = config.zero
+    said = world.gather(world.collectives.why_messages)
+    concerns = [without_memory(said, world.topology), world.sharing]
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     return {
         "library": world.library.name,
@@ -25,7 +28,9 @@ def introduction(world: World, config: Config, model: nn.Module) -> dict[str, st
         "topology": str(world.topology),
         "algorithm": world.algorithm,
         "tuning": world.tuning,
-        "concern": without_memory(world.gather(world.collectives.why_messages), world.topology),
+        "transport": world.transport_line,
+        "kernels": world.kernels.why if world.device.type == "cuda" else "",
+        "concern": "\n".join(concern for concern in concerns if concern),
         "zero": f"zero: {sharding}; precision {config.train.precision}",
         "model": f"{config.task}: {count / 1e6:.2f} M parameters",
     }
@@ -61,9 +66,15 @@ def summary(
     skipped_steps: int,
     items: int,
     seconds: float,
+    flops_per_s: float | None,
+    precision: str,
     run_dir: Path,
 ) -> dict[str, Any]:
-    """What summary.json holds of a run that trained on `items` until step `last`. Collective."""
+    """What summary.json holds of a run that trained on `items` until step `last`. Collective.
+
+    `flops_per_s` is what the model computed a second, over all ranks, if the task can tell, and
+    `precision` what of --train.precision it computed in.
+    """
     usage = world.usage()
     memory = world.gather((optimizer.memory(), optimizer.expected_memory()))
     measured, expected = zip(*memory, strict=True)
@@ -76,6 +87,7 @@ def summary(
         "eval_metrics": last.eval_metrics if last else None,
         "wall_s": seconds,
         "tokens_per_s": items / seconds,
+        **_computed(world.places, flops_per_s, COMPUTES_IN[precision]),
         "run_dir": str(run_dir),
         "world": {
             "size": world.size,
@@ -83,6 +95,7 @@ def summary(
             "topology": str(world.topology),
             "algorithm": world.algorithm,
             "tuning": world.tuning,
+            "transport": world.transport,
             "library": world.library.name,
         },
         "memory": memory_by_role(measured, expected, usage),
@@ -90,4 +103,16 @@ def summary(
             {**asdict(place), **asdict(used)}
             for place, used in zip(world.places, usage, strict=True)
         ],
+    }
+
+
+def _computed(
+    places: Sequence[Place], flops_per_s: float | None, dtype: str
+) -> dict[str, float | str | None]:
+    """The model's FLOP/s, in which dtype, and the share of the peak where that is known. Pure."""
+    peak = peak_of_all([(place.gpu, place.model) for place in places], dtype)
+    return {
+        "model_flops_per_s": flops_per_s,
+        "computes_in": dtype,
+        "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
     }

@@ -54,8 +54,14 @@ class Tally:
         return list(self._sums)
 
     def sums(self, names: Sequence[str]) -> list[float]:
-        """Sums by name, 0 for what was never added. Waits for the device."""
-        return [float(self._sums[name]) if name in self._sums else 0.0 for name in names]
+        """Sums by name, 0 for what was never added. Waits for the device, once."""
+        known = [name for name in names if name in self._sums]
+        if not known:
+            return [0.0] * len(names)
+        where = self._sums[known[0]].device
+        values = torch.stack([self._sums[name].to(where) for name in known]).tolist()
+        found = dict(zip(known, values, strict=True))
+        return [found.get(name, 0.0) for name in names]
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ class Place:
     local_rank: int
     device: str
     threads: int  # that torch computes with
+    gpu: str = ""  # its name, which all ranks of the host know it by; empty on the CPU
+    model: str = ""  # of the GPU, as torch says; empty on the CPU
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,10 @@ class Usage:
     cross_bytes: int
     communication_s: float  # in which a collective was under way
     exposed_s: float  # in which the rank waited for one
+    device_memory: int = 0  # bytes allocated on the GPU now, as its peak above
+    reserved_memory: int = 0  # bytes that torch holds of it now, allocated or to be
+    peak_reserved_memory: int = 0
+    pinned_memory: int = 0  # bytes of host memory that transports hold pinned
 
 
 def memory_by_role(
@@ -122,9 +134,9 @@ def memory_by_role(
 ) -> dict[str, dict[str, int]]:
     """What each role of memory took, in bytes; all three are by rank. Pure.
 
-    Roles are those of `Memory` and their total, then the peaks of the processes and their GPUs. For
-    each: the least, median and most over ranks, the first rank with the most, and what that rank
-    was expected to need, where that can be known.
+    Roles are those of `Memory` and their total, then the peaks of the processes, and what torch has
+    allocated and reserved on their GPUs. For each: the least, median and most over ranks, the first
+    rank with the most, and what that rank was expected to need, where that can be known.
     """
     roles = [field.name for field in dataclasses.fields(Memory)] + ["total"]
     report = {}
@@ -133,6 +145,10 @@ def memory_by_role(
         report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
     report["process_peak"] = _spread([used.peak_memory for used in usage])
     report["device_peak"] = _spread([used.peak_device_memory for used in usage])
+    report["device_now"] = _spread([used.device_memory for used in usage])
+    report["reserved_peak"] = _spread([used.peak_reserved_memory for used in usage])
+    report["reserved_now"] = _spread([used.reserved_memory for used in usage])
+    report["pinned"] = _spread([used.pinned_memory for used in usage])
     return report
 
 
@@ -168,3 +184,17 @@ def _in_proc(file: str, field: str) -> int:
 def peak_device_memory(device: torch.device) -> int:
     """The most that torch had allocated on a GPU so far, in bytes; 0 on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """What torch holds on a GPU, in bytes, by the fields of `Usage`; 0 on the CPU. Local.
+
+    Does not wait for the device: torch keeps count in the process.
+    """
+    fields = {
+        "device_memory": torch.cuda.memory_allocated,
+        "reserved_memory": torch.cuda.memory_reserved,
+        "peak_reserved_memory": torch.cuda.max_memory_reserved,
+    }
+    on_gpu = device.type == "cuda"
+    return {name: int(asked(device)) if on_gpu else 0 for name, asked in fields.items()}

@@ -5,7 +5,6 @@ data -> forward -> backward (buckets leave) -> wait for the sums -> update -> re
 
 import gc
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -13,10 +12,19 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mntrain import checkpoint, data, device, optimizers, results, runs, sameness, tasks
+from mntrain import (
+    checkpoint,
+    compiling,
+    data,
+    device,
+    optimizers,
+    results,
+    runs,
+    sameness,
+    tasks,
+)
 from mntrain.config import Config
 from mntrain.deadline import Deadline
 from mntrain.failures import AgreedError, TrainingStoppedError
@@ -26,6 +34,7 @@ from mntrain.precision import PRECISIONS
 from mntrain.report import Reporter, make_reporter
 from mntrain.saves import Saves
 from mntrain.stats import Phases, StepRecord, Tally
+from mntrain.utilisation import Pace
 from mntrain.world import World, init
 from zero.optimizer import NonFiniteGradientError, StepResult, ZeroOptimizer
 
@@ -48,6 +57,7 @@ def run(config: Config) -> int:
             ranks_per_node=config.comm.ranks_per_node,
             tune=config.comm.tune,
             wire_dtype=config.comm.wire_dtype,
+            transport=config.comm.transport,
         ) as world:
             return Trainer(world, config).fit()
     except AgreedError as error:
@@ -81,9 +91,9 @@ class Trainer:
             self._plan = data.Plan(samples, config.train.batch_size, config.run.seed)
             torch.manual_seed(config.run.seed)
             self._model = self._task.model().to(world.device, self._precision.parameters)
-            optimizer_class, options = optimizers.find(config.optim)
+            optimizer_class, options = optimizers.find(config.optim, world.device)
             if config.train.compile:
-                _check_compiler(world.device)
+                compiling.check(world.device)
         self._check_same_data([samples, len(cast(Sized, valid))])
         if found:
             runs.expect_same(world, found, config, samples)
@@ -98,9 +108,10 @@ class Trainer:
         if found:
             checkpoint.load(found, self._model, self._optimizer, world)
         self._scheduler = self._make_scheduler()
-        self._compute = self._model
         if config.train.compile:
-            self._compute = cast(nn.Module, torch.compile(self._model))
+            compiling.compile_regions(self._task.regions(self._model))
+        self._flops = self._task.flops_per_item(self._model)
+        self._pace = Pace()
         torch.manual_seed(data.mixed_seed(config.run.seed, world.rank, done))  # for dropout
         self._batches = data.batches(
             train, self._plan, start=done, stop=self._stop, **self._dealing()
@@ -149,7 +160,8 @@ class Trainer:
             if problem:
                 status = "failed"
             if status == "completed" and self._world.master:
-                reporter.text("sample", self._task.sample(self._model) or "")
+                with compiling.as_written():
+                    reporter.text("sample", self._task.sample(self._model) or "")
             summary = results.summary(
                 self._world,
                 self._optimizer,
@@ -158,6 +170,8 @@ class Trainer:
                 skipped_steps=self._skipped_steps,
                 items=self._items,
                 seconds=time.perf_counter() - start,
+                flops_per_s=self._flops * self._pace.median if self._flops else None,
+                precision=self._config.train.precision,
                 run_dir=self._run_dir,
             )
             summary["reason"] = self._reason(status, interrupts)
@@ -279,6 +293,7 @@ class Trainer:
         self._skipped_steps += update.skipped
         self._items += means.count
         seconds = time.perf_counter() - start
+        self._pace.add(means.count, seconds)
         record = StepRecord(
             step=step,
             loss=means.loss,
@@ -315,7 +330,7 @@ class Trainer:
     def _loss(self, batch: Any) -> tasks.Loss:
         """The task's loss of a micro-batch, moved to where and what the model is. Local."""
         there = device.move(batch, self._world.device, self._precision.parameters)
-        return self._task.loss(self._compute, there)
+        return self._task.loss(self._model, there)
 
     @torch.no_grad()
     def evaluate(self) -> Means:
@@ -395,13 +410,3 @@ def _settled_garbage() -> Iterator[None]:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _check_compiler(where: torch.device) -> None:
-    """torch.compile makes C++ for the CPU: refuse early where nothing can compile it."""
-    compiler = os.environ.get("CXX", "g++")
-    if where.type == "cpu" and shutil.which(compiler) is None:
-        raise ValueError(
-            f"--train.compile: on the CPU torch.compile needs a C++ compiler, and there is no "
-            f"{compiler}: install one, name it in CXX, or leave the option out"
-        )

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from mntrain import agreement, device, mpi, tuning
+from mntrain import agreement, device, kernels, mpi, transport, tuning
 from mntrain.collectives import Table, WorldCollectives
+from mntrain.collectives.copies import CudaCopier, HostCopier
 from mntrain.collectives.progress import Progress, Ticket
+from mntrain.collectives.world import Devices
 from mntrain.failures import AgreedError, Watch
 from mntrain.loader import Shard, shard
-from mntrain.stats import Place, Usage, peak_device_memory, peak_memory
+from mntrain.stats import Place, Usage, device_memory, peak_device_memory, peak_memory
 from mntrain.topology import Topology
+from mntrain.transport.near import Near
 from zero.groups import check_trainable
 from zero.layout import MIB
 from zero.optimizer import ZeroOptimizer
@@ -39,6 +42,7 @@ class Wanted:
     ranks_per_node: int | None
     tune: bool
     wire_dtype: str
+    transport: str
 
 
 # The dtypes in which gradients travel between nodes; None: as they are.
@@ -62,6 +66,7 @@ class World:
         self._watch.install()
         self._progress = Progress()
         self._node: mpi.Communicator | None = None
+        self._near: Near | None = None
         self._optimizers: list[ZeroOptimizer] = []
         try:
             self._settle(wanted)
@@ -77,7 +82,7 @@ class World:
             chosen = "lanes" if wanted.algorithm == "auto" else wanted.algorithm
             table = Table.always(chosen)
             self.topology = Topology.from_hosts(hosts, wanted.ranks_per_node)
-            self.device = device.pick(wanted.device, on_host.index(self.rank))
+            seen = device.seen(wanted.device)
             if not 1 / MIB <= wanted.bucket_mb < math.inf:
                 raise ValueError(
                     f"bucket_mb is {wanted.bucket_mb}: a bucket must hold at least one byte"
@@ -86,9 +91,15 @@ class World:
                 raise ValueError(
                     f"wire_dtype {wanted.wire_dtype!r} is unknown: choose {', '.join(WIRE_DTYPES)}"
                 )
+            transport.expect_known(wanted.transport)
             self._bucket_bytes = int(wanted.bucket_mb * MIB)
             self._wire_dtype = WIRE_DTYPES[wanted.wire_dtype]
         self._expect_same(**{**asdict(wanted), "device": None})  # devices may differ
+        everyone_sees = self.gather(seen)
+        assigned = device.assign_all(hosts, everyone_sees)
+        self._gpus = [given.gpu for given in assigned]
+        self.device = assigned[self.rank].device
+        self.sharing = device.sharing(hosts, self.gather(self._watch.host), everyone_sees)
         my_node = self.topology.node(self.rank)
         self.local_rank = self.topology.local_rank(self.rank)
         self.local_size = len(self.topology.node_group(self.rank))
@@ -100,12 +111,17 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._share_cores(on_host)
+        self.kernels = kernels.choose(self.device)
+        devices = self._devices()
         self.collectives = self._progress.call(
-            lambda: WorldCollectives(self._world, node, self.topology, self._progress)
+            lambda: WorldCollectives(self._world, node, self.topology, self._progress, devices)
         ).wait()
+        self.transport, self.transport_line = "", ""
+        with self.agreement():
+            self._choose_transport(wanted.transport, node, devices)
         self.tuning = ""
-        if wanted.algorithm == "auto" and self.size > 1:
-            tuned = self._tuned(node) if wanted.tune else tuning.untuned()
+        if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
+            tuned = self._tuned(node, devices) if wanted.tune else tuning.untuned()
             table, self.tuning = tuned.table, tuned.line
         self.collectives.table = table
         self.algorithm = table.of(self._bucket_bytes).algorithm
@@ -117,6 +133,8 @@ class World:
                 self.local_rank,
                 str(self.device),
                 torch.get_num_threads(),
+                self._gpus[self.rank],
+                torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
             )
         )
 
@@ -173,6 +191,7 @@ class World:
                 order=[name for name, _ in model.named_parameters()],
                 model=model,
                 wire_dtype=self._wire_dtype,
+                kernels=self.kernels,
                 **shared,
                 **kwargs,
             )
@@ -237,6 +256,8 @@ class World:
                 traffic.bytes["cross"],
                 self.collectives.busy_s,
                 self.collectives.waited_s,
+                **device_memory(self.device),
+                pinned_memory=self.collectives.pinned_bytes,
             )
         )
 
@@ -244,6 +265,8 @@ class World:
         """Finish what is under way and free the communicators. Collective; once."""
         for optimizer in self._optimizers:
             optimizer.close()
+        if self._near is not None:
+            self._near.close()
         self._progress.close()
         if self._node is not None:
             self._node.free()
@@ -282,10 +305,66 @@ class World:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
         agreement.expect_same(self.gather(values), self.rank)
 
-    def _tuned(self, node: mpi.Communicator) -> tuning.Tuning:
+    def _devices(self) -> Devices | None:
+        """What the world has if any of its ranks has a GPU. Collective."""
+        kinds = self.gather(self.device.type)
+        if set(kinds) == {"cpu"}:
+            return None
+        here = self.device.type == "cuda"
+        if here:
+            where = self.device
+            self._progress.call(lambda: torch.cuda.set_device(where)).wait()
+        return Devices(
+            self.device,
+            CudaCopier(self.device) if here else HostCopier(),
+            self.kernels,
+            mixed="cpu" in kinds,
+        )
+
+    def _choose_transport(
+        self, wanted: str, node: mpi.Communicator, devices: Devices | None
+    ) -> None:
+        """Let GPUs' tensors travel as is wanted. Collective; raises ValueError on all ranks."""
+        if devices is None:
+            if wanted in ("cuda-aware", "nccl"):
+                raise ValueError(
+                    f"transport {wanted}: no rank of this job has a GPU; choose auto or host"
+                )
+            return
+        if self.size == 1:
+            return
+        self._near = Near(self._world, node, self.topology, self._progress, devices)
+        self.transport_line = transport.choose(
+            transport.Site(
+                self._world,
+                self.topology,
+                self._progress,
+                self.collectives,
+                devices,
+                gpus=self._gpus,
+                library=self.library.name,
+                near=self._near,
+                tensor=lambda numel: torch.zeros(numel, device=self.device),
+            ),
+            wanted,
+            self._bucket_bytes,
+        )
+        self.transport = self.collectives.transport
+        if devices.copier.concern:
+            self.transport_line += f"; {devices.copier.concern}"
+
+    def _tuned(self, node: mpi.Communicator, devices: Devices | None) -> tuning.Tuning:
         """What `auto` is here. Collective."""
         return tuning.tune(
-            tuning.Rig(self._world, node, self.topology, self._progress, self.device),
+            tuning.Rig(
+                self._world,
+                node,
+                self.topology,
+                self._progress,
+                self.device,
+                devices,
+                self.collectives.transport,
+            ),
             library=self.library.name,
             host=self._watch.host,
             bucket_bytes=self._bucket_bytes,
@@ -311,6 +390,7 @@ def init(
     ranks_per_node: int | None = None,
     tune: bool = True,
     wire_dtype: str = "fp32",
+    transport: str = "auto",
 ) -> World:
     """Start MPI, if nobody has, and make a world of the ranks of `comm`: all ranks by default.
 
@@ -319,12 +399,13 @@ def init(
     MiB; `ranks_per_node` makes virtual nodes of that many ranks. With algorithm auto the candidates
     are timed, which takes up to about two seconds and is kept in a cache; without `tune`, auto is
     lanes. `wire_dtype` (fp32, bf16, fp16) is the dtype in which gradients travel between nodes, if
-    it is narrower than their own.
+    it is narrower than their own. `transport` (auto, host, cuda-aware, nccl) is how tensors of GPUs
+    travel: see `mntrain.transport`.
 
     Raises AgreedError (a ValueError) on all ranks for a bad argument on any, and
     mpi.SilentSingletonsError when the launcher started more ranks than MPI sees.
     """
-    wanted = Wanted(device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype)
+    wanted = Wanted(device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, transport)
     return World(comm, wanted)
 
 

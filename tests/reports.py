@@ -58,6 +58,8 @@ def rank(number: int, **changes) -> dict:
     fields |= {"threads": 1, "peak_memory": 2**20, "peak_device_memory": 0}
     fields |= {"node_messages": 0, "node_bytes": 0, "cross_messages": 0, "cross_bytes": 0}
     fields |= {"communication_s": 2.0, "exposed_s": 0.5}
+    fields |= {"gpu": "", "model": "", "device_memory": 0, "reserved_memory": 0}
+    fields |= {"peak_reserved_memory": 0, "pinned_memory": 0}
     return fields | changes
 
 
@@ -67,8 +69,8 @@ def skipped(step: int, **changes) -> StepRecord:
     return record(step, skipped=True, **(absent | changes))
 
 
-def used(peak_memory: int, peak_device_memory: int = 0) -> Usage:
-    return Usage(peak_memory, peak_device_memory, 0, 0, 0, 0, 0.0, 0.0)
+def used(peak_memory: int, peak_device_memory: int = 0, **changes: int) -> Usage:
+    return Usage(peak_memory, peak_device_memory, 0, 0, 0, 0, 0.0, 0.0, **changes)
 
 
 def summary(**changes) -> dict:
@@ -76,6 +78,7 @@ def summary(**changes) -> dict:
     fields = {"status": "completed", "steps": 4, "final_loss": 1.5, "eval_loss": 1.6}
     fields |= {"eval_metrics": {"accuracy": 0.93}, "wall_s": 67.2, "tokens_per_s": 12345.0}
     roles = [Memory(parameters=100, gradients=100, buckets=0, master=0, state=200)]
+    fields |= {"model_flops_per_s": None, "utilisation": None, "computes_in": "fp32"}
     fields |= {"skipped_steps": 0, "memory": memory_by_role(roles, roles, [used(2**20)])}
     return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
 

@@ -200,7 +200,7 @@ def test_memory_has_a_row_for_every_role_that_takes_any():
         "optimizer state",
         "total of these",
         "process peak",
-        "device peak",
+        "GPU peak",
     ]
     assert max(map(cell_len, printed(memory_table(summary()["memory"])))) <= 80
 
@@ -212,7 +212,7 @@ def test_memory_that_was_expected_but_not_taken_is_shown():
 
 def test_memory_of_devices_is_shown_where_there_are_any():
     rows = memory_rows([Memory(0, 0, 0, 0, 0)] * 3, *(used(2**20, r * 2**30) for r in range(3)))
-    assert rows[1:] == [["device peak", "0 B", "1.00 GiB", "2.00 GiB", "2"]]
+    assert rows[1:] == [["GPU peak", "0 B", "1.00 GiB", "2.00 GiB", "2"]]
 
 
 def test_skipped_steps_are_counted_beside_the_others():

@@ -14,18 +14,20 @@ ROOT = Path(__file__).parent.parent
 # lowest layer that its imports allow, or higher where it is meant for those above only.
 LAYERS = [
     {"zero.layout", "zero.collectives", "zero.share", "zero.views", "zero.hooks", "zero.groups"}
-    | {"zero.finite"}
+    | {"zero.finite", "zero.kernels"}
     | {"mntrain._version", "mntrain.config", "mntrain.interrupts", "mntrain.sameness"}
-    | {"mntrain.cadence", "mntrain.deadline"}
-    | {"mntrain.precision", "mntrain.units"},
+    | {"mntrain.cadence", "mntrain.deadline", "mntrain.kept"}
+    | {"mntrain.precision", "mntrain.units", "mntrain.compiling", "mntrain.utilisation"},
     {"zero.replicas", "zero.precision", "zero.norms", "zero.objects", "zero.rollcall"}
     | {"zero.gradients"}
+    | {"mntrain.cupy_kernels"}
     | {"mntrain.mpi", "mntrain.topology", "mntrain.data", "mntrain.options", "mntrain.optimizers"},
     {"zero.alone", "zero.held", "zero.passing", "zero.owned", "zero.parameters"}
-    | {"mntrain.device", "mntrain.failures", "mntrain.loader", "mntrain.probe"},
+    | {"mntrain.device", "mntrain.failures", "mntrain.loader", "mntrain.probe"}
+    | {"mntrain.kernels"},
     {"zero.buckets", "zero.stages", "zero.memory", "zero.state", "zero.blame"}
     | {"mntrain.collectives", "mntrain.agreement"},
-    {"zero.optimizer", "mntrain.tasks", "mntrain.stats", "mntrain.tuning"},
+    {"zero.optimizer", "mntrain.tasks", "mntrain.stats", "mntrain.tuning", "mntrain.transport"},
     {"zero", "mntrain.world", "mntrain.display"},
     {"mntrain", "mntrain.report", "mntrain.means", "mntrain.results"}
     | {"mntrain.bench"}

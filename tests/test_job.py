@@ -37,6 +37,9 @@ def test_a_run_leaves_its_records(tmp_path):
     assert [rank["node"] for rank in whole["ranks"]] == [0, 0, 1, 1]
     assert all(rank["peak_memory"] > 50e6 for rank in whole["ranks"])
     assert all(rank["node_bytes"] > 0 and rank["cross_bytes"] > 0 for rank in whole["ranks"])
+    assert whole["model_flops_per_s"] > 0
+    assert (whole["utilisation"], whole["computes_in"]) == (None, "fp32")  # of a CPU: unknown
+    assert "FLOP/s of the model" in result.stdout
     memory = whole["memory"]
     assert memory["process_peak"]["least"] > 50e6
     for role in ("parameters", "gradients", "state", "total"):

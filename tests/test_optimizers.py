@@ -8,6 +8,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from mntrain.config import OptimConfig
 from mntrain.optimizers import decayed_and_not, find, warmup_then_cosine
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
 
 class Scaled(nn.Module):
     """A matrix, a convolution, a bias, and a gain without dimensions."""
@@ -26,10 +28,58 @@ def factors(steps, warmup, least=0.1):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam"])
 def test_an_optimizer_of_torch_is_found_by_its_name(name):
-    kind, options = find(OptimConfig(name=name, lr=0.25))
+    kind, options = find(OptimConfig(name=name, lr=0.25), CPU)
     assert kind is getattr(torch.optim, name)
     optimizer = kind([nn.Parameter(torch.ones(2, 2))], **options)
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_on_a_gpu_one_kernel_makes_the_update_if_there_is_one(name):
+    assert find(OptimConfig(name=name), GPU)[1]["fused"] is True
+    kind, options = find(OptimConfig(name=name), CPU)
+    plain = kind([nn.Parameter(torch.ones(2))], lr=options["lr"])
+    assert kind([nn.Parameter(torch.ones(2))], **options).defaults == plain.defaults
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])  # Adagrad's is for the CPU
+def test_what_has_no_such_kernel_is_not_asked_for_it(name):
+    assert "fused" not in find(OptimConfig(name=name), GPU)[1]
+
+
+on_gpu = pytest.param(
+    GPU,
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", [CPU, on_gpu], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_an_update_has_the_same_bits_wherever_a_parameter_is_cut(name, dtype, device):
+    # As shards are: else stages would differ.
+    kind, options = find(OptimConfig(name=name), device)
+    options |= {"weight_decay": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
+    whole = torch.linspace(-1, 1, 1003, dtype=dtype, device=device)
+    gradients = [whole.sin() * step for step in range(1, 6)]
+
+    def updated(cuts):
+        flat = whole.clone()
+        pieces = list(flat.split(cuts))
+        optimizer = kind(pieces, **options)
+        for gradient in gradients:
+            for piece, part in zip(pieces, gradient.split(cuts), strict=True):
+                piece.grad = part
+            optimizer.step()
+        return flat
+
+    expected = updated([1003])
+    assert not torch.equal(expected, whole)
+    for cuts in ([501, 502], [7, 3, 993], [64] * 15 + [43], [1, 1001, 1], [334, 335, 334]):
+        assert torch.equal(updated(cuts), expected)
 
 
 @pytest.mark.parametrize(
@@ -38,24 +88,24 @@ def test_an_optimizer_of_torch_is_found_by_its_name(name):
 )
 def test_a_misspelt_name_is_refused_with_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=rf"--optim.name {name}: .*nearest: .*{nearest}"):
-        find(OptimConfig(name=name))
+        find(OptimConfig(name=name), CPU)
 
 
 @pytest.mark.parametrize("name", ["Optimizer", "lr_scheduler", "no such thing"])
 def test_what_is_no_optimizer_is_refused(name):
     with pytest.raises(ValueError, match="has no such optimizer"):
-        find(OptimConfig(name=name))
+        find(OptimConfig(name=name), CPU)
 
 
 def test_a_name_that_is_near_to_none_is_refused_with_all_there_are():
     with pytest.raises(ValueError, match=r"AdamW.*RMSprop.*SGD"):
-        find(OptimConfig(name="?"))
+        find(OptimConfig(name="?"), CPU)
 
 
 def test_weight_decay_is_refused_where_the_optimizer_takes_none():
     with pytest.raises(ValueError, match=r"--optim.weight-decay 0\.1: Rprop .*weight-decay 0$"):
-        find(OptimConfig(name="Rprop", weight_decay=0.1))
-    assert find(OptimConfig(name="Rprop", weight_decay=0.0))[0] is torch.optim.Rprop
+        find(OptimConfig(name="Rprop", weight_decay=0.1), CPU)
+    assert find(OptimConfig(name="Rprop", weight_decay=0.0), CPU)[0] is torch.optim.Rprop
 
 
 def test_matrices_decay_and_vectors_do_not():

@@ -10,6 +10,7 @@ import re
 import struct
 import sys
 import termios
+from dataclasses import replace
 
 import pytest
 from reports import (
@@ -22,12 +23,14 @@ from reports import (
     screen,
     skipped,
     summary,
+    used,
 )
 from rich.cells import cell_len
 from rich.console import Console
 
 from mntrain.report import ConsoleReporter, Reporter, make_reporter
-from mntrain.stats import Place
+from mntrain.stats import Place, memory_by_role
+from zero.memory import Memory
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 NASTY = "n[0] [red]a[/red] [/] :smile: \x1b[2J\x1b]0;title\x07"
@@ -101,10 +104,14 @@ def test_start_tells_under_the_algorithm_why_it_is_this_one_and_what_is_of_conce
     on = console(False)
     with reporting(tmp_path, on) as reporter:
         tuning = "lanes, 1 MiB pieces: 1.9x flat at 25 MiB; 97% of the measured link"
-        start(reporter, places(4, 2), tuning=tuning, concern="ranks share no memory")
+        concerns = "ranks share no memory\nranks share GPUs"
+        gpu = {"transport": "host: by any MPI", "kernels": "torch: CuPy is absent"}
+        start(reporter, places(4, 2), tuning=tuning, concern=concerns, **gpu)
     lines = on.file.getvalue().splitlines()
-    assert lines[2:4] == [f"auto: {tuning}", "warning: ranks share no memory"]
-    assert lines[4].startswith("zero: ")
+    assert lines[2] == f"auto: {tuning}"
+    assert lines[3:5] == ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
+    assert lines[5:7] == ["warning: ranks share no memory", "warning: ranks share GPUs"]
+    assert lines[7].startswith("zero: ")
 
 
 # Steps in a log
@@ -342,6 +349,56 @@ def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory(tm
     assert lines[1] == "completed"
     assert {"memory of a rank", "sent"} < {line.partition("  ")[0] for line in lines}
     assert lines[-1] == "runs/" + "long/" * 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "2.40 GFLOP/s of the model"),
+        (
+            {"model_flops_per_s": 3.124e14, "utilisation": 0.4146, "computes_in": "bf16"},
+            "312 TFLOP/s of the model, 41% of the dense bf16 peak",
+        ),
+        ({"model_flops_per_s": 812.0}, "812 FLOP/s of the model"),
+    ],
+)
+def test_statistics_tell_what_the_model_computed(tmp_path, changes, text):
+    lines = finished(tmp_path, **({"model_flops_per_s": 2.4e9} | changes))
+    assert re.sub(r"\s+", " ", lines[7]) == f"computing {text}"
+
+
+def test_statistics_tell_the_memory_of_gpus_where_there_are_any(tmp_path):
+    roles = [Memory(1, 1, 1, 1, 1)]
+    usage = used(2**20, 3 * 2**30, device_memory=2**30, peak_reserved_memory=2**32)
+    text = "\n".join(finished(tmp_path, memory=memory_by_role(roles, roles, [usage])))
+    for name, size in (
+        ("GPU peak", "3.00"),
+        ("GPU at the end", "1.00"),
+        ("reserved, peak", "4.00"),
+    ):
+        assert re.search(rf"{name} +{size} GiB", text)
+    assert "pinned" not in text
+    assert "GPU" not in "\n".join(finished(tmp_path))
+
+
+def test_start_tells_which_gpu_a_rank_has(tmp_path):
+    on = console(False, width=120)
+    gpus = [
+        replace(place, gpu=f"{place.rank}f6d1c2a-4000", model="NVIDIA H100 80GB HBM3")
+        for place in places(2, 2, device="cuda:0")
+    ]
+    with reporting(tmp_path, on) as reporter:
+        start(reporter, gpus)
+    for rank in (0, 1):
+        assert f"cuda:0 H100 80GB HBM3 {rank}f6d1c2a  " in on.file.getvalue()
+
+
+def test_start_counts_the_gpus_of_many_ranks_by_model(tmp_path):
+    on = console(False, width=120)
+    many = [replace(place, model="NVIDIA H200") for place in places(24, 8, device="cuda:0")]
+    with reporting(tmp_path, on) as reporter:
+        start(reporter, many)
+    assert on.file.getvalue().count("8 H200") == 3
 
 
 def test_statistics_count_skipped_steps(tmp_path):

@@ -1,8 +1,11 @@
 """What a step took and what ranks used, in numbers."""
 
+from dataclasses import fields
+
+import torch
 from reports import used
 
-from mntrain.stats import memory_by_role
+from mntrain.stats import Tally, Usage, device_memory, memory_by_role
 from zero.memory import Memory
 
 
@@ -18,7 +21,9 @@ def test_memory_has_least_median_and_most_over_ranks_and_what_the_peak_was_expec
 
 def test_every_role_has_its_own_peak():
     measured = [Memory(1, 2, 3, 4, 5), Memory(5, 4, 3, 2, 1)]
-    report = memory_by_role(measured, measured[::-1], [used(7, 1), used(6, 2)])
+    first = used(7, 1, device_memory=2, reserved_memory=8, peak_reserved_memory=8)
+    second = used(6, 2, device_memory=1, reserved_memory=4, peak_reserved_memory=9, pinned_memory=1)
+    report = memory_by_role(measured, measured[::-1], [first, second])
     peaks = {role: (sizes["peak_rank"], sizes["most"]) for role, sizes in report.items()}
     assert peaks == {
         "parameters": (1, 5),
@@ -29,6 +34,10 @@ def test_every_role_has_its_own_peak():
         "total": (0, 15),
         "process_peak": (0, 7),
         "device_peak": (1, 2),
+        "device_now": (0, 2),
+        "reserved_peak": (1, 9),
+        "reserved_now": (0, 8),
+        "pinned": (1, 1),
     }
 
 
@@ -42,4 +51,23 @@ def test_what_a_process_needs_is_not_predicted():
     assert {role for role, sizes in report.items() if "expected" not in sizes} == {
         "process_peak",
         "device_peak",
+        "device_now",
+        "reserved_peak",
+        "reserved_now",
+        "pinned",
     }
+
+
+def test_on_the_cpu_there_is_no_memory_of_a_gpu():
+    assert set(device_memory(torch.device("cpu")).values()) == {0}
+    assert set(device_memory(torch.device("cpu"))) < {field.name for field in fields(Usage)}
+
+
+def test_a_tally_has_sums_of_means_by_their_counts_and_0_for_what_it_never_saw():
+    tally = Tally()
+    assert tally.sums(["loss"]) == [0.0]
+    tally.add(3, {"loss": torch.tensor(2.0), "accuracy": torch.tensor(0.5)})
+    tally.add(1, {"loss": torch.tensor(4.0)})
+    tally.add(0, {"loss": torch.tensor(float("nan"))})
+    assert tally.sums(["accuracy", "other", "loss"]) == [1.5, 0.0, 10.0]
+    assert (tally.count, tally.names()) == (4, ["loss", "accuracy"])

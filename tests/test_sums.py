@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.collectives.sums import Adder, as_bytes, sum_dtype
+from mntrain.collectives.sums import Adder, as_bytes
+from zero.kernels import sum_dtype
 
 WIDE = {
     torch.float16: torch.float32,

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from mntrain.config import Config
 from mntrain.data import Plan, batches
@@ -428,6 +430,86 @@ def test_the_model_computes_in_bfloat16(text, how):
     torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_attention_is_given_16_bits_only(monkeypatch, how, dtype):
+    # Or else torch's flash kernels would not be taken.
+    attend, seen = F.scaled_dot_product_attention, []
+
+    def looking(q, k, v, **options):
+        seen.append({q.dtype, k.dtype, v.dtype})
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", looking)
+    model, tokens = transformer(), torch.randint(20, (2, 12))
+    if how == "weights":
+        model.to(dtype)(tokens)
+    else:
+        with torch.autocast("cpu", dtype):
+            model(tokens)
+    assert seen == [{dtype}] * 2
+
+
+def test_with_targets_the_model_gives_the_loss_of_its_logits():
+    model, tokens = transformer(), torch.randint(20, (2, 13))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    logits = model(tokens[:, :-1])
+    assert torch.equal(loss, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+def test_flops_are_those_of_the_matrices_that_torch_counts_and_of_causal_attention(text):
+    task = load("lm", small(text, context=8))
+    model = task.model()
+    batch = torch.stack(list(task.dataset("valid")))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss = task.loss(model, batch)
+        loss.mean.backward()
+    counted = counter.get_flop_counts()["Global"]
+    matrices = sum(flops for kind, flops in counted.items() if "bmm" not in str(kind))
+    # Two layers of width 16: scores and values, forward and twice backward, half of 8 positions.
+    attention = 2 * 2 * 3 * 2 * 16 * 8 / 2
+    assert task.flops_per_item(model) == matrices / loss.count + attention
+    assert task.flops_per_item(nn.Linear(2, 2)) is None
+
+
+class Plain(Task):
+    def model(self):
+        return nn.Linear(1, 1)
+
+    dataset = loss = model
+
+
+class Listed(nn.Module):
+    """Two lists of layers, a layer with a list of its own, and something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(1, 1)
+        self.down = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        expert = nn.Module()
+        expert.parts = nn.ModuleList([nn.Linear(1, 1)])
+        self.up = nn.ModuleList([expert, nn.ModuleList([nn.Linear(1, 1)]), self.down[0]])
+
+
+def test_what_is_compiled_by_itself_is_the_outermost_layers_or_the_whole():
+    task, model = Plain(Config()), Listed()
+    expected = [*model.down, model.up[0], *model.up[1]]
+    assert set(task.regions(model)) == set(expected)
+    assert len(task.regions(model)) == len(expected)
+    whole = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert task.regions(whole) == [whole]
+    assert task.flops_per_item(whole) is None
+
+
+def test_of_the_language_model_all_but_the_embedding_is_compiled(text):
+    task = load("lm", small(text))
+    model = task.model()
+    within = {module for region in task.regions(model) for module in region.modules()}
+    assert set(model.modules()) - within == {model, model.embedding, model.blocks}
+    other = Listed()
+    assert task.regions(other) == Plain(Config()).regions(other)
 
 
 # ---- the language model's loss and sample ----

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from mntrain.collectives import Choice, Table
 from mntrain.collectives.choice import PIECE_BYTES
 from mntrain.config import CommConfig
+from mntrain.kept import MOST_ENTRIES, key_of
 from mntrain.options import parse
 from mntrain.results import without_memory
 from mntrain.topology import Topology
-from mntrain.tuning import cache, choosing, untuned
+from mntrain.tuning import Tuning, choosing, untuned
+from mntrain.tuning.cache import CACHE
 from mntrain.tuning.choosing import Findings
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -205,6 +207,7 @@ def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
 # The cache.
 
 TABLE = Table(((256 * KIB, FLAT), (25 * MIB, COARSE)))
+KEPT = Tuning(TABLE, "a line")
 
 
 @pytest.fixture
@@ -222,27 +225,28 @@ def aged(file, key, age):
 
 
 def test_what_was_kept_is_found_by_its_key_alone(file):
-    assert cache.find("a") is None
-    cache.keep("a", TABLE, "a line")
-    cache.keep("b", Table.always("leader"), "another")
-    found = cache.find("a")
-    assert (found.table.of(KIB), found.table.of(MIB), found.line) == (FLAT, COARSE, "a line")
+    assert CACHE.find("a") is None
+    CACHE.keep("a", KEPT)
+    CACHE.keep("b", Tuning(Table.always("leader"), "another"))
+    found = CACHE.find("a")
+    assert found.content == KEPT
+    assert (found.content.table.of(KIB), found.content.table.of(MIB)) == (FLAT, COARSE)
     assert abs(datetime.now(UTC) - found.measured) < timedelta(minutes=1)
-    assert cache.find("c") is None
+    assert CACHE.find("c") is None
     assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
 
 
 def test_a_table_without_sizes_is_kept(file):
-    cache.keep("a", Table.always("lanes"), "a line")
-    assert cache.find("a") is not None
+    CACHE.keep("a", Tuning(Table.always("lanes"), "a line"))
+    assert CACHE.find("a") is not None
 
 
 def test_a_key_depends_on_every_fact_but_not_on_their_order():
     facts = {"nodes": ((0, 1), (2, 3)), "bucket_bytes": 25}
-    key = cache.key_of(facts)
-    assert cache.key_of(dict(reversed(facts.items()))) == key
-    assert cache.key_of(facts | {"bucket_bytes": 26}) != key
-    assert cache.key_of(facts | {"nodes": ((0, 2), (1, 3))}) != key
+    key = key_of(facts)
+    assert key_of(dict(reversed(facts.items()))) == key
+    assert key_of(facts | {"bucket_bytes": 26}) != key
+    assert key_of(facts | {"nodes": ((0, 2), (1, 3))}) != key
 
 
 @pytest.mark.parametrize(
@@ -254,30 +258,30 @@ def test_a_key_depends_on_every_fact_but_not_on_their_order():
     ],
 )
 def test_an_entry_is_good_for_30_days_from_when_it_was_measured(file, age, found):
-    cache.keep("a", TABLE, "a line")
+    CACHE.keep("a", KEPT)
     aged(file, "a", age)
-    assert (cache.find("a") is not None) == found
+    assert (CACHE.find("a") is not None) == found
 
 
 def test_old_entries_go_when_another_comes(file):
-    cache.keep("a", TABLE, "a line")
+    CACHE.keep("a", KEPT)
     aged(file, "a", timedelta(days=31))
-    cache.keep("b", TABLE, "a line")
+    CACHE.keep("b", KEPT)
     assert set(json.loads(file.read_text())) == {"b"}
 
 
 def test_of_too_many_entries_the_oldest_goes(file):
-    cache.keep("0", TABLE, "a line")
+    CACHE.keep("0", KEPT)
     entry = json.loads(file.read_text())["0"]
     now = datetime.now(UTC)
     entries = {
         str(i): entry | {"measured": (now - timedelta(minutes=i + 1)).isoformat()}
-        for i in range(cache.MOST_ENTRIES)
+        for i in range(MOST_ENTRIES)
     }
     file.write_text(json.dumps(entries))
-    cache.keep("new", TABLE, "a line")
+    CACHE.keep("new", KEPT)
     left = set(json.loads(file.read_text()))
-    assert left == {"new", *map(str, range(cache.MOST_ENTRIES - 1))}
+    assert left == {"new", *map(str, range(MOST_ENTRIES - 1))}
 
 
 GOOD = {"measured": datetime.now(UTC).isoformat(), "steps": [[9, "lanes", 9]], "line": "a line"}
@@ -330,28 +334,28 @@ LATE = {"measured": "0001-01-01T00:00:00+23:59"}
 def test_a_damaged_file_is_no_cache_and_is_replaced(file, content):
     file.parent.mkdir()
     file.write_bytes(content)
-    assert cache.find("a") is None
-    cache.keep("b", TABLE, "a line")
-    assert cache.find("b") is not None
+    assert CACHE.find("a") is None
+    CACHE.keep("b", KEPT)
+    assert CACHE.find("b") is not None
     assert set(json.loads(file.read_text())) == {"b"}
 
 
 def test_a_damaged_entry_spoils_no_other(file):
-    cache.keep("a", TABLE, "a line")
+    CACHE.keep("a", KEPT)
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "b": GOOD | {"steps": 5}, "c": GOOD}))
-    assert [cache.find(key) is not None for key in "abc"] == [True, False, True]
+    assert [CACHE.find(key) is not None for key in "abc"] == [True, False, True]
 
 
 def test_where_nothing_can_be_written_there_is_no_cache(file):
     file.parent.write_text("in the way")
-    cache.keep("a", TABLE, "a line")
-    assert cache.find("a") is None
+    CACHE.keep("a", KEPT)
+    assert CACHE.find("a") is None
     assert file.parent.read_text() == "in the way"
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file, monkeypatch):
-    cache.keep("a", TABLE, "a line")
+    CACHE.keep("a", KEPT)
     before = file.read_bytes()
 
     def full(*_):
@@ -359,21 +363,21 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        cache.keep("b", TABLE, "a line")
+        CACHE.keep("b", KEPT)
     assert file.read_bytes() == before
     assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
 
 
 def test_a_reader_with_the_file_open_has_all_of_the_old_one(file):
-    cache.keep("a", TABLE, "a line")
+    CACHE.keep("a", KEPT)
     with file.open() as old:
-        cache.keep("b", TABLE, "a line")
+        CACHE.keep("b", KEPT)
         assert set(json.load(old)) == {"a"}
     assert set(json.loads(file.read_text())) == {"a", "b"}
 
 
 def test_the_file_is_the_users_alone(file):
-    cache.keep("a", TABLE, "a line")
+    CACHE.keep("a", KEPT)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -381,4 +385,4 @@ def test_the_file_is_the_users_alone(file):
 def test_without_an_absolute_xdg_cache_home_it_is_in_the_home(tmp_path, monkeypatch, given):
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.place() == tmp_path / ".cache" / "mntrain" / "tuning.json"
+    assert CACHE.place() == tmp_path / ".cache" / "mntrain" / "tuning.json"

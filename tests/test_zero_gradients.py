@@ -10,6 +10,7 @@ from torch import nn
 
 from zero import Solo, ZeroOptimizer
 from zero.finite import Finite
+from zero.kernels import TorchKernels
 from zero.norms import ROW, global_norm
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -137,7 +138,7 @@ def test_alone_a_gradient_is_forgotten_with_the_parameters():
 
 
 def norm(*shards, p=2.0):
-    return global_norm(Solo(), shards, p)
+    return global_norm(Solo(), shards, p, TorchKernels())
 
 
 def exact(*shards, p=2.0):

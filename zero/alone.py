@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.gradients import put, rescale
+from zero.kernels import Kernels
 from zero.layout import Bucket, Entry, Piece
 from zero.precision import needs_master
 from zero.views import lies_as, nbytes, run_of, view
@@ -62,13 +63,14 @@ class Alone:
         """See `Gradients.part`."""
         return run_of(self._taken[piece.spec.name])
 
-    def widened(self, index: int) -> Tensor:
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
         """See `Gradients.widened`: in new memory."""
         bucket = self._buckets[index]
         device = self._parameters[bucket.entries[0].spec.name].device
         wide = torch.empty(bucket.numel, dtype=torch.float32, device=device)
         for piece in bucket.pieces(0, bucket.numel):
-            wide[piece.start : piece.start + piece.numel] = self.part(index, piece)
+            there = wide[piece.start : piece.start + piece.numel]
+            kernels.pack(self.part(index, piece), factor, there)
         self._besides[index] = nbytes(wide)
         self._note_peak()
         return wide

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Work
+from zero.kernels import Kernels
 from zero.layout import Bucket, Entry, Piece
 
 
@@ -60,8 +61,11 @@ class Gradients(Protocol):
         Flat, a view: elements in the order in which the parameter lies in memory.
         """
 
-    def widened(self, index: int) -> Tensor:
-        """All that this rank keeps of a bucket, flat: 16-bit sums in fp32. `part` has lost them."""
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+        """All that this rank keeps of a bucket of 16 bits, flat, in fp32 and times a factor.
+
+        `part` has lost it.
+        """
 
     def release(self) -> None:
         """Note that a step is over, and that nobody will ask for parts of its sums."""

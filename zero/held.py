@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.gradients import Reduce, put, rescale
+from zero.kernels import Kernels
 from zero.layout import Bucket, Entry, Piece
 from zero.precision import needs_master, widened
 from zero.views import nbytes, view
@@ -87,11 +88,11 @@ class Held:
         """See `Gradients.part`."""
         return self._flats[index][piece.start : piece.start + piece.numel]
 
-    def widened(self, index: int) -> Tensor:
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
         """See `Gradients.widened`: in the bucket's own memory, if it is sharded."""
         flat, bucket = self._flats[index], self._buckets[index]
         kept = flat if self._slot is None else flat[slice(*bucket.shard(self._slot))]
-        wide = widened(kept, self._rooms[index])
+        wide = widened(kept, factor, self._rooms[index], kernels)
         if wide.data_ptr() != self._rooms[index].data_ptr():
             self._besides[index] = nbytes(wide)
             held = sum(map(nbytes, self._rooms)) + sum(self._besides.values())

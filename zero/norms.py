@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives
+from zero.kernels import Kernels
 
 # On the CPU elements are widened in runs that stay in the cache.
 RUN = 1 << 16
@@ -17,15 +18,25 @@ ROW = 128
 LEAST_RMS = 2.0**-48
 
 
-def global_norm(collectives: Collectives, shards: Iterable[Tensor], p: float) -> float:
+def global_norm(
+    collectives: Collectives,
+    shards: Iterable[Tensor],
+    p: float,
+    kernels: Kernels,
+) -> float:
     """The p-norm of all ranks' shards together; p may be infinite. Collective.
 
     Each rank tells its part in fp64, so the number of ranks does not show. Waits for the device.
+    `kernels` sum squares on a device other than the CPU.
     """
-    shards = list(shards)
-    mine = _in_fp32(shards) if p == 2 else None
+    shards = [shard for shard in shards if shard.numel()]
+    mine = None
+    if p == 2 and any(shard.device.type != "cpu" for shard in shards):
+        mine = [kernels.square_sums(shards).sum()]
+    elif p == 2:
+        mine = _in_fp32(shards)
     if mine is None:
-        mine = [_power(run, p) for shard in shards if shard.numel() for run in _runs(shard)]
+        mine = [_power(run, p) for shard in shards for run in _runs(shard)]
     if math.isinf(p):
         # Collectives sum: every rank tells its own maximum in a place of its own.
         maxima = torch.zeros(collectives.size, dtype=torch.float64)
@@ -42,9 +53,9 @@ def global_norm(collectives: Collectives, shards: Iterable[Tensor], p: float) ->
 
 def _in_fp32(shards: Sequence[Tensor]) -> list[Tensor] | None:
     """The sum of squares of shards on the CPU, in one fp64 number; None where fp32 will not do."""
-    if any(s.device.type != "cpu" or s.dtype == torch.float64 for s in shards):
+    if any(shard.dtype == torch.float64 for shard in shards):
         return None
-    rows = [row for shard in shards if shard.numel() for row in _rows(shard)]
+    rows = [row for shard in shards for row in _rows(shard)]
     if not rows:
         return []
     norm = torch.linalg.vector_norm(torch.cat(rows).double())

@@ -27,6 +27,7 @@ from zero.groups import (
     refuse_shared_memory,
     unnamed,
 )
+from zero.kernels import Kernels, TorchKernels
 from zero.layout import MIB, Bucket, Spec, plan_buckets
 from zero.memory import Memory, predict_for_plan, state_bytes
 from zero.norms import global_norm
@@ -79,6 +80,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     reverses; by default that of `parameters`. From stage 1 on, parameters are views into flat
     memory, so move the model first. With `model` given, the last step's parameters arrive during
     the next forward, and what asks the model's modules for them waits; without it `step` waits.
+    `kernels` (torch's by default) widen 16-bit gradients, and take the norm on a device other than
+    the CPU.
 
     The gradient is the mean over the whole step's samples, whatever each rank's share of them.
     What a rank's gradient stands for is stated in one of three ways: call `loss.backward()` alone,
@@ -108,6 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         buffers: Iterable[Tensor] = (),
         order: Iterable[str] | None = None,
         model: nn.Module | None = None,
+        kernels: Kernels | None = None,
         **kwargs: Any,
     ) -> None:
         if non_finite not in ("stop", "skip"):
@@ -116,7 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
         if max_grad_norm is not None and not is_positive(max_grad_norm):
             raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
-        self._collectives = collectives
+        self._collectives, self._kernels = collectives, kernels or TorchKernels()
         self._make_inner, self._stage_number = partial(optimizer_class, **kwargs), stage
         self._max_grad_norm, self._norm_type = max_grad_norm, float(norm_type)
         self._skips = non_finite == "skip"
@@ -256,7 +260,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         weight, divisor, self._totals = self._totals.weight, self._divisor, None
         if not divisor > 0:
             raise ValueError(f"the ranks' weights sum to {weight}: at least one needs a sample")
-        norm = global_norm(self._collectives, self._shards(), self._norm_type) / divisor
+        shards, p = self._shards(), self._norm_type
+        norm = global_norm(self._collectives, shards, p, self._kernels) / divisor
         if not math.isfinite(norm):
             return self._without_update(norm, weight)
         coef = 1.0
@@ -265,7 +270,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._stage.settle()
         self._owned.heed()
         # The sum becomes the clipped mean: the one division.
-        self._owned.feed(self._stage.gradients, coef / divisor, self._unused)
+        factor = coef / divisor
+        self._owned.feed(self._stage.gradients, factor, self._unused, self._kernels)
         self._update()
         self._owned.write_back()
         take_from_rank_0(self._collectives, self._buffers)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.gradients import Gradients, rescale
+from zero.kernels import Kernels
 from zero.layout import Bucket, Piece
 from zero.precision import needs_master
 from zero.views import flattened, nbytes, view
@@ -120,7 +121,9 @@ class Owned:
                 owned.tensor.copy_(torch.where(where, owned.home.float(), owned.tensor))
 
     @torch.no_grad()
-    def feed(self, gradients: Gradients, factor: float, unused: Collection[str]) -> None:
+    def feed(
+        self, gradients: Gradients, factor: float, unused: Collection[str], kernels: Kernels
+    ) -> None:
         """Give every piece its gradient: its sum times `factor`, in place, and in fp32 or wider.
 
         Pieces of parameters in `unused` get none, so that the torch optimizer leaves them alone.
@@ -130,11 +133,11 @@ class Owned:
         for owned in self.pieces:
             if not owned.has_master:
                 part = gradients.part(owned.index, owned.piece)
+                rescale(part, factor)
             else:
                 if owned.index not in wide:
-                    wide[owned.index] = gradients.widened(owned.index)
+                    wide[owned.index] = gradients.widened(owned.index, factor, kernels)
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
-            rescale(part, factor)
             owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
 
     @torch.no_grad()

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.gradients import Reduce, put
+from zero.gradients import Reduce, put, rescale
+from zero.kernels import Kernels
 from zero.layout import Bucket, Entry, Piece
 from zero.precision import needs_master
 from zero.views import nbytes, view
@@ -100,12 +101,15 @@ class Passing:
             self._kept[index] = kept
         return kept
 
-    def widened(self, index: int) -> Tensor:
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
         """See `Gradients.widened`."""
         kept = self._shard(index)
         if needs_master(kept.dtype):
-            self._kept[index] = kept = kept.float()
+            self._kept[index] = wide = torch.empty_like(kept, dtype=torch.float32)
+            kernels.pack(kept, factor, wide)
             self._note_peak()
+            return wide
+        rescale(kept, factor)  # of several micro-batches it is wide already
         return kept
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zero.groups import is_positive
+from zero.kernels import Kernels
 from zero.views import nbytes
 
 # Source of the dynamic scale and of its defaults: Micikevicius et al., "Mixed Precision Training",
@@ -21,16 +22,19 @@ def needs_master(dtype: torch.dtype) -> bool:
     return dtype.itemsize < torch.float32.itemsize
 
 
-def widened(shard: Tensor, room: Tensor) -> Tensor:
-    """A flat 16-bit tensor in fp32: in the memory of `room` where it fits, else in new memory.
+def widened(shard: Tensor, factor: float, room: Tensor, kernels: Kernels) -> Tensor:
+    """A flat 16-bit tensor times a factor, in fp32: in the memory of `room` if it fits, or new.
 
     `room` is flat, and what it held is lost; `shard` may be a part of it.
     """
     size = shard.numel() * torch.float32.itemsize
-    narrow = shard.clone()
     if nbytes(room) < size:
-        return narrow.float()
-    return room.view(torch.uint8)[:size].view(torch.float32).copy_(narrow)
+        wide = torch.empty_like(shard, dtype=torch.float32)
+    else:
+        wide = room.view(torch.uint8)[:size].view(torch.float32)
+        shard = shard.clone()
+    kernels.pack(shard, factor, wide)
+    return wide
 
 
 class LossScale:

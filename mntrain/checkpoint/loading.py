@@ -16,6 +16,9 @@ from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 from zero.state import StateSlice
 
+# What stays as the job has it: it may be changed, or is chosen for a device.
+OF_THE_JOB = ("lr", "weight_decay", "fused", "foreach", "capturable", "differentiable")
+
 
 class Found:
     """A checkpoint that is sound, and what is wrong with newer ones. The same on all ranks."""
@@ -51,8 +54,8 @@ def newest(world: World, where: Path) -> Found | None:
 def load(found: Found, model: nn.Module, optimizer: ZeroOptimizer, world: World) -> None:
     """Take a model's and an optimizer's state from a checkpoint. Collective.
 
-    Learning rates and weight decays stay as they are, so that they may be others. AgreedError for
-    the state of another model.
+    Learning rates and weight decays stay as they are, so that they may be others, and so does what
+    an optimizer is told of its device (`fused`). AgreedError for the state of another model.
     """
     with world.agreement():
         with Reader(found.path / MODEL) as reader:
@@ -67,8 +70,7 @@ def load(found: Found, model: nn.Module, optimizer: ZeroOptimizer, world: World)
                 }
             )
         for group, before in zip(optimizer.param_groups, fresh, strict=True):
-            ours = ("lr", "weight_decay")
-            group.update({key: before[key] for key in ours if key in before})
+            group.update({key: before[key] for key in OF_THE_JOB if key in before})
             group.update(
                 {k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)}
             )  # JSON makes lists of them

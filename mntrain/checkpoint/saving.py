@@ -1,6 +1,7 @@
 """Saving a run: all ranks at once, each its own ranges, while training goes on.
 
-begin      all ranks copy what is to be saved; from here on training may change it
+begin      all ranks copy what is to be saved; from here on training may change it (on a GPU, the
+           copy is on its way then, and the next update is queued behind it)
            threads hear who has what, write, each rank its part, and wait for the disk
 advance    when every rank's part is safe, all ranks tell what they have written
            the master's thread writes the manifest, and one rename makes a checkpoint of it
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from mntrain import agreement
 from mntrain._version import __version__
 from mntrain.checkpoint import writing
-from mntrain.checkpoint.copying import Range, Room
+from mntrain.checkpoint.copying import Copied, Range, Room
 from mntrain.checkpoint.finding import losses_of, step_of, steps_in
-from mntrain.checkpoint.manifest import FILES, Manifest
+from mntrain.checkpoint.manifest import FILES, MODEL, Manifest
 from mntrain.checkpoint.parts import Part, Told, kept, shapes
 from mntrain.checkpoint.tensors import Layout, Run
 from mntrain.checkpoint.writing import Place
@@ -99,6 +100,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._reserved: Future[None] | None = None
         self._begun: _Begun | None = None
+        self._copy: Copied | None = None
+        if world.device.type == "cuda":
+            optimizer.register_step_pre_hook(self._before_update)
 
     def check(self) -> None:
         """Raise ValueError for a model that cannot be saved. Local."""
@@ -139,7 +143,7 @@ class Saver:
 
     def save(self, moment: Moment) -> Saved:
         """Save at once, without a copy. Collective. AgreedError as `advance`."""
-        self._begin(moment, lambda ranges: ranges)
+        self._begin(moment, self._settled)
         saved = self.finish()
         self._thread.submit(lambda: None).result()  # older ones are removed by now
         return saved
@@ -191,7 +195,23 @@ class Saver:
     def _copied(self, ranges: Iterable[Range]) -> Iterable[Range]:
         if self._reserved is not None:
             wait([self._reserved])
-        return self._room.copied(list(ranges))
+        buffers = {name for name, _ in self._model.named_buffers()}
+        self._copy = self._room.copied(
+            list(ranges), soon=lambda one: one.file == MODEL and one.name in buffers
+        )
+        return self._copy.ranges
+
+    def _before_update(self, *_: Any) -> None:
+        """Let the optimizer change what was copied only when that is over."""
+        if self._copy is not None:
+            self._copy.before_changes()
+            self._copy = None
+
+    def _settled(self, ranges: Iterable[Range]) -> Iterable[Range]:
+        """The same ranges, when nothing is queued that is yet to write them."""
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()
+        return ranges
 
     def _begin(self, moment: Moment, taken: Callable[[Iterable[Range]], Iterable[Range]]) -> None:
         """Begin with a checkpoint of what `taken` makes of this rank's ranges."""

@@ -52,11 +52,15 @@ class Board:
             for local, board in self._boards.items()
         }
 
-    def enter(self, tensor: Tensor) -> None:
-        """Enter the next collective with this flat host tensor; a small one is copied."""
+    def enter(self, tensor: Tensor, *, reachable: bool = True) -> None:
+        """Enter the next collective with this flat tensor; a small one is copied.
+
+        `reachable`: whether others may read and write it, or the copy. On a device they may not.
+        """
         word = _PLACES + 2 * (self.entered % DEPTH)
-        place = self._memory.locate(tensor)
-        if self._shared and place is None and tensor.numel() * tensor.element_size() <= TRAY_BYTES:
+        place = self._memory.locate(tensor) if reachable else None
+        near = self._shared and reachable
+        if near and place is None and tensor.numel() * tensor.element_size() <= TRAY_BYTES:
             self.tray(self.entered, tensor).copy_(tensor)
             place = Place(_TRAY, 0)
         words = self._words[self._rank]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from mntrain.collectives.near import Steps
-from mntrain.collectives.sums import as_bytes, sum_dtype
+from mntrain.collectives.sums import as_bytes
 from mntrain.mpi import Communicator, Flight
+from zero.kernels import sum_dtype
 
 
 class Naive:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mntrain.collectives.plan import Part, Scheme
 from mntrain.collectives.scratch import Scratch
-from mntrain.collectives.sums import Adder, as_bytes
+from mntrain.collectives.sums import Sums, as_bytes
 from mntrain.mpi import Communicator, Flight
 
 T = TypeVar("T")
@@ -29,7 +29,14 @@ class Tools:
 
     comm: Communicator
     scratch: Scratch
-    adder: Adder
+    adder: Sums
+    fence: Callable[[], Steps[None]]
+    """What has been computed is in memory when these steps are over: MPI may send it."""
+
+
+def at_once() -> Steps[None]:
+    """The fence of the host, which computes in order."""
+    yield from ()
 
 
 BLOCK_BYTES = 256 << 10  # what is added and handed out while it is in the cache
@@ -96,6 +103,7 @@ class MessagedNear:
 
     def __init__(self, tools: Tools, scheme: Scheme, tensor: Tensor, tag: int) -> None:
         self._comm, self._adder, self._scratch = tools.comm, tools.adder, tools.scratch
+        self._fence = tools.fence
         self._tensor, self._tag = tensor, tag
         self._members, self._local_rank = scheme.members, scheme.local_rank
 
@@ -117,6 +125,7 @@ class MessagedNear:
             ]
             yield Flight.of(*flights).over
             self._adder.add(addends, mine, self._local_rank)
+            yield from self._fence()
         yield from self.give(part, to)
 
     def take(self, part: Part, source: int) -> Steps[None]:

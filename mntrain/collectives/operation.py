@@ -9,11 +9,12 @@ from torch import Tensor
 
 from mntrain.collectives.board import Board
 from mntrain.collectives.choice import Choice
+from mntrain.collectives.direct import Beside
 from mntrain.collectives.naive import Naive
 from mntrain.collectives.near import MessagedNear, SharedNear, Steps, Tools
 from mntrain.collectives.pieces import Follower, Owner, tag_of
 from mntrain.collectives.plan import Piece, Scheme
-from mntrain.device import Loan
+from mntrain.collectives.staging import Loan
 from mntrain.mpi import TAGS
 from zero.collectives import Work
 
@@ -40,6 +41,14 @@ class Shared:
         return first
 
 
+@dataclass
+class Direct:
+    """What collectives on a device's memory have besides. One thread uses it."""
+
+    tools: Tools
+    beside: Beside
+
+
 @dataclass(frozen=True)
 class Call:
     """What was asked for, the same on all ranks."""
@@ -57,8 +66,10 @@ Hand = Owner | Follower
 class WorldOperation:
     """See `progress.Operation`."""
 
-    def __init__(self, shared: Shared, call: Call, loan: Loan) -> None:
+    def __init__(self, shared: Shared, call: Call, loan: Loan, direct: Direct | None) -> None:
         self._shared, self._call, self._loan = shared, call, loan
+        self._tools = direct.tools if direct else shared.tools
+        self._beside = direct.beside if direct else None
         self.window = max(2, min(PIECES, IN_FLIGHT_BYTES // call.choice.piece_bytes))
         self._scheme = shared.schemes.get(call.choice.algorithm)
         self._board = shared.board if self._scheme and len(self._scheme.members) > 1 else None
@@ -71,7 +82,7 @@ class WorldOperation:
             return False
         if self._board is not None:
             self._number = self._board.entered
-            self._board.enter(self._loan.host)
+            self._board.enter(self._loan.host, reachable=self._loan.reachable)
         return True
 
     def ready(self) -> bool:
@@ -80,11 +91,18 @@ class WorldOperation:
 
     def pieces(self) -> Iterator[tuple[int, Steps[None]]]:
         """See `Operation.pieces`."""
+        if self._beside is None:
+            yield from self._pieces()
+            return
+        for number, steps in self._pieces():
+            yield number, self._beside.run(steps)
+
+    def _pieces(self) -> Iterator[tuple[int, Steps[None]]]:
         scheme = self._scheme
         if scheme is None:
             yield self._naive()
             return
-        tools, tensor = self._shared.tools, self._loan.host
+        tools, tensor = self._tools, self._loan.host
         wire = self._call.wire or tensor.dtype
         pieces = self._planned(scheme)
         first = self._shared.number(len(pieces))

@@ -16,16 +16,18 @@ sum over nodes.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mntrain.collectives.near import Near, Steps, Tools
 from mntrain.collectives.plan import Part, Piece, Scheme
 from mntrain.collectives.sums import as_bytes
 from mntrain.mpi import TAGS, Flight
+
+if TYPE_CHECKING:
+    from mntrain.mpi import Bytes
 
 
 class Owner:
@@ -46,6 +48,7 @@ class Owner:
         first: int,
     ) -> None:
         self._comm, self._scratch, self._adder = tools.comm, tools.scratch, tools.adder
+        self._fence = tools.fence
         self._scheme, self._near, self._tensor = scheme, near, tensor
         self._wire = wire
         self._first = first
@@ -109,10 +112,12 @@ class Owner:
                 for node, room in zip(reversed(self._others), rooms, strict=True)
             ]
             yield from self._near.sum(part, ())
-            own = self._for_wire(part, spare)
+            own = yield from self._for_wire(part, spare)
             leaving = self._send_to_others(piece, own)
             yield Flight.of(*arriving, leaving).over
-            self._add_nodes(part, own, dict(zip(reversed(self._others), rooms, strict=True)))
+            yield from self._add_nodes(
+                part, own, dict(zip(reversed(self._others), rooms, strict=True))
+            )
             yield from self._near.give(part, self._peers)
 
     def _sum_parts(self, piece: Piece) -> Steps[None]:
@@ -129,19 +134,20 @@ class Owner:
             for node in self._others:
                 if _length(piece.parts[node]):
                     yield from self._near.sum(piece.parts[node], ())
-                    data = self._for_wire(piece.parts[node], spares[node])
+                    data = yield from self._for_wire(piece.parts[node], spares[node])
                     leaving[node] = self._send(piece, node, data)
             if _length(mine):
                 yield from self._near.sum(mine, ())
                 yield Flight.of(*arriving).over
-                own = self._for_wire(mine, spares[self._node])
-                self._add_nodes(mine, own, theirs)
+                own = yield from self._for_wire(mine, spares[self._node])
+                yield from self._add_nodes(mine, own, theirs)
             if piece.ranks:
                 if _length(mine):
                     yield from self._near.give(mine, self._receivers(piece))
                 yield Flight.of(*leaving.values()).over
                 return
-            results = self._send_to_others(piece, self._for_wire(mine, spares[self._node]))
+            wired = yield from self._for_wire(mine, spares[self._node])
+            results = self._send_to_others(piece, wired)
             arriving_results = {}
             for node, flight in leaving.items():
                 yield flight.over  # what left makes room for what comes back
@@ -152,16 +158,18 @@ class Owner:
                 yield flight.over
                 part = piece.parts[node]
                 self._tensor[slice(*part)].copy_(self._wired(part, spares[node]))
+                yield from self._fence()
                 yield from self._near.give(part, self._peers)
             yield results.over
 
-    def _add_nodes(self, part: Part, own: Tensor, theirs: dict[int, Tensor]) -> None:
+    def _add_nodes(self, part: Part, own: Tensor, theirs: dict[int, Tensor]) -> Steps[None]:
         """Leave the sum over nodes in this rank's part; round it as one that travels."""
         sums = [own if node == self._node else theirs[node] for node in range(len(theirs) + 1)]
         total = self._data(part)
         self._adder.add(sums, total, self._node if own.dtype == total.dtype else None)
         if self._wire != total.dtype:
             total.copy_(total.to(self._wire))
+        yield from self._fence()
 
     def _receivers(self, piece: Piece) -> list[int]:
         """To whom in the node a sum goes, by local rank."""
@@ -178,11 +186,12 @@ class Owner:
         """Where a part travels: in its own memory, or in a spare of the wire's dtype."""
         return self._data(part) if self._wire == self._tensor.dtype else spare
 
-    def _for_wire(self, part: Part, spare: Tensor) -> Tensor:
+    def _for_wire(self, part: Part, spare: Tensor) -> Steps[Tensor]:
         """A part as it travels."""
         wired = self._wired(part, spare)
         if wired is spare:
             wired.copy_(self._data(part))
+            yield from self._fence()
         return wired
 
     def _room(self, part: Part) -> AbstractContextManager[Tensor]:
@@ -262,7 +271,7 @@ class Follower:
     def _owner(self, piece: Piece) -> int:
         return self._scheme.members[piece.lane]
 
-    def _data(self, part: Part) -> NDArray[np.uint8]:
+    def _data(self, part: Part) -> "Bytes":
         return as_bytes(self._tensor[slice(*part)])
 
 

@@ -11,9 +11,10 @@ LEAST_BYTES = 4 << 10
 
 
 class Scratch:
-    """Rooms of sizes that are powers of two. One thread uses it."""
+    """Rooms of sizes that are powers of two, on one device. One thread uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     @contextmanager
@@ -22,7 +23,7 @@ class Scratch:
         nbytes = numel * dtype.itemsize
         size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
         free = self._free[size]
-        room = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        room = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
         try:
             yield room[:nbytes].view(dtype)
         finally:

@@ -6,32 +6,27 @@ sum do not depend on who owns the element.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from zero.kernels import sum_dtype
 
-def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The memory of a flat host tensor, as bytes. A view: no copy."""
+if TYPE_CHECKING:
+    from mntrain.mpi import Bytes
+
+
+def as_bytes(tensor: Tensor) -> "Bytes":
+    """The memory of a flat tensor, as MPI takes it. A view: no copy."""
     assert tensor.dim() == 1
     assert tensor.is_contiguous()
-    array: NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
-    return array
+    data = tensor.view(torch.uint8)
+    return data if data.is_cuda else data.numpy()
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums accumulate: fp32, or wider where the tensor is; integers as int64."""
-    wide = torch.float32 if dtype.is_floating_point else torch.int64
-    return torch.promote_types(dtype, wide)
-
-
-class Adder:
-    """Adds tensors of one length, with some memory to do so, which is kept from call to call."""
-
-    def __init__(self) -> None:
-        self._room = torch.empty(0, dtype=torch.uint8)
+class Sums(Protocol):
+    """Who adds."""
 
     def add(self, addends: Sequence[Tensor], total: Tensor, place: int | None) -> None:
         """Leave the sum of the addends, in their order, in `total`.
@@ -39,6 +34,16 @@ class Adder:
         `place`: the index of the addend that lies in total's memory, if one does. Addends have
         total's dtype, or one that it widens.
         """
+
+
+class Adder:
+    """Adds host tensors of one length. The memory to do so is kept from call to call."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def add(self, addends: Sequence[Tensor], total: Tensor, place: int | None) -> None:
+        """See `Sums.add`."""
         wide = sum_dtype(total.dtype)
         if total.dtype != wide:
             run = self._empty(len(total), wide)

@@ -2,7 +2,8 @@
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -11,46 +12,78 @@ from torch import Tensor
 
 from mntrain.collectives.board import Board
 from mntrain.collectives.choice import ALGORITHMS, Table
+from mntrain.collectives.copies import Copier
+from mntrain.collectives.direct import Beside, DeviceSums, DirectLoan
 from mntrain.collectives.memory import NodeMemory
-from mntrain.collectives.near import Tools
-from mntrain.collectives.operation import Call, Shared, WorldOperation
+from mntrain.collectives.near import Tools, at_once
+from mntrain.collectives.nodefirst import NodeFirst
+from mntrain.collectives.operation import Call, Direct, Shared, WorldOperation
 from mntrain.collectives.plan import Scheme, world_slots
 from mntrain.collectives.progress import Progress, Ticket
 from mntrain.collectives.scratch import Scratch
+from mntrain.collectives.staging import SLOT_BYTES, InPlace, Loan, StagedLoan, Staging, chunks
 from mntrain.collectives.sums import Adder
-from mntrain.device import Lender
 from mntrain.mpi import Communicator
 from mntrain.topology import Topology
 from zero.collectives import Done, Work
+from zero.kernels import Kernels
 from zero.layout import split
+
+Transport = Literal["host", "cuda-aware", "nccl"]
+Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a world has whose tensors lie on devices, on some rank at least."""
+
+    device: torch.device  # of this rank
+    copier: Copier
+    kernels: Kernels
+    mixed: bool = False  # whether some ranks compute on the host
+    slot_bytes: int = SLOT_BYTES
 
 
 class WorldCollectives:
     """`zero.collectives.Collectives` over MPI: any flat tensor, in host or CUDA memory.
 
-    `table` says by which algorithm. Construction is collective over the world, on its
-    communication thread; `node` are the ranks of this rank's node.
+    `table` says by which algorithm, `transport` how tensors of devices travel: through host memory,
+    from device memory by MPI, or by `node_first`. Construction is collective over the world, on its
+    communication thread; `node` are the ranks of this rank's node. `devices` is given by all ranks
+    or by none.
     """
 
     def __init__(
-        self, comm: Communicator, node: Communicator, topology: Topology, progress: Progress
+        self,
+        comm: Communicator,
+        node: Communicator,
+        topology: Topology,
+        progress: Progress,
+        devices: Devices | None = None,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
         self.table = Table.always("lanes")
+        self.transport: Transport = "host"
+        self.node_first: NodeFirst | None = None
         self.waited_s = 0.0  # by callers, for collectives
         self._slots = world_slots(topology)
         self._progress = progress
         self._memory = NodeMemory(node)
-        self._lender = Lender()
         owners = [0] * self.size
         for rank, slot in enumerate(self._slots):
             owners[slot] = rank
         schemes = {
             name: Scheme.of(name, topology, self.rank) for name in ALGORITHMS if name != "naive"
         }
-        tools = Tools(comm, Scratch(), Adder())
+        tools = Tools(comm, Scratch(), Adder(), at_once)
         board = Board(self._memory, node.rank, node.size)
         self._shared = Shared(tools, schemes, board, tuple(owners))
+        self._devices = devices
+        if devices is not None:
+            self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
+            beside = Beside(devices.copier)
+            sums = DeviceSums(devices.kernels)
+            self._direct = Direct(Tools(comm, Scratch(devices.device), sums, beside.fence), beside)
 
     @property
     def why_messages(self) -> str:
@@ -61,6 +94,11 @@ class WorldCollectives:
     def shared_bytes(self) -> int:
         """Bytes that this rank has allocated in memory shared with its node."""
         return self._memory.own_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory through which this rank's GPU is reached."""
+        return self._staging.nbytes if self._devices is not None else 0
 
     @property
     def busy_s(self) -> float:
@@ -125,7 +163,7 @@ class WorldCollectives:
 
     def _start(
         self,
-        verb: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"],
+        verb: Verb,
         tensor: Tensor,
         bounds: Sequence[int] | None,
         *,
@@ -142,10 +180,69 @@ class WorldCollectives:
             self._progress.expect_open()
             return Done()
         choice = self.table.of(tensor.numel() * tensor.element_size())
-        call = Call(verb, choice, cut, root, wire)
-        loan = self._lender.lend(tensor.detach())
-        ticket = self._progress.submit(WorldOperation(self._shared, call, loan))
-        return Collective(self, ticket)
+        call, tensor = Call(verb, choice, cut, root, wire), tensor.detach()
+        if self._by_node_first(call, tensor):
+            return self._node_first(call, tensor)
+        works = [
+            Collective(self, self._progress.submit(WorldOperation(self._shared, *part)))
+            for part in self._parts(call, tensor)
+        ]
+        return works[0] if len(works) == 1 else Together(works)
+
+    def _parts(self, call: Call, tensor: Tensor) -> Iterator[tuple[Call, Loan, Direct | None]]:
+        """What a collective is made of, on all ranks alike."""
+        if self._devices is None:
+            yield call, InPlace(tensor), None
+            return
+        copier, mark = self._staging.mark(tensor)
+        on_device = copier is self._devices.copier
+        if on_device and self.transport == "cuda-aware" and call.choice.algorithm != "naive":
+            yield call, DirectLoan(tensor, copier), self._direct
+            return
+        if not (on_device or self._devices.mixed):
+            yield call, InPlace(tensor), None
+            return
+        whole = call.verb in ("all_reduce", "broadcast")
+        cut = chunks(call.bounds, tensor.element_size(), self._staging.slot_bytes, whole=whole)
+        if not on_device and len(cut) == 1:
+            yield call, InPlace(tensor), None
+            return
+        goes, comes = self._copied(call)
+        for chunk in cut:
+            ready = copier, mark
+            loan = StagedLoan(self._staging, tensor, chunk, ready=ready, goes=goes, comes=comes)
+            bounds = split(chunk.bounds[-1], self.size) if whole else chunk.bounds
+            yield replace(call, bounds=bounds), loan, None
+
+    def _copied(self, call: Call) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+        """What goes to host memory, and what comes from it: shards by slot, or all (None)."""
+        mine = self._slots[self.rank]
+        if call.verb == "reduce_scatter":
+            return None, [mine]
+        if call.verb == "all_gather":
+            return [mine], [slot for slot in range(self.size) if slot != mine]
+        if call.verb == "broadcast":
+            return (None, []) if call.root == self.rank else ([], None)
+        return None, None
+
+    def _by_node_first(self, call: Call, tensor: Tensor) -> bool:
+        return (
+            self.transport == "nccl"
+            and self._devices is not None
+            and self._devices.copier.has(tensor)
+            and call.verb != "broadcast"
+            and call.choice.algorithm != "naive"
+        )
+
+    def _node_first(self, call: Call, tensor: Tensor) -> Work:
+        self._progress.expect_open()
+        first = self.node_first
+        assert first is not None
+        if call.verb == "all_reduce":
+            return first.all_reduce(tensor, call.wire)
+        if call.verb == "reduce_scatter":
+            return first.reduce_scatter(tensor, call.bounds, call.wire)
+        return first.all_gather(tensor, call.bounds)
 
 
 class Collective:
@@ -162,3 +259,15 @@ class Collective:
         start = time.perf_counter()
         self._ticket.wait().wait()
         self._collectives.waited_s += time.perf_counter() - start
+
+
+class Together:
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        for work in self._works:
+            work.wait()

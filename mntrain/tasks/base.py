@@ -61,6 +61,27 @@ class Task(ABC):
         With 16-bit parameters its floating-point tensors are in the model's dtype.
         """
 
+    def flops_per_item(self, model: nn.Module) -> float | None:
+        """Return what the model computes for one item that `Loss` counts, or None if unknown.
+
+        Floating-point operations of a forward and a backward, a multiplication and an addition each
+        one, without what is computed again. With it the job reports how much of its GPUs it used.
+        """
+        return None
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """Return the parts of the model that --train.compile compiles, each by itself.
+
+        The gradients of a part all come when its backward ends. So with one part nothing is sent
+        during backward; layers of one kind take no longer to compile than one. By default the
+        modules in each ModuleList that is not within another, and what else there is stays as it
+        is; a model without a ModuleList is one part.
+        """
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        parts = {part: None for modules in lists for part in modules if part not in lists}
+        within = {inner for part in parts for inner in part.modules() if inner is not part}
+        return [part for part in parts if part not in within] or [model]
+
     def sample(self, model: nn.Module) -> str | None:
         """Return a text to show when training has ended, or None. Called on one rank only."""
         return None

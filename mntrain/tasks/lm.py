@@ -93,9 +93,20 @@ class LanguageModel(Task):
 
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:
         """Return the mean cross-entropy in nats of windows (b, context + 1), counted in tokens."""
-        targets = batch[:, 1:].flatten()
-        logits = model(batch[:, :-1]).flatten(0, 1).float()
-        return Loss(F.cross_entropy(logits, targets), targets.numel())
+        targets = batch[:, 1:]
+        return Loss(model(batch[:, :-1], targets), targets.numel())
+
+    def flops_per_item(self, model: nn.Module) -> float | None:
+        """Return the FLOPs of a token: see `Transformer.flops_per_token`."""
+        if not isinstance(model, Transformer):  # in a task that derives from this one
+            return None
+        return model.flops_per_token(self.config.model.context)
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """Return the layers, and what follows them."""
+        if not isinstance(model, Transformer):
+            return super().regions(model)
+        return [*model.blocks, model.norm, model.head]
 
     @torch.no_grad()
     def sample(self, model: nn.Module) -> str | None:

@@ -18,7 +18,8 @@ _INIT_STD = 0.02  # GPT-2's
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32.
 
-    Written out because torch's own takes eight times as long backward on a CPU.
+    Written out because torch's own takes eight times as long backward on a CPU. Compiled it is one
+    pass over memory, with what is around it.
     """
 
     def __init__(self, width: int) -> None:
@@ -100,6 +101,21 @@ class Block(nn.Module):
         return out
 
 
+class Head(nn.Module):
+    """What follows the layers: logits, or their loss. A module of no weights, to be compiled."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+        """Map x (b, t, w), with the embedding's weight (vocab, w), to the logits (b, t, vocab).
+
+        With targets (b, t) to the mean cross-entropy, 0-dim, computed in fp32: compiled, the logits
+        need not be written in it.
+        """
+        logits = F.linear(x, weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 class Transformer(nn.Module):
     """The language model. `context` is the most positions that it takes.
 
@@ -114,15 +130,31 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width, heads, context) for _ in range(layers))
         self.norm = RMSNorm(width)
+        self.head = Head()
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 onto_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 scale = 1 / math.sqrt(2 * layers) if onto_residual else 1.0
                 nn.init.normal_(parameter, std=_INIT_STD * scale)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids (b, t), t at most `context`, to the next tokens' logits (b, t, vocab)."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Map token ids (b, t), t at most `context`, to the next tokens' logits (b, t, vocab).
+
+        With the next tokens (b, t) given as targets, to their mean cross-entropy in nats.
+        """
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+        out: Tensor = self.head(self.norm(x), self.embedding.weight, targets)
+        return out
+
+    def flops_per_token(self, context: int) -> float:
+        """Floating-point operations of a forward and a backward of one token in so many.
+
+        6 N + 12 layers * width * context / 2: N are the weights of the matrices that a token is
+        multiplied by, of which the embedding is one, as output; attention is causal, so half of it.
+        Source: PaLM, appendix B (Chowdhery et al., 2022, arXiv 2204.02311).
+        """
+        matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2)
+        width = self.embedding.embedding_dim
+        return 6 * matrices + 12 * len(self.blocks) * width * context / 2

@@ -17,22 +17,17 @@ import torch
 from mntrain._version import __version__
 from mntrain.collectives import Table, WorldCollectives
 from mntrain.collectives.progress import Progress
+from mntrain.collectives.world import Devices, Transport
+from mntrain.kept import key_of
 from mntrain.mpi import Communicator
 from mntrain.topology import Topology
-from mntrain.tuning import cache, choosing
+from mntrain.tuning import choosing
+from mntrain.tuning.cache import CACHE, Tuning
 from mntrain.tuning.measuring import Measuring
 
 __all__ = ["Rig", "Tuning", "tune", "untuned"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What `auto` is, and why, in words."""
-
-    table: Table
-    line: str
 
 
 def untuned() -> Tuning:
@@ -46,7 +41,7 @@ class Rig:
     """What there is to measure on.
 
     `node` is over this rank's node, `progress` the thread that calls both communicators, `device`
-    where tensors are to lie.
+    where tensors are to lie, and they travel by `transport`.
     """
 
     world: Communicator
@@ -54,6 +49,8 @@ class Rig:
     topology: Topology
     progress: Progress
     device: torch.device
+    devices: Devices | None
+    transport: Transport
 
     def on_thread(self, function: Callable[[], T]) -> T:
         """Let the communication thread do it, and wait."""
@@ -74,31 +71,34 @@ def tune(rig: Rig, *, library: str, host: str, bucket_bytes: int, shared: bool) 
     and it does not count as traffic of the world.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    key = cache.key_of(
+    key = key_of(
         {
             "ranks": rig.gather((host, cores, rig.device.type)),
             "nodes": rig.topology.nodes,
             "bucket_bytes": bucket_bytes,
             "shared": shared,
             "pieces": choosing.PIECES,
+            "transport": rig.transport,
             "versions": [library, __version__, torch.__version__],
         }
     )
     master = rig.world.rank == 0
-    kept = rig.gather(cache.find(key) if master else None)[0]
+    kept = rig.gather(CACHE.find(key) if master else None)[0]
     if kept is not None:
-        return Tuning(kept.table, f"{kept.line} (measured {kept.measured:%Y-%m-%d})")
+        found = kept.content
+        return Tuning(found.table, f"{found.line} (measured {kept.measured:%Y-%m-%d})")
     found = rig.gather(_measured(rig, bucket_bytes))[0]
     if master:
-        cache.keep(key, found.table, found.line)
+        CACHE.keep(key, found)
     return found
 
 
 def _measured(rig: Rig, bucket_bytes: int) -> Tuning:
     comm = rig.on_thread(lambda: rig.world.split(0, rig.world.rank, "tuning"))
     collectives = rig.on_thread(
-        lambda: WorldCollectives(comm, rig.node, rig.topology, rig.progress)
+        lambda: WorldCollectives(comm, rig.node, rig.topology, rig.progress, rig.devices)
     )
+    collectives.transport = rig.transport
     findings = Measuring(collectives, comm, rig.topology, rig.progress, rig.device).run(
         bucket_bytes
     )

@@ -76,7 +76,13 @@ def exit_with_error() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--with-mpi"):
-        config.pluginmanager.register(FailureReports(config))
+        reports = FailureReports(config)
+        config.pluginmanager.register(reports)
+        # Ranks that tidy one folder for temporary files get into each other's way.
+        if folder := os.environ.get("MPI_LAUNCH_FOLDER"):
+            own = os.path.join(folder, f"temporary of rank {reports.comm.rank}")
+            os.makedirs(own, exist_ok=True)
+            os.environ["PYTEST_DEBUG_TEMPROOT"] = own
 
 
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:

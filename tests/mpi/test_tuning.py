@@ -10,7 +10,8 @@ from worlds import RANKS, refusal
 
 import mntrain
 from mntrain.collectives import ALGORITHMS, Choice, Table
-from mntrain.tuning import cache, choosing, measuring
+from mntrain.tuning import Tuning, choosing, measuring
+from mntrain.tuning.cache import CACHE
 from mntrain.tuning.measuring import Measuring
 
 COMM = MPI.COMM_WORLD
@@ -117,10 +118,10 @@ def test_another_layout_or_size_of_buckets_is_measured_anew(runs):
 @several
 def test_what_rank_0_has_kept_is_used_by_all(runs):
     tuned().close()
-    file = cache.place()
+    file = CACHE.place()
     if COMM.rank == 0:
         (key,) = json.loads(file.read_text())
-        cache.keep(key, KEPT, "as it was")
+        CACHE.keep(key, Tuning(KEPT, "as it was"))
     with tuned() as world:
         assert world.collectives.table == KEPT
         assert world.algorithm == "leader"
@@ -131,7 +132,7 @@ def test_what_rank_0_has_kept_is_used_by_all(runs):
 @several
 @pytest.mark.parametrize("content", ["", "{", '{"a": 5}'])
 def test_a_damaged_cache_is_measured_over(runs, content):
-    file = cache.place()
+    file = CACHE.place()
     if COMM.rank == 0:
         file.parent.mkdir(parents=True)
         file.write_text(content)
@@ -143,7 +144,7 @@ def test_a_damaged_cache_is_measured_over(runs, content):
 @several
 def test_where_no_cache_can_be_written_every_world_measures(runs, monkeypatch):
     if COMM.rank == 0:
-        blocked = Path(cache.place()).parent
+        blocked = Path(CACHE.place()).parent
         blocked.parent.mkdir(exist_ok=True)
         blocked.write_text("in the way")
     COMM.Barrier()
@@ -160,7 +161,7 @@ def test_without_tuning_auto_is_lanes(runs):
         assert world.algorithm == "lanes"
         assert world.tuning.endswith("not tuned")
     assert not runs
-    assert COMM.rank or not cache.place().exists()
+    assert COMM.rank or not CACHE.place().exists()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -1,0 +1,147 @@
+"""Training on a GPU: a GPT beside bare torch, all-reduce by transport, CuPy beside torch.
+
+    python benchmarks/gpu.py [--quick] [--parts step transports kernels] [--ranks 2 4]
+
+Needs one GPU, which several ranks share; with more, each rank has its own. Prints tables, and
+writes them and every figure to docs/results/. Takes about 8 minutes; with `--quick` about 3.
+
+    python benchmarks/gpu.py --device cpu --tiny
+
+tries all of it on the CPU at toy sizes, and writes only where `--output` says.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_page
+import torch
+from emulated import HERE, MARK, facts, folders, write
+
+sys.path.insert(0, str(HERE.parent / "tests"))
+from launch import find_mpirun, is_open_mpi
+
+PARTS = ("step", "transports", "kernels")
+MIB = (1, 4, 16, 64, 256, 1024)
+QUICK_MIB = (1, 16, 256)
+TINY_MIB = (0.25, 1)
+LIMIT_S = 600  # for one job
+STEP_S, QUICK_STEP_S = 120, 30  # for all steps that are measured
+CASE_S, QUICK_CASE_S = 6.0, 2.0  # for one size of all-reduce, all transports
+OPEN_MPI = ["--oversubscribe", "--bind-to", "none"]
+
+
+def main() -> int:
+    """Measure, and write what came out."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    options.add_argument("--tiny", action="store_true", help="toy sizes; needed with --device cpu")
+    options.add_argument("--quick", action="store_true", help="fewer sizes, fewer steps")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for all-reduce")
+    options.add_argument("--micro-batch", type=int, default=0, help="sequences. 0: what has room")
+    options.add_argument("--output", type=Path, metavar="DIR", help="where results/ is; docs/")
+    given = options.parse_args()
+    if why := refusal(given.device, tiny=given.tiny, gpus=torch.cuda.device_count()):
+        options.exit(2, f"gpu.py: {why}\n")
+    page: dict[str, Any] = {**facts(), "device": given.device}
+    if "step" in given.parts:
+        page["step"] = measure_step(given)
+    if "transports" in given.parts:
+        page["transports"] = [measure_transports(given, ranks) for ranks in given.ranks]
+    if "kernels" in given.parts:
+        page["kernels"] = job(1, "gpu_kernels.py", ["--device", given.device])
+    text = gpu_page.report(page)
+    output = given.output or (None if given.tiny else HERE.parent / "docs")
+    if output is None:
+        print(text)
+    else:
+        write(folders(output)[0], "gpu", page, text)
+    return 0
+
+
+def refusal(device: str, *, tiny: bool, gpus: int) -> str:
+    """Why this cannot be measured here; empty where it can."""
+    if device == "cpu" and not tiny:
+        return (
+            "on the CPU the sizes of a GPU take hours: add --tiny, which tries the benchmark at "
+            "toy sizes"
+        )
+    if device == "cuda" and not gpus:
+        return (
+            "torch sees no CUDA device here: run it on a machine with a GPU and a CUDA build of "
+            "torch, or try it at toy sizes with --device cpu --tiny"
+        )
+    return ""
+
+
+def measure_step(given: argparse.Namespace) -> dict[str, Any]:
+    """A world of one beside bare torch. A way that learns something else has no speed."""
+    seconds = 1 if given.tiny else QUICK_STEP_S if given.quick else STEP_S
+    words = ["--device", given.device, "--micro-batch", given.micro_batch, "--seconds", seconds]
+    found = job(1, "gpu_step.py", [*words, *["--tiny"] * given.tiny])
+    losses = [way["loss"] for way in found["ways"].values()]
+    assert max(losses) - min(losses) < 0.02 * max(losses), losses
+    return found
+
+
+def measure_transports(given: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """All-reduce between so many ranks, by every transport that works here."""
+    mib = TINY_MIB if given.tiny else QUICK_MIB if given.quick else MIB
+    case_s = 0.3 if given.tiny else QUICK_CASE_S if given.quick else CASE_S
+    words = ["--device", given.device, "--case-s", case_s, "--mib", *mib]
+    return job(ranks, "gpu_transports.py", words)
+
+
+def job(ranks: int, script: str, arguments: Sequence[object]) -> dict[str, Any]:
+    """Run a script of ranks/ on so many ranks of this machine: the object that it reports.
+
+    Ends this program with what the ranks said if they fail, or take longer than LIMIT_S.
+    """
+    start = time.perf_counter()
+    command = [sys.executable, str(HERE / "ranks" / script), *map(str, arguments)]
+    words = [find_mpirun(), "-n", str(ranks), *(OPEN_MPI if is_open_mpi() else []), *command]
+    with tempfile.TemporaryDirectory() as cache:
+        as_root = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
+        paths = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+        found = {"XDG_CACHE_HOME": cache, "PYTHONPATH": paths}
+        out = output(words, {**os.environ, **as_root, **found})
+    print(f"{script} on {ranks}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    for line in out.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    sys.exit(f"{' '.join(command)} has reported nothing")
+
+
+def output(words: Sequence[str], environment: dict[str, str]) -> str:
+    """What a job prints. Whatever happens, it has ended when this returns."""
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{' '.join(words)} took longer than {LIMIT_S} s")
+    finally:
+        if process.poll() is None:  # asked to end, mpirun ends its ranks
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        sys.exit(f"{out}{err}{' '.join(words)}: code {process.returncode}")
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Copies between a device's memory and the host's, which go on while the host does something else.
+
+Nothing here waits, but for what the host copies itself. A `Mark` is a point in a device's work: the
+host asks whether it is over, and streams wait for it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a device's work."""
+
+    def over(self) -> bool:
+        """Whether the device has come so far. Asks, and does not wait."""
+
+    def order(self) -> None:
+        """Let what the caller gives the device from now on come after it."""
+
+
+class Copier(Protocol):
+    """Starts copies between one device and host memory. One thread at a time uses it."""
+
+    concern: str  # what makes copies slower than they could be, if anything does
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+
+    def mark(self) -> Mark:
+        """What the caller has given the device so far."""
+
+    def pin(self, memory: Tensor) -> Callable[[], object]:
+        """Make a piece of host memory fit for copies; gives what undoes it."""
+
+    def fetch(self, host: Tensor, parts: Sequence[Tensor], after: Sequence[Mark]) -> Mark:
+        """Copy tensors of the device into host memory, one behind the other."""
+
+    def bring(self, parts: Sequence[Tensor], host: Tensor, after: Sequence[Mark]) -> Mark:
+        """Copy host memory into tensors of the device, which lie in it one behind the other."""
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """What the caller gives the device inside goes on beside the caller's other work."""
+
+
+class NoMark:
+    """What has happened already."""
+
+    def over(self) -> bool:
+        """See `Mark.over`."""
+        return True
+
+    def order(self) -> None:
+        """See `Mark.order`."""
+
+
+class HostCopier:
+    """The host, where a copy is over when the call returns."""
+
+    concern = ""
+
+    def has(self, tensor: Tensor) -> bool:
+        """See `Copier.has`."""
+        return tensor.device.type == "cpu"
+
+    def mark(self) -> Mark:
+        """See `Copier.mark`."""
+        return NoMark()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """See `Copier.beside`: the host has no beside."""
+        return nullcontext()
+
+    def pin(self, memory: Tensor) -> Callable[[], object]:
+        """See `Copier.pin`: nothing to do."""
+        return lambda: None
+
+    def fetch(self, host: Tensor, parts: Sequence[Tensor], after: Sequence[Mark]) -> Mark:
+        """See `Copier.fetch`."""
+        for place, part in zip(laid_out(host, parts), parts, strict=True):
+            place.copy_(part)
+        return NoMark()
+
+    def bring(self, parts: Sequence[Tensor], host: Tensor, after: Sequence[Mark]) -> Mark:
+        """See `Copier.bring`."""
+        for place, part in zip(laid_out(host, parts), parts, strict=True):
+            part.copy_(place)
+        return NoMark()
+
+
+class CudaMark:
+    """An event of a CUDA device."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+        self._device = stream.device
+
+    def over(self) -> bool:
+        """See `Mark.over`."""
+        return bool(self.event.query())
+
+    def order(self) -> None:
+        """See `Mark.order`: the caller's current stream waits, and the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+
+class CudaCopier:
+    """A CUDA device, with a stream for each direction: copies there and back go on at once.
+
+    And one for what is computed on the device meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.concern = ""
+        self._down, self._up, self._beside = (torch.cuda.Stream(device) for _ in range(3))
+
+    def has(self, tensor: Tensor) -> bool:
+        """See `Copier.has`."""
+        return tensor.device == self._device
+
+    def mark(self) -> Mark:
+        """See `Copier.mark`: on the caller's current stream."""
+        return CudaMark(torch.cuda.current_stream(self._device))
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """See `Copier.beside`."""
+        return torch.cuda.stream(self._beside)
+
+    def pin(self, memory: Tensor) -> Callable[[], object]:
+        """See `Copier.pin`. Where the driver refuses, copies are right, but slower."""
+        runtime: Any = torch.cuda.cudart()
+        address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
+        with torch.cuda.device(self._device):
+            refused = runtime.cudaHostRegister(address, nbytes, 0)
+        if int(refused):
+            self.concern = f"the driver does not pin {nbytes} bytes of host memory: {refused}"
+            return lambda: None
+        return lambda: runtime.cudaHostUnregister(address)
+
+    def fetch(self, host: Tensor, parts: Sequence[Tensor], after: Sequence[Mark]) -> Mark:
+        """See `Copier.fetch`."""
+        return self._copy(self._down, zip(laid_out(host, parts), parts, strict=True), after)
+
+    def bring(self, parts: Sequence[Tensor], host: Tensor, after: Sequence[Mark]) -> Mark:
+        """See `Copier.bring`."""
+        return self._copy(self._up, zip(parts, laid_out(host, parts), strict=True), after)
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream,
+        pairs: Iterable[tuple[Tensor, Tensor]],
+        after: Sequence[Mark],
+    ) -> Mark:
+        with torch.cuda.stream(stream):
+            for mark in after:
+                mark.order()
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+                for tensor in (to, source):
+                    if tensor.is_cuda:  # its memory is not given away before this stream is done
+                        tensor.record_stream(stream)
+            return CudaMark(stream)
+
+
+def laid_out(host: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Where tensors lie one behind the other in host memory of their dtype."""
+    return [host[low:high] for low, high in pairwise(accumulate(map(len, parts), initial=0))]

@@ -1,0 +1,67 @@
+"""Collectives whose messages MPI takes from a device's memory, and puts there (CUDA-aware MPI).
+
+The same steps as on the host, on device tensors: messages go point to point, also within the node,
+and sums are made on the device, in fp32 or wider, beside the caller's stream. Never a non-blocking
+collective of MPI's on device memory, which crashes in Open MPI; and nobody waits for the device:
+steps ask for a mark where MPI is to read what was computed, or to write where something was read.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mntrain.collectives.copies import Copier, Mark
+from mntrain.collectives.near import Steps
+from mntrain.collectives.staging import After
+from zero.collectives import Work
+from zero.kernels import Kernels
+
+
+class DirectLoan:
+    """A tensor of a device that MPI works on directly."""
+
+    reachable = False
+
+    def __init__(self, tensor: Tensor, copier: Copier) -> None:
+        self.host, self._copier = tensor, copier
+        self._ready: Mark = copier.mark()
+
+    def here(self) -> bool:
+        """See `Loan.here`: the caller's work on the tensor is done."""
+        return self._ready.over()
+
+    def give_back(self) -> Work:
+        """See `Loan.give_back`."""
+        with self._copier.beside():
+            return After([self._copier.mark()])
+
+
+class DeviceSums:
+    """Sums of device tensors, with one kernel where there is one."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def add(self, addends: Sequence[Tensor], total: Tensor, place: int | None) -> None:
+        """See `Sums.add`."""
+        self._kernels.add(addends, total)
+
+
+class Beside:
+    """Runs steps beside the caller's work on the device, and knows when they are through."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def fence(self) -> Steps[None]:
+        """See `Tools.fence`."""
+        yield self._copier.mark().over
+
+    def run(self, steps: Steps[None]) -> Steps[None]:
+        """The steps, each given to the device beside what the caller gives it."""
+        while True:
+            with self._copier.beside():
+                ask = next(steps, None)
+            if ask is None:
+                return
+            yield ask

@@ -1,0 +1,1 @@
+"""Tests on a GPU that run inside MPI ranks: test_gpu_suite.py, a folder up, launches them."""

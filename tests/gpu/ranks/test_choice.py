@@ -1,0 +1,28 @@
+"""Which transport a job has, when it asks for one and when it does not."""
+
+import pytest
+import torch
+
+import mntrain
+from gpu.place import CUDA, ON, gpu
+from gpu.ranks.transports import TRANSPORTS, transports
+
+pytestmark = [pytest.mark.mpi, *gpu]
+
+
+@transports
+def test_a_world_has_the_transport_that_was_asked_for(worlds, transport):
+    world = worlds(transport)
+    assert world.device.type == ON
+    chosen = transport if CUDA and world.size > 1 else ""
+    assert world.gather(world.transport) == [chosen] * world.size
+
+
+@pytest.mark.skipif(not CUDA, reason="a rehearsal on the CPU has nothing to choose")
+def test_auto_chooses_what_works_and_all_ranks_the_same():
+    with mntrain.init(device=ON) as world:
+        assert world.transport in (TRANSPORTS if world.size > 1 else [""])
+        assert len(set(world.gather(world.transport))) == 1
+        tensor = torch.full((1_000_003,), float(world.rank), device=world.device)
+        world.collectives.all_reduce(tensor).wait()
+        assert (tensor == sum(range(world.size))).all()

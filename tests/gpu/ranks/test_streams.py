@@ -1,0 +1,158 @@
+"""Collectives are ordered by streams: those who launch and who wait need no other synchronisation.
+
+Memory holds NaN until what a collective is to take has been written, on the stream and late; and
+again as soon as its result has been read. Who looks too early or too late finds it.
+
+By hand, for longer: MNTRAIN_SOAK=20000 python tests/launch.py 4 tests/gpu/ranks/test_streams.py
+"""
+
+import math
+import os
+import random
+
+import pytest
+import torch
+from cases import RANK, shard
+from worlds import RANKS
+
+from gpu.place import ON, gpu, on, sleep, streams, synchronize
+from gpu.ranks.transports import transports
+from mntrain.collectives import ALGORITHMS, Table
+
+pytestmark = [pytest.mark.mpi, *gpu]
+
+CALLS = int(os.environ.get("MNTRAIN_SOAK", "2000" if ON == "cuda" else "300"))
+SIZES = [0, 1, 7, 100, 1003, 5003, 20011, 40000, 300_007]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+VERBS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+MOST_UNDER_WAY = 16
+LONG = 2_000_000  # cycles: about a millisecond
+
+
+def poison(tensor):
+    tensor.fill_(math.nan if tensor.dtype.is_floating_point else -99)
+
+
+class Call:
+    """One collective, whose result is known beforehand. `common` has the same chance on all."""
+
+    def __init__(self, common, own, world, choices):
+        self._own, self._device = own, world.device
+        self.numel, self.dtype = common.choice(SIZES), common.choice(DTYPES)
+        self.verb, self.root = common.choice(VERBS), common.randrange(RANKS)
+        self.salt = common.randrange(100)
+        algorithm = common.choice(ALGORITHMS)
+        nbytes = self.numel * self.dtype.itemsize
+        piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
+        self.collectives = world.collectives.using(Table.always(algorithm, piece_bytes))
+        # Ranks differ in their streams, and in how far behind these are.
+        self.launched = own.choice(choices)
+        self.waited = own.choice([self.launched, own.choice(choices)])
+        if RANKS == 1:  # nothing is under way then, and nothing to order
+            self.waited = self.launched
+        self.about = f"{self.verb} of {self.numel} {self.dtype} by {algorithm}, root {self.root}"
+
+    def _delay(self):
+        if self._own.random() < 0.2:
+            sleep(self._own.randrange(LONG))
+
+    def _values(self, rank):
+        """Small whole numbers: sums of them are exact in every dtype."""
+        index = torch.arange(self.numel, device=self._device)
+        return (index * 7 + 3 * rank + self.salt) % 11 - 5
+
+    def start(self):
+        """Fill the tensor late, and launch before that has happened."""
+        with on(self.launched):
+            self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self._device)
+            poison(self.tensor)
+            self._delay()
+            if self.verb == "all_gather":
+                mine = shard(self.collectives, self.numel)
+                self.tensor[mine] = self._values(0)[mine].to(self.dtype)
+            elif self.verb != "broadcast" or self.root == RANK:
+                self.tensor.copy_(self._values(RANK))
+            root = {"root": self.root} if self.verb == "broadcast" else {}
+            self.work = getattr(self.collectives, self.verb)(self.tensor, **root)
+            self._delay()
+
+    def finish(self):
+        """Read the result as soon as the stream may, and spoil it. Does not wait for the device."""
+        with on(self.waited):
+            self.work.wait()
+            found = self.tensor.clone()
+            poison(self.tensor)
+            self._delay()
+            mine = slice(None)
+            if self.verb in ("all_reduce", "reduce_scatter"):
+                expected = sum(self._values(rank) for rank in range(RANKS))
+            else:
+                expected = self._values(self.root if self.verb == "broadcast" else 0)
+            if self.verb == "reduce_scatter":
+                mine = shard(self.collectives, self.numel)
+            right = (found[mine].double() == expected[mine].double()).all()
+            if self.waited is not self.launched:
+                self.tensor.record_stream(self.waited)
+        del self.tensor, self.work
+        return right, self.about
+
+
+@pytest.mark.timeout(100 + CALLS / 20)
+@transports
+def test_thousands_of_collectives_on_late_streams(worlds, transport):
+    world = worlds(transport)
+    common, own = random.Random(7), random.Random(RANK)
+    choices = streams(world.device, 3)
+    under_way, found = [], []
+    for _ in range(CALLS):
+        under_way.append(Call(common, own, world, choices))
+        under_way[-1].start()
+        while len(under_way) > common.randrange(MOST_UNDER_WAY):
+            found.append(under_way.pop(own.randrange(len(under_way))).finish())
+    found += [call.finish() for call in under_way]
+    synchronize()
+    assert len(found) == CALLS
+    assert [about for right, about in found if not right] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@transports
+def test_a_collective_waits_for_the_stream_and_the_stream_waits_for_it(worlds, transport, dtype):
+    world = worlds(transport)
+    for stream in streams(world.device, 1):
+        for numel in (1, 1001, 1_000_003):
+            with on(stream):
+                tensor = torch.full((numel,), math.nan, dtype=dtype, device=world.device)
+                sleep(50 * LONG)  # the fill below has not happened when the call is made
+                tensor.fill_(RANK + 1)
+                world.collectives.all_reduce(tensor).wait()
+                doubled = tensor * 2  # with no other synchronisation
+            synchronize()
+            assert (doubled == RANKS * (RANKS + 1)).all()
+
+
+@transports
+def test_work_may_be_waited_for_in_any_order(worlds, transport):
+    world = worlds(transport)
+    tensors = [torch.full((4099,), float(i), device=world.device) for i in range(50)]
+    works = [world.collectives.all_reduce(tensor) for tensor in tensors]
+    for i, (tensor, work) in reversed(list(enumerate(zip(tensors, works, strict=True)))):
+        work.wait()
+        assert (tensor == i * RANKS).all()
+
+
+@transports
+def test_a_launch_does_not_wait_for_the_device(worlds, transport):
+    """The stream is still asleep when all launches have returned."""
+    world = worlds(transport)
+    tensors = [torch.ones(20011, device=world.device) for _ in range(5)]
+    synchronize()
+    sleep(500 * LONG)
+    asleep = torch.cuda.Event() if ON == "cuda" else None
+    if asleep is not None:
+        asleep.record()
+    works = [world.collectives.all_reduce(tensor) for tensor in tensors]
+    assert asleep is None or not asleep.query()
+    for work, tensor in zip(works, tensors, strict=True):
+        work.wait()
+        assert (tensor == RANKS).all()
