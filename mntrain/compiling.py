@@ -9,9 +9,11 @@ place: names of parameters stay.
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,12 @@ def check(device: torch.device) -> None:
             )
         if needed == "gcc" and shutil.which(needed) is None:
             needed = "clang"  # which triton takes then
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise ValueError(
+                "--train.compile: on a GPU torch.compile needs the headers of Python, which triton "
+                "compiles with, and there is no Python.h: install python3-dev, or leave the option "
+                "out"
+            )
     if shutil.which(needed) is None:
         raise ValueError(
             f"--train.compile: on {'the CPU' if device.type == 'cpu' else 'a GPU'} torch.compile "

@@ -195,6 +195,7 @@ class Library:
 
     name: str
     threads: str
+    build: str  # what it says of itself, in full
 
 
 THREADS = {0: "single", 1: "funneled", 2: "serialized", 3: "multiple"}
@@ -228,7 +229,7 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, Library]:
             "the communicator is the null communicator: this rank has no part in it; make the "
             "world on its members only"
         )
-    return Communicator(given.Dup(), "world"), Library(name, level)
+    return Communicator(given.Dup(), "world"), Library(name, level, MPI.Get_library_version())
 
 
 def meet() -> None:

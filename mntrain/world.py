@@ -117,8 +117,10 @@ class World:
             lambda: WorldCollectives(self._world, node, self.topology, self._progress, devices)
         ).wait()
         self.transport, self.transport_line = "", ""
-        with self.agreement():
+        try:
             self._choose_transport(wanted.transport, node, devices)
+        except transport.UnusableError as error:
+            raise AgreedError(str(error), self.rank) from None
         self.tuning = ""
         if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
             tuned = self._tuned(node, devices) if wanted.tune else tuning.untuned()
@@ -159,7 +161,8 @@ class World:
     ) -> ZeroOptimizer:
         """Make a distributed optimizer of any torch optimizer, for a model on `device`. Collective.
 
-        Overwrites parameters and buffers with rank 0's. `groups` are parameter groups of the
+        Overwrites parameters and buffers with rank 0's; those buffers that are part of the model's
+        state are taken from rank 0 after every step, too. `groups` are parameter groups of the
         model's parameters, as torch takes them; by default one group of all. `kwargs` go to
         `optimizer_class`; the other arguments, which must be the same on all ranks, are those of
         `zero.ZeroOptimizer`, which also says what `step` does. Parameters that `step` changed
@@ -181,13 +184,14 @@ class World:
         agreement.expect_same_model(self.gather(agreement.described(model)), self.rank)
         with self.agreement():  # before memory is made together
             check_trainable(named, sharded=stage != 0)
+        kept = model.state_dict().keys()  # tables of constants need not travel in every step
         with self.agreement():
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
                 self.collectives,
                 bucket_bytes=self._bucket_bytes,
-                buffers=list(model.buffers()),
+                buffers=[b for name, b in model.named_buffers() if name in kept],
                 order=[name for name, _ in model.named_parameters()],
                 model=model,
                 wire_dtype=self._wire_dtype,
@@ -313,7 +317,7 @@ class World:
         here = self.device.type == "cuda"
         if here:
             where = self.device
-            self._progress.call(lambda: torch.cuda.set_device(where)).wait()
+            self._progress.prepare(lambda: torch.cuda.set_device(where))
         return Devices(
             self.device,
             CudaCopier(self.device) if here else HostCopier(),
@@ -324,10 +328,10 @@ class World:
     def _choose_transport(
         self, wanted: str, node: mpi.Communicator, devices: Devices | None
     ) -> None:
-        """Let GPUs' tensors travel as is wanted. Collective; raises ValueError on all ranks."""
+        """Let GPUs' tensors travel as is wanted. Collective; raises UnusableError on all ranks."""
         if devices is None:
             if wanted in ("cuda-aware", "nccl"):
-                raise ValueError(
+                raise transport.UnusableError(
                     f"transport {wanted}: no rank of this job has a GPU; choose auto or host"
                 )
             return
@@ -342,7 +346,7 @@ class World:
                 self.collectives,
                 devices,
                 gpus=self._gpus,
-                library=self.library.name,
+                library=self.library.build,
                 near=self._near,
                 tensor=lambda numel: torch.zeros(numel, device=self.device),
             ),

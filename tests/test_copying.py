@@ -34,7 +34,7 @@ def test_copies_are_what_was_there_though_it_changes():
 
 def test_memory_is_kept_and_grows_when_it_must():
     room, there = Room(), ranges()
-    room.reserve(8192, pinned=False)
+    room.reserve(8192, pinned_for=None)
     places = [[copy.flat.data_ptr() for copy in room.copied(there).ranges] for _ in range(2)]
     assert places[0] == places[1]
     large = [Range("file", "large", torch.randn(5000), 0)]

@@ -25,11 +25,16 @@ class Steps:
         self.log, self.name, self.count, self.window = log, name, pieces, window
         self.gates = gates  # by step: what must be true before it is done
         self.moving = 0
+        self.begun = False
 
     def passes(self, step):
         return self.gates.get(step, lambda: True)()
 
+    def begin(self):
+        self.begun = True
+
     def enter(self):
+        assert self.begun, "nobody has asked for the tensor"
         return self.passes("enter") and self.note("enter")
 
     def ready(self):
@@ -381,3 +386,23 @@ def test_an_idle_thread_takes_no_time(progress):
     before = time.process_time()
     time.sleep(0.2)
     assert time.process_time() - before < 0.1
+
+
+def test_tensors_of_collectives_behind_one_that_waits_are_asked_for_meanwhile(progress):
+    log, there = [], threading.Event()
+    first = Steps(log, "a", enter=there.is_set)
+    second = Steps(log, "b")
+    tickets = [progress.submit(first), progress.submit(second)]
+    until(lambda: second.begun)
+    assert log == []
+    there.set()
+    for ticket in tickets:
+        ticket.wait()
+
+
+def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(progress):
+    threads = []
+    progress.prepare(lambda: threads.append(threading.current_thread().name))
+    progress.call(lambda: None).wait()
+    until(lambda: threads)
+    assert threads == ["mntrain communication"]

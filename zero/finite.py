@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 
@@ -22,8 +23,9 @@ class Finite:
         if not self._asked:
             return
         if gradient.device.type != "cpu":
-            finite = gradient.isfinite().all()
-            self._on_device = finite if self._on_device is None else self._on_device & finite
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            nothing = gradient.sum(dtype=wide) * 0  # or a NaN
+            self._on_device = nothing if self._on_device is None else self._on_device + nothing
         elif not math.isfinite(float(gradient.sum())):  # which may be too large a number, too
             self._here = self._here and bool(gradient.isfinite().all())
 
@@ -33,4 +35,4 @@ class Finite:
 
     def __bool__(self) -> bool:
         """Whether all were, since `reset`. Waits for the device."""
-        return self._here and (self._on_device is None or bool(self._on_device))
+        return self._here and (self._on_device is None or not float(self._on_device))

@@ -29,6 +29,7 @@ MIB = 2**20
 # backward; the last one has no more than it needs to have this, for nothing overlaps it.
 ENDS = MIB
 LEAST_BUCKETS = 8  # that a model is laid into, if each can have a MiB: so that they can overlap
+EVEN = 64  # elements: of any dtype more than a GPU reads at a time
 
 
 def split(numel: int, parts: int) -> tuple[int, ...]:
@@ -171,7 +172,8 @@ def _deal(specs: Sequence[Spec], loads: Sequence[int]) -> dict[str, int]:
 
 
 def _bucket(run: Iterable[Spec], shards: int, owner: dict[str, int] | None) -> Bucket:
-    specs = list(run)
+    # What would leave those behind it at odd addresses goes last: a GPU reads them slowly there.
+    specs = sorted(run, key=lambda spec: spec.numel % EVEN != 0)
     if owner is not None:
         specs.sort(key=lambda spec: owner[spec.name])
     entries: list[Entry] = []

@@ -70,7 +70,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     The gradient is clipped to `max_grad_norm` in its `norm_type`-norm. `non_finite` says what a
     step does with a gradient that is not finite: "stop" raises, "skip" updates nothing.
     `wire_dtype` (fp16 or bf16) is what sums of wider gradients travel in between nodes.
-    `buffers` (BatchNorm's statistics, say) are kept equal to rank 0's after every step.
+    `buffers` (BatchNorm's statistics, say) are kept equal to rank 0's after every step; those of
+    `model` are made so by `start`.
 
     Gradients live in buckets of at most `bucket_bytes` bytes, and of about an eighth of the model
     where that is less. Construction is collective, since the ranks of a node may share the memory
@@ -125,7 +126,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._max_grad_norm, self._norm_type = max_grad_norm, float(norm_type)
         self._skips = non_finite == "skip"
         self._bucket_bytes = bucket_bytes
-        self._buffers = tuple(buffers)
+        self._buffers, self._model = tuple(buffers), model
         self._scale = LossScale(loss_scale)
         self._stage = make_stage(stage, collectives, model, wire_dtype)
         groups = check_trainable(parameters, sharded=self._stage.sharded)
@@ -163,7 +164,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def start(self) -> None:
         """Overwrite parameters and buffers with rank 0's. Collective."""
-        take_from_rank_0(self._collectives, [*self._named.values(), *self._buffers])
+        buffers = self._buffers if self._model is None else self._model.buffers()
+        take_from_rank_0(self._collectives, [*self._named.values(), *buffers])
         self._owned.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.gradients import Gradients, rescale
+from zero.gradients import Gradients, rescale_all
 from zero.kernels import Kernels
 from zero.layout import Bucket, Piece
 from zero.precision import needs_master
@@ -129,16 +129,18 @@ class Owned:
         Pieces of parameters in `unused` get none, so that the torch optimizer leaves them alone.
         """
         wide: dict[int, Tensor] = {}
+        parts = []
         self._before = [owned.tensor.grad for owned in self.pieces]
         for owned in self.pieces:
             if not owned.has_master:
                 part = gradients.part(owned.index, owned.piece)
-                rescale(part, factor)
+                parts.append(part)
             else:
                 if owned.index not in wide:
                     wide[owned.index] = gradients.widened(owned.index, factor, kernels)
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
             owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
+        rescale_all(parts, factor)
 
     @torch.no_grad()
     def write_back(self) -> None:

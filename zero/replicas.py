@@ -14,6 +14,8 @@ def take_from_rank_0(collectives: Collectives, tensors: Iterable[Tensor]) -> Non
 
     The tensors of one dtype and device travel together, in one broadcast of a flat copy.
     """
+    if collectives.size == 1:
+        return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)

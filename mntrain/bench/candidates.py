@@ -58,12 +58,14 @@ class Ours(Candidate):
         """See `Candidate.prepare`."""
         if self._verb in ("all_reduce", "reduce_scatter"):
             write(self._tensor, self._pattern.mine)
-            return
-        self._tensor.fill_(_WRONG)
+        else:
+            self._tensor.fill_(_WRONG)
         if self._verb == "all_gather":
             write(self._shard, self._pattern.total, self._start)
-        elif self._is_root:
+        elif self._verb == "broadcast" and self._is_root:
             write(self._tensor, self._pattern.total)
+        if self._tensor.is_cuda:  # that is not to be timed
+            torch.cuda.synchronize(self._tensor.device)
 
     def run(self) -> None:
         """See `Candidate.run`."""

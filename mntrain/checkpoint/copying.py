@@ -7,11 +7,14 @@ On a GPU nobody waits for a copy but who needs it:
     writing thread                                       waits E2 | writes
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from mntrain.collectives.copies import pin
 
 _ALIGNED = 64
 
@@ -42,13 +45,19 @@ class Room:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # that copies are made on
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> None:
-        """Have this much memory, with its pages."""
+    def reserve(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
+        """Have this much memory, with its pages; for copies from a GPU pinned."""
+        if self._unpin is not None:
+            self._unpin()
         self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
         self._memory.zero_()
+        if pinned_for is not None and nbytes:
+            undo, _ = pin(self._memory, pinned_for)  # else copies are slower, and as right
+            self._unpin = weakref.finalize(self, _undo, undo, self._memory)
 
     def copied(
         self, ranges: Sequence[Range], soon: Callable[[Range], bool] = lambda one: False
@@ -65,7 +74,7 @@ class Room:
             end += -(-one.flat.nbytes // _ALIGNED) * _ALIGNED
         devices = {one.flat.device for one in ranges if one.flat.is_cuda}
         if end > self._memory.numel():
-            self.reserve(end, pinned=bool(devices))
+            self.reserve(end, pinned_for=next(iter(devices), None))
         copies = []
         for one, start in zip(ranges, starts, strict=True):
             there = self._memory[start : start + one.flat.nbytes].view(one.flat.dtype)
@@ -94,6 +103,12 @@ class Room:
                     flat.record_stream(stream)  # which may be a copy that nobody else holds
             done.record(stream)
         return done
+
+
+def _undo(undo: Callable[[], object], memory: Tensor) -> None:
+    """Unpin memory, which stays until then."""
+    undo()
+    del memory
 
 
 def _when(events: Iterable[torch.cuda.Event], ranges: Iterable[Range]) -> Iterator[Range]:

@@ -1,7 +1,7 @@
 """Which rank saves what: of the optimizer's state what it owns, of what all have an equal share."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ class Part:
     def __init__(self, world: World, model: nn.Module, optimizer: ZeroOptimizer) -> None:
         self._rank, self._size = world.rank, world.size
         self._model: dict[str, Tensor] = dict(model.state_dict())
-        self._slices = list(self._own(optimizer))
+        self._slices = _on_host(self._own(optimizer))
         self._random = randomness.captured(world.device)
 
     @property
@@ -104,6 +104,30 @@ def kept(everyone: Sequence[Told]) -> dict[str, Kept]:
         for one, dtypes in theirs.outlines:
             found.setdefault(one.name, Kept(one.shape, one.order, tuple(dtypes), one.others))
     return found
+
+
+def _on_host(slices: Iterable[StateSlice]) -> list[StateSlice]:
+    """The same, with what little lies on a GPU besides the tensors (steps) on the host.
+
+    Of each dtype at once: to ask for one by one is to wait for the GPU so often.
+    """
+    found = list(slices)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for one in found:
+        for value in one.others.values():
+            if isinstance(value, Tensor) and value.is_cuda:
+                by_dtype.setdefault(value.dtype, []).append(value)
+    there: dict[int, Tensor] = {}
+    for tensors in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        there |= {id(t): part.view(t.shape) for t, part in zip(tensors, parts, strict=True)}
+    return [
+        one._replace(others={key: there.get(id(v), v) for key, v in one.others.items()})
+        if by_dtype
+        else one
+        for one in found
+    ]
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> Shapes:

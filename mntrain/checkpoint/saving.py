@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,11 +98,13 @@ class Saver:
         self._folder = run_dir / "checkpoints"
         self._keep = keep
         self._room = Room()
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        on_gpu = world.device.type == "cuda"
+        ready = partial(torch.cuda.set_device, world.device) if on_gpu else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=ready)
         self._reserved: Future[None] | None = None
         self._begun: _Begun | None = None
         self._copy: Copied | None = None
-        if world.device.type == "cuda":
+        if on_gpu:
             optimizer.register_step_pre_hook(self._before_update)
 
     def check(self) -> None:
@@ -131,8 +134,9 @@ class Saver:
         After the first step: only then the optimizer has its state.
         """
         nbytes = self._part().nbytes + _SPARE_BYTES
-        pinned = self._world.device.type == "cuda"
-        self._reserved = self._thread.submit(self._room.reserve, nbytes, pinned=pinned)
+        device = self._world.device
+        pinned_for = device if device.type == "cuda" else None
+        self._reserved = self._thread.submit(self._room.reserve, nbytes, pinned_for=pinned_for)
 
     def begin(self, moment: Moment) -> None:
         """Copy what is to be saved, and let a thread write it. Collective.

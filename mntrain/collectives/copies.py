@@ -5,7 +5,7 @@ host asks whether it is over, and streams wait for it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -134,14 +134,14 @@ class CudaCopier:
 
     def pin(self, memory: Tensor) -> Callable[[], object]:
         """See `Copier.pin`. Where the driver refuses, copies are right, but slower."""
-        runtime: Any = torch.cuda.cudart()
-        address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
-        with torch.cuda.device(self._device):
-            refused = runtime.cudaHostRegister(address, nbytes, 0)
-        if int(refused):
-            self.concern = f"the driver does not pin {nbytes} bytes of host memory: {refused}"
-            return lambda: None
-        return lambda: runtime.cudaHostUnregister(address)
+        unpin, self.concern = pin(memory, self._device)
+
+        def when_done() -> None:
+            self._down.synchronize()
+            self._up.synchronize()
+            unpin()
+
+        return when_done
 
     def fetch(self, host: Tensor, parts: Sequence[Tensor], after: Sequence[Mark]) -> Mark:
         """See `Copier.fetch`."""
@@ -166,6 +166,23 @@ class CudaCopier:
                     if tensor.is_cuda:  # its memory is not given away before this stream is done
                         tensor.record_stream(stream)
             return CudaMark(stream)
+
+
+def pin(memory: Tensor, device: torch.device) -> tuple[Callable[[], object], str]:
+    """Pin host memory where it is, for a GPU. Local.
+
+    Gives what undoes it, to be called before the memory goes, and why it cannot be, if it cannot.
+    torch's own pinned memory comes in powers of two, and is never given back.
+    """
+    runtime: Any = torch.cuda.cudart()
+    address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
+    with torch.cuda.device(device):
+        refused = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if not refused:
+            return lambda: runtime.cudaHostUnregister(address), ""
+        with suppress(RuntimeError):  # the next launch finds that error: let it be this one
+            torch.ones(1, device=device)
+    return lambda: None, f"the driver does not pin {nbytes} bytes of host memory (error {refused})"
 
 
 def laid_out(host: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:

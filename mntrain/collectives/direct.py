@@ -22,9 +22,11 @@ class DirectLoan:
 
     reachable = False
 
-    def __init__(self, tensor: Tensor, copier: Copier) -> None:
-        self.host, self._copier = tensor, copier
-        self._ready: Mark = copier.mark()
+    def __init__(self, tensor: Tensor, copier: Copier, ready: Mark) -> None:
+        self.host, self._copier, self._ready = tensor, copier, ready
+
+    def begin(self) -> None:
+        """See `Loan.begin`: the content stays where it is."""
 
     def here(self) -> bool:
         """See `Loan.here`: the caller's work on the tensor is done."""

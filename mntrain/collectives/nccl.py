@@ -22,7 +22,9 @@ class NcclGroup:
         self.rank, self.size = node.rank, node.size
         self._device = device
         self._nccl = nccl = bindings()
-        name = node.gather_objects(nccl.get_unique_id() if node.rank == 0 else None)[0]
+        name, why = node.gather_objects(_name(nccl) if node.rank == 0 else None)[0]
+        if why:
+            raise RuntimeError(why)
         with torch.cuda.device(device):
             self._comm = nccl.NcclCommunicator(node.size, name, node.rank)
 
@@ -45,6 +47,14 @@ class NcclGroup:
         """Give the communicator back. After all that was exchanged."""
         torch.cuda.synchronize(self._device)
         self._comm.destroy()
+
+
+def _name(nccl: Any) -> tuple[Any, str]:
+    """A new group's name, or why there is none: who waits for it is to know."""
+    try:
+        return nccl.get_unique_id(), ""
+    except Exception as error:  # CuPy's own
+        return None, f"NCCL does not start: {error}"
 
 
 def bindings() -> Any:

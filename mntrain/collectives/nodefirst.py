@@ -2,14 +2,16 @@
 
     all-reduce       lanes to their owners, who add | all-reduce of a lane     | lanes to everyone
     reduce-scatter   shards to their owners, ditto  | reduce-scatter of a lane |
-    all-gather                                      | all-gather of a lane     | shards to everyone
+    all-gather       (one node)                                                | shards to everyone
 
 Within the node everything is one exchange of messages from device to device, and sums are made by
 their owner in the order of members, in fp32 or wider: so they have the bits of the other ways. All
 nodes have as many ranks as one another: a lane is owned by one rank of each.
 
-What goes over the node is handed to the device in the order in which the caller starts collectives
-and waits for them, which has to be the same on all ranks of the node.
+On one node everything is handed to the devices as the caller starts a collective, and so in one
+order on all ranks. On several, an all-reduce hands its lanes out when somebody waits for it, and so
+all ranks have to start and wait in one order; an all-gather, for which each waits when it needs
+something, is left to host memory, where the wire limits it as well.
 """
 
 from collections.abc import Sequence
@@ -19,9 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mntrain.collectives.copies import Copier
+from mntrain.collectives.copies import Copier, Mark
 from mntrain.topology import Topology
-from zero.collectives import Collectives, Work
+from zero.collectives import Collectives, Done, Work
 from zero.kernels import Kernels
 from zero.layout import split
 
@@ -60,6 +62,8 @@ class NodeFirst:
         self._group, self._cross, self._copier = group, cross, copier
         self._kernels = kernels
         self._peers = [peer for peer in range(group.size) if peer != group.rank]
+        self._alone = cross.size == 1
+        self.verbs = {"all_reduce", "reduce_scatter"} | ({"all_gather"} if self._alone else set())
         # By local rank: the slots of the ranks that have it, node by node.
         self._columns = [[slots[node[i]] for node in topology.nodes] for i in range(group.size)]
 
@@ -72,7 +76,7 @@ class NodeFirst:
             caller.order()
             self._sum(lanes)
             work = self._cross.all_reduce(lanes[self._group.rank][0], wire)
-        return Rest(self, work, lanes, ())
+        return self._ended(Rest(self, work, lanes, ()))
 
     def reduce_scatter(
         self, tensor: Tensor, bounds: Sequence[int], wire: torch.dtype | None
@@ -87,34 +91,36 @@ class NodeFirst:
             together, places = _packed(mine)
             work = self._cross.reduce_scatter(together, _bounds(mine), wire)
         node = self._cross.rank
-        return Rest(self, work, None, [(places[node], mine[node])])
+        return self._ended(Rest(self, work, None, [(places[node], mine[node])]))
 
     def all_gather(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Collectives.all_gather`."""
+        """See `Collectives.all_gather`: on one node."""
         lanes = self._shards(tensor, bounds)
-        mine = lanes[self._group.rank]
         caller = self._copier.mark()
         with self._copier.beside():
             caller.order()
-            together, places = _packed(mine)
-            work = self._cross.all_gather(together, _bounds(mine))
-        return Rest(self, work, lanes, list(zip(places, mine, strict=True)))
+        return self._ended(Rest(self, Done(), lanes, ()))
+
+    def _ended(self, rest: "Rest") -> "Rest":
+        """Whatever needs no other node is given to the device at once."""
+        if self._alone:
+            rest.finish()
+        return rest
 
     def finish(
         self,
         work: Work,
         lanes: list[list[Tensor]] | None,
         unpacked: Sequence[tuple[Tensor, Tensor]],
-    ) -> None:
-        """What is left to do when a lane has crossed the nodes. On the caller's thread."""
+    ) -> Mark:
+        """What is left to do when a lane has crossed the nodes; the mark of its end."""
         with self._copier.beside():
             work.wait()
             for source, place in unpacked:
                 place.copy_(source)
             if lanes is not None:
                 self._hand_out(lanes)
-            done = self._copier.mark()
-        done.order()
+            return self._copier.mark()
 
     def _sum(self, lanes: list[list[Tensor]]) -> None:
         """Leave the sums over the node of this rank's lane in its tensors."""
@@ -145,7 +151,7 @@ class NodeFirst:
 
 
 class Rest:
-    """A collective whose last part is given to the device when somebody waits for it."""
+    """A collective whose last part is given to the device at once, or when somebody waits."""
 
     def __init__(
         self,
@@ -156,13 +162,17 @@ class Rest:
     ) -> None:
         self._first, self._work = first, work
         self._lanes, self._unpacked = lanes, unpacked
-        self._done = False
+        self._done: Mark | None = None
+
+    def finish(self) -> Mark:
+        """Give it to the device, unless it has been."""
+        if self._done is None:
+            self._done = self._first.finish(self._work, self._lanes, self._unpacked)
+        return self._done
 
     def wait(self) -> None:
-        """See `Work.wait`."""
-        if not self._done:
-            self._done = True
-            self._first.finish(self._work, self._lanes, self._unpacked)
+        """See `Work.wait`: the caller's stream comes after it."""
+        self.finish().order()
 
 
 def _packed(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

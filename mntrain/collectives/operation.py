@@ -76,6 +76,10 @@ class WorldOperation:
         self._number = 0
         self._tray: Tensor | None = None  # where the result is, if it is not in the tensor
 
+    def begin(self) -> None:
+        """See `Operation.begin`."""
+        self._loan.begin()
+
     def enter(self) -> bool:
         """See `Operation.enter`."""
         if not self._loan.here():

@@ -31,6 +31,9 @@ class Operation(Protocol[T_co]):
 
     window: int  # how many pieces may be under way when one of its own starts
 
+    def begin(self) -> None:
+        """Let the tensor come to where the collective works on it. Asks nothing."""
+
     def enter(self) -> bool:
         """Tell the node that this rank's tensor is there. False: it is not yet; ask again."""
 
@@ -111,6 +114,10 @@ class UnderWay(Generic[T]):
     def done(self) -> bool:
         """Whether this rank has no more work in it."""
         return self.started and not self._moving
+
+    def begin(self) -> None:
+        """See `Operation.begin`."""
+        self._operation.begin()
 
     def enter(self) -> bool:
         """Enter, unless it has; whether it has now."""
@@ -197,6 +204,7 @@ class Progress:
         self._since: float | None = None  # when something was, after that
         self._turn = threading.Lock()  # whoever holds it moves the collectives
         self._waiters: deque[None] = deque()  # one for every caller who wants it
+        self._first: Callable[[], object] | None = None  # what the thread is to do before more
         self._bell = threading.Event()  # rung when something is handed in, or the turn wanted
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
@@ -229,6 +237,10 @@ class Progress:
             if self._busy:
                 self._bell.set()
 
+    def prepare(self, function: Callable[[], object]) -> None:
+        """Let the thread itself do something first, and not whoever waits for it. Once."""
+        self._first = function
+
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self.call(self._end).wait()
@@ -257,6 +269,9 @@ class Progress:
             self._bell.wait()
             with self._turn:
                 self._bell.clear()
+                if self._first is not None:
+                    self._first()
+                    self._first = None
                 while self._busy and not self._waiters:
                     delay = self._round(beside=True)
                     if not delay:
@@ -301,6 +316,7 @@ class Progress:
                 break
             task = self._tasks[0]
             if isinstance(task, UnderWay):
+                task.begin()
                 self._under_way.append(task)
             elif self._under_way:
                 break

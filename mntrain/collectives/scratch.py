@@ -23,8 +23,14 @@ class Scratch:
         nbytes = numel * dtype.itemsize
         size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
         free = self._free[size]
-        room = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
+        room = free.pop() if free else self._new(size)
         try:
             yield room[:nbytes].view(dtype)
         finally:
             free.append(room)
+
+    def _new(self, size: int) -> Tensor:
+        room = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if room.is_cuda:  # kernels may be under way that use what lay there, which MPI knows not
+            torch.cuda.current_stream(self._device).synchronize()
+        return room

@@ -38,8 +38,11 @@ class Loan(Protocol):
     host: Tensor  # the content where the collective works on it, once it is here
     reachable: bool  # whether the node's other ranks may read and write it, if they know where
 
+    def begin(self) -> None:
+        """Ask for the content, and do not wait. Loans begin in the order of their collectives."""
+
     def here(self) -> bool:
-        """Whether the content is here. Asks for it, and does not wait."""
+        """Whether the content is here."""
 
     def give_back(self) -> Work:
         """Bring the result back to the tensor.
@@ -55,6 +58,9 @@ class InPlace:
 
     def __init__(self, tensor: Tensor) -> None:
         self.host = tensor
+
+    def begin(self) -> None:
+        """See `Loan.begin`."""
 
     def here(self) -> bool:
         """See `Loan.here`."""
@@ -165,17 +171,19 @@ class StagedLoan:
         self._staging, self._tensor, self._chunk = staging, tensor, chunk
         self._copier, self._ready = ready
         self._goes, self._comes = goes, comes
-        self._fetched: list[Mark] | None = None
+        self._fetched: list[Mark] = []
+
+    def begin(self) -> None:
+        """See `Loan.begin`."""
+        numel = self._chunk.bounds[-1]
+        self.host, self._slot = self._staging.slot(numel, self._tensor.dtype)
+        after = [self._ready, *self._staging.free_after(self._slot)]
+        self._fetched = [
+            self._copier.fetch(place, parts, after) for place, parts in self._pairs(self._goes)
+        ] or after
 
     def here(self) -> bool:
         """See `Loan.here`."""
-        if self._fetched is None:
-            numel = self._chunk.bounds[-1]
-            self.host, self._slot = self._staging.slot(numel, self._tensor.dtype)
-            after = [self._ready, *self._staging.free_after(self._slot)]
-            self._fetched = [
-                self._copier.fetch(place, parts, after) for place, parts in self._pairs(self._goes)
-            ] or after
         return all(mark.over() for mark in self._fetched)
 
     def give_back(self) -> Work:

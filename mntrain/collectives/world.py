@@ -197,7 +197,7 @@ class WorldCollectives:
         copier, mark = self._staging.mark(tensor)
         on_device = copier is self._devices.copier
         if on_device and self.transport == "cuda-aware" and call.choice.algorithm != "naive":
-            yield call, DirectLoan(tensor, copier), self._direct
+            yield call, DirectLoan(tensor, copier, mark), self._direct
             return
         if not (on_device or self._devices.mixed):
             yield call, InPlace(tensor), None
@@ -228,9 +228,10 @@ class WorldCollectives:
     def _by_node_first(self, call: Call, tensor: Tensor) -> bool:
         return (
             self.transport == "nccl"
+            and self.node_first is not None
             and self._devices is not None
             and self._devices.copier.has(tensor)
-            and call.verb != "broadcast"
+            and call.verb in self.node_first.verbs
             and call.choice.algorithm != "naive"
         )
 

@@ -8,6 +8,7 @@
 buckets, and remembers the answer. host stays unless another is faster by more than noise.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +28,16 @@ from mntrain.topology import Topology
 from mntrain.transport import choosing, probe
 from mntrain.transport.near import Near
 from zero.layout import split
+from zero.views import nbytes
 
-__all__ = ["Site", "choose", "expect_known"]
+__all__ = ["Site", "UnusableError", "choose", "expect_known"]
 
 T = TypeVar("T")
 
 ROUNDS = 3
 SMALL = 1009  # elements: of one piece, and no multiple of anything
 
-expect_known = choosing.known
+UnusableError, expect_known = choosing.UnusableError, choosing.known
 
 
 def _read(found: Any) -> tuple[Transport, str]:
@@ -55,7 +57,8 @@ class Site:
 
     `gpus` names each rank's GPU, by rank, '' where it has none; `near` makes, on all ranks at once,
     what moves tensors between a node's devices; `tensor` makes a flat one of fp32 on this rank's
-    device; `takes` says why the MPI of this rank is not to be given device memory.
+    device; `library` is all that the MPI says of its build; `takes` says why the MPI of this rank
+    is not to be given device memory.
     """
 
     world: Communicator
@@ -77,7 +80,7 @@ class Site:
 def choose(site: Site, wanted: str, bucket_bytes: int) -> str:
     """Let the collectives use a transport; say which and why, in a line. Collective.
 
-    Raises ValueError, the same on all ranks, if what is wanted does not work here.
+    Raises UnusableError, the same on all ranks, if what is wanted does not work here.
     """
     if wanted == "host":
         return _use(site, "host", "host: as asked for")
@@ -88,6 +91,7 @@ def choose(site: Site, wanted: str, bucket_bytes: int) -> str:
             "nodes": site.topology.nodes,
             "bucket_bytes": bucket_bytes,
             "versions": [site.library, __version__, torch.__version__],
+            "settings": probe.settings(os.environ),
         }
     )
     kept = None
@@ -102,7 +106,7 @@ def choose(site: Site, wanted: str, bucket_bytes: int) -> str:
     for name in choosing.TRANSPORTS:
         if wanted not in ("auto", name):
             continue
-        why = _why_not(site, name) or _tried(site, name)
+        why = _why_not(site, name) or _tried(site, name, bucket_bytes)
         if wanted == name:
             choosing.expect_usable(name, why)
             return _use(site, name, f"{name}: as asked for")
@@ -155,11 +159,15 @@ def _why_no_nccl(site: Site) -> str:
     return ""
 
 
-def _tried(site: Site, name: Transport) -> str:
-    """Why a transport is not to be used, after a try of every verb. Collective."""
+def _tried(site: Site, name: Transport, bucket_bytes: int) -> str:
+    """Why a transport is not to be used, after a try of every verb on little and on much."""
     with _using(site, name) as collectives:
-        tensor = site.tensor(SMALL)
-        wrong = [verb for verb, right in _verbs(collectives, tensor) if not right]
+        wrong = [
+            f"{verb} of {nbytes(tensor)} bytes"
+            for tensor in (site.tensor(SMALL), site.tensor(_numel(bucket_bytes)))
+            for verb, right in _verbs(collectives, tensor)
+            if not right
+        ]
     why = f"{' and '.join(wrong)} came out wrong" if wrong else ""
     return choosing.all_or_none(site.gather(why))
 
@@ -167,7 +175,7 @@ def _tried(site: Site, name: Transport) -> str:
 def _verbs(collectives: WorldCollectives, tensor: Tensor) -> Iterator[tuple[str, bool]]:
     """Every verb on a tensor of fp32, and whether it came out right. Collective."""
     size, rank, numel = collectives.size, collectives.rank, len(tensor)
-    ramp = torch.arange(numel, dtype=tensor.dtype, device=tensor.device)
+    ramp = (torch.arange(numel, device=tensor.device) % SMALL).to(tensor.dtype)  # exact sums
     slot = collectives.slot(rank)
     mine = slice(*split(numel, size)[slot : slot + 2])
     total = ramp * size + size * (size - 1) / 2
@@ -183,11 +191,16 @@ def _verbs(collectives: WorldCollectives, tensor: Tensor) -> Iterator[tuple[str,
     yield "broadcast", torch.equal(tensor, ramp + size - 1)
 
 
-def _timed(site: Site, name: Transport, nbytes: int) -> float:
-    """Seconds of an all-reduce of so many bytes, on the slowest rank. Collective."""
+def _numel(nbytes: int) -> int:
+    """How many numbers of fp32 take so many bytes: at least one."""
+    return max(1, nbytes // torch.float32.itemsize)
+
+
+def _timed(site: Site, name: Transport, bucket_bytes: int) -> float:
+    """Seconds of an all-reduce of a bucket, on the slowest rank. Collective."""
     device = site.devices.device
     with _using(site, name) as collectives:
-        tensor = site.tensor(max(1, nbytes // torch.float32.itemsize))
+        tensor = site.tensor(_numel(bucket_bytes))
         collectives.all_reduce(tensor).wait()
         times = []
         for _ in range(ROUNDS):

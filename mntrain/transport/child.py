@@ -20,6 +20,8 @@ SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes
 def main() -> None:
     """Send and compare, size by size."""
     device = torch.device(sys.argv[1])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     world, _ = mpi.start()
     for nbytes in SIZES:
         sent = torch.arange(nbytes, device=device).to(torch.uint8)

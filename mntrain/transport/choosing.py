@@ -9,10 +9,14 @@ TRANSPORTS: tuple[Transport, ...] = ("host", "cuda-aware", "nccl")
 NOISE = 0.95  # another transport than host is at most so much of its time
 
 
+class UnusableError(ValueError):
+    """What was asked for does not work here, as all ranks have found."""
+
+
 def expect_usable(wanted: str, why_not: str) -> None:
-    """Raise ValueError if what was asked for does not work here."""
+    """Raise UnusableError if what was asked for does not work here."""
     if why_not:
-        raise ValueError(
+        raise UnusableError(
             f"transport {wanted}: {why_not}; choose host, which works with every MPI, or auto"
         )
 

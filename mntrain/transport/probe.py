@@ -64,6 +64,12 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(LAUNCHERS)}
 
 
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What an environment sets that may change how an MPI takes device memory."""
+    prefixes = ("OMPI_MCA_", "UCX_", "MPIR_CVAR_", "MPICH_", "FI_", "CUDA_", "NCCL_", "MPI4PY_")
+    return {name: environment[name] for name in sorted(environment) if name.startswith(prefixes)}
+
+
 def _known(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.endswith(("right", "wrong"))]
 

@@ -7,7 +7,7 @@ from job import completed, losses, metrics, summary, train
 from gpu.place import CUDA, ON, gpu
 from mntrain import compiling
 
-pytestmark = [*gpu, pytest.mark.timeout(200)]
+pytestmark = [*gpu, pytest.mark.timeout(240)]
 
 STEPS = 30
 JOBS = [
