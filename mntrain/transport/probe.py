@@ -1,6 +1,7 @@
 """Runs `child`, and says what became of it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from mntrain.transport.child import SIZES
 
 SECONDS = 60.0
 # What launchers tell the ranks that they start: the child is to be a world of its own.
-LAUNCHERS = (
-    *("PMI", "OMPI_COMM_", "OMPI_FILE_", "OMPI_FIRST_", "OMPI_UNIVERSE_", "PRTE_", "SLURM_"),
-    *("HYDRA", "HYDI_", "MPI_LOCAL", "MV2_", "PALS_", "ALPS_"),
+LAUNCHERS = re.compile(
+    "PMI|PRTE_|SLURM_|HYDRA|HYDI_|MPI_LOCAL|MV2_|PALS_|ALPS_"
+    # Of Open MPI's, what users set begins with OMPI_MCA_; and so do a few of mpirun's own.
+    "|OMPI_(?!MCA_)|OMPI_MCA_(orte|ess|pmix|prte|initial_wdir)"
 )
 CHILD = (sys.executable, "-m", "mntrain.transport.child")
 
@@ -61,7 +63,7 @@ def verdict(code: int, said: str, complained: str) -> str:
 
 def alone(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment in which MPI starts a world of one. What a user set for MPI stays."""
-    return {name: value for name, value in environment.items() if not name.startswith(LAUNCHERS)}
+    return {name: value for name, value in environment.items() if not LAUNCHERS.match(name)}
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
