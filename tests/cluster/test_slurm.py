@@ -81,7 +81,22 @@ def stories(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
         pool.shutdown(cancel_futures=True)
 
 
+# Seen once in some hundred starts on busy cores: Slurm 22.05 takes a part of a rank's message for
+# all of it, and MPICH ends in MPI_Init. That says nothing about the scripts.
+PMI2_LOST = "mpi/pmi2: request not begin with 'cmd='"
+
+
 def _told(tell: Callable, folder: Path):
+    try:
+        return _told_once(tell, folder / "first")
+    except RuntimeError as error:
+        if PMI2_LOST not in str(error):
+            raise
+    return _told_once(tell, folder / "again")
+
+
+def _told_once(tell: Callable, folder: Path):
+    folder.mkdir()
     with contextlib.ExitStack() as stack:
         with ONE_AT_A_TIME:
             cluster = stack.enter_context(SlurmCluster(cpus=8))
