@@ -74,8 +74,8 @@ def _fresh():
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, in its compiler
 @pytest.mark.timeout(300)  # to compile takes a while on a busy machine
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_buckets_of_a_layer_leave_before_the_gradients_of_the_one_below(backend):
+def test_buckets_of_a_layer_leave_before_the_gradients_of_the_one_below():
+    backend = "aot_eager"  # which splits graphs as inductor does; a job compiles with that
     log, gradients = recorded(parts, backend)
     names = [name for name in log if name != "launch"]
     assert len(names) == len(set(names)) == len(gradients)

@@ -123,7 +123,9 @@ def test_every_verb_gives_what_it_promises(rig, name, ranks_per_node, dtype):
     one = rig(ranks_per_node)
     collectives, device = one.use(name), one.device
     size, rank = COMM.size, COMM.rank
-    for algorithm, numel in itertools.product(("lanes", "leader", "flat", "naive"), SIZES):
+    every = ranks_per_node == 2 and dtype == torch.float32
+    algorithms = ("lanes", "leader", "flat", "naive") if every else ("lanes",)
+    for algorithm, numel in itertools.product(algorithms, SIZES):
         collectives.table = Table.always(algorithm, 1 << 10)
         bounds = uneven(numel, size)
         slot = collectives.slot(rank)
