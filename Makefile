@@ -50,7 +50,7 @@ lint: $(VENV)/.ready-dev
 
 # CuPy for the CUDA that torch was built for.
 gpu: $(VENV)/.ready-dev
-	@$(BIN)/python -W ignore -c "import torch; torch.cuda.is_available() or exit(f'torch {torch.__version__} sees no GPU: it was built for CUDA {torch.version.cuda}, which needs a driver as new as that (see nvidia-smi); or install the build for an older one into $(VENV), from the index of pytorch.org')"
+	@$(BIN)/python -W ignore -c "import torch; torch.cuda.is_available() or exit(f'torch {torch.__version__} sees no GPU: ' + (f'it was built for CUDA {torch.version.cuda}, which needs a driver as new as that (see nvidia-smi)' if torch.version.cuda else 'it is a build for the CPU') + '; install the build for your driver into $(VENV), from the index of pytorch.org')"
 	$(INSTALL) --editable ".[cuda$(shell $(BIN)/python -c "import torch; print((torch.version.cuda or '12').partition('.')[0])" 2>/dev/null)$(if $(WHEEL),$(COMMA)$(WHEEL))]"
 	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
 	$(BIN)/python benchmarks/gpu.py --quick

@@ -75,33 +75,46 @@ class Nodes:
         Ends this program with what the ranks said if they fail, or take longer than LIMIT_S.
         """
         command = [str(python), str(HERE / "ranks" / script), *map(str, arguments)]
-        for line in self.output(command, python).splitlines():
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-        sys.exit(f"{shlex.join(command)} has reported nothing")
+        return reported(self.output(command, python), command)
 
     def output(self, command: Sequence[str], python: Path = Path(sys.executable)) -> str:
         """Run any command so: what it prints."""
         line, environment = self.cluster.mpirun(
             command, bin=python.parent, env={"XDG_CACHE_HOME": self.cache}
         )
-        process = subprocess.Popen(
-            line,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            sys.exit(f"{shlex.join(command)} took longer than {LIMIT_S} s")
-        finally:
-            _stop(process)
-        if process.returncode:
-            sys.exit(f"{out}{err}{shlex.join(command)}: code {process.returncode}")
-        return out
+        return printed(line, environment, LIMIT_S)
+
+
+def reported(text: str, command: Sequence[str]) -> dict[str, Any]:
+    """The object that a script of ranks/ has printed; ends this program if there is none."""
+    for line in text.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    sys.exit(f"{shlex.join(command)} has reported nothing")
+
+
+def printed(words: Sequence[str], environment: dict[str, str], limit_s: float) -> str:
+    """What a job prints. Whatever happens, it has ended when this returns.
+
+    Ends this program with what the job said if it fails, or takes longer than the limit.
+    """
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{shlex.join(words)} took longer than {limit_s:g} s")
+    finally:
+        _stop(process)
+    if process.returncode:
+        sys.exit(f"{out}{err}{shlex.join(words)}: code {process.returncode}")
+    return out
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -11,9 +11,7 @@ tries all of it on the CPU at toy sizes, and writes only where `--output` says.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from typing import Any
 
 import gpu_page
 import torch
-from emulated import HERE, MARK, facts, folders, write
+from emulated import HERE, facts, folders, printed, reported, write
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 from launch import find_mpirun, is_open_mpi
@@ -112,35 +110,9 @@ def job(ranks: int, script: str, arguments: Sequence[object]) -> dict[str, Any]:
         as_root = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
         paths = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
         found = {"XDG_CACHE_HOME": cache, "PYTHONPATH": paths}
-        out = output(words, {**os.environ, **as_root, **found})
+        out = printed(words, {**os.environ, **as_root, **found}, LIMIT_S)
     print(f"{script} on {ranks}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    for line in out.splitlines():
-        if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK))
-    sys.exit(f"{' '.join(command)} has reported nothing")
-
-
-def output(words: Sequence[str], environment: dict[str, str]) -> str:
-    """What a job prints. Whatever happens, it has ended when this returns."""
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        sys.exit(f"{' '.join(words)} took longer than {LIMIT_S} s")
-    finally:
-        if process.poll() is None:  # asked to end, mpirun ends its ranks
-            process.terminate()
-            process.wait()
-    if process.returncode:
-        sys.exit(f"{out}{err}{' '.join(words)}: code {process.returncode}")
-    return out
+    return reported(out, command)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,11 @@ from torch.optim import Optimizer
 from mntrain.config import OptimConfig
 
 # Of torch.optim, what a training step cannot drive, and why.
-UNFIT = {"LBFGS": "it runs the forward by itself", "SparseAdam": "gradients here are dense"}
+UNFIT = {
+    "LBFGS": "it runs the forward by itself",
+    "Muon": "it takes matrices only, and models have vectors too",
+    "SparseAdam": "gradients here are dense",
+}
 # What has a kernel that makes the whole update on a GPU in one pass. Those for the CPU round an
 # element by where it lies in its tensor, so that stages would differ.
 FUSED = {"Adam", "AdamW", "SGD"}

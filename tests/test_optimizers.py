@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain.config import OptimConfig
-from mntrain.optimizers import decayed_and_not, find, warmup_then_cosine
+from mntrain.optimizers import UNFIT, decayed_and_not, find, warmup_then_cosine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -185,3 +185,10 @@ def test_a_scheduler_of_torch_takes_the_factor():
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_cannot_train_here_is_refused_by_name_with_the_reason(name):
+    config = OptimConfig(name=name)
+    with pytest.raises(ValueError, match=f"--optim.name {name}: .*; choose another"):
+        find(config, CPU)
