@@ -14,14 +14,13 @@ from torch import nn
 
 from mntrain import agreement, device, kernels, mpi, transport, tuning
 from mntrain.collectives import Table, WorldCollectives
-from mntrain.collectives.copies import CudaCopier, HostCopier
 from mntrain.collectives.progress import Progress, Ticket
 from mntrain.collectives.world import Devices
 from mntrain.failures import AgreedError, Watch
 from mntrain.loader import Shard, shard
 from mntrain.stats import Place, Usage, device_memory, peak_device_memory, peak_memory
 from mntrain.topology import Topology
-from mntrain.transport.near import Near
+from mntrain.transport import settling
 from zero.groups import check_trainable
 from zero.layout import MIB
 from zero.optimizer import ZeroOptimizer
@@ -66,7 +65,7 @@ class World:
         self._watch.install()
         self._progress = Progress()
         self._node: mpi.Communicator | None = None
-        self._near: Near | None = None
+        self._route = settling.Route()
         self._optimizers: list[ZeroOptimizer] = []
         try:
             self._settle(wanted)
@@ -112,15 +111,27 @@ class World:
             torch.cuda.set_device(self.device)
         self._share_cores(on_host)
         self.kernels = kernels.choose(self.device)
-        devices = self._devices()
+        kinds = self.gather(self.device.type)
+        devices = settling.devices(kinds, self.device, self.kernels, self._progress)
         self.collectives = self._progress.call(
             lambda: WorldCollectives(self._world, node, self.topology, self._progress, devices)
         ).wait()
-        self.transport, self.transport_line = "", ""
         try:
-            self._choose_transport(wanted.transport, node, devices)
+            self._route = settling.settle(
+                wanted.transport,
+                world=self._world,
+                node=node,
+                topology=self.topology,
+                progress=self._progress,
+                collectives=self.collectives,
+                devices=devices,
+                gpus=self._gpus,
+                library=self.library.build,
+                bucket_bytes=self._bucket_bytes,
+            )
         except transport.UnusableError as error:
             raise AgreedError(str(error), self.rank) from None
+        self.transport, self.transport_line = self._route.transport, self._route.line
         self.tuning = ""
         if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
             tuned = self._tuned(node, devices) if wanted.tune else tuning.untuned()
@@ -269,8 +280,8 @@ class World:
         """Finish what is under way and free the communicators. Collective; once."""
         for optimizer in self._optimizers:
             optimizer.close()
-        if self._near is not None:
-            self._near.close()
+        if self._route.near is not None:
+            self._route.near.close()
         self._progress.close()
         if self._node is not None:
             self._node.free()
@@ -308,54 +319,6 @@ class World:
     def _expect_same(self, **values: Any) -> None:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
         agreement.expect_same(self.gather(values), self.rank)
-
-    def _devices(self) -> Devices | None:
-        """What the world has if any of its ranks has a GPU. Collective."""
-        kinds = self.gather(self.device.type)
-        if set(kinds) == {"cpu"}:
-            return None
-        here = self.device.type == "cuda"
-        if here:
-            where = self.device
-            self._progress.prepare(lambda: torch.cuda.set_device(where))
-        return Devices(
-            self.device,
-            CudaCopier(self.device) if here else HostCopier(),
-            self.kernels,
-            mixed="cpu" in kinds,
-        )
-
-    def _choose_transport(
-        self, wanted: str, node: mpi.Communicator, devices: Devices | None
-    ) -> None:
-        """Let GPUs' tensors travel as is wanted. Collective; raises UnusableError on all ranks."""
-        if devices is None:
-            if wanted in ("cuda-aware", "nccl"):
-                raise transport.UnusableError(
-                    f"transport {wanted}: no rank of this job has a GPU; choose auto or host"
-                )
-            return
-        if self.size == 1:
-            return
-        self._near = Near(self._world, node, self.topology, self._progress, devices)
-        self.transport_line = transport.choose(
-            transport.Site(
-                self._world,
-                self.topology,
-                self._progress,
-                self.collectives,
-                devices,
-                gpus=self._gpus,
-                library=self.library.build,
-                near=self._near,
-                tensor=lambda numel: torch.zeros(numel, device=self.device),
-            ),
-            wanted,
-            self._bucket_bytes,
-        )
-        self.transport = self.collectives.transport
-        if devices.copier.concern:
-            self.transport_line += f"; {devices.copier.concern}"
 
     def _tuned(self, node: mpi.Communicator, devices: Devices | None) -> tuning.Tuning:
         """What `auto` is here. Collective."""
