@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,9 +46,9 @@ class Traffic:
     messages: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
     bytes: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
 
-    def count(self, level: str, nbytes: int) -> None:
-        """Add one message."""
-        self.messages[level] += 1
+    def count(self, level: str, nbytes: int, messages: int = 1) -> None:
+        """Add messages, of so many bytes in all."""
+        self.messages[level] += messages
         self.bytes[level] += nbytes
 
 
@@ -97,6 +99,23 @@ class Communicator:
         """Start receiving exactly data.nbytes bytes from a peer into data."""
         return Flight([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
+    def gather(self, data: Bytes, room: Bytes) -> Flight:
+        """Start gathering everyone's bytes, of one length, by rank in `room`. Collective.
+
+        Counts as a message to every other rank.
+        """
+        self._count_to_all(data.nbytes)
+        return Flight([self._comm.Iallgather(data, room)])
+
+    def broadcast(self, data: Bytes, root: int) -> Flight:
+        """Start bringing the root's bytes to everyone. Collective.
+
+        Counts as a message of the root's to every other rank.
+        """
+        if self.rank == root:
+            self._count_to_all(data.nbytes)
+        return Flight([self._comm.Ibcast(data, root)])
+
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everyone's object, by rank, on every rank. Collective, blocking; for small things."""
         Flight([self._comm.Ibarrier()]).wait()  # MPI's own collectives spin for who is late
@@ -116,6 +135,17 @@ class Communicator:
     def split(self, color: int, key: int, name: str) -> Communicator:
         """The ranks that gave the same color, in the order of their keys. Collective."""
         return Communicator(self._comm.Split(color, key), name)
+
+    def _count_to_all(self, nbytes: int) -> None:
+        for level, others in self._others.items():
+            self.traffic.count(level, others * nbytes, messages=others)
+
+    @cached_property
+    def _others(self) -> dict[str, int]:
+        """How many other ranks there are at each level."""
+        others = Counter(self.levels)
+        others[self.levels[self.rank]] -= 1
+        return others
 
     def free(self) -> None:
         """Give the MPI communicator back. Collective."""

@@ -21,8 +21,9 @@ def progress():
 class Steps:
     """An operation of some pieces, which waits where it is told to, and notes what it does."""
 
-    def __init__(self, log, name, pieces=1, window=WINDOW, **gates):
+    def __init__(self, log, name, pieces=1, window=WINDOW, *, light=False, **gates):
         self.log, self.name, self.count, self.window = log, name, pieces, window
+        self.light = light
         self.gates = gates  # by step: what must be true before it is done
         self.moving = 0
         self.begun = False
@@ -75,6 +76,14 @@ def until(condition):
         time.sleep(0.001)
 
 
+def rest_long(progress, monkeypatch):
+    """Let the thread look for nothing by itself."""
+    monkeypatch.setattr("mntrain.collectives.progress.REST_S", 3600)
+    ticket = progress.submit(Steps([], "before"))
+    until(lambda: ticket.settled)
+    time.sleep(0.05)  # in which it goes to rest
+
+
 def of(log, step):
     return [entry[0] for entry in log if entry[1] == step]
 
@@ -94,6 +103,29 @@ def test_it_goes_on_by_itself_while_nobody_waits(progress):
     gate.set()
     until(lambda: ticket.settled)
     assert ticket.wait() == ticket.wait() == "a"
+
+
+def test_a_light_one_rests_until_it_is_waited_for(progress, monkeypatch):
+    rest_long(progress, monkeypatch)
+    log = []
+    ticket = progress.submit(Steps(log, "a", light=True))
+    time.sleep(0.05)
+    assert not log
+    assert ticket.wait() == "a"
+
+
+def test_a_light_one_goes_before_what_comes_after_it(progress, monkeypatch):
+    rest_long(progress, monkeypatch)
+    log = []
+    light = progress.submit(Steps(log, "a", light=True))
+    heavy = progress.submit(Steps(log, "b"))
+    until(lambda: light.settled and heavy.settled)
+    assert of(log, "enter") == of(log, "finish") == ["a", "b"]
+
+
+def test_a_light_one_that_nobody_waits_for_does_not_rest_forever(progress):
+    ticket = progress.submit(Steps([], "a", light=True))
+    until(lambda: ticket.settled)
 
 
 def test_several_are_under_way_before_the_first_has_ended(progress):

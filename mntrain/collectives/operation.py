@@ -10,6 +10,7 @@ from torch import Tensor
 from mntrain.collectives.board import Board
 from mntrain.collectives.choice import Choice
 from mntrain.collectives.direct import Beside
+from mntrain.collectives.gathered import Gathered
 from mntrain.collectives.naive import Naive
 from mntrain.collectives.near import MessagedNear, SharedNear, Steps, Tools
 from mntrain.collectives.pieces import Follower, Owner, tag_of
@@ -58,6 +59,7 @@ class Call:
     bounds: tuple[int, ...]  # of shards
     root: int = 0
     wire: torch.dtype | None = None
+    small: bool = False  # whether everyone is to gather everything
 
 
 Hand = Owner | Follower
@@ -72,7 +74,10 @@ class WorldOperation:
         self._beside = direct.beside if direct else None
         self.window = max(2, min(PIECES, IN_FLIGHT_BYTES // call.choice.piece_bytes))
         self._scheme = shared.schemes.get(call.choice.algorithm)
-        self._board = shared.board if self._scheme and len(self._scheme.members) > 1 else None
+        self._small = call.small and direct is None and self._scheme is not None
+        self.light = self._small
+        near = self._scheme is not None and len(self._scheme.members) > 1 and not self._small
+        self._board = shared.board if near else None
         self._number = 0
         self._tray: Tensor | None = None  # where the result is, if it is not in the tensor
 
@@ -103,10 +108,18 @@ class WorldOperation:
 
     def _pieces(self) -> Iterator[tuple[int, Steps[None]]]:
         scheme = self._scheme
-        if scheme is None:
-            yield self._naive()
-            return
         tools, tensor = self._tools, self._loan.host
+        if scheme is None or self._small:
+            number = self._shared.number(1)
+            yield (
+                number,
+                self._whole(
+                    Gathered(tools, scheme, tensor)
+                    if scheme is not None
+                    else Naive(self._shared.tools.comm, tensor, number % TAGS)
+                ),
+            )
+            return
         wire = self._call.wire or tensor.dtype
         pieces = self._planned(scheme)
         first = self._shared.number(len(pieces))
@@ -158,12 +171,10 @@ class WorldOperation:
             return hand.copy(piece, self._call.root, pieces)
         return hand.gather(piece) if self._call.verb == "all_gather" else hand.sum(piece)
 
-    def _naive(self) -> tuple[int, Steps[None]]:
-        call, shared = self._call, self._shared
-        number = shared.number(1)
-        naive = Naive(shared.tools.comm, self._loan.host, number % TAGS)
+    def _whole(self, hand: Naive | Gathered) -> Steps[None]:
+        call = self._call
         if call.verb == "broadcast":
-            return number, naive.copy(call.root)
+            return hand.copy(call.root)
         if call.verb == "all_gather":
-            return number, naive.gather(call.bounds, shared.owners)
-        return number, naive.sum(call.wire)
+            return hand.gather(call.bounds, self._shared.owners)
+        return hand.sum(call.wire)

@@ -16,11 +16,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from mntrain.collectives.board import DEPTH
 from mntrain.collectives.near import Steps
 from mntrain.mpi import TAGS, Patience, pause
+
+# How long something light may rest that nobody waits for; and for how long who waits for it, and
+# for nothing else, asks without a sleep.
+REST_S = 20e-3
+HASTE_S = 1e-3
+RESTS = 50  # of the thread in a row, before it sleeps until it is rung
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -30,6 +37,7 @@ class Operation(Protocol[T_co]):
     """A collective, as the thread sees it. Called in this order, on the thread."""
 
     window: int  # how many pieces may be under way when one of its own starts
+    light: bool  # whether it is so small that who waits for it may as well move it
 
     def begin(self) -> None:
         """Let the tensor come to where the collective works on it. Asks nothing."""
@@ -95,6 +103,7 @@ class UnderWay(Generic[T]):
 
     def __init__(self, operation: Operation[T], ticket: Ticket[T]) -> None:
         self._operation, self._ticket = operation, ticket
+        self.light = operation.light
         self._waiting: Iterator[Numbered] | None = None  # pieces that have not started
         self._next: Numbered | None = None  # the first of them
         self._moving: list[tuple[Numbered, Callable[[], bool]]] = []  # in the order of numbers
@@ -160,6 +169,13 @@ class UnderWay(Generic[T]):
                 self._moving.append((piece, ask))
         return happened
 
+    def hasten(self) -> None:
+        """If it is light, do nothing but ask for it, for so long as it should take at most."""
+        end = time.perf_counter() + HASTE_S if self.light else 0.0
+        while self._moving and time.perf_counter() < end:
+            if not self.move():
+                pause(0)
+
     def leave(self) -> None:
         """Tell the others that this rank is done."""
         self._operation.leave()
@@ -205,14 +221,19 @@ class Progress:
         self._turn = threading.Lock()  # whoever holds it moves the collectives
         self._waiters: deque[None] = deque()  # one for every caller who wants it
         self._first: Callable[[], object] | None = None  # what the thread is to do before more
+        self._dozes = False  # whether the thread will look for what is to do without being rung
         self._bell = threading.Event()  # rung when something is handed in, or the turn wanted
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
 
     def submit(self, operation: Operation[T]) -> Ticket[T]:
-        """Queue a collective. Returns at once. RuntimeError after `close`."""
+        """Queue a collective. Returns at once. RuntimeError after `close`.
+
+        A light one wakes nobody: it rests until it is waited for, until something else comes, or
+        for REST_S.
+        """
         ticket: Ticket[T] = Ticket(self)
-        self._put(UnderWay(operation, ticket))
+        self._put(UnderWay(operation, ticket), wake=not operation.light)
         return ticket
 
     def call(self, function: Callable[[], T]) -> Ticket[T]:
@@ -226,12 +247,13 @@ class Progress:
         if ticket.settled:
             return
         self._waiters.append(None)
-        self._bell.set()
         try:  # whatever interrupts this, the thread is to go on
-            with self._turn:
-                self._bell.clear()
+            with self._turns():
                 while not ticket.settled:
-                    pause(self._round(beside=False))
+                    delay = self._round(beside=False)
+                    if not delay and not self._tasks and len(self._under_way) == 1:
+                        self._under_way[0].hasten()
+                    pause(delay)
         finally:
             self._waiters.pop()
             if self._busy:
@@ -252,10 +274,23 @@ class Progress:
         if not self._open:
             raise RuntimeError("this world is closed: no communication after its `with` block")
 
-    def _put(self, task: Task) -> None:
+    @contextmanager
+    def _turns(self) -> Iterator[None]:
+        """Have the turn; who has it is asked for it."""
+        if not self._turn.acquire(blocking=False):
+            self._bell.set()
+            self._turn.acquire()
+        try:
+            self._bell.clear()
+            yield
+        finally:
+            self._turn.release()
+
+    def _put(self, task: Task, *, wake: bool = True) -> None:
         self.expect_open()
         self._tasks.append(task)
-        self._bell.set()
+        if wake or not self._dozes:
+            self._bell.set()
 
     def _end(self) -> None:
         self._open = False
@@ -266,7 +301,7 @@ class Progress:
 
     def _run(self) -> None:
         while self._open:
-            self._bell.wait()
+            self._rest()
             with self._turn:
                 self._bell.clear()
                 if self._first is not None:
@@ -278,6 +313,16 @@ class Progress:
                         pause(0)
                     elif self._bell.wait(delay):
                         self._bell.clear()
+
+    def _rest(self) -> None:
+        """Sleep until something is to do: rung, or looking now and then while light ones come."""
+        self._dozes = True
+        for _ in range(RESTS):
+            if self._bell.wait(REST_S) or self._busy or self._first:
+                return
+        self._dozes = False
+        if not self._busy:  # whoever has come in since rings
+            self._bell.wait()
 
     def _round(self, *, beside: bool) -> float:
         """Let everything go on that can; the seconds to wait before the next round.

@@ -14,6 +14,7 @@ from mntrain.collectives.board import Board
 from mntrain.collectives.choice import ALGORITHMS, Table
 from mntrain.collectives.copies import Copier
 from mntrain.collectives.direct import Beside, DeviceSums, DirectLoan
+from mntrain.collectives.gathered import GATHERED_BYTES
 from mntrain.collectives.memory import NodeMemory
 from mntrain.collectives.near import Tools, at_once
 from mntrain.collectives.nodefirst import NodeFirst
@@ -48,7 +49,8 @@ class WorldCollectives:
     """`zero.collectives.Collectives` over MPI: any flat tensor, in host or CUDA memory.
 
     `table` says by which algorithm, `transport` how tensors of devices travel: through host memory,
-    from device memory by MPI, or by `node_first`. Construction is collective over the world, on its
+    from device memory by MPI, or by `node_first`; of at most `gathered_bytes`, all ranks' together,
+    everyone gathers everything. Construction is collective over the world, on its
     communication thread; `node` are the ranks of this rank's node. `devices` is given by all ranks
     or by none.
     """
@@ -65,6 +67,7 @@ class WorldCollectives:
         self.table = Table.always("lanes")
         self.transport: Transport = "host"
         self.node_first: NodeFirst | None = None
+        self.gathered_bytes = GATHERED_BYTES
         self.waited_s = 0.0  # by callers, for collectives
         self._slots = world_slots(topology)
         self._progress = progress
@@ -180,7 +183,8 @@ class WorldCollectives:
             self._progress.expect_open()
             return Done()
         choice = self.table.of(tensor.numel() * tensor.element_size())
-        call, tensor = Call(verb, choice, cut, root, wire), tensor.detach()
+        small = 0 < tensor.nbytes * self.size <= self.gathered_bytes
+        call, tensor = Call(verb, choice, cut, root, wire, small), tensor.detach()
         if self._by_node_first(call, tensor):
             return self._node_first(call, tensor)
         works = [

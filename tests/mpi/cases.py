@@ -73,13 +73,18 @@ class Ways:
 class Way:
     """The collectives of a world by one algorithm."""
 
-    def __init__(self, world, algorithm, piece_bytes, arena):
+    def __init__(self, world, algorithm, piece_bytes, arena, gathered_bytes=0):
         self.world, self.arena, self.algorithm = world, arena, algorithm
         self.collectives = world.collectives.using(Table.always(algorithm, piece_bytes))
+        self.collectives.gathered_bytes = gathered_bytes
 
     def by(self, algorithm, piece_bytes=PIECE_BYTES):
         """Another way in the same world."""
         return Way(self.world, algorithm, piece_bytes, self.arena)
+
+    def gathered(self, most=1 << 30):
+        """The same way, but that of so many bytes in all everyone gathers everything."""
+        return Way(self.world, self.algorithm, PIECE_BYTES, self.arena, most)
 
     @property
     def nodes(self):

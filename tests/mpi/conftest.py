@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -105,6 +105,14 @@ def give_up(item: pytest.Item, limit: float) -> None:
     faulthandler.dump_traceback(file=sys.__stdout__, all_threads=True)
     time.sleep(GRACE)
     exit_with_error()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def in_pieces() -> Iterator[None]:
+    """Let small tensors go in pieces as large ones do: test_gathered.py has the other way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mntrain.collectives.world.GATHERED_BYTES", 0)
+        yield
 
 
 # For tests of training; a module of other worlds has a fixture of the same name of its own.

@@ -1,0 +1,116 @@
+"""Small tensors that everyone gathers whole: the same results, to the bit, as in pieces."""
+
+from itertools import product
+
+import pytest
+import torch
+from cases import PLACES, RANK, UNIT, Way, Ways, bits, cases, cuts, run, shard
+from worlds import EVERY_WORLD, RANKS, VIRTUAL
+
+from mntrain.collectives import gathered
+from mntrain.collectives.gathered import GATHERED_BYTES, Gathered
+
+pytestmark = pytest.mark.mpi
+
+SIZES = [0, 1, 2, 3, 17, 1003, 5003]
+BY_PIECES = [world for world in EVERY_WORLD if world.values[0] != "naive"]
+
+
+@pytest.fixture(scope="module")
+def ways():
+    cache = Ways()
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """The verbs that were gathered since, by length."""
+    seen = []
+
+    class Noted(Gathered):
+        def __init__(self, tools, scheme, tensor):
+            seen.append(len(tensor))
+            super().__init__(tools, scheme, tensor)
+
+    monkeypatch.setattr("mntrain.collectives.operation.Gathered", Noted)
+    return seen
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), BY_PIECES)
+def test_every_verb_at_every_size_twice(ways, gathers, algorithm, layout):
+    way = ways(algorithm, layout).gathered()
+    several = [case for place in PLACES for case in cases(way, SIZES, roots=[0], place=place)]
+    several += cases(way, SIZES, roots=[RANKS - 1])
+    run(way.world, several)
+    run(way.world, several)  # on the same tensors
+    empty = sum(case.tensor.numel() == 0 for case in several)
+    assert len(gathers) == (2 * (len(several) - empty) if RANKS > 1 else 0)
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_every_dtype(ways, dtype):
+    for layout in VIRTUAL:
+        way = ways("lanes", layout).gathered()
+        run(way.world, cases(way, [2, 5003], dtype, roots=[RANKS - 1]))
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), BY_PIECES)
+def test_sums_have_the_bits_of_those_in_pieces(ways, algorithm, layout):
+    way = ways(algorithm, layout)
+    draw = torch.Generator().manual_seed(RANK)
+    wires = [None, torch.bfloat16, torch.float16]
+    for dtype, wire in product([torch.float16, torch.bfloat16, torch.float32], wires):
+        for numel in (1, 17, 1003):
+            mine = torch.randn(numel, generator=draw).to(dtype)
+            whole, pieces = mine.clone(), mine.clone()
+            way.gathered().collectives.all_reduce(whole, wire=wire).wait()
+            way.collectives.all_reduce(pieces, wire=wire).wait()
+            assert torch.equal(bits(whole), bits(pieces)), (dtype, wire, numel)
+
+
+def test_shards_lie_where_the_caller_cuts(ways):
+    way = ways("lanes", VIRTUAL[-1])
+    for bounds in cuts(1003):
+        whole, pieces = torch.arange(1003.0) * (RANK + 1), torch.arange(1003.0) * (RANK + 1)
+        mine = shard(way.collectives, 1003, bounds)
+        for collectives, tensor in ((way.gathered().collectives, whole), (way.collectives, pieces)):
+            collectives.reduce_scatter(tensor, bounds).wait()
+        assert torch.equal(whole[mine], pieces[mine])
+        way.gathered().collectives.all_gather(whole, bounds).wait()
+        way.collectives.all_gather(pieces, bounds).wait()
+        assert torch.equal(whole, pieces)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="alone, nothing is sent")
+def test_what_is_larger_goes_in_pieces(ways, gathers):
+    way = ways("lanes", VIRTUAL[-1]).gathered(GATHERED_BYTES)
+    most = GATHERED_BYTES // 4 // RANKS
+    for numel in (most, most + 1):
+        run(way.world, cases(way, [numel], roots=[0]))
+    assert gathers == [most] * 4
+    naive = Way(way.world, "naive", 1 << 20, way.arena, GATHERED_BYTES)
+    run(way.world, cases(naive, [most], roots=[0]))
+    assert gathers == [most] * 4
+
+
+def test_the_world_gathers_what_is_small_unless_told_not_to(ways):
+    assert gathered.GATHERED_BYTES == 64 << 10
+    assert ways().world.collectives.gathered_bytes == 0  # in these tests, by their conftest
+
+
+@pytest.mark.parametrize("layout", VIRTUAL)
+def test_what_is_sent_counts_as_a_message_to_everybody(ways, layout):
+    way = ways("lanes", layout).gathered()
+    before = way.world.usage()
+    way.collectives.all_reduce(torch.ones(100)).wait()
+    way.collectives.broadcast(torch.ones(10), RANKS - 1).wait()
+    after = way.world.usage()
+    for rank, (was, now) in enumerate(zip(before, after, strict=True)):
+        node = len(way.world.topology.node_group(rank)) - 1
+        cross = RANKS - 1 - node
+        also = rank == RANKS - 1 and RANKS > 1
+        assert now.node_messages - was.node_messages == node * (1 + also)
+        assert now.node_bytes - was.node_bytes == node * (400 + 40 * also)
+        assert now.cross_messages - was.cross_messages == cross * (1 + also)
+        assert now.cross_bytes - was.cross_bytes == cross * (400 + 40 * also)
