@@ -89,11 +89,9 @@ class Communicator:
 
         `tag` is from 0 to TAGS - 1: a message meets the receive of its own tag.
         """
-        requests = []
-        for part in _messages(data):
-            self.traffic.count(self.levels[peer], part.nbytes)
-            requests.append(self._comm.Isend(part, peer, tag))
-        return Flight(requests)
+        parts = _messages(data)
+        self.traffic.count(self.levels[peer], data.nbytes, messages=len(parts))
+        return Flight([self._comm.Isend(part, peer, tag) for part in parts])
 
     def receive(self, peer: int, data: Bytes, tag: int = 0) -> Flight:
         """Start receiving exactly data.nbytes bytes from a peer into data."""
@@ -216,6 +214,8 @@ class Patience:
 
 
 def _messages(data: Bytes) -> list[Bytes]:
+    if 0 < data.nbytes <= MESSAGE_BYTES:
+        return [data]
     return [data[low : low + MESSAGE_BYTES] for low in range(0, data.nbytes, MESSAGE_BYTES)]
 
 

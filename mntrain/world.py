@@ -200,7 +200,7 @@ class World:
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
-                self.collectives,
+                self.collectives.using(self.collectives.table.among_others()),
                 bucket_bytes=self._bucket_bytes,
                 buffers=[b for name, b in model.named_buffers() if name in kept],
                 order=[name for name, _ in model.named_parameters()],

@@ -43,3 +43,13 @@ def test_an_algorithm_that_there_is_not_is_refused(make):
 )
 def test_a_choice_in_words(nbytes, words):
     assert str(Choice("lanes", nbytes)) == f"lanes, {words} pieces"
+
+
+def test_one_of_several_goes_in_fewer_and_longer_pieces():
+    table = Table(((100, Choice("flat")), (1000, Choice("lanes", 256 << 10))))
+    among = table.among_others()
+    assert [most for most, _ in among.steps] == [100, 1000]
+    for (_, alone), (_, choice) in zip(table.steps, among.steps, strict=True):
+        assert choice.algorithm == alone.algorithm
+        assert choice.piece_bytes == 2 * alone.piece_bytes
+        assert choice.pieces < alone.pieces

@@ -1,34 +1,52 @@
 import pytest
 import torch
 
-from mntrain.collectives.scratch import LEAST_BYTES, Scratch
+from mntrain.collectives.scratch import LEAST_BYTES, MOST_VIEWS, Scratch
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1000, 4097])
 def test_a_room_has_the_length_and_dtype_that_was_asked_for(numel, dtype):
-    with Scratch().lend(numel, dtype) as room:
-        assert (len(room), room.dtype) == (numel, dtype)
-        room.fill_(1)  # it may be written from end to end
-        assert room.sum() == numel
+    with Scratch().lend() as lent:
+        tensor, data = lent.data(numel, dtype)
+        assert (len(tensor), tensor.dtype, data.nbytes) == (numel, dtype, numel * dtype.itemsize)
+        tensor.fill_(1)  # it may be written from end to end
+        assert tensor.sum() == numel
+        assert data.tobytes() == tensor.view(torch.uint8).numpy().tobytes()
 
 
 def test_rooms_that_are_lent_together_do_not_meet():
-    scratch = Scratch()
-    with scratch.lend(1000, torch.float32) as a, scratch.lend(1000, torch.float32) as b:
+    with Scratch().lend() as lent:
+        a, b = lent.data(1000, torch.float32).tensor, lent.data(1000, torch.float32).tensor
         a.fill_(1)
         b.fill_(2)
         assert set(a.tolist()) == {1}
 
 
+def test_nor_do_those_of_two_blocks():
+    scratch = Scratch()
+    with scratch.lend() as one, scratch.lend() as other:
+        addresses = {lent.data(1000, torch.float32).tensor.data_ptr() for lent in (one, other)}
+    assert len(addresses) == 2
+
+
 def test_a_room_that_came_back_is_lent_again_to_whom_it_fits():
     scratch = Scratch()
-    with scratch.lend(3000, torch.float32) as room:
-        address = room.data_ptr()
-    with scratch.lend(2048, torch.float64) as room:  # 16 KiB hold both
-        assert room.data_ptr() == address
-    with scratch.lend(4097, torch.float32) as room:
-        assert room.data_ptr() != address
+
+    def address(numel, dtype):
+        with scratch.lend() as lent:
+            return lent.data(numel, dtype).tensor.data_ptr()
+
+    first = address(3000, torch.float32)
+    assert address(2048, torch.float64) == first  # 16 KiB hold both
+    assert address(4097, torch.float32) != first
+
+
+def test_a_room_that_had_many_lengths_has_the_next_one_too():
+    scratch = Scratch()
+    for numel in range(MOST_VIEWS + 2):
+        with scratch.lend() as lent:
+            assert len(lent.data(numel, torch.uint8).tensor) == numel
 
 
 def test_a_room_comes_back_after_an_error_too():
@@ -36,11 +54,11 @@ def test_a_room_comes_back_after_an_error_too():
     addresses = []
 
     def fail():
-        with scratch.lend(1, torch.float32) as room:
-            addresses.append(room.data_ptr())
+        with scratch.lend() as lent:
+            addresses.append(lent.data(1, torch.float32).tensor.data_ptr())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    with scratch.lend(LEAST_BYTES // 8, torch.float64) as room:
-        assert [room.data_ptr()] == addresses
+    with scratch.lend() as lent:
+        assert [lent.data(LEAST_BYTES // 8, torch.float64).tensor.data_ptr()] == addresses

@@ -1,9 +1,12 @@
 """Which algorithm moves a tensor of which size, and in pieces of which length. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ALGORITHMS = ("lanes", "leader", "flat", "naive")
 PIECE_BYTES = 512 << 10
+# A lane goes in at least so many pieces, unless they get very short: the wire idles while the first
+# one is added, and the last one is.
+PIECES = 8
 
 
 @dataclass(frozen=True)
@@ -12,6 +15,7 @@ class Choice:
 
     algorithm: str
     piece_bytes: int = PIECE_BYTES  # that a lane has in one piece, over all nodes
+    pieces: int = PIECES  # of a lane, at least
 
     def __post_init__(self) -> None:
         """Check the algorithm's name: ValueError for an unknown one."""
@@ -19,6 +23,13 @@ class Choice:
             raise ValueError(
                 f"unknown algorithm {self.algorithm!r}: choose auto, {', '.join(ALGORITHMS)}"
             )
+
+    def among_others(self) -> "Choice":
+        """The same for one of several tensors that are under way at a time.
+
+        The others keep the wire busy, so fewer pieces do, which take less of the core.
+        """
+        return replace(self, piece_bytes=2 * self.piece_bytes, pieces=2)
 
     def __str__(self) -> str:
         """As a person says it: "lanes, 1 MiB pieces"."""
@@ -36,6 +47,10 @@ class Table:
     def of(self, nbytes: int) -> Choice:
         """The choice for a tensor of so many bytes."""
         return next((choice for most, choice in self.steps if nbytes <= most), self.steps[-1][1])
+
+    def among_others(self) -> "Table":
+        """See `Choice.among_others`."""
+        return Table(tuple((most, choice.among_others()) for most, choice in self.steps))
 
     @classmethod
     def always(cls, algorithm: str, piece_bytes: int = PIECE_BYTES) -> "Table":

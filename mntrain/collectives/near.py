@@ -8,14 +8,14 @@ one thread.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from mntrain.collectives.plan import Part, Scheme
-from mntrain.collectives.scratch import Scratch
+from mntrain.collectives.scratch import Data, Scratch
 from mntrain.collectives.sums import Sums, as_bytes
 from mntrain.mpi import Communicator, Flight
 
@@ -45,6 +45,11 @@ BLOCK_BYTES = 256 << 10  # what is added and handed out while it is in the cache
 class Near(Protocol):
     """The tensors of a node's members in one collective, as the owner of a lane reaches them."""
 
+    dtype: torch.dtype  # of all of them
+
+    def data(self, part: Part) -> Data:
+        """A part of this rank's tensor."""
+
     def sum(self, part: Part, to: Collection[int]) -> Steps[None]:
         """Leave the sum over the node in this rank's part, and in that of the members `to`."""
 
@@ -61,41 +66,61 @@ class SharedNear:
     def __init__(self, tools: Tools, scheme: Scheme, tensors: Sequence[Tensor]) -> None:
         self._adder, self._traffic = tools.adder, tools.comm.traffic
         self._tensors, self._local_rank = tensors, scheme.local_rank
-        self._itemsize = tensors[0].element_size()
+        self.dtype = tensors[0].dtype
+        self._bytes = as_bytes(tensors[scheme.local_rank])
+        self._cuts: dict[Part, Sequence[Tensor]] = {}  # of all members' tensors
+
+    def data(self, part: Part) -> Data:
+        """See `Near.data`."""
+        low, high = part
+        size = self.dtype.itemsize
+        return Data(self._cut(part)[self._local_rank], self._bytes[low * size : high * size])
 
     def sum(self, part: Part, to: Collection[int]) -> Steps[None]:
         """See `Near.sum`."""
         yield from ()
         if len(self._tensors) == 1:
             return
-        start, stop = part
-        for low in range(start, stop, BLOCK_BYTES // self._itemsize):
-            high = min(low + BLOCK_BYTES // self._itemsize, stop)
-            addends = [tensor[low:high] for tensor in self._tensors]
-            total = addends[self._local_rank]
-            self._adder.add(addends, total, self._local_rank)
-            for local in to:
-                addends[local].copy_(total)
+        addends = self._cut(part)
+        if not to:
+            self._add(addends, to)
+        else:  # what is handed out is still in the cache
+            block = BLOCK_BYTES // self.dtype.itemsize
+            for several in zip(*(cut.split(block) for cut in addends), strict=True):
+                self._add(several, to)
         self._count(part, len(self._tensors) - 1 + len(to))
 
     def take(self, part: Part, source: int) -> Steps[None]:
         """See `Near.take`."""
         yield from ()
-        low, high = part
-        self._tensors[self._local_rank][low:high].copy_(self._tensors[source][low:high])
+        cuts = self._cut(part)
+        cuts[self._local_rank].copy_(cuts[source])
         self._count(part, 1)
 
     def give(self, part: Part, to: Collection[int]) -> Steps[None]:
         """See `Near.give`."""
         yield from ()
-        low, high = part
-        mine = self._tensors[self._local_rank][low:high]
+        cuts = self._cut(part)
         for local in to:
-            self._tensors[local][low:high].copy_(mine)
+            cuts[local].copy_(cuts[self._local_rank])
         self._count(part, len(to))
 
+    def _add(self, addends: Sequence[Tensor], to: Collection[int]) -> None:
+        total = addends[self._local_rank]
+        self._adder.add(addends, total, self._local_rank)
+        for local in to:
+            addends[local].copy_(total)
+
+    def _cut(self, part: Part) -> Sequence[Tensor]:
+        """A part of every member's tensor."""
+        cuts = self._cuts.get(part)
+        if cuts is None:
+            low, high = part
+            cuts = self._cuts[part] = [tensor[low:high] for tensor in self._tensors]
+        return cuts
+
     def _count(self, part: Part, times: int) -> None:
-        self._traffic.bytes["node"] += times * (part[1] - part[0]) * self._itemsize
+        self._traffic.bytes["node"] += times * (part[1] - part[0]) * self.dtype.itemsize
 
 
 class MessagedNear:
@@ -104,36 +129,37 @@ class MessagedNear:
     def __init__(self, tools: Tools, scheme: Scheme, tensor: Tensor, tag: int) -> None:
         self._comm, self._adder, self._scratch = tools.comm, tools.adder, tools.scratch
         self._fence = tools.fence
-        self._tensor, self._tag = tensor, tag
+        self._tensor, self._tag, self.dtype = tensor, tag, tensor.dtype
         self._members, self._local_rank = scheme.members, scheme.local_rank
+
+    def data(self, part: Part) -> Data:
+        """See `Near.data`."""
+        cut = self._tensor[slice(*part)]
+        return Data(cut, as_bytes(cut))
 
     def sum(self, part: Part, to: Collection[int]) -> Steps[None]:
         """See `Near.sum`."""
-        low, high = part
-        mine = self._tensor[low:high]
-        with ExitStack() as stack:
-            addends = [
-                mine
-                if local == self._local_rank
-                else stack.enter_context(self._scratch.lend(high - low, mine.dtype))
-                for local in range(len(self._members))
-            ]
+        mine = self.data(part).tensor
+        here = self._local_rank
+        others = [member for local, member in enumerate(self._members) if local != here]
+        with self._scratch.lend() as lent:
+            theirs = [lent.data(len(mine), self.dtype) for _ in others]
             flights = [
-                self._comm.receive(member, as_bytes(addends[local]), self._tag)
-                for local, member in enumerate(self._members)
-                if local != self._local_rank
+                self._comm.receive(member, data.bytes, self._tag)
+                for member, data in zip(others, theirs, strict=True)
             ]
             yield Flight.of(*flights).over
-            self._adder.add(addends, mine, self._local_rank)
+            addends = [data.tensor for data in theirs]
+            addends.insert(here, mine)
+            self._adder.add(addends, mine, here)
             yield from self._fence()
         yield from self.give(part, to)
 
     def take(self, part: Part, source: int) -> Steps[None]:
         """See `Near.take`."""
-        room = as_bytes(self._tensor[slice(*part)])
-        yield self._comm.receive(self._members[source], room, self._tag).over
+        yield self._comm.receive(self._members[source], self.data(part).bytes, self._tag).over
 
     def give(self, part: Part, to: Collection[int]) -> Steps[None]:
         """See `Near.give`."""
-        data = as_bytes(self._tensor[slice(*part)])
+        data = self.data(part).bytes
         yield Flight.of(*(self._comm.send(self._members[i], data, self._tag) for i in to)).over

@@ -130,7 +130,7 @@ class WorldOperation:
             mine = everyone[scheme.local_rank]
             self._tray = None if mine is tensor else mine
             near = SharedNear(tools, scheme, everyone)
-            owner = Owner(tools, scheme, near, mine, wire=wire, first=first)
+            owner = Owner(tools, scheme, near, wire=wire, first=first)
             for piece in pieces:
                 if piece.lane == scheme.local_rank:
                     yield first + piece.index, self._steps(owner, piece, len(pieces))
@@ -139,7 +139,7 @@ class WorldOperation:
             hand: Hand = Follower(tools, scheme, tensor, first)
             if piece.lane == scheme.local_rank:
                 messaged = MessagedNear(tools, scheme, tensor, tag_of(first, piece))
-                hand = Owner(tools, scheme, messaged, tensor, wire=wire, first=first)
+                hand = Owner(tools, scheme, messaged, wire=wire, first=first)
             yield first + piece.index, self._steps(hand, piece, len(pieces))
 
     def leave(self) -> None:
@@ -159,7 +159,7 @@ class WorldOperation:
 
     def _planned(self, scheme: Scheme) -> tuple[Piece, ...]:
         call, tensor = self._call, self._loan.host
-        sizes = tensor.element_size(), call.choice.piece_bytes
+        sizes = tensor.element_size(), call.choice.piece_bytes, call.choice.pieces
         if call.verb == "all_reduce":
             return scheme.sums(len(tensor), *sizes)
         if call.verb == "broadcast":

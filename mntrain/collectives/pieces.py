@@ -14,8 +14,7 @@ Each level rounds a 16-bit sum once. With a wire dtype, a node's sum is rounded 
 sum over nodes.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from mntrain.collectives.near import Near, Steps, Tools
 from mntrain.collectives.plan import Part, Piece, Scheme
+from mntrain.collectives.scratch import Data, Lent
 from mntrain.collectives.sums import as_bytes
 from mntrain.mpi import TAGS, Flight
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Owner:
     """The steps of a lane's owner, for the pieces of one collective.
 
-    `tensor` is this rank's, in host memory; `wire` the dtype in which it travels between nodes.
+    `near` has the tensor, which travels between nodes in the dtype `wire`.
     `first` is the first piece's number among all of the world's.
     """
 
@@ -42,16 +42,14 @@ class Owner:
         tools: Tools,
         scheme: Scheme,
         near: Near,
-        tensor: Tensor,
         *,
         wire: torch.dtype,
         first: int,
     ) -> None:
         self._comm, self._scratch, self._adder = tools.comm, tools.scratch, tools.adder
         self._fence = tools.fence
-        self._scheme, self._near, self._tensor = scheme, near, tensor
-        self._wire = wire
-        self._first = first
+        self._scheme, self._near, self._first = scheme, near, first
+        self._wire, self._narrows = wire, wire != near.dtype
         self._here, self._node = scheme.local_rank, scheme.node
         self._peers = [local for local in range(len(scheme.members)) if local != self._here]
         count = len(scheme.nodes.nodes)
@@ -71,7 +69,7 @@ class Owner:
     def gather(self, piece: Piece) -> Steps[None]:
         """All-gather: this node's part to the others, theirs here."""
         arriving = {
-            node: self._receive(piece, node, self._data(piece.parts[node]))
+            node: self._receive(piece, node, self._near.data(piece.parts[node]))
             for node in reversed(self._others)
             if _length(piece.parts[node])
         }
@@ -81,7 +79,7 @@ class Owner:
             source = self._scheme.nodes.local_rank(holder)
             if source != self._here:
                 yield from self._near.take(mine, source)
-            leaving = self._send_to_others(piece, self._data(mine))
+            leaving = self._send_to_others(piece, self._near.data(mine))
             yield from self._near.give(mine, [p for p in self._peers if p != source])
         for node, flight in arriving.items():
             yield flight.over
@@ -94,42 +92,39 @@ class Owner:
         before, after = self._scheme.route(root, pieces)
         peers = self._peers
         if before is not None:
-            yield self._receive(piece, before, self._data(part)).over
+            yield self._receive(piece, before, self._near.data(part)).over
         elif root != self._comm.rank:
             source = self._scheme.nodes.local_rank(root)
             yield from self._near.take(part, source)
             peers = [peer for peer in peers if peer != source]
-        leaving = Flight.of(*(self._send(piece, node, self._data(part)) for node in after))
+        data = self._near.data(part)
+        leaving = Flight.of(*(self._send(piece, node, data) for node in after))
         yield from self._near.give(part, peers)
         yield leaving.over
 
     def _exchange(self, piece: Piece) -> Steps[None]:
         """Send this node's sum to every other node, and add all."""
         (part,) = piece.parts
-        with self._rooms(part, len(self._others)) as rooms, self._room(part) as spare:
-            arriving = [
-                self._receive(piece, node, room)
-                for node, room in zip(reversed(self._others), rooms, strict=True)
-            ]
+        with self._scratch.lend() as lent:
+            theirs = {node: self._room(lent, part) for node in reversed(self._others)}
+            spare = self._spare(lent, part)
+            arriving = [self._receive(piece, node, room) for node, room in theirs.items()]
             yield from self._near.sum(part, ())
             own = yield from self._for_wire(part, spare)
             leaving = self._send_to_others(piece, own)
             yield Flight.of(*arriving, leaving).over
-            yield from self._add_nodes(
-                part, own, dict(zip(reversed(self._others), rooms, strict=True))
-            )
+            yield from self._add_nodes(part, own, theirs)
             yield from self._near.give(part, self._peers)
 
     def _sum_parts(self, piece: Piece) -> Steps[None]:
         """Send every node its part of this node's sum; sum what they send; send them the result."""
         mine = piece.parts[self._node]
-        with ExitStack() as stack:
-            rooms = stack.enter_context(self._rooms(mine, len(self._others)))
-            spares = [stack.enter_context(self._room(part)) for part in piece.parts]
-            theirs = dict(zip(reversed(self._others), rooms, strict=True))
-            arriving = [
-                self._receive(piece, node, room) for node, room in theirs.items() if len(room)
-            ]
+        with self._scratch.lend() as lent:
+            theirs = {node: self._room(lent, mine) for node in reversed(self._others)}
+            spares = [self._spare(lent, part) for part in piece.parts]
+            arriving = []
+            if _length(mine):
+                arriving = [self._receive(piece, node, room) for node, room in theirs.items()]
             leaving = {}
             for node in self._others:
                 if _length(piece.parts[node]):
@@ -151,23 +146,25 @@ class Owner:
             arriving_results = {}
             for node, flight in leaving.items():
                 yield flight.over  # what left makes room for what comes back
-                room = self._wired(piece.parts[node], spares[node])
+                room = spares[node] or self._near.data(piece.parts[node])
                 arriving_results[node] = self._receive(piece, node, room)
             yield from self._near.give(mine, self._peers)
             for node, flight in arriving_results.items():
                 yield flight.over
-                part = piece.parts[node]
-                self._tensor[slice(*part)].copy_(self._wired(part, spares[node]))
-                yield from self._fence()
+                part, spare = piece.parts[node], spares[node]
+                if spare is not None:
+                    self._near.data(part).tensor.copy_(spare.tensor)
+                    yield from self._fence()
                 yield from self._near.give(part, self._peers)
             yield results.over
 
-    def _add_nodes(self, part: Part, own: Tensor, theirs: dict[int, Tensor]) -> Steps[None]:
+    def _add_nodes(self, part: Part, own: Data, theirs: dict[int, Data]) -> Steps[None]:
         """Leave the sum over nodes in this rank's part; round it as one that travels."""
-        sums = [own if node == self._node else theirs[node] for node in range(len(theirs) + 1)]
-        total = self._data(part)
-        self._adder.add(sums, total, self._node if own.dtype == total.dtype else None)
-        if self._wire != total.dtype:
+        everyone = {self._node: own, **theirs}
+        total = self._near.data(part).tensor
+        sums = [everyone[node].tensor for node in range(len(everyone))]
+        self._adder.add(sums, total, None if self._narrows else self._node)
+        if self._narrows:
             total.copy_(total.to(self._wire))
         yield from self._fence()
 
@@ -178,46 +175,34 @@ class Owner:
         to = self._scheme.nodes.local_rank(piece.ranks[self._node])
         return [to] if to != self._here else []
 
-    def _data(self, part: Part) -> Tensor:
-        low, high = part
-        return self._tensor[low:high]
+    def _for_wire(self, part: Part, spare: Data | None) -> Steps[Data]:
+        """A part as it travels: in its own memory, or in a spare of the wire's dtype."""
+        if spare is None:
+            return self._near.data(part)
+        spare.tensor.copy_(self._near.data(part).tensor)
+        yield from self._fence()
+        return spare
 
-    def _wired(self, part: Part, spare: Tensor) -> Tensor:
-        """Where a part travels: in its own memory, or in a spare of the wire's dtype."""
-        return self._data(part) if self._wire == self._tensor.dtype else spare
+    def _room(self, lent: Lent, part: Part) -> Data:
+        """Memory for another's part, as it travels."""
+        return lent.data(_length(part), self._wire)
 
-    def _for_wire(self, part: Part, spare: Tensor) -> Steps[Tensor]:
-        """A part as it travels."""
-        wired = self._wired(part, spare)
-        if wired is spare:
-            wired.copy_(self._data(part))
-            yield from self._fence()
-        return wired
+    def _spare(self, lent: Lent, part: Part) -> Data | None:
+        """Memory for this rank's, if it travels in another dtype."""
+        return self._room(lent, part) if self._narrows else None
 
-    def _room(self, part: Part) -> AbstractContextManager[Tensor]:
-        """A spare for a part, if it travels in another dtype."""
-        needed = _length(part) if self._wire != self._tensor.dtype else 0
-        return self._scratch.lend(needed, self._wire)
-
-    @contextmanager
-    def _rooms(self, part: Part, count: int) -> Iterator[Sequence[Tensor]]:
-        """Memory for so many of others' parts."""
-        with ExitStack() as stack:
-            lend = self._scratch.lend
-            yield [stack.enter_context(lend(_length(part), self._wire)) for _ in range(count)]
-
-    def _send_to_others(self, piece: Piece, data: Tensor) -> Flight:
-        if not len(data):
+    def _send_to_others(self, piece: Piece, data: Data) -> Flight:
+        if not data.bytes.nbytes:
             return Flight.of()
         return Flight.of(*(self._send(piece, node, data) for node in self._others))
 
-    def _send(self, piece: Piece, node: int, data: Tensor) -> Flight:
+    def _send(self, piece: Piece, node: int, data: Data) -> Flight:
         owner = self._scheme.owners[piece.lane][node]
-        return self._comm.send(owner, as_bytes(data), tag_of(self._first, piece))
+        return self._comm.send(owner, data.bytes, tag_of(self._first, piece))
 
-    def _receive(self, piece: Piece, node: int, data: Tensor) -> Flight:
+    def _receive(self, piece: Piece, node: int, data: Data) -> Flight:
         owner = self._scheme.owners[piece.lane][node]
-        return self._comm.receive(owner, as_bytes(data), tag_of(self._first, piece))
+        return self._comm.receive(owner, data.bytes, tag_of(self._first, piece))
 
 
 class Follower:

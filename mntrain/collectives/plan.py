@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
+from mntrain.collectives.choice import PIECES
 from mntrain.topology import Lanes, Topology
 from zero.layout import split
 
@@ -32,9 +33,7 @@ NOWHERE: Part = (0, 0)
 NOBODY = -1
 # Lanes and parts begin at whole cache lines where the verb leaves the choice.
 LINE_BYTES = 64
-# A lane goes in at least so many pieces, unless they get smaller than that: the wire idles while
-# the first one is added, and the last one is.
-PIECES = 8
+# A lane is not cut into shorter pieces for the sake of their number.
 LEAST_BYTES = 64 << 10
 # Up to this size every node sends all it has to every other: one message's time, not two.
 SMALL_BYTES = 16 << 10
@@ -89,7 +88,9 @@ class Scheme:
         return tuple(served)
 
     @lru_cache(maxsize=256)  # noqa: B019 - a world has few schemes, which live as long as it does
-    def sums(self, numel: int, itemsize: int, piece_bytes: int) -> tuple[Piece, ...]:
+    def sums(
+        self, numel: int, itemsize: int, piece_bytes: int, least: int = PIECES
+    ) -> tuple[Piece, ...]:
         """The pieces of an all-reduce."""
         count, line = len(self.nodes.nodes), max(1, LINE_BYTES // itemsize)
         whole = count <= 2 or numel * itemsize <= SMALL_BYTES
@@ -97,18 +98,20 @@ class Scheme:
         for lane, (low, high) in enumerate(_aligned((0, numel), self.lanes, line)):
             length = piece_bytes // itemsize
             if count > 1:
-                length = _length(high - low, itemsize, piece_bytes)
+                length = _length(high - low, itemsize, piece_bytes, least)
             for number, part in enumerate(_cut((low, high), length)):
                 parts = (part,) if whole else tuple(_aligned(part, count, line))
                 runs.append((number, lane, parts, ()))
         return _in_order(runs)
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
-    def shards(self, bounds: tuple[int, ...], itemsize: int, piece_bytes: int) -> tuple[Piece, ...]:
+    def shards(
+        self, bounds: tuple[int, ...], itemsize: int, piece_bytes: int, least: int = PIECES
+    ) -> tuple[Piece, ...]:
         """The pieces of a reduce-scatter, and of an all-gather."""
         count = len(self.nodes.nodes)
         numel = bounds[-1] // self.lanes
-        length = max(1, _length(numel, itemsize, piece_bytes) // count)
+        length = max(1, _length(numel, itemsize, piece_bytes, least) // count)
         runs = []
         for lane, rows in enumerate(self._served):
             number = 0
@@ -122,9 +125,11 @@ class Scheme:
         return _in_order(runs)
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
-    def copies(self, numel: int, itemsize: int, piece_bytes: int) -> tuple[Piece, ...]:
+    def copies(
+        self, numel: int, itemsize: int, piece_bytes: int, least: int = PIECES
+    ) -> tuple[Piece, ...]:
         """The pieces of a broadcast, dealt to the lanes in turn."""
-        cuts = _cut((0, numel), _length(numel, itemsize, piece_bytes))
+        cuts = _cut((0, numel), _length(numel, itemsize, piece_bytes, least))
         return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
 
     def shard(self, rank: int, bounds: tuple[int, ...]) -> Part:
@@ -158,9 +163,9 @@ def _powers_below(limit: int) -> list[int]:
     return [1 << i for i in reversed(range(limit.bit_length() - 1))]
 
 
-def _length(numel: int, itemsize: int, piece_bytes: int) -> int:
-    """Elements of a piece, of so many at most, when so many elements are to be cut."""
-    nbytes = max(numel * itemsize // PIECES, LEAST_BYTES)
+def _length(numel: int, itemsize: int, piece_bytes: int, least: int) -> int:
+    """Elements of a piece, of so many bytes at most, when so many elements make so many pieces."""
+    nbytes = max(numel * itemsize // least, LEAST_BYTES)
     return max(1, min(piece_bytes, nbytes) // itemsize)
 
 

@@ -216,6 +216,7 @@ class Progress:
         self._under_way: deque[UnderWay[Any]] = deque()
         self._patience = Patience()
         self._open = True
+        self.waited_s = 0.0  # by callers, for collectives
         self._idle_at = 0.0  # seconds under way when nothing was, last
         self._since: float | None = None  # when something was, after that
         self._turn = threading.Lock()  # whoever holds it moves the collectives

@@ -68,7 +68,6 @@ class WorldCollectives:
         self.transport: Transport = "host"
         self.node_first: NodeFirst | None = None
         self.gathered_bytes = GATHERED_BYTES
-        self.waited_s = 0.0  # by callers, for collectives
         self._slots = world_slots(topology)
         self._progress = progress
         self._memory = NodeMemory(node)
@@ -107,6 +106,11 @@ class WorldCollectives:
     def busy_s(self) -> float:
         """Seconds in which a collective was under way, so far."""
         return self._progress.busy_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which callers waited for collectives, so far."""
+        return self._progress.waited_s
 
     def using(self, table: Table) -> "WorldCollectives":
         """The same world's collectives, by other choices. Local."""
@@ -188,7 +192,7 @@ class WorldCollectives:
         if self._by_node_first(call, tensor):
             return self._node_first(call, tensor)
         works = [
-            Collective(self, self._progress.submit(WorldOperation(self._shared, *part)))
+            Collective(self._progress, self._progress.submit(WorldOperation(self._shared, *part)))
             for part in self._parts(call, tensor)
         ]
         return works[0] if len(works) == 1 else Together(works)
@@ -253,8 +257,8 @@ class WorldCollectives:
 class Collective:
     """A collective under way: first on the communication thread, then on the device."""
 
-    def __init__(self, collectives: WorldCollectives, ticket: Ticket[Work]) -> None:
-        self._collectives, self._ticket = collectives, ticket
+    def __init__(self, progress: Progress, ticket: Ticket[Work]) -> None:
+        self._progress, self._ticket = progress, ticket
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -263,7 +267,7 @@ class Collective:
             return
         start = time.perf_counter()
         self._ticket.wait().wait()
-        self._collectives.waited_s += time.perf_counter() - start
+        self._progress.waited_s += time.perf_counter() - start
 
 
 class Together:
