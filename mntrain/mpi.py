@@ -30,7 +30,7 @@ TAGS = 1 << 15  # that every MPI has
 _libc = ctypes.CDLL(None)
 # Somebody who has nothing else to do asks MPI again and again for so long, and then sleeps between
 # questions, a little; who has a thread that computes sleeps from the start, and longer.
-EAGER_S = 100e-6
+EAGER_S = 2e-3
 LEAST_SLEEP_S, MOST_SLEEP_S, MOST_SLEEP_BESIDE_S = 20e-6, 0.3e-3, 1e-3
 PACE_S = 4 * MOST_SLEEP_BESIDE_S
 
@@ -228,6 +228,14 @@ class Library:
     build: str  # what it says of itself, in full
 
 
+# What Open MPI reads as it starts, unless the user has said otherwise.
+OPEN_MPI = {
+    "mpi_yield_when_idle": "1",  # waiting ranks yield the core
+    "osc": "^ucx",  # windows leave UCX out, which complains where it has no network device
+    # Over TCP, messages of up to 4 MiB are sent at once. Longer ones than 64 KiB, its default,
+    # would wait for an answer, which takes until the other rank asks MPI.
+    "btl_tcp_eager_limit": str(4 << 20),
+}
 THREADS = {0: "single", 1: "funneled", 2: "serialized", 3: "multiple"}
 
 
@@ -238,10 +246,8 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, Library]:
     launcher's environment says that the world should have more ranks than it has, ValueError for
     the null communicator.
     """
-    # Open MPI reads these as it starts: waiting ranks yield the core, and windows leave UCX out,
-    # which complains where it has no network device. What the user has set wins.
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    for name, value in OPEN_MPI.items():
+        os.environ.setdefault(f"OMPI_MCA_{name}", value)
     from mpi4py import MPI  # noqa: PLC0415
 
     check_launcher(os.environ, MPI.COMM_WORLD.Get_size())

@@ -23,10 +23,8 @@ from mntrain.collectives.board import DEPTH
 from mntrain.collectives.near import Steps
 from mntrain.mpi import TAGS, Patience, pause
 
-# How long something light may rest that nobody waits for; and for how long who waits for it, and
-# for nothing else, asks without a sleep.
+# How long something light may rest that nobody waits for.
 REST_S = 20e-3
-HASTE_S = 1e-3
 RESTS = 50  # of the thread in a row, before it sleeps until it is rung
 
 T = TypeVar("T")
@@ -103,7 +101,6 @@ class UnderWay(Generic[T]):
 
     def __init__(self, operation: Operation[T], ticket: Ticket[T]) -> None:
         self._operation, self._ticket = operation, ticket
-        self.light = operation.light
         self._waiting: Iterator[Numbered] | None = None  # pieces that have not started
         self._next: Numbered | None = None  # the first of them
         self._moving: list[tuple[Numbered, Callable[[], bool]]] = []  # in the order of numbers
@@ -168,13 +165,6 @@ class UnderWay(Generic[T]):
             else:
                 self._moving.append((piece, ask))
         return happened
-
-    def hasten(self) -> None:
-        """If it is light, do nothing but ask for it, for so long as it should take at most."""
-        end = time.perf_counter() + HASTE_S if self.light else 0.0
-        while self._moving and time.perf_counter() < end:
-            if not self.move():
-                pause(0)
 
     def leave(self) -> None:
         """Tell the others that this rank is done."""
@@ -251,10 +241,7 @@ class Progress:
         try:  # whatever interrupts this, the thread is to go on
             with self._turns():
                 while not ticket.settled:
-                    delay = self._round(beside=False)
-                    if not delay and not self._tasks and len(self._under_way) == 1:
-                        self._under_way[0].hasten()
-                    pause(delay)
+                    pause(self._round(beside=False))
         finally:
             self._waiters.pop()
             if self._busy:
