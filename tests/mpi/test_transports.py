@@ -124,9 +124,10 @@ def test_every_verb_gives_what_it_promises(rig, name, ranks_per_node, dtype):
     collectives, device = one.use(name), one.device
     size, rank = COMM.size, COMM.rank
     every = ranks_per_node == 2 and dtype == torch.float32
-    algorithms = ("lanes", "leader", "flat", "naive") if every else ("lanes",)
+    algorithms = ("lanes", "leader", "flat", "naive", "gathered") if every else ("lanes",)
     for algorithm, numel in itertools.product(algorithms, SIZES):
-        collectives.table = Table.always(algorithm, 1 << 10)
+        collectives.gathered_bytes = 1 << 30 if algorithm == "gathered" else 0
+        collectives.table = Table.always(algorithm.replace("gathered", "lanes"), 1 << 10)
         bounds = uneven(numel, size)
         slot = collectives.slot(rank)
         mine = slice(bounds[slot], bounds[slot + 1])
