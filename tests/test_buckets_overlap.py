@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from firstoftwo import FirstOfTwo
 from torch import nn
 
 from mntrain.loader import shard
@@ -15,7 +16,7 @@ WIDTH = 4
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket
 
 
-class Recording(Solo):
+class Recording(FirstOfTwo):
     """Writes down each launch of a bucket, and each wait for one; and what it allocates."""
 
     def __init__(self, log):
@@ -60,10 +61,7 @@ class Chain(nn.Module):
 
 
 class Chained(SimpleNamespace):
-    """A chain under an optimizer that records: `log`, `model`, `optimizer`, `buckets`.
-
-    At stage 1, which sums buckets in a world of one, too.
-    """
+    """A chain under an optimizer that records: `log`, `model`, `optimizer`, `buckets`."""
 
     def __init__(self, bucket_bytes=LAYER_BYTES, **options):
         log = []
@@ -89,17 +87,17 @@ class Chained(SimpleNamespace):
         return [self.buckets.index(address) for what, address in self.log if what == "launch"]
 
 
-def linear(stage=0):
+def linear(stage=0, world=Solo):
     """One weight of 1, whose gradient is the mean of the inputs."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, Solo(), stage=stage, lr=1.0
-    )
+    options = {"stage": stage, "partition": "parameter"}  # so it is the first rank's to update
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), lr=1.0, **options)
     return model, optimizer
 
 
-stages = pytest.mark.parametrize("stage", [0, 1])
+# Gradients stay where backward made them, or are held in buckets.
+stages = pytest.mark.parametrize(("stage", "world"), [(0, Solo), (1, Solo), (0, FirstOfTwo)])
 
 
 def mean(model, *inputs):
@@ -186,7 +184,7 @@ def test_what_one_rank_alone_needs_is_not_allocated_by_all(order):
 
 
 def test_gradients_come_back_into_their_bucket():
-    model, optimizer = linear(stage=1)
+    model, optimizer = linear(world=FirstOfTwo)
     mean(model, 3.0).backward()
     place = model.weight.grad.data_ptr()
     optimizer.step()
@@ -220,8 +218,8 @@ def test_no_sync_launches_nothing():
 
 
 @stages
-def test_accumulated_micro_batches_are_those_of_torch(stage):
-    model, optimizer = linear(stage)
+def test_accumulated_micro_batches_are_those_of_torch(stage, world):
+    model, optimizer = linear(stage, world)
     with optimizer.no_sync():
         mean(model, 3.0).backward()
     mean(model, 5.0).backward()
@@ -247,8 +245,8 @@ def test_no_sync_may_be_nested():
 
 
 @stages
-def test_a_second_backward_in_a_step_is_refused(stage):
-    model, _optimizer = linear(stage)
+def test_a_second_backward_in_a_step_is_refused(stage, world):
+    model, _optimizer = linear(stage, world)
     mean(model, 3.0).backward()
     with pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"):
         mean(model, 5.0).backward()
@@ -264,8 +262,8 @@ def test_a_second_backward_is_refused_before_the_bucket_has_left(stage):
 
 
 @stages
-def test_accumulating_into_a_bucket_in_flight_is_refused(stage):
-    model, optimizer = linear(stage)
+def test_accumulating_into_a_bucket_in_flight_is_refused(stage, world):
+    model, optimizer = linear(stage, world)
     mean(model, 3.0).backward()
     with (
         optimizer.no_sync(),
@@ -294,8 +292,8 @@ def test_synchronize_waits_once():
 
 
 @stages
-def test_each_step_is_the_mean_over_its_own_weight(stage):
-    model, optimizer = linear(stage)
+def test_each_step_is_the_mean_over_its_own_weight(stage, world):
+    model, optimizer = linear(stage, world)
     mean(model, 3.0).backward()
     assert optimizer.step().weight == 1.0
     optimizer.zero_grad()
@@ -309,8 +307,8 @@ def test_each_step_is_the_mean_over_its_own_weight(stage):
 
 
 @stages
-def test_weighted_micro_batches_make_the_mean_over_all_samples(stage):
-    model, optimizer = linear(stage)
+def test_weighted_micro_batches_make_the_mean_over_all_samples(stage, world):
+    model, optimizer = linear(stage, world)
     with optimizer.no_sync():
         optimizer.backward(mean(model, 1.0), weight=1)
     optimizer.backward(mean(model, 4.0, 5.0, 6.0), weight=3)
@@ -320,8 +318,8 @@ def test_weighted_micro_batches_make_the_mean_over_all_samples(stage):
 
 
 @stages
-def test_shares_of_micro_batches_add_up(stage):
-    model, optimizer = linear(stage)
+def test_shares_of_micro_batches_add_up(stage, world):
+    model, optimizer = linear(stage, world)
     with optimizer.no_sync():
         optimizer.share(2)
         (mean(model, 1.0, 3.0) / 2).backward()
@@ -332,8 +330,8 @@ def test_shares_of_micro_batches_add_up(stage):
 
 
 @stages
-def test_a_share_that_no_backward_followed_is_replaced(stage):
-    model, optimizer = linear(stage)
+def test_a_share_that_no_backward_followed_is_replaced(stage, world):
+    model, optimizer = linear(stage, world)
     optimizer.share(7)
     optimizer.share(2)
     mean(model, 3.0).backward()
@@ -341,8 +339,8 @@ def test_a_share_that_no_backward_followed_is_replaced(stage):
 
 
 @stages
-def test_a_share_that_no_backward_followed_is_taken_back(stage):
-    model, optimizer = linear(stage)
+def test_a_share_that_no_backward_followed_is_taken_back(stage, world):
+    model, optimizer = linear(stage, world)
     optimizer.share(7)
     optimizer.share(None)
     mean(model, 3.0).backward()
@@ -350,8 +348,8 @@ def test_a_share_that_no_backward_followed_is_taken_back(stage):
 
 
 @stages
-def test_a_share_that_a_backward_followed_is_not_taken_back(stage):
-    model, optimizer = linear(stage)
+def test_a_share_that_a_backward_followed_is_not_taken_back(stage, world):
+    model, optimizer = linear(stage, world)
     optimizer.share(7)
     mean(model, 3.0).backward()
     optimizer.share(None)
@@ -359,8 +357,8 @@ def test_a_share_that_a_backward_followed_is_not_taken_back(stage):
 
 
 @stages
-def test_taking_back_the_last_share_leaves_those_before_it(stage):
-    model, optimizer = linear(stage)
+def test_taking_back_the_last_share_leaves_those_before_it(stage, world):
+    model, optimizer = linear(stage, world)
     optimizer.share(3)
     with optimizer.no_sync():
         mean(model, 3.0).backward()
@@ -370,8 +368,8 @@ def test_taking_back_the_last_share_leaves_those_before_it(stage):
 
 
 @stages
-def test_a_share_outlives_zero_grad(stage):
-    model, optimizer = linear(stage)
+def test_a_share_outlives_zero_grad(stage, world):
+    model, optimizer = linear(stage, world)
     optimizer.share(7)
     optimizer.zero_grad()
     mean(model, 3.0).backward()
@@ -380,8 +378,8 @@ def test_a_share_outlives_zero_grad(stage):
 
 @stages
 @pytest.mark.parametrize("how", ["backward", "share"])
-def test_zero_grad_drops_the_weight_of_what_it_drops(stage, how):
-    model, optimizer = linear(stage)
+def test_zero_grad_drops_the_weight_of_what_it_drops(stage, world, how):
+    model, optimizer = linear(stage, world)
     for value in (100.0, 3.0):
         optimizer.zero_grad()
         with optimizer.no_sync():
@@ -395,8 +393,8 @@ def test_zero_grad_drops_the_weight_of_what_it_drops(stage, how):
 
 
 @stages
-def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage):
-    model, optimizer = linear(stage)
+def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage, world):
+    model, optimizer = linear(stage, world)
 
     def batches(*sizes):
         return shard([torch.ones(n, 1) for n in sizes], 0, 1, 0, optimizer.share)
@@ -412,16 +410,16 @@ def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage):
 
 
 @stages
-def test_backward_refuses_what_a_share_stands_for(stage):
-    model, optimizer = linear(stage)
+def test_backward_refuses_what_a_share_stands_for(stage, world):
+    model, optimizer = linear(stage, world)
     optimizer.share(2)
     with pytest.raises(RuntimeError, match="two ways"):
         optimizer.backward(mean(model, 1.0), weight=2)
 
 
 @stages
-def test_a_share_refuses_what_a_weighted_backward_stands_for(stage):
-    model, optimizer = linear(stage)
+def test_a_share_refuses_what_a_weighted_backward_stands_for(stage, world):
+    model, optimizer = linear(stage, world)
     with optimizer.no_sync():
         optimizer.backward(mean(model, 1.0), weight=2)
     with pytest.raises(RuntimeError, match="two ways"):
@@ -430,8 +428,8 @@ def test_a_share_refuses_what_a_weighted_backward_stands_for(stage):
 
 @stages
 @pytest.mark.parametrize("count", [-1, math.nan, math.inf])
-def test_a_share_that_is_no_count_is_refused(stage, count):
-    model, optimizer = linear(stage)
+def test_a_share_that_is_no_count_is_refused(stage, world, count):
+    model, optimizer = linear(stage, world)
     with pytest.raises(ValueError, match=str(count)):
         optimizer.share(count)
     with pytest.raises(ValueError, match=str(count)):
@@ -439,8 +437,8 @@ def test_a_share_that_is_no_count_is_refused(stage, count):
 
 
 @stages
-def test_a_mean_over_no_samples_adds_nothing(stage):
-    model, optimizer = linear(stage)
+def test_a_mean_over_no_samples_adds_nothing(stage, world):
+    model, optimizer = linear(stage, world)
     with optimizer.no_sync():
         optimizer.backward(mean(model), weight=0)
     optimizer.backward(mean(model, 3.0), weight=2)
@@ -450,8 +448,8 @@ def test_a_mean_over_no_samples_adds_nothing(stage):
 
 @stages
 @pytest.mark.parametrize("how", ["backward", "share"])
-def test_a_step_over_no_samples_is_refused_and_changes_nothing(stage, how):
-    model, optimizer = linear(stage)
+def test_a_step_over_no_samples_is_refused_and_changes_nothing(stage, world, how):
+    model, optimizer = linear(stage, world)
     if how == "backward":
         optimizer.backward(mean(model), weight=0)
     else:
@@ -526,7 +524,7 @@ def test_in_fp16_addends_are_of_the_size_of_means():
 def test_gradients_travel_in_the_wires_dtype_where_it_is_narrower(stage, own, wire, given):
     wires = []
 
-    class Wired(Solo):
+    class Wired(FirstOfTwo):
         def reduce_scatter(self, tensor, bounds=None, wire=None):
             wires.append(wire)
             return super().reduce_scatter(tensor, bounds, wire)

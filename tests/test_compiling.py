@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from firstoftwo import FirstOfTwo
 from torch import nn
 
 from mntrain import compiling
 from mntrain.tasks.transformer import Transformer
-from zero import Solo, ZeroOptimizer
+from zero import ZeroOptimizer
 
 LAYERS = 3
 
 
-class Recording(Solo):
+class Recording(FirstOfTwo):
     """Writes down each launch of a bucket."""
 
     def __init__(self):

@@ -3,9 +3,11 @@
 import copy
 import math
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
+from firstoftwo import FirstOfTwo
 from torch import nn
 
 from zero import Solo, ZeroOptimizer
@@ -97,17 +99,67 @@ def test_a_gradient_with_a_graph_of_its_own_trains(stage):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_alone_gradients_stay_where_backward_made_them():
-    model = nn.Linear(4, 4)
-    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Solo())
-    made = []
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@stages
+def test_alone_parameters_and_gradients_stay_where_they_are(stage, micro_batches):
+    made, fed = [], []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None):
+            fed.extend(p.grad.data_ptr() for group in self.param_groups for p in group["params"])
+            super().step(closure)
+
+    model = nn.Linear(4, 4, bias=False)
     model.weight.register_post_accumulate_grad_hook(lambda p: made.append(p.grad.data_ptr()))
-    for _ in range(2):
-        model(torch.ones(2, 4)).square().mean().backward()
-        assert model.weight.grad.data_ptr() == made[-1]
+    place = model.weight.data_ptr()
+    optimizer = ZeroOptimizer(model.named_parameters(), Noting, Solo(), stage=stage, model=model)
+    for step in range(2):
+        for turn in range(micro_batches):
+            with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
+                model(torch.ones(2, 4)).square().mean().backward()
         optimizer.step()
-        assert model.weight.grad.data_ptr() == made[-1]
+        assert fed[step] == made[step * micro_batches]
+        assert model.weight.data_ptr() == place
+        assert (model.weight.grad is None) == optimizer.sharded
         optimizer.zero_grad()
+
+
+def test_alone_at_stage_2_micro_batches_of_16_bits_add_up_in_fp32():
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Solo(), stage=2)
+    for value in (1.0, 2.0**-10, 2.0**-10):
+        with optimizer.no_sync():
+            model(torch.full((1, 1), value).bfloat16()).sum().backward()
+    assert optimizer.step().grad_norm == 1 + 2.0**-9
+
+
+def test_alone_a_parameter_may_be_in_any_micro_batch():
+    weights = []
+    for stage in (0, 1, 2):
+        model = Sums(lambda a, b, c: None)
+        named = list(model.named_parameters())
+        optimizer = ZeroOptimizer(named, torch.optim.SGD, Solo(), stage=stage, lr=0.5)
+        for _ in range(2):
+            with optimizer.no_sync():
+                (model.a * X).sum().backward()
+            (model.b * X).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([p.tolist() for p in model.parameters()])
+    assert weights[0] == weights[1] == weights[2]
+    a, b, c = Sums(None).parameters()
+    torch.testing.assert_close(torch.tensor(weights[0][:2]), torch.stack([a - X, b - X]))
+    assert weights[0][2] == c.tolist()
+
+
+@pytest.mark.parametrize("world", [Solo, FirstOfTwo])
+@stages
+def test_zero_grad_forgets_a_gradient_that_was_assigned(stage, world):
+    model = nn.Linear(4, 4)
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), stage=stage)
+    model.weight.grad = torch.ones(4, 4)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
 
 
 @stages

@@ -2,7 +2,7 @@
 
     zero.held      one flat tensor a bucket, for the whole step; every gradient is a view into it
     zero.passing   a few working tensors that buckets take turns in; only this rank's shards stay
-    zero.alone     where backward made them: there is no other rank
+    zero.alone     where backward made them: there is no other rank, at any stage
 
 In every round each gradient of a bucket is taken, the bucket is launched, and when its reduction is
 over, what this rank is to keep of it can be had.

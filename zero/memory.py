@@ -4,11 +4,11 @@ Bytes a parameter with Adam on N ranks, besides the working tensors of stage 2:
 
     stage   fp32            16 bits, fp32 masters
     0       4 + 4 + 8       2 + 6 + 12
-    1       4 + 4 + 8/N     2 + 2 + 12/N              (N of 2 and more)
+    1       4 + 4 + 8/N     2 + 2 + 12/N              (N of 2 and more; of 1 as at stage 0)
     2       4 + 12/N        2 + 14/N, in the update and with accumulation 2 + 16/N
 
 The torch optimizer reads fp32 gradients. At stage 1 they are made in the memory of the 16-bit ones,
-where a rank owns no more than half of a bucket.
+where a rank owns no more than half of a bucket. A world of one has no working tensors.
 """
 
 import math
@@ -85,10 +85,11 @@ def predict_for_plan(
     """The same for buckets as they were laid, with the groups' options by parameter name."""
     parts = [(0, b.numel) if stage == 0 else b.shard(slot) for b in plan]
     owned = [stop - start for start, stop in parts]
+    alone = all(len(bucket.bounds) == 2 for bucket in plan)
     masters = sum(n * FP32 for n, b in zip(owned, plan, strict=True) if needs_master(b.dtype))
     if stage == 2:
         kept = sum(n * max(FP32, b.dtype.itemsize) for n, b in zip(owned, plan, strict=True))
-    elif stage == 0 and all(len(bucket.bounds) == 2 for bucket in plan):
+    elif alone:
         kept = sum(map(alone_bytes, plan))
     else:
         kept = sum(held_bytes(bucket, n) for n, bucket in zip(owned, plan, strict=True))
@@ -96,7 +97,7 @@ def predict_for_plan(
     return Memory(
         parameters=sum(bucket.nbytes for bucket in plan),
         gradients=kept,
-        buckets=sum(working_bytes(plan)) if stage == 2 else 0,
+        buckets=sum(working_bytes(plan)) if stage == 2 and not alone else 0,
         master=masters,
         state=sum(tried_bytes(optimizer_class, p, options[p.spec.name]) for p in pieces),
     )

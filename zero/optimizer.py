@@ -79,10 +79,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     once a step: `start` and `step` are collective too. Hooks launch a bucket as soon as
     backward has filled it. `order` names the parameters in the order of the model, which backward
     reverses; by default that of `parameters`. From stage 1 on, parameters are views into flat
-    memory, so move the model first. With `model` given, the last step's parameters arrive during
-    the next forward, and what asks the model's modules for them waits; without it `step` waits.
-    `kernels` (torch's by default) widen 16-bit gradients, and take the norm on a device other than
-    the CPU.
+    memory (in a world of one they stay in theirs), so move the model first. With `model` given, the
+    last step's parameters arrive during the next forward, and what asks the model's modules for
+    them waits; without it `step` waits. `kernels` (torch's by default) widen 16-bit gradients, and
+    take the norm on a device other than the CPU.
 
     The gradient is the mean over the whole step's samples, whatever each rank's share of them.
     What a rank's gradient stands for is stated in one of three ways: call `loss.backward()` alone,

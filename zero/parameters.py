@@ -23,12 +23,32 @@ from zero.layout import Bucket
 from zero.views import view
 
 
+class Homes:
+    """Where parameters lie: they are to stay there for as long as they are trained."""
+
+    def __init__(self) -> None:
+        self._homes: list[tuple[str, Parameter, int]] = []  # with the address that they are at
+
+    def add(self, name: str, parameter: Parameter) -> None:
+        """Note where a parameter lies."""
+        self._homes.append((name, parameter, parameter.data_ptr()))
+
+    def check(self) -> None:
+        """RuntimeError for a parameter that has been moved elsewhere since."""
+        for name, parameter, address in self._homes:
+            if parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"parameter {name} has other memory than when the optimizer was made: move the "
+                    "model to its device and dtype first, and make the optimizer after"
+                )
+
+
 class FlatParameters:
     """The parameters of buckets, each a view into its bucket's flat tensor."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._homes: list[tuple[str, Parameter, int]] = []  # with the address that they are at
+        self._homes = Homes()
         self.buckets: list[Bucket] = []
         self.flats: list[Tensor] = []
         self.index: dict[Parameter, int] = {}  # of the bucket that a parameter is in
@@ -49,20 +69,15 @@ class FlatParameters:
                 home.copy_(parameter)
                 parameter.data = home
                 self.index[parameter] = len(self.buckets)
-                self._homes.append((entry.spec.name, parameter, home.data_ptr()))
+                self._homes.add(entry.spec.name, parameter)
             self.buckets.append(bucket)
             self.flats.append(flat)
             added.append(flat)
         return added
 
     def check(self) -> None:
-        """RuntimeError for a parameter that has been moved elsewhere since."""
-        for name, parameter, address in self._homes:
-            if parameter.data_ptr() != address:
-                raise RuntimeError(
-                    f"parameter {name} has other memory than when the optimizer was made: move the "
-                    "model to its device and dtype first, and make the optimizer after"
-                )
+        """See `Homes.check`."""
+        self._homes.check()
 
 
 class Gathers:

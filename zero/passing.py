@@ -121,6 +121,8 @@ class Passing:
         self._free.extend(self._filling.values())
         self._filling.clear()
         self._kept = [None for _ in self._buckets]
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _land(self) -> None:
         """Wait for the oldest reduction, and keep this rank's shard of it."""

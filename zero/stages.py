@@ -6,7 +6,8 @@
     2       shard                 shard             all          a reduce-scatter a micro-batch
                                                                  + all-gather
 
-An all-reduce is a reduce-scatter and an all-gather: stage 1 moves the bytes of stage 0.
+An all-reduce is a reduce-scatter and an all-gather: stage 1 moves the bytes of stage 0. In a world
+of one there is nothing to shard, and no stage moves or copies anything.
 
 Source of the stages: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", SC 2020 (arXiv 1910.02054).
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero.alone import Alone
+from zero.alone import Alone, AloneByRound
 from zero.collectives import Collectives, Work
 from zero.gradients import Gradients
 from zero.held import Held
 from zero.layout import Bucket
-from zero.parameters import FlatParameters, Gathers
+from zero.parameters import FlatParameters, Gathers, Homes
 from zero.passing import Passing
 
 
@@ -64,8 +65,6 @@ class Replicated:
     ) -> None:
         self._collectives, self._wire = collectives, wire
         self.gradients: Gradients = Held(collectives, self._reduce, sharded=False)
-        if collectives.size == 1:
-            self.gradients = Alone()
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """See `Stage.owned`: all."""
@@ -147,6 +146,42 @@ class ShardedGradients(ShardedState):
         self.gradients = Passing(collectives, self._reduce)
 
 
+class Single:
+    """Any stage in a world of one: its shard is all there is, and stays where it is.
+
+    What a stage promises holds all the same: when gradients are taken off their parameters, and
+    that parameters stay in their memory. So what trains alone trains on many ranks.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self.sharded = stage > 0
+        self.every_micro_batch = stage == 2
+        self.gradients: Gradients = AloneByRound() if self.every_micro_batch else Alone()
+        self._homes = Homes()
+
+    def owned(self, bucket: Bucket) -> tuple[int, int]:
+        """See `Stage.owned`: all."""
+        return 0, bucket.numel
+
+    def add(
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]
+    ) -> Sequence[Tensor | None]:
+        """See `Stage.add`: parameters stay where they are."""
+        for name, parameter in parameters.items() if self.sharded else ():
+            self._homes.add(name, parameter)
+        return [None] * len(buckets)
+
+    def settle(self) -> None:
+        """See `Stage.settle`."""
+        self._homes.check()
+
+    def publish(self) -> None:
+        """See `Stage.publish`: nobody lacks them."""
+
+    def close(self) -> None:
+        """See `Stage.close`."""
+
+
 WIRES = (None, torch.float32, torch.bfloat16, torch.float16)
 STAGES: dict[int, type[Replicated | ShardedState]] = {
     0: Replicated,
@@ -168,6 +203,8 @@ def make_stage(
     if type(stage) is not int or stage not in STAGES:
         known = ", ".join(map(str, STAGES))
         raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
+    if collectives.size == 1:
+        return Single(stage)
     return STAGES[stage](collectives, model, wire)
 
 

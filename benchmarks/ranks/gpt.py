@@ -39,13 +39,16 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
-    """The loop that every way but DeepSpeed shares."""
+    """The loop that every way but DeepSpeed shares.
+
+    A step leaves no gradients behind, so that ways by turns find memory alike.
+    """
 
     def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
     return step

@@ -77,6 +77,7 @@ def logged(log: list[str], owner: object, name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(owner, name, wrapped)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_nothing_queues_between_an_update_and_the_next_forward(world, tmp_path, monkeypatch):
     log: list[str] = []
     for verb in VERBS:
