@@ -7,8 +7,8 @@ from launch import MPI_TESTS, run_suite
 # depends on who is in which node, and not on what is computed there; parity and the wire's dtypes
 # are tested on emulated nodes, two of two ranks.
 OF_ONE = ("checkpoint", "collectives", "memory", "parity", "state", "trainer", "world")
-OF_NODES = ("checkpoint", "collectives", "stages", "state", "transports")
-AT_TWO = ("memory", "stage_model", "stage_precision", "stage_updates")
+OF_NODES = ("collectives", "state", "transports")
+AT_TWO = ("memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("jobs", "cost", "stage_cost", "soak", "transports", "wire")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from mntrain.collectives.board import DEPTH
@@ -239,7 +238,10 @@ class Progress:
             return
         self._waiters.append(None)
         try:  # whatever interrupts this, the thread is to go on
-            with self._turns():
+            if self._turn.locked():
+                self._bell.set()
+            with self._turn:
+                self._bell.clear()
                 while not ticket.settled:
                     pause(self._round(beside=False))
         finally:
@@ -261,18 +263,6 @@ class Progress:
         """RuntimeError after `close`."""
         if not self._open:
             raise RuntimeError("this world is closed: no communication after its `with` block")
-
-    @contextmanager
-    def _turns(self) -> Iterator[None]:
-        """Have the turn; who has it is asked for it."""
-        if not self._turn.acquire(blocking=False):
-            self._bell.set()
-            self._turn.acquire()
-        try:
-            self._bell.clear()
-            yield
-        finally:
-            self._turn.release()
 
     def _put(self, task: Task, *, wake: bool = True) -> None:
         self.expect_open()
