@@ -111,14 +111,7 @@ class WorldOperation:
         tools, tensor = self._tools, self._loan.host
         if scheme is None or self._small:
             number = self._shared.number(1)
-            yield (
-                number,
-                self._whole(
-                    Gathered(tools, scheme, tensor)
-                    if scheme is not None
-                    else Naive(self._shared.tools.comm, tensor, number % TAGS)
-                ),
-            )
+            yield number, self._whole(number)
             return
         wire = self._call.wire or tensor.dtype
         pieces = self._planned(scheme)
@@ -171,8 +164,11 @@ class WorldOperation:
             return hand.copy(piece, self._call.root, pieces)
         return hand.gather(piece) if self._call.verb == "all_gather" else hand.sum(piece)
 
-    def _whole(self, hand: Naive | Gathered) -> Steps[None]:
-        call = self._call
+    def _whole(self, number: int) -> Steps[None]:
+        call, tools, tensor = self._call, self._shared.tools, self._loan.host
+        hand: Naive | Gathered = Naive(tools.comm, tensor, number % TAGS)
+        if self._scheme is not None:
+            hand = Gathered(tools, self._scheme, tensor)
         if call.verb == "broadcast":
             return hand.copy(call.root)
         if call.verb == "all_gather":

@@ -24,7 +24,7 @@ class Data(NamedTuple):
 
 
 class Room:
-    """Memory for elements of any dtype. Keeps its views: to make one costs as much as to add."""
+    """Memory for elements of any dtype. Keeps its views, since to make one takes its time."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
