@@ -116,6 +116,15 @@ def in_pieces() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def ways():
+    from cases import Ways  # it imports MPI, which the collecting session has no use for
+
+    cache = Ways()
+    yield cache
+    cache.close()
+
+
 # For tests of training; a module of other worlds has a fixture of the same name of its own.
 
 

@@ -11,7 +11,6 @@ from cases import (
     RANK,
     UNIT,
     Case,
-    Ways,
     bits,
     cases,
     check_bits,
@@ -38,13 +37,6 @@ EVERY_WAY = [
     if place == "plain" or (world.values[0] in ("leader", "lanes") and world.values[1] != 1)
 ]
 FASTER = ["flat", "leader", "lanes"]  # than the oracle
-
-
-@pytest.fixture(scope="module")
-def ways():
-    cache = Ways()
-    yield cache
-    cache.close()
 
 
 @pytest.mark.parametrize(("algorithm", "layout", "place"), EVERY_WAY)

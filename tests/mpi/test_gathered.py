@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import PLACES, RANK, UNIT, Way, Ways, bits, cases, cuts, run, shard
+from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
 from mntrain.collectives.gathered import GATHERED_BYTES, Gathered
@@ -13,13 +13,6 @@ pytestmark = pytest.mark.mpi
 
 SIZES = [0, 1, 2, 3, 17, 1003, 5003]
 BY_PIECES = [world for world in EVERY_WORLD if world.values[0] != "naive"]
-
-
-@pytest.fixture(scope="module")
-def ways():
-    cache = Ways()
-    yield cache
-    cache.close()
 
 
 @pytest.fixture

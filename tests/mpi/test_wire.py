@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import PLACES, RANK, Ways, bits, check_bits, cuts, in_order, ramp, shard
+from cases import PLACES, RANK, bits, check_bits, cuts, in_order, ramp, shard
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL
 
 from mntrain.collectives import ALGORITHMS
@@ -15,13 +15,6 @@ pytestmark = pytest.mark.mpi
 FAR = [(20011, "plain"), (20011, "mixed")]  # too large for a tray
 WIRES = [torch.bfloat16, torch.float16]
 names = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
-
-
-@pytest.fixture(scope="module")
-def ways():
-    cache = Ways()
-    yield cache
-    cache.close()
 
 
 @functools.cache
