@@ -1,13 +1,15 @@
 """A training step of one GPT, in time and memory: every stage beside torch's and DeepSpeed's.
 
-    sudo python benchmarks/step.py [--layouts 1 2 2,2] [--link 1gbit] [--steps 8] [--rounds 2]
+    sudo python benchmarks/step.py [--layouts 1 2 2,2] [--link 1gbit] [--steps 4] [--turns 6]
 
 A layout is the ranks of each node: nodes are network namespaces joined by links of the given rate,
-one node has no network. Every way to train is a job of its own, with a peak of memory of its own;
-the whole list runs `--rounds` times, so that noise falls on all alike. The layout 1 is a world of
-one beside a bare torch loop, by turns in one job. At the end the built-in task trains with every
-wire dtype, and their losses are put side by side (`--no-curves`: not). Prints tables; writes them
-and every figure to docs/results/, and pictures to docs/img/. Takes about 18 minutes.
+one node has no network. Every way to train is a job of its own, with a peak of memory of its own,
+which then takes turns with as many ranks that only compute: a machine's speed changes from one job
+to the next, and so a way's step is told as a multiple of computing alone in the same job. The
+layout 1 is a world of one beside a bare torch loop, by turns in one job. At the end the built-in
+task trains with every wire dtype, and their losses are put side by side (`--no-curves`: not).
+Prints tables; writes them and every figure to docs/results/, and pictures to docs/img/. Takes about
+25 minutes.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from typing import Any
 
 import curves
 import step_page
-from emulated import HERE, Layout, Nodes, facts, folders, need_nodes, nodes, write
+from emulated import HERE, Layout, facts, folders, need_nodes, nodes, write
 
 ALONE = "computing alone"
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
@@ -40,9 +42,9 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--layouts", nargs="*", default=["1", "2", "2,2"], metavar="N,N")
     options.add_argument("--link", default="1gbit", help="rate of each node's link, in gbit")
-    options.add_argument("--steps", type=int, default=8, help="measured, after 2 that warm up")
+    options.add_argument("--steps", type=int, default=4, help="of a turn, after one that warms up")
+    options.add_argument("--turns", type=int, default=6, help="of every way")
     options.add_argument("--solo-steps", type=int, default=40, help="the same of the layout 1")
-    options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY")
     options.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)
     options.add_argument("--curve-steps", type=int, default=120)
@@ -82,44 +84,43 @@ def measure(layout: Layout, given: argparse.Namespace) -> dict[str, Any]:
     """Every way in one layout: a page of figures, one row a way."""
     ways = [what for what in given.ways if layout.link or what not in WIRED]
     before = facts()
-    jobs: dict[str, list[dict[str, Any]]] = {what: [] for what in ways}
+    jobs: dict[str, dict[str, Any]] = {}
     with nodes(layout) as up:
-        for number in range(given.rounds):
-            for what in ways:
-                if not (jobs[what] and "absent" in jobs[what][0]):
-                    start = time.perf_counter()
-                    jobs[what].append(job(up, what, given.steps))
-                    took = f"{time.perf_counter() - start:.1f} s"
-                    print(f"{layout.name} round {number + 1}: {what}, {took}", file=sys.stderr)
+        for what in ways:
+            start = time.perf_counter()
+            sizes = ["--steps", given.steps, "--turns", given.turns]
+            jobs[what] = up.run("step.py", ["--what", what, *sizes])
+            print(f"{layout.name}: {what}, {time.perf_counter() - start:.1f} s", file=sys.stderr)
     found = losses(jobs, WIRED)
     wired = losses({what: jobs[what] for what in WIRED if what in jobs}, ())
     check(jobs, found)
     assert not found or all(abs(loss - found[0]) < WIRED_LOSS for loss in wired), (found, wired)
-    any_job = jobs[ways[0]][0]
+    any_job = jobs[ways[0]]
     page = {
         **before,
         "layout": str(layout),
         "versions": any_job["versions"],
         "steps": given.steps,
-        "rounds": given.rounds,
+        "turns": given.turns,
         "gradient_bytes": any_job["gradient_bytes"],
         "losses": found,
         "wired_losses": wired,
         "floor_s": None,
-        "rows": [row_of(what, runs, layout) for what, runs in jobs.items()],
+        "alone_s": statistics.median(all_of(jobs, "alone_s")),
+        "rows": [row_of(what, job, layout) for what, job in jobs.items()],
         "jobs": jobs,
     }
     if layout.bytes_per_s:
         count = len(layout.ranks)
         sent = 2 * (count - 1) / count * page["gradient_bytes"]
         page["floor_s"] = sent / layout.bytes_per_s
-    compare(page["rows"])
+    compare(page["rows"], page["alone_s"])
     return page
 
 
-def job(up: Nodes, what: str, steps: int) -> dict[str, Any]:
-    """Run one way: what its ranks report."""
-    return up.run("step.py", ["--what", what, "--steps", steps])
+def all_of(jobs: dict[str, dict[str, Any]], times: str) -> list[float]:
+    """The times of all turns of all jobs."""
+    return [taken for job in jobs.values() for taken in job.get(times, ())]
 
 
 def check(jobs: dict[str, Any], found: list[float]) -> None:
@@ -127,31 +128,32 @@ def check(jobs: dict[str, Any], found: list[float]) -> None:
     assert not found or max(found) - min(found) < 0.5e-4, (list(jobs), found)
 
 
-def losses(jobs: dict[str, list[dict[str, Any]]], without: tuple[str, ...]) -> list[float]:
-    """The final losses of every way that communicates, but some."""
-    runs = [run for what, some in jobs.items() if what not in (ALONE, *without) for run in some]
-    return [run["loss"] for run in runs if "loss" in run]
+def losses(jobs: dict[str, dict[str, Any]], without: tuple[str, ...]) -> list[float]:
+    """The losses of every way that communicates, but some."""
+    some = [job for what, job in jobs.items() if what not in (ALONE, *without)]
+    return [job["loss"] for job in some if "loss" in job]
 
 
-def row_of(what: str, runs: list[dict[str, Any]], layout: Layout) -> dict[str, Any]:
-    """One way over all rounds: medians of time, extremes of memory."""
-    if "absent" in runs[0]:
-        return {"what": what, "absent": runs[0]["absent"]}
-    by_node = [peaks for run in runs for peaks in per_node(run["peak_bytes"], layout)]
+def row_of(what: str, job: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """One way: medians of time over its turns, extremes of memory over the nodes."""
+    if "absent" in job:
+        return {"what": what, "absent": job["absent"]}
+    by_node = per_node(job["peak_bytes"], layout)
     peak, ranks = max((sum(peaks), len(peaks)) for peaks in by_node)
-    clocks = {
-        clock: statistics.median(run[clock] for run in runs) if runs[0][clock] is not None else None
-        for clock in ("waited_s", "busy_s")
-    }
+    turns = [taken / bare for taken, bare in zip(job["step_s"], job["alone_s"], strict=True)]
     return {
         "what": what,
-        "step_s": statistics.median(statistics.median(run["step_s"]) for run in runs),
-        **clocks,
-        "sent_bytes": statistics.median(run["sent_bytes"] for run in runs),
+        "step_s": statistics.median(job["step_s"]),
+        "alone_s": statistics.median(job["alone_s"]),
+        "ratio": statistics.median(turns),
+        "ratios": (min(turns), max(turns)),
+        "waited_s": job["waited_s"],
+        "busy_s": job["busy_s"],
+        "sent_bytes": job["sent_bytes"],
         "node_peak_bytes": peak,
         "rank_peak_bytes": peak / ranks,
-        "settings": runs[0]["settings"],
-        "state": most_state(runs[0]["state"]),
+        "settings": job["settings"],
+        "state": most_state(job["state"]),
     }
 
 
@@ -161,17 +163,14 @@ def per_node(by_rank: list[int], layout: Layout) -> list[list[int]]:
     return [by_rank[low:high] for low, high in pairwise(starts)]
 
 
-def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to each row what it takes beyond computing alone, and beside the best peer."""
+def compare(rows: list[dict[str, Any]], alone_s: float) -> None:
+    """Add to each row its step where computing alone takes so long, and beside the best peer."""
     present = [row for row in rows if "absent" not in row]
-    alone = next((row["step_s"] for row in present if row["what"] == ALONE), None)
-    best = min((row["step_s"] for row in present if row["what"] in PEERS), default=None)
+    best = min((row["ratio"] for row in present if row["what"] in PEERS), default=None)
     for row in present:
-        if row["what"] != ALONE and alone is not None:
-            row["exposed_s"] = row["step_s"] - alone
-            row["exposed_share"] = row["exposed_s"] / alone
+        row["scaled_s"] = row["ratio"] * alone_s
         if row["what"] != ALONE and best is not None:
-            row["to_best_peer"] = row["step_s"] / best
+            row["to_best_peer"] = row["ratio"] / best
 
 
 def most_state(ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:

@@ -15,14 +15,19 @@ def report(page: dict[str, Any]) -> str:
     lines = [
         f"# A training step, {page['layout']}",
         "",
-        f"{imprint(page, page['versions'])}. {model(page)}; medians over {page['steps']} steps, "
-        f"then {page['rounds']} rounds; by:",
+        f"{imprint(page, page['versions'])}. {model(page)}; by:",
         "",
         f"    {page['command']}",
         "",
-        "Exposed is what a step takes beyond computing alone, and its share of that. Waited is how "
-        "long a step waited for collectives, and busy how long any was under way, as the program "
-        "itself counts; of the rank that has most.",
+        "The machine's speed changes from one job to the next. So each way's job takes turns with "
+        "as many ranks that only compute, each for itself: "
+        f"{page['turns']} turns each, of {page['steps']} steps after one that is not counted; and "
+        "a step is told as a multiple of that: the median over the turns, the least and the most. "
+        "In the row of computing alone both do the same: what it differs from 1 by is chance. "
+        "Exposed is what a multiple has beyond 1; the seconds are the multiple of "
+        f"{page['alone_s']:.3f} s, the median of computing alone over all jobs. Waited is how long "
+        "a step waited for collectives, and busy how long any was under way, as the program itself "
+        "counts, in its job's own seconds; of the rank that has most.",
         "",
         "Memory is above that of the finished model: the peaks of a node's ranks, added up. In a "
         "rank's peak a page that k ranks share counts 1/k (VmHWM - RssShmem + Pss_Shmem of /proc), "
@@ -31,17 +36,17 @@ def report(page: dict[str, Any]) -> str:
         "",
         agreement(page),
         "",
-        "| | step, s | exposed, s | to the best peer | waited (busy), s | sent by a node, MB | "
-        "memory of a node, MiB | mean of its ranks |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| | of computing alone | from - to | exposed | to the best peer | step, s | "
+        "waited (busy), s | sent by a node, MB | memory of a node, MiB | mean of its ranks |",
+        f"|---|{'--:|' * 9}",
     ]
     for row in page["rows"]:
         if "absent" in row:
-            lines.append(f"| {row['what']} | absent: {row['absent']} | | | | | | |")
+            lines.append(f"| {row['what']} | absent: {row['absent']} |{' |' * 8}")
             continue
         lines.append("| " + " | ".join([row["what"], *cells(row)]) + " |")
     if page["floor_s"]:
-        lines.append(f"| the wire's floor | {page['floor_s']:.3f} | | | | | | |")
+        lines.append(f"| the wire's floor | | | | | {page['floor_s']:.3f} |{' |' * 4}")
         lines += ["", "The wire's floor is that of an all-reduce of fp32 over the nodes; with the "]
         lines[-1] += "bf16 wire half of it."
     lines += ["", "![seconds a step and peak memory of each way to train](../img/step.svg)"]
@@ -76,16 +81,16 @@ def agreement(page: dict[str, Any]) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row's figures."""
-    exposed = ratio = waited = ""
-    if "exposed_s" in row:
-        exposed = f"{row['exposed_s']:.3f} ({row['exposed_share']:.0%})"
+    to_best = waited = ""
     if "to_best_peer" in row:
-        ratio = f"{row['to_best_peer']:.2f}"
+        to_best = f"{row['to_best_peer']:.2f}"
     if row["waited_s"] is not None:
         waited = f"{row['waited_s']:.3f} ({row['busy_s']:.3f})"
     memory = [f"{row[of] / MIB:.0f}" for of in ("node_peak_bytes", "rank_peak_bytes")]
     sent = f"{row['sent_bytes'] / 1e6:.1f}"
-    return [f"{row['step_s']:.3f}", exposed, ratio, waited, sent, *memory]
+    low, high = row["ratios"]
+    turns = [f"{row['ratio']:.3f}", f"{low:.2f} - {high:.2f}", f"{row['ratio'] - 1:.1%}"]
+    return [*turns, to_best, f"{row['scaled_s']:.3f}", waited, sent, *memory]
 
 
 def state_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -133,7 +138,12 @@ def picture(pages: list[dict[str, Any]]) -> str:
             continue
         parts.append(svg.text(30, top + 18, page["layout"], size=14, weight="bold"))
         panels: list[tuple[int, str, Callable[[dict[str, Any]], float], str]] = [
-            (230, "seconds a step (dashed: computing alone)", lambda row: row["step_s"], "{:.2f}"),
+            (
+                230,
+                "seconds a step (dashed: computing alone)",
+                lambda row: row["scaled_s"],
+                "{:.2f}",
+            ),
             (
                 560,
                 "MiB of a node at the peak, above the model",
@@ -152,7 +162,7 @@ def picture(pages: list[dict[str, Any]]) -> str:
         for number, row in enumerate(rows):
             parts.append(svg.text(30, top + 63 + 22 * number, row["what"]))
             if row["what"].startswith("computing"):
-                x = 230 + 210 * row["step_s"] / max(other["step_s"] for other in rows)
+                x = 230 + 210 * row["scaled_s"] / max(other["scaled_s"] for other in rows)
                 parts.append(svg.line(x, top + 48, x, bottom, color=svg.ALONE, dash="4 3"))
         top = bottom + 26
     label = "Seconds a training step and a node's peak memory of each way to train, by layout"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 1 << 30
 TAGS = 1 << 15  # that every MPI has
 _libc = ctypes.CDLL(None)
-# Somebody who has nothing else to do asks MPI again and again for so long, and then sleeps between
-# questions, a little; who has a thread that computes sleeps from the start, and longer.
-EAGER_S = 2e-3
-LEAST_SLEEP_S, MOST_SLEEP_S, MOST_SLEEP_BESIDE_S = 20e-6, 0.3e-3, 1e-3
-PACE_S = 4 * MOST_SLEEP_BESIDE_S
 
 
 class SilentSingletonsError(RuntimeError):
@@ -185,6 +180,19 @@ def pause(seconds: float) -> None:
         _libc.sched_yield()
 
 
+class Manner(NamedTuple):
+    """How to wait for MPI: ask again and again for so long, then sleep between questions."""
+
+    eager_s: float
+    most_s: float  # of sleep, at a time
+
+
+# Who waits for one thing only; for several, of which some are always under way, while other ranks
+# may still compute on the core; and who has a thread beside that computes itself.
+ALONE, AMONG_OTHERS, BESIDE = Manner(2e-3, 0.3e-3), Manner(0, 1e-3), Manner(0, 4e-3)
+LEAST_SLEEP_S, PACE_S = 20e-6, 4 * BESIDE.most_s
+
+
 class Patience:
     """How long to sleep before the next question, so that waiting costs others little.
 
@@ -195,22 +203,22 @@ class Patience:
         self._since = time.perf_counter()
         self._pace = 0.0  # seconds between the last answers, the latest counting most
 
+    def begin(self) -> None:
+        """Note that there is something to wait for, after a while in which there was nothing."""
+        self._since = time.perf_counter()
+
     def reset(self) -> None:
         """Note that something has happened."""
         now = time.perf_counter()
         self._pace += (min(now - self._since, PACE_S) - self._pace) / 4
         self._since = now
 
-    def delay(self, *, beside: bool = False) -> float:
-        """Seconds to sleep now, in a thread that waits, or in one `beside` another that computes.
-
-        None so soon after something has happened, if nobody computes.
-        """
+    def delay(self, manner: Manner = ALONE) -> float:
+        """Seconds to sleep now: none while it is to ask eagerly."""
         waited = time.perf_counter() - self._since
-        if waited < EAGER_S and not beside:
+        if waited < manner.eager_s:
             return 0.0
-        most = MOST_SLEEP_BESIDE_S if beside else MOST_SLEEP_S
-        return min(max(self._pace / 4, waited / 8, LEAST_SLEEP_S), most)
+        return min(max(self._pace / 4, waited / 8, LEAST_SLEEP_S), manner.most_s)
 
 
 def _messages(data: Bytes) -> list[Bytes]:

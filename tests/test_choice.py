@@ -53,3 +53,5 @@ def test_one_of_several_goes_in_fewer_and_longer_pieces():
         assert choice.algorithm == alone.algorithm
         assert choice.piece_bytes == 2 * alone.piece_bytes
         assert choice.pieces < alone.pieces
+        assert alone.alone
+        assert not choice.alone

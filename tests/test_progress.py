@@ -23,7 +23,7 @@ class Steps:
 
     def __init__(self, log, name, pieces=1, window=WINDOW, *, light=False, **gates):
         self.log, self.name, self.count, self.window = log, name, pieces, window
-        self.light = light
+        self.light, self.alone = light, True
         self.gates = gates  # by step: what must be true before it is done
         self.moving = 0
         self.begun = False

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 from candidates import Gloo, Horovod, Library, Wired
-from common import AbsentError, mpi_library, report, start_gloo, start_horovod, stop_gloo, versions
+from common import (
+    AbsentError,
+    mpi_library,
+    rendezvous,
+    report,
+    start_gloo,
+    start_horovod,
+    stop_gloo,
+    versions,
+)
 from mpi4py import MPI
 
 import mntrain
@@ -25,7 +34,6 @@ CASE_S = 6.0  # a verb at one size, all candidates: as many rounds as fit,
 ROUNDS = (3, 20)  # within these bounds;
 LONG_ROUNDS = 2  # where already one takes longer than CASE_S, so many, of which none is to warm up
 COPY_S = 0.1
-NAP_S = 2e-4
 
 
 def main() -> None:
@@ -185,14 +193,6 @@ def sample(comm: MPI.Intracomm, candidate: Candidate) -> float:
     took = time.perf_counter() - start
     assert candidate.right(), f"{candidate.name} gave a wrong result on rank {comm.rank}"
     return took
-
-
-def rendezvous(comm: MPI.Intracomm) -> None:
-    """Wait for all ranks; those who come early sleep, or they would slow down who still works."""
-    everyone = comm.Ibarrier()
-    while not everyone.Test():
-        time.sleep(NAP_S)
-    comm.Barrier()  # and once more, for all to leave at the same time
 
 
 def copy_seconds(comm: MPI.Intracomm, nbytes: int) -> dict[str, float]:

@@ -4,17 +4,17 @@ import argparse
 import os
 import statistics
 import time
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
 import torch
-from common import AbsentError, mpi_library, report, versions
-from gpt import data, gpt
+from common import AbsentError, mpi_library, rendezvous, report, versions
+from gpt import Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
-from ways import STAGES, WAYS, alone, own
+from ways import STAGES, WAYS, Way, alone, own
 
 import mntrain
 
@@ -27,7 +27,8 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--what", choices=WAYS)
     options.add_argument("--solo", action="store_true", help="a world of one, beside bare torch")
-    options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--steps", type=int, default=4)
+    options.add_argument("--turns", type=int, default=6)
     given = options.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
@@ -36,7 +37,7 @@ def main() -> None:
         row["ways"] = solo(given.steps)
     else:
         try:
-            mine = measure(given.what, given.steps)
+            mine = measure(given.what, given.steps, given.turns)
         except AbsentError as reason:
             row["absent"] = str(reason)
         else:
@@ -52,8 +53,8 @@ def main() -> None:
         report(row)
 
 
-def measure(what: str, steps: int) -> dict[str, Any]:
-    """What this rank sees of training in one way."""
+def measure(what: str, steps: int, turns: int) -> dict[str, Any]:
+    """What this rank sees of training in one way: alone, then by turns with bare computing."""
     group, make = WAYS[what]
     model, comm = gpt(), MPI.COMM_WORLD
     batches = list(data(comm.rank, WARM_UP + steps))
@@ -63,18 +64,12 @@ def measure(what: str, steps: int) -> dict[str, Any]:
         way = make(model, context)
         for batch in batches[:WARM_UP]:
             way.step(batch)
-        sent, clocks = bytes_sent(), way.clocks() if way.clocks else (0.0, 0.0)
-        times = [time.perf_counter()]
+        sent = bytes_sent()
         for batch in batches[WARM_UP:]:
             loss = way.step(batch)
-            times.append(time.perf_counter())
-        waited_s, busy_s = way.clocks() if way.clocks else (0.0, 0.0)
         sent = bytes_sent() - sent
         comm.Barrier()  # nobody's memory goes before all have looked
         found = {
-            "step_s": [end - start for start, end in pairwise(times)],
-            "waited_s": (waited_s - clocks[0]) / steps if way.clocks else None,
-            "busy_s": (busy_s - clocks[1]) / steps if way.clocks else None,
             "sent_bytes": sent / steps,
             "peak_bytes": peak.bytes(),
             "shared_bytes": Peak.shared(),
@@ -83,15 +78,45 @@ def measure(what: str, steps: int) -> dict[str, Any]:
             "state": way.state() if way.state else None,
         }
         comm.Barrier()
+        found |= by_turns(way, batches[WARM_UP:], turns)
+        comm.Barrier()
         return found
 
 
+def by_turns(way: Way, batches: Sequence[Batch], turns: int) -> dict[str, Any]:
+    """Seconds a step, of this way and of as many ranks that only compute, a figure for every turn.
+
+    A turn is a step on every batch, after one that is not counted: so what a way leaves for its
+    next step is in the figures just once. The two are in turns, since a machine's speed changes.
+    """
+    both = {"step_s": way, "alone_s": alone(gpt(), None)}
+    times: dict[str, list[float]] = {name: [] for name in both}
+    clocks, counted = way.clocks or (lambda: (0.0, 0.0)), [0.0, 0.0]
+    for number in range(turns):
+        for name in reversed(both) if number % 2 else both:
+            one = both[name]
+            rendezvous(MPI.COMM_WORLD)
+            one.step(batches[0])
+            before, start = clocks(), time.perf_counter()
+            for batch in batches:
+                one.step(batch)
+            times[name].append((time.perf_counter() - start) / len(batches))
+            counted = [c + b - a for c, a, b in zip(counted, before, clocks(), strict=True)]
+            if one.settle:
+                one.settle()
+    steps = turns * len(batches)
+    waited_s, busy_s = (clock / steps if way.clocks else None for clock in counted)
+    return {**times, "waited_s": waited_s, "busy_s": busy_s}
+
+
 def summary(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of what all ranks saw: a step takes as long as it takes the slowest."""
-    by_step = zip(*(mine["step_s"] for mine in everyone), strict=True)
+    """One row of what all ranks saw: a turn takes as long as it takes the slowest."""
     clocks = everyone[0]["waited_s"] is not None
     return {
-        "step_s": [max(ranks) for ranks in by_step],
+        **{
+            name: [max(turn) for turn in zip(*(mine[name] for mine in everyone), strict=True)]
+            for name in ("step_s", "alone_s")
+        },
         "waited_s": max(mine["waited_s"] for mine in everyone) if clocks else None,
         "busy_s": max(mine["busy_s"] for mine in everyone) if clocks else None,
         "sent_bytes": max(mine["sent_bytes"] for mine in everyone),

@@ -25,13 +25,15 @@ class Way(NamedTuple):
     """One way to train: a step on a batch, which returns its loss, and how it is set.
 
     `state` gives the bytes of the model's state by role, measured and expected; `clocks` the
-    seconds so far in which collectives were waited for, and were under way. Where known.
+    seconds so far in which collectives were waited for, and were under way. Where known. `settle`
+    waits for what a step has left under way for the next one to wait for. Where it leaves any.
     """
 
     step: Callable[[Batch], Tensor]
     settings: str
     state: Callable[[], dict[str, dict[str, int]]] | None = None
     clocks: Callable[[], tuple[float, float]] | None = None
+    settle: Callable[[], None] | None = None
 
 
 def alone(model: nn.Module, _: None) -> Way:
@@ -53,6 +55,7 @@ def own(stage: int) -> Callable[[nn.Module, mntrain.World], Way]:
                 "expected": asdict(optimizer.expected_memory()),
             },
             lambda: (world.collectives.waited_s, world.collectives.busy_s),
+            optimizer.wait_for_parameters,
         )
 
     return make

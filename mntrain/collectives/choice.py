@@ -16,6 +16,7 @@ class Choice:
     algorithm: str
     piece_bytes: int = PIECE_BYTES  # that a lane has in one piece, over all nodes
     pieces: int = PIECES  # of a lane, at least
+    alone: bool = True  # whether no other tensor is under way meanwhile
 
     def __post_init__(self) -> None:
         """Check the algorithm's name: ValueError for an unknown one."""
@@ -29,7 +30,7 @@ class Choice:
 
         The others keep the wire busy, so fewer pieces do, which take less of the core.
         """
-        return replace(self, piece_bytes=2 * self.piece_bytes, pieces=2)
+        return replace(self, piece_bytes=2 * self.piece_bytes, pieces=2, alone=False)
 
     def __str__(self) -> str:
         """As a person says it: "lanes, 1 MiB pieces"."""

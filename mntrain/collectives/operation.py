@@ -75,7 +75,7 @@ class WorldOperation:
         self.window = max(2, min(PIECES, IN_FLIGHT_BYTES // call.choice.piece_bytes))
         self._scheme = shared.schemes.get(call.choice.algorithm)
         self._small = call.small and direct is None and self._scheme is not None
-        self.light = self._small
+        self.light, self.alone = self._small, self._small or call.choice.alone
         near = self._scheme is not None and len(self._scheme.members) > 1 and not self._small
         self._board = shared.board if near else None
         self._number = 0

@@ -16,11 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from mntrain.collectives.board import DEPTH
 from mntrain.collectives.near import Steps
-from mntrain.mpi import TAGS, Patience, pause
+from mntrain.mpi import ALONE, AMONG_OTHERS, BESIDE, TAGS, Manner, Patience, pause
 
 # How long something light may rest that nobody waits for.
 REST_S = 20e-3
@@ -30,11 +31,33 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+class Bell:
+    """Wakes the one thread that listens. An Event would make a lock for every wait."""
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        """End the wait that is under way, or the next one."""
+        with suppress(RuntimeError):  # it rings already
+            self._silent.release()
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Sleep until it rings, or for so long; whether it has. Then it is silent."""
+        return self._silent.acquire(timeout=seconds)
+
+    def hush(self) -> None:
+        """Let it be silent."""
+        self._silent.acquire(blocking=False)
+
+
 class Operation(Protocol[T_co]):
     """A collective, as the thread sees it. Called in this order, on the thread."""
 
     window: int  # how many pieces may be under way when one of its own starts
     light: bool  # whether it is so small that who waits for it may as well move it
+    alone: bool  # whether who waits for it waits for nothing else
 
     def begin(self) -> None:
         """Let the tensor come to where the collective works on it. Asks nothing."""
@@ -104,6 +127,7 @@ class UnderWay(Generic[T]):
         self._next: Numbered | None = None  # the first of them
         self._moving: list[tuple[Numbered, Callable[[], bool]]] = []  # in the order of numbers
         self.entered = self.started = self.left = False
+        self.alone = operation.alone
 
     @property
     def pieces(self) -> int:
@@ -155,15 +179,17 @@ class UnderWay(Generic[T]):
 
     def move(self) -> bool:
         """Let every piece go on that can; whether any has."""
-        before, self._moving = self._moving, []
-        happened = False
-        for piece, ask in before:
+        first = next((n for n, (_, ask) in enumerate(self._moving) if ask()), None)
+        if first is None:
+            return False
+        self._moving, after = self._moving[:first], self._moving[first:]
+        self._go_on(after[0][0])
+        for piece, ask in after[1:]:
             if ask():
-                happened = True
                 self._go_on(piece)
             else:
                 self._moving.append((piece, ask))
-        return happened
+        return True
 
     def leave(self) -> None:
         """Tell the others that this rank is done."""
@@ -212,7 +238,7 @@ class Progress:
         self._waiters: deque[None] = deque()  # one for every caller who wants it
         self._first: Callable[[], object] | None = None  # what the thread is to do before more
         self._dozes = False  # whether the thread will look for what is to do without being rung
-        self._bell = threading.Event()  # rung when something is handed in, or the turn wanted
+        self._bell = Bell()  # rung when something is handed in, or the turn wanted
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
 
@@ -239,15 +265,15 @@ class Progress:
         self._waiters.append(None)
         try:  # whatever interrupts this, the thread is to go on
             if self._turn.locked():
-                self._bell.set()
+                self._bell.ring()
             with self._turn:
-                self._bell.clear()
+                self._bell.hush()
                 while not ticket.settled:
-                    pause(self._round(beside=False))
+                    pause(self._round(ALONE))
         finally:
             self._waiters.pop()
             if self._busy:
-                self._bell.set()
+                self._bell.ring()
 
     def prepare(self, function: Callable[[], object]) -> None:
         """Let the thread itself do something first, and not whoever waits for it. Once."""
@@ -256,7 +282,7 @@ class Progress:
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self.call(self._end).wait()
-        self._bell.set()
+        self._bell.ring()
         self._thread.join()
 
     def expect_open(self) -> None:
@@ -268,7 +294,7 @@ class Progress:
         self.expect_open()
         self._tasks.append(task)
         if wake or not self._dozes:
-            self._bell.set()
+            self._bell.ring()
 
     def _end(self) -> None:
         self._open = False
@@ -281,16 +307,16 @@ class Progress:
         while self._open:
             self._rest()
             with self._turn:
-                self._bell.clear()
+                self._bell.hush()
                 if self._first is not None:
                     self._first()
                     self._first = None
                 while self._busy and not self._waiters:
-                    delay = self._round(beside=True)
+                    delay = self._round(BESIDE)
                     if not delay:
                         pause(0)
-                    elif self._bell.wait(delay):
-                        self._bell.clear()
+                    else:
+                        self._bell.wait(delay)
 
     def _rest(self) -> None:
         """Sleep until something is to do: rung, or looking now and then while light ones come."""
@@ -302,11 +328,10 @@ class Progress:
         if not self._busy:  # whoever has come in since rings
             self._bell.wait()
 
-    def _round(self, *, beside: bool) -> float:
-        """Let everything go on that can; the seconds to wait before the next round.
-
-        `beside`: another thread computes meanwhile.
-        """
+    def _round(self, manner: Manner) -> float:
+        """Let everything go on that can; the seconds to wait before the next round."""
+        if not self._under_way:
+            self._patience.begin()
         happened = self._take_in()
         try:
             happened = self._move() or happened
@@ -316,7 +341,10 @@ class Progress:
         self._count_time()
         if happened:
             self._patience.reset()
-        return 0.0 if happened else self._patience.delay(beside=beside)
+            return 0.0
+        if manner is ALONE and not all(one.alone for one in self._under_way):
+            manner = AMONG_OTHERS
+        return self._patience.delay(manner)
 
     @property
     def busy_s(self) -> float:
