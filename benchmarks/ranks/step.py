@@ -27,8 +27,8 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--what", choices=WAYS)
     options.add_argument("--solo", action="store_true", help="a world of one, beside bare torch")
-    options.add_argument("--steps", type=int, default=4)
-    options.add_argument("--turns", type=int, default=6)
+    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--turns", type=int, default=5)
     given = options.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
