@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import values
 from emulated import HERE, Nodes, facts, folders, imprint, write
 
 MIB = 2**20
@@ -30,14 +31,16 @@ MIB = 2**20
 def main() -> int:
     """Measure at every number of ranks, and write what came out."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
-    options.add_argument("--millions", type=float, default=50, help="of parameters, about")
-    options.add_argument("--repeats", type=int, default=5, help="rounds, after 1 that warms up")
+    options.add_argument("--ranks", type=values.count, nargs="+", default=[1, 2, 4], metavar="N")
+    options.add_argument(
+        "--millions", type=values.positive, default=50, help="of parameters, about"
+    )
+    options.add_argument(
+        "--repeats", type=values.count, default=5, help="rounds, after 1 that warms up"
+    )
     options.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
     options.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     given = options.parse_args()
-    if min(*given.ranks, given.repeats) < 1 or given.millions < 1:
-        options.error("ranks, rounds and millions of parameters begin at 1")
     if not given.folder.is_dir():
         options.error(f"--folder {given.folder} is no folder: give one on the disk to measure")
     if file_system(given.folder) == "tmpfs":

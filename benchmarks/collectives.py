@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import svg
+import values
 from emulated import HERE, Layout, facts, folders, imprint, need_nodes, nodes, write
 
 from mntrain.bench.plan import Limits
@@ -30,15 +31,21 @@ def main() -> int:
     """Measure every layout, and write what came out."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = ["2,2", "2", "1,1,1,1", "2,1,3"]
-    options.add_argument("--layouts", nargs="+", default=default, metavar="N,N")
-    options.add_argument("--link", default="1gbit", help="rate of each node's link, in gbit")
+    options.add_argument("--layouts", nargs="+", type=values.layout, default=default, metavar="N,N")
+    options.add_argument(
+        "--link", type=values.rate, default="1gbit", help="rate of each node's link, in gbit"
+    )
     sizes = [4 / 1024, 64 / 1024, 1, 16, 64, 256]
-    options.add_argument("--mib", type=float, nargs="*", default=sizes, help="for all_reduce")
-    options.add_argument("--other-mib", type=float, nargs="*", default=[1, 16, 64])
+    options.add_argument(
+        "--mib", type=values.positive, nargs="*", default=sizes, help="for all_reduce"
+    )
+    options.add_argument("--other-mib", type=values.positive, nargs="*", default=[1, 16, 64])
     options.add_argument("--verbs", nargs="+", choices=VERBS, default=VERBS, metavar="VERB")
     options.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, metavar="PEER")
     options.add_argument("--other-python", type=Path, help="of an environment with another MPI")
-    options.add_argument("--case-s", type=float, default=6, help="for each verb at each size")
+    options.add_argument(
+        "--case-s", type=values.positive, default=6, help="for each verb at each size"
+    )
     options.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     given = options.parse_args()
     need_nodes()

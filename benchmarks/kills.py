@@ -25,6 +25,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+import values
 
 from mntrain.checkpoint.finding import check, checkpoints_of, opened
 
@@ -50,8 +51,8 @@ class Kill:
 def main() -> None:
     """Kill, finish, compare, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kills", type=values.count, default=100)
+    parser.add_argument("--ranks", type=values.count, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance = random.Random(options.seed)

@@ -22,6 +22,7 @@ from typing import Any
 
 import curves
 import step_page
+import values
 from emulated import HERE, Layout, facts, folders, need_nodes, nodes, write
 
 ALONE = "computing alone"
@@ -40,14 +41,22 @@ WAYS = (ALONE, *STAGES, *WIRED, *PEERS)
 def main() -> int:
     """Measure every way in every layout, and write what came out."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--layouts", nargs="*", default=["1", "2", "2,2"], metavar="N,N")
-    options.add_argument("--link", default="1gbit", help="rate of each node's link, in gbit")
-    options.add_argument("--steps", type=int, default=3, help="of a turn, after one that warms up")
-    options.add_argument("--turns", type=int, default=5, help="of every way")
-    options.add_argument("--solo-steps", type=int, default=40, help="the same of the layout 1")
+    options.add_argument(
+        "--layouts", nargs="*", type=values.layout, default=["1", "2", "2,2"], metavar="N,N"
+    )
+    options.add_argument(
+        "--link", type=values.rate, default="1gbit", help="rate of each node's link, in gbit"
+    )
+    options.add_argument(
+        "--steps", type=values.count, default=3, help="of a turn, after one that warms up"
+    )
+    options.add_argument("--turns", type=values.count, default=5, help="of every way")
+    options.add_argument(
+        "--solo-steps", type=values.count, default=40, help="the same of the layout 1"
+    )
     options.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY")
     options.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)
-    options.add_argument("--curve-steps", type=int, default=120)
+    options.add_argument("--curve-steps", type=values.count, default=120)
     options.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     given = options.parse_args()
     need_nodes()
