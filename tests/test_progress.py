@@ -242,6 +242,23 @@ def test_an_operation_with_a_smaller_window_waits_for_more_of_the_others(progres
     assert [ticket.wait() for ticket in tickets] == ["a", "b"]
 
 
+def test_others_get_the_core_once_the_first_piece_has_started(progress, monkeypatch):
+    log, gate = [], threading.Event()
+
+    def pause_and_note(seconds):
+        log.append(("core", "offered"))
+        pause(seconds)
+
+    monkeypatch.setattr("mntrain.collectives.progress.pause", pause_and_note)
+    ticket = progress.submit(Steps(log, "a", pieces=4, piece=gate.is_set))
+    until(lambda: len(of(log, "start")) == 4)
+    gate.set()
+    ticket.wait()
+    first, second, third, fourth = (log.index(("a", "start", number)) for number in range(4))
+    assert ("core", "offered") in log[first:second]
+    assert (third, fourth) == (second + 1, second + 2)
+
+
 def test_a_piece_that_waits_does_not_hold_the_next_ones(progress):
     log, gate = [], threading.Event()
     slow = Steps(log, "a", pieces=2 * WINDOW)

@@ -12,7 +12,6 @@ from candidates import Gloo, Horovod, Library, Wired
 from common import (
     AbsentError,
     mpi_library,
-    rendezvous,
     report,
     start_gloo,
     start_horovod,
@@ -25,6 +24,7 @@ import mntrain
 from mntrain import probe
 from mntrain.bench.candidates import NATIVE, Candidate, Ours
 from mntrain.bench.pattern import Pattern
+from mntrain.bench.timing import in_turns, rendezvous, sample
 from mntrain.collectives import Table, WorldCollectives
 
 MIB = 2**20
@@ -159,14 +159,14 @@ def measure(
     A time is that of the slowest rank.
     """
     start = time.perf_counter()
-    first = [sample(comm, candidate) for candidate in candidates]
+    first = [timed(comm, candidate) for candidate in candidates]
     round_s = comm.allreduce(time.perf_counter() - start, MPI.MAX)
     long = round_s > case_s
     times = [[took] if long else [] for took in first]
     rounds = LONG_ROUNDS - 1 if long else max(ROUNDS[0], min(ROUNDS[1], int(case_s / round_s)))
-    for _ in range(rounds):
-        for took, candidate in zip(times, candidates, strict=True):
-            took.append(sample(comm, candidate))
+    for turn in range(rounds):
+        for index in in_turns(len(candidates), turn):
+            times[index].append(timed(comm, candidates[index]))
     by_rank = comm.allgather(times)
     times = [list(map(max, zip(*ranks, strict=True))) for ranks in zip(*by_rank, strict=True)]
     return [
@@ -181,17 +181,10 @@ def measure(
     ]
 
 
-def sample(comm: MPI.Intracomm, candidate: Candidate) -> float:
-    """Do it once: seconds on this rank, from when all are ready until it has its result.
-
-    A wrong result has no speed: it ends the job.
-    """
-    candidate.prepare()
-    rendezvous(comm)
-    start = time.perf_counter()
-    candidate.run()
-    took = time.perf_counter() - start
-    assert candidate.right(), f"{candidate.name} gave a wrong result on rank {comm.rank}"
+def timed(comm: MPI.Intracomm, candidate: Candidate) -> float:
+    """Do it once: seconds on this rank. A wrong result has no speed: it ends the job."""
+    took, right = sample(comm, candidate)
+    assert right, f"{candidate.name} gave a wrong result on rank {comm.rank}"
     return took
 
 

@@ -3,7 +3,6 @@
 import json
 import platform
 import socket
-import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,7 +12,6 @@ from mpi4py import MPI
 
 MARK = "RESULT "  # as the script beside which these ranks were started looks for it
 PACKAGES = ("mntrain", "torch", "mpi4py", "numpy")
-NAP_S = 2e-4
 
 
 class AbsentError(Exception):
@@ -52,14 +50,6 @@ def start_horovod() -> Any:
         raise AbsentError("built without MPI")
     hvd.init()
     return hvd
-
-
-def rendezvous(comm: MPI.Intracomm) -> None:
-    """Wait for all ranks; those who come early sleep, or they would slow down who still works."""
-    everyone = comm.Ibarrier()
-    while not everyone.Test():
-        time.sleep(NAP_S)
-    comm.Barrier()  # and once more, for all to leave at the same time
 
 
 def mpi_library() -> str:

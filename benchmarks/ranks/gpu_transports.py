@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from collectives import measure, rendezvous
+from collectives import measure
 from common import mpi_library, report
 from gpu_facts import facts
 from mpi4py import MPI
@@ -16,6 +16,7 @@ import mntrain
 from mntrain import AgreedError
 from mntrain.bench.candidates import Ours
 from mntrain.bench.pattern import Pattern
+from mntrain.bench.timing import rendezvous
 
 MIB = 2**20
 TRANSPORTS = ("host", "cuda-aware", "nccl")

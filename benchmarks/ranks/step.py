@@ -10,13 +10,14 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
 import torch
-from common import AbsentError, mpi_library, rendezvous, report, versions
+from common import AbsentError, mpi_library, report, versions
 from gpt import Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
 from ways import STAGES, WAYS, Way, alone, own
 
 import mntrain
+from mntrain.bench.timing import rendezvous
 
 WARM_UP = 2
 ALONE_AGAIN = "bare torch, once more"

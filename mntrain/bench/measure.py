@@ -14,6 +14,7 @@ from mntrain.bench.options import Options, size_label
 from mntrain.bench.pattern import Pattern
 from mntrain.bench.results import Case, Results, Skipped, Timed, Wrong
 from mntrain.bench.show import short_time
+from mntrain.bench.timing import in_turns, sample
 from mntrain.collectives import Table, WorldCollectives
 from mntrain.world import World
 
@@ -92,9 +93,9 @@ class Measurement:
         counts = self._warm_up(candidates, verb, nbytes, allowed_s)
         mine: list[list[Sample]] = [[] for _ in candidates]
         for turn in range(max(counts, default=0)):
-            for candidate, count, samples in zip(candidates, counts, mine, strict=True):
-                if turn < count:
-                    samples.append(self._sample(candidate))
+            for index in in_turns(len(candidates), turn):
+                if turn < counts[index]:
+                    mine[index].append(sample(self._comm, candidates[index]))
         by_rank = self._world.gather(mine)
         for index, candidate in enumerate(candidates):
             case = Case(verb, candidate.name, nbytes)
@@ -131,23 +132,14 @@ class Measurement:
         took = []
         for candidate in candidates:
             if (verb, candidate.name) not in self._seconds:
-                self._sample(candidate)
+                sample(self._comm, candidate)
             start = time.perf_counter()
-            self._sample(candidate)
+            sample(self._comm, candidate)
             took.append(time.perf_counter() - start)
         slowest = [max(times) for times in zip(*self._world.gather(took), strict=True)]
         for candidate, once_s in zip(candidates, slowest, strict=True):
             self._seconds[verb, candidate.name] = once_s, nbytes
         return [plan.repeats(once_s, allowed_s, self._options.repeats) for once_s in slowest]
-
-    def _sample(self, candidate: Candidate) -> Sample:
-        """Do it once: how many seconds it took on this rank, and whether the result is right."""
-        candidate.prepare()
-        self._comm.Barrier()
-        start = time.perf_counter()
-        candidate.run()
-        took = time.perf_counter() - start
-        return took, candidate.right()
 
     def _record(self, case: Case, by_rank: Sequence[Sequence[Sample]]) -> None:
         """Note down what all ranks have seen of a case."""

@@ -132,8 +132,8 @@ class Owner:
                     data = yield from self._for_wire(piece.parts[node], spares[node])
                     leaving[node] = self._send(piece, node, data)
             if _length(mine):
-                yield from self._near.sum(mine, ())
                 yield Flight.of(*arriving).over
+                yield from self._near.sum(mine, ())  # when all that leaves is on its way
                 own = yield from self._for_wire(mine, spares[self._node])
                 yield from self._add_nodes(mine, own, theirs)
             if piece.ranks:

@@ -157,8 +157,10 @@ class UnderWay(Generic[T]):
         """Start pieces; whether anything has happened.
 
         So many of other collectives are under way, of which the oldest has this number. None starts
-        while another that would have the same tag is under way.
+        while another that would have the same tag is under way. The first one starts alone: whoever
+        shares the core is to send something, too, before this rank sends more.
         """
+        first = self._waiting is None
         if self._waiting is None:
             if not self._operation.ready():
                 return False
@@ -175,6 +177,8 @@ class UnderWay(Generic[T]):
             piece, self._next = self._next, None
             happened = True
             self._go_on(piece)
+            if first:
+                break
         return happened
 
     def move(self) -> bool:
