@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from mntrain.bench.candidates import Candidate
+from mntrain.mpi import pause
 
 NAP_S = 2e-4
 
@@ -32,11 +33,12 @@ def in_turns(count: int, turn: int) -> list[int]:
 
 
 def rendezvous(comm: Any) -> None:
-    """Wait for all ranks of an mpi4py communicator. Collective.
+    """Wait for all ranks of an mpi4py communicator, and leave at the same time. Collective.
 
-    Those who come early sleep, or they would slow down who still works.
+    Those who come early sleep, or they would slow down who still works. Then all meet once more,
+    awake; they yield the core, which whoever is to leave may need.
     """
-    everyone = comm.Ibarrier()
-    while not everyone.Test():
-        time.sleep(NAP_S)
-    comm.Barrier()  # and once more, for all to leave at the same time
+    for nap_s in (NAP_S, 0.0):
+        everyone = comm.Ibarrier()
+        while not everyone.Test():
+            pause(nap_s)
