@@ -1,12 +1,16 @@
 """The ranks' part of collectives.py: time every candidate in turn, print one JSON object."""
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+# Before torch and mntrain count the cores, which all emulated nodes share: threads of OpenMP that
+# have nothing left to do would wait on the cores of others.
+os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from candidates import Gloo, Horovod, Library, Wired
 from common import (
