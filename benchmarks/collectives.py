@@ -73,7 +73,7 @@ def measure(layout: Layout, given: argparse.Namespace, *, first: bool) -> dict[s
         with nodes(layout) as up:
             jobs.append(up.run("collectives.py", arguments, python.absolute()))
     copy = {int(c["mib"] * MIB): c["mib"] * MIB / c["together_s"] for c in jobs[0]["copies"]}
-    limits = Limits(len(layout.ranks), layout.bytes_per_s, copy)
+    limits = Limits(layout.ranks, layout.bytes_per_s, copy)
     for job in jobs:
         for row in job["rows"]:
             row["limit_s"] = limits.seconds(row["verb"], int(row["mib"] * MIB))

@@ -143,26 +143,37 @@ def test_sizes_are_labelled_with_the_largest_unit_that_divides_them():
 
 
 @pytest.mark.parametrize(
-    ("verb", "nodes", "expected"),
+    ("verb", "ranks", "expected"),
     [
-        ("all_reduce", 2, 1.0),
-        ("all_reduce", 4, 1.5),
-        ("reduce_scatter", 2, 0.5),
-        ("all_gather", 4, 0.75),
-        ("broadcast", 4, 1.0),
-        ("broadcast", 1, 0.0),
-        ("all_reduce", 1, 0.0),
+        ("all_reduce", (2, 2), 1.0),
+        ("all_reduce", (1, 1, 1, 1), 1.5),
+        ("all_reduce", (3, 1), 1.0),
+        ("reduce_scatter", (2, 2), 0.5),
+        ("reduce_scatter", (3, 1), 0.75),  # what the rank alone has of the others' shards
+        ("all_gather", (1, 1, 1, 1), 0.75),
+        ("all_gather", (2, 1, 3), 5 / 6),  # what the rank alone lacks
+        ("broadcast", (1, 1, 1, 1), 1.0),
+        ("broadcast", (2,), 0.0),
+        ("all_reduce", (2,), 0.0),
+        ("all_gather", (2,), 0.0),
     ],
 )
-def test_bytes_that_a_node_must_send(verb, nodes, expected):
-    assert plan.sent_at_least(verb, nodes) == expected
+def test_what_must_cross_the_link_of_some_node(verb, ranks, expected):
+    assert plan.crossing_at_least(verb, ranks) == pytest.approx(expected)
+
+
+def test_the_limit_says_what_it_is_where_nodes_are_unequal():
+    equal, unequal = (plan.Limits(ranks, 100e6, {}).meaning for ranks in ((2, 2), (2, 1, 3)))
+    assert equal.endswith("reduce_scatter and all_gather (M-1)/M S")
+    assert "M = 3 nodes" in unequal
+    assert "reduce_scatter and all_gather 5/6 S" in unequal
 
 
 def test_the_limit_is_the_link_between_nodes_and_a_copy_within_one():
-    link = plan.Limits(nodes=4, link=100e6, copy={MIB: 1e9})
+    link = plan.Limits(ranks=(1, 1, 1, 1), link=100e6, copy={MIB: 1e9})
     assert link.seconds("all_reduce", 10_000_000) == pytest.approx(0.15)
     assert link.seconds("broadcast", 10_000_000) == pytest.approx(0.1)
-    memory = plan.Limits(nodes=1, link=None, copy={MIB: 1e9, 2 * MIB: 2e9})
+    memory = plan.Limits(ranks=(2,), link=None, copy={MIB: 1e9, 2 * MIB: 2e9})
     for verb in VERBS:
         assert memory.seconds(verb, 2 * MIB) == pytest.approx(2 * MIB / 2e9)
 
@@ -192,7 +203,7 @@ def test_repeats(once_s, allowed_s, expected):
     ],
 )
 def test_predictions(once_s, nbytes, larger, expected):
-    limits = plan.Limits(nodes=2, link=100e6, copy={})
+    limits = plan.Limits(ranks=(2, 2), link=100e6, copy={})
     assert plan.predicted(limits, "all_reduce", once_s, nbytes, larger) == pytest.approx(expected)
 
 
@@ -271,7 +282,7 @@ def results(**changes):
             "date": "2026-01-02T03:04:05+00:00",
             "dtype": "fp32",
         },
-        "limits": plan.Limits(nodes=2, link=118e6, copy={large: 9.5e9}),
+        "limits": plan.Limits(ranks=(2, 2), link=118e6, copy={large: 9.5e9}),
         "timed": (
             Timed("all_reduce", "lanes", small, limit_s=0.0005, **common),
             Timed("all_reduce", "lanes", large, limit_s=0.0018, **common),
@@ -313,7 +324,7 @@ def test_the_header_says_what_was_measured_where():
         assert fact in text
     assert "link 118 MB/s each way, memcpy 9.5 GB/s a rank" in text
     assert "all_reduce 2(M-1)/M S" in text
-    alone = results(limits=plan.Limits(nodes=1, link=None, copy={MIB: 9.5e9}))
+    alone = results(limits=plan.Limits(ranks=(2,), link=None, copy={MIB: 9.5e9}))
     assert "link" not in "\n".join(header(alone))
     assert "memory" in "\n".join(header(alone))
 

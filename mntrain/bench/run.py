@@ -86,17 +86,17 @@ def files_problem(options: Options) -> str:
 
 def _limits(world: World, comm: mpi.Communicator, options: Options) -> Limits:
     """What the machine allows, by probing it. Collective."""
-    nodes = len(world.topology.nodes)
+    ranks = tuple(map(len, world.topology.nodes))
     link = None
-    if nodes > 1:
+    if len(ranks) > 1:
         least, most = LINK_S
         seconds = min(most, max(least, LINK_SHARE * options.seconds))
         link = probe.link_speed(comm, world.topology, seconds)
     copy = {}
-    for nbytes in options.sizes if nodes == 1 else options.sizes[-1:]:
+    for nbytes in options.sizes if len(ranks) == 1 else options.sizes[-1:]:
         world.gather(None)  # all at once
         copy[nbytes] = min(world.gather(probe.copy_speed(nbytes, COPY_S)))
-    return Limits(nodes, link, copy)
+    return Limits(ranks, link, copy)
 
 
 def _facts(world: World, options: Options, words: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,8 @@
 Between two nodes, or for little, each sends its whole sum, and all add all. Else every node sums a
 part of the piece, which the others send it, and sends them the result: the least that can be sent,
 in two messages' time, both ways at once. (A ring sends as much, but adds each part in another
-order, and takes 2 (M - 1) messages' time over M nodes.)
+order, and takes 2 (M - 1) messages' time over M nodes.) An all-gather goes directly as well, but on
+a ring where some nodes have more shards than others: there direct sends are more than need be.
 
 Each level rounds a 16-bit sum once. With a wire dtype, a node's sum is rounded to it, and so is the
 sum over nodes.
@@ -67,24 +68,33 @@ class Owner:
             yield from self._sum_parts(piece)
 
     def gather(self, piece: Piece) -> Steps[None]:
-        """All-gather: this node's part to the others, theirs here."""
+        """All-gather: this node's part to the others, theirs here.
+
+        Directly, or on a ring: then each passes on to the next node what the one before has sent.
+        """
+        ring = self._scheme.uneven
+        receivers = self._others[:1] if ring else self._others
         arriving = {
-            node: self._receive(piece, node, self._near.data(piece.parts[node]))
+            node: self._receive(piece, self._others[-1] if ring else node, self._near.data(part))
             for node in reversed(self._others)
-            if _length(piece.parts[node])
+            if _length(part := piece.parts[node])
         }
         mine, holder = piece.parts[self._node], piece.ranks[self._node]
-        leaving = Flight.of()
+        leaving = []
         if _length(mine):
             source = self._scheme.nodes.local_rank(holder)
             if source != self._here:
                 yield from self._near.take(mine, source)
-            leaving = self._send_to_others(piece, self._near.data(mine))
+            data = self._near.data(mine)
+            leaving = [self._send(piece, node, data) for node in receivers]
             yield from self._near.give(mine, [p for p in self._peers if p != source])
         for node, flight in arriving.items():
             yield flight.over
+            if ring and receivers != [node]:
+                data = self._near.data(piece.parts[node])
+                leaving += [self._send(piece, node_after, data) for node_after in receivers]
             yield from self._near.give(piece.parts[node], self._peers)
-        yield leaving.over
+        yield Flight.of(*leaving).over
 
     def copy(self, piece: Piece, root: int, pieces: int) -> Steps[None]:
         """Broadcast of one of so many pieces: from the node before to the nodes after."""

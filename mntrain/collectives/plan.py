@@ -76,6 +76,15 @@ class Scheme:
         return tuple(tuple(n[lane] for n in self.nodes.nodes) for lane in range(self.lanes))
 
     @cached_property
+    def uneven(self) -> bool:
+        """Whether some nodes have more shards than others, and so more to hand to all others.
+
+        An all-gather then goes on a ring, on which nobody sends more than the whole without the
+        shards of the node that comes next: no more than some node must receive.
+        """
+        return len(set(map(len, self.nodes.nodes))) > 1 and len(self.nodes.nodes) > 2
+
+    @cached_property
     def _served(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """By lane: rows of ranks, one a node (or NOBODY), whose shards travel together."""
         served = []

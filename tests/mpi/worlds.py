@@ -12,9 +12,9 @@ from mntrain.collectives import ALGORITHMS
 RANKS = MPI.COMM_WORLD.size
 
 # A layout is a number of ranks per node (None: one node), or a letter of a host for every rank:
-# dealt in turn, dealt there and back, and with the small node first.
+# dealt in turn, dealt there and back, with the small node first, and more than two unequal nodes.
 VIRTUAL = [None, *range(1, min(RANKS, 4))]
-DEALT = [hosts for hosts in ("aba", "abb", "abab", "abba", "abbb") if len(hosts) == RANKS]
+DEALT = [hosts for hosts in ("aba", "abb", "abab", "abba", "abbb", "abbc") if len(hosts) == RANKS]
 LAYOUTS = VIRTUAL + DEALT
 
 # The layout tells the one-level algorithms only which messages to count where.
