@@ -26,6 +26,7 @@ import values
 from emulated import HERE, Layout, facts, folders, need_nodes, nodes, write
 
 ALONE = "computing alone"
+APART = (ALONE, "computing in step")  # without communication
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
 WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # where there is a network
 PEERS = (
@@ -35,7 +36,7 @@ PEERS = (
     "Horovod",
 )
 WIRED_LOSS = 5e-3  # what 16 bits on the wire may change in a loss after so few steps
-WAYS = (ALONE, *STAGES, *WIRED, *PEERS)
+WAYS = (*APART, *STAGES, *WIRED, *PEERS)
 
 
 def main() -> int:
@@ -139,7 +140,7 @@ def check(jobs: dict[str, Any], found: list[float]) -> None:
 
 def losses(jobs: dict[str, dict[str, Any]], without: tuple[str, ...]) -> list[float]:
     """The losses of every way that communicates, but some."""
-    some = [job for what, job in jobs.items() if what not in (ALONE, *without)]
+    some = [job for what, job in jobs.items() if what not in (*APART, *without)]
     return [job["loss"] for job in some if "loss" in job]
 
 
@@ -178,7 +179,7 @@ def compare(rows: list[dict[str, Any]], alone_s: float) -> None:
     best = min((row["ratio"] for row in present if row["what"] in PEERS), default=None)
     for row in present:
         row["scaled_s"] = row["ratio"] * alone_s
-        if row["what"] != ALONE and best is not None:
+        if row["what"] not in APART and best is not None:
             row["to_best_peer"] = row["ratio"] / best
 
 

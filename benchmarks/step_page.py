@@ -29,6 +29,8 @@ def report(page: dict[str, Any]) -> str:
         f"{page['turns']} turns each, of {page['steps']} steps after one that is not counted; and "
         "a step is told as a multiple of that: the median over the turns, the least and the most. "
         "In the row of computing alone both do the same: what it differs from 1 by is chance. "
+        "Computing in step waits for the slowest rank after every step: so much any training "
+        "together takes before anything is sent. "
         "Exposed is what a multiple has beyond 1; the seconds are the multiple of "
         f"{page['alone_s']:.3f} s, the median of computing alone over all jobs. Waited is how long "
         "a step waited for collectives, and busy how long any was under way, as the program itself "
@@ -166,7 +168,7 @@ def picture(pages: list[dict[str, Any]]) -> str:
                 parts.append(svg.text(left + width + 6, y + 13, form.format(value(row))))
         for number, row in enumerate(rows):
             parts.append(svg.text(30, top + 63 + 22 * number, row["what"]))
-            if row["what"].startswith("computing"):
+            if row["what"] == "computing alone":
                 x = 230 + 210 * row["scaled_s"] / max(other["scaled_s"] for other in rows)
                 parts.append(svg.line(x, top + 48, x, bottom, color=svg.ALONE, dash="4 3"))
         top = bottom + 26

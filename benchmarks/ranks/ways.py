@@ -19,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import mntrain
+from mntrain.bench.timing import rendezvous
 
 
 class Way(NamedTuple):
@@ -40,6 +41,18 @@ def alone(model: nn.Module, _: None) -> Way:
     """Forward, backward and update with no communication: what every other way adds to."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     return Way(plain_step(model, optimizer), "as many ranks at once, each for itself")
+
+
+def in_step(model: nn.Module, _: None) -> Way:
+    """The same, waiting for all ranks after every step: what any training together waits."""
+    step = alone(model, None).step
+
+    def step_together(batch: Batch) -> Tensor:
+        loss = step(batch)
+        rendezvous(MPI.COMM_WORLD)
+        return loss
+
+    return Way(step_together, "the same, and after every step all wait for the last one")
 
 
 def own(stage: int) -> Callable[[nn.Module, mntrain.World], Way]:
@@ -172,6 +185,7 @@ STAGES = (0, 1, 2)
 bf16_wire = partial(mntrain.init, wire_dtype="bf16")
 WAYS: dict[str, tuple[Group, Make]] = {
     "computing alone": (nullcontext, alone),
+    "computing in step": (nullcontext, in_step),
     **{f"mntrain stage {stage}": (mntrain.init, own(stage)) for stage in STAGES},
     **{f"mntrain stage {stage}, bf16 wire": (bf16_wire, own(stage)) for stage in STAGES},
     "DDP": (gloo, ddp(25)),
