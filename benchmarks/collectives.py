@@ -101,8 +101,8 @@ def report(page: dict[str, Any]) -> str:
         f"# Collectives, {page['layout']}",
         "",
         f"{imprint(page, jobs[0]['versions'])}. fp32; median milliseconds of the slowest rank, and "
-        "the share of the limit's speed. All candidates of one MPI take turns in one job, another "
-        "one first in every turn, and every result is checked; by:",
+        "the share of the limit's speed. All candidates of one MPI take turns in one job, in an "
+        "order that changes, and every result is checked; by:",
         "",
         f"    {page['command']}",
         "",

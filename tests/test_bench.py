@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from mntrain.bench.plot import missing, plot
 from mntrain.bench.results import Results, Skipped, Timed, Wrong
 from mntrain.bench.run import files_problem
 from mntrain.bench.show import footer, header, short_time, show, speed
+from mntrain.bench.timing import in_turns
 from mntrain.probe import copy_speed, link_speed
 from mntrain.topology import Topology
 from zero.collectives import Solo
@@ -140,6 +142,13 @@ def test_a_size_reads_as_it_is_typed(nbytes):
 
 def test_sizes_are_labelled_with_the_largest_unit_that_divides_them():
     assert [size_label(n) for n in (1000, 1536, 65536, 3 * MIB)] == ["1000", "1536", "64K", "3M"]
+
+
+def test_every_candidate_goes_once_a_turn_and_after_every_other_one_in_some():
+    turns = [in_turns(4, turn) for turn in range(40)]
+    assert all(sorted(turn) == [0, 1, 2, 3] for turn in turns)
+    assert turns == [in_turns(4, turn) for turn in range(40)]  # on every rank
+    assert {pair for turn in turns for pair in pairwise(turn)} == set(permutations(range(4), 2))
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ def progress():
 class Steps:
     """An operation of some pieces, which waits where it is told to, and notes what it does."""
 
-    def __init__(self, log, name, pieces=1, window=WINDOW, *, rests=False, alone=True, **gates):
+    def __init__(self, log, name, pieces=1, window=WINDOW, *, light=False, alone=True, **gates):
         self.log, self.name, self.count, self.window = log, name, pieces, window
-        self.rests, self.alone = rests, alone
+        self.light, self.alone = light, alone
         self.gates = gates  # by step: what must be true before it is done
         self.moving = 0
         self.begun = False
@@ -125,26 +125,26 @@ def test_who_waits_for_one_of_several_sleeps_from_the_start(progress, monkeypatc
     assert any(pauses) != alone
 
 
-def test_one_that_rests_does_so_until_it_is_waited_for(progress, monkeypatch):
+def test_a_light_one_rests_until_it_is_waited_for(progress, monkeypatch):
     rest_long(progress, monkeypatch)
     log = []
-    ticket = progress.submit(Steps(log, "a", rests=True))
+    ticket = progress.submit(Steps(log, "a", light=True))
     time.sleep(0.05)
     assert not log
     assert ticket.wait() == "a"
 
 
-def test_one_that_rests_goes_before_what_comes_after_it(progress, monkeypatch):
+def test_a_light_one_goes_before_what_comes_after_it(progress, monkeypatch):
     rest_long(progress, monkeypatch)
     log = []
-    resting = progress.submit(Steps(log, "a", rests=True))
+    light = progress.submit(Steps(log, "a", light=True))
     heavy = progress.submit(Steps(log, "b"))
-    until(lambda: resting.settled and heavy.settled)
+    until(lambda: light.settled and heavy.settled)
     assert of(log, "enter") == of(log, "finish") == ["a", "b"]
 
 
-def test_one_that_rests_and_nobody_waits_for_does_not_rest_forever(progress):
-    ticket = progress.submit(Steps([], "a", rests=True))
+def test_a_light_one_that_nobody_waits_for_does_not_rest_forever(progress):
+    ticket = progress.submit(Steps([], "a", light=True))
     until(lambda: ticket.settled)
 
 

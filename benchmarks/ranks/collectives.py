@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-# Before torch and mntrain count the cores, which all emulated nodes share: threads of OpenMP that
-# have nothing left to do would wait on the cores of others.
-os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from candidates import Gloo, Horovod, Library, Wired
 from common import (
@@ -49,6 +46,9 @@ def main() -> None:
     options.add_argument("--peers", nargs="*", default=[])
     options.add_argument("--case-s", type=float, default=CASE_S)
     given = options.parse_args()
+    # All emulated nodes share the cores: threads with nothing to do would wait on those of others.
+    os.environ["OMP_NUM_THREADS"] = "1"  # or mntrain would count the cores
+    torch.set_num_threads(1)
     comm = MPI.COMM_WORLD.Dup()
     with ExitStack() as stack:
         world = stack.enter_context(mntrain.init(device="cpu"))

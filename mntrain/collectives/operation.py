@@ -15,7 +15,7 @@ from mntrain.collectives.naive import Naive
 from mntrain.collectives.near import MessagedNear, SharedNear, Steps, Tools
 from mntrain.collectives.pieces import Follower, Owner, tag_of
 from mntrain.collectives.plan import Piece, Scheme
-from mntrain.collectives.staging import InPlace, Loan
+from mntrain.collectives.staging import Loan
 from mntrain.mpi import TAGS
 from zero.collectives import Work
 
@@ -75,13 +75,7 @@ class WorldOperation:
         self.window = max(2, min(PIECES, IN_FLIGHT_BYTES // call.choice.piece_bytes))
         self._scheme = shared.schemes.get(call.choice.algorithm)
         self._small = call.small and direct is None and self._scheme is not None
-        self.alone = self._small or call.choice.alone
-        # Within a node there is no wire to keep busy: a sum beside a computation takes the core and
-        # the caches from it, which costs more than to wait for the sum. (Not so a reduce-scatter:
-        # stage 2 waits for one in backward, before others have come so far.)
-        one_node = self._scheme is not None and len(self._scheme.nodes.nodes) == 1
-        in_place = isinstance(loan, InPlace) and call.verb == "all_reduce"
-        self.rests = self._small or (one_node and in_place)
+        self.light, self.alone = self._small, self._small or call.choice.alone
         near = self._scheme is not None and len(self._scheme.members) > 1 and not self._small
         self._board = shared.board if near else None
         self._number = 0

@@ -90,9 +90,10 @@ class Owner:
             yield from self._near.give(mine, [p for p in self._peers if p != source])
         for node, flight in arriving.items():
             yield flight.over
-            if ring and receivers != [node]:
-                data = self._near.data(piece.parts[node])
-                leaving += [self._send(piece, node_after, data) for node_after in receivers]
+            if ring and node != self._others[0]:
+                leaving.append(
+                    self._send(piece, self._others[0], self._near.data(piece.parts[node]))
+                )
             yield from self._near.give(piece.parts[node], self._peers)
         yield Flight.of(*leaving).over
 

@@ -23,9 +23,9 @@ from mntrain.collectives.board import DEPTH
 from mntrain.collectives.near import Steps
 from mntrain.mpi import ALONE, AMONG_OTHERS, BESIDE, TAGS, Manner, Patience, pause
 
-# How long something may rest that nobody waits for.
-REST_S = 0.1
-RESTS = 100  # of the thread in a row, before it sleeps until it is rung
+# How long something light may rest that nobody waits for.
+REST_S = 20e-3
+RESTS = 50  # of the thread in a row, before it sleeps until it is rung
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -56,7 +56,7 @@ class Operation(Protocol[T_co]):
     """A collective, as the thread sees it. Called in this order, on the thread."""
 
     window: int  # how many pieces may be under way when one of its own starts
-    rests: bool  # whether nothing is gained where it begins before somebody waits for it
+    light: bool  # whether it is so small that who waits for it may as well move it
     alone: bool  # whether who waits for it waits for nothing else
 
     def begin(self) -> None:
@@ -249,11 +249,11 @@ class Progress:
     def submit(self, operation: Operation[T]) -> Ticket[T]:
         """Queue a collective. Returns at once. RuntimeError after `close`.
 
-        One that rests wakes nobody: until it is waited for, until one comes that does not rest, or
+        A light one wakes nobody: it rests until it is waited for, until something else comes, or
         for REST_S.
         """
         ticket: Ticket[T] = Ticket(self)
-        self._put(UnderWay(operation, ticket), wake=not operation.rests)
+        self._put(UnderWay(operation, ticket), wake=not operation.light)
         return ticket
 
     def call(self, function: Callable[[], T]) -> Ticket[T]:
@@ -323,7 +323,7 @@ class Progress:
                         self._bell.wait(delay)
 
     def _rest(self) -> None:
-        """Sleep until something is to do: rung, or looking now and then for what rests."""
+        """Sleep until something is to do: rung, or looking now and then while light ones come."""
         self._dozes = True
         for _ in range(RESTS):
             if self._bell.wait(REST_S) or self._busy or self._first:

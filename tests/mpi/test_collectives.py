@@ -344,25 +344,6 @@ def test_they_go_on_while_the_caller_computes(ways):
         case.check()
 
 
-@pytest.mark.skipif(RANKS == 1, reason="in a world of one nothing moves")
-@pytest.mark.parametrize("layout", [None, 1])
-def test_an_all_reduce_rests_until_it_is_waited_for_within_a_node_only(ways, monkeypatch, layout):
-    monkeypatch.setattr(progress, "REST_S", 3600)
-    way = ways("lanes", layout)
-    one_node = len(way.world.topology.nodes) == 1
-    way.collectives.all_reduce(torch.ones(70001)).wait()
-    time.sleep(0.25)  # in which the thread goes to rest for so long
-    tensor = torch.ones(70001)
-    work = way.collectives.all_reduce(tensor)
-    end = time.perf_counter() + (0.25 if one_node else 20)
-    while time.perf_counter() < end and set(tensor.tolist()) != {RANKS}:
-        time.sleep(0.01)
-    assert set(tensor.tolist()) == {1 if one_node else RANKS}
-    work.wait()
-    assert set(tensor.tolist()) == {RANKS}
-    way.collectives.allocate(1, torch.float32, torch.device("cpu"))  # which wakes the thread
-
-
 def test_a_rank_that_comes_late_is_waited_for(ways):
     way = ways("lanes", VIRTUAL[-1])
     for late in range(RANKS):
