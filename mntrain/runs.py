@@ -93,8 +93,7 @@ def prepare(
             anew = anew and not checkpoints_of(run_dir)
             if begun and not goes_on and not anew:
                 raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock = _locked(run_dir)
+            lock = _made(run_dir)
             (run_dir / "config.toml").write_text(to_toml(config))
             if begun:
                 done = found.manifest.step if found and goes_on else 0
@@ -118,6 +117,18 @@ def plain(config: Config) -> dict[str, Any]:
     """A configuration as JSON has it."""
     content: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return content
+
+
+def _made(run_dir: Path) -> int:
+    """Make a run's directory if need be, and lock it. ValueError where no files can be made."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return _locked(run_dir)
+    except OSError as error:
+        raise ValueError(
+            f"--run.dir {run_dir}: no files can be made there ({error.strerror}); give a folder in "
+            "which they can"
+        ) from error
 
 
 def _locked(run_dir: Path) -> int:

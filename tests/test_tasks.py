@@ -316,7 +316,8 @@ def write_both(folder):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (write_nothing, "--data.path .*absent: there is no such file or folder"),
+        (write_nothing, "--data.path .*absent: must be a file or a folder"),
+        (lambda _: Path("/dev/null"), "--data.path /dev/null: must be a file or a folder"),
         (write_empty, "the data has 0 tokens, .* need a window each, 9 tokens .*give more data"),
         (write_short, "the data has 8 tokens, .* need a window each, 9 tokens .*give more data"),
         (write_floats, r"a.npy holds float64 of shape \(50,\): save .* 1-D array of integers"),

@@ -116,7 +116,7 @@ def find(path: Path | None, glob: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"--data.path {path}: there is no such file or folder; give one that is")
+        raise ValueError(f"--data.path {path}: must be a file or a folder; give one that is there")
     try:
         files = sorted(file for file in path.glob(glob) if file.is_file())
     except (ValueError, NotImplementedError) as error:

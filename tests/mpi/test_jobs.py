@@ -207,6 +207,14 @@ def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(folder, stopped):
     assert [line["step"] for line in metrics(folder)] == [1]
 
 
+def test_a_run_directory_that_cannot_be_made_is_refused(folder):
+    if RANK == 0:
+        (folder / "run").write_text("a file of somebody's")
+    meet()
+    said = refusal(train, folder)
+    assert "run: no files can be made there (File exists); give a folder in which they can" in said
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(folder):
     assert train(folder) == 0
     whole = losses(folder)
