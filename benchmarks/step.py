@@ -26,7 +26,8 @@ import values
 from emulated import HERE, Layout, facts, folders, need_nodes, nodes, write
 
 ALONE = "computing alone"
-APART = (ALONE, "computing in step")  # without communication
+SOCKETS = "computing and bare sockets"
+APART = (ALONE, "computing in step", SOCKETS)  # which learn alone
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
 WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # where there is a network
 PEERS = (
@@ -92,7 +93,7 @@ def solo(layout: Layout, given: argparse.Namespace) -> dict[str, Any]:
 
 def measure(layout: Layout, given: argparse.Namespace) -> dict[str, Any]:
     """Every way in one layout: a page of figures, one row a way."""
-    ways = [what for what in given.ways if layout.link or what not in WIRED]
+    ways = [what for what in given.ways if layout.link or what not in (*WIRED, SOCKETS)]
     before = facts()
     jobs: dict[str, dict[str, Any]] = {}
     with nodes(layout) as up:

@@ -55,7 +55,8 @@ def report(page: dict[str, Any]) -> str:
     if page["floor_s"]:
         lines.append(f"| the wire's floor | | | | | {page['floor_s']:.3f} |{' |' * 4}")
         lines += ["", "The wire's floor is that of an all-reduce of fp32 over the nodes; with the "]
-        lines[-1] += "bf16 wire half of it."
+        lines[-1] += "bf16 wire half of it. Bare sockets send and receive as many bytes as that, "
+        lines[-1] += "and nothing is made of them: so much it takes over TCP, whoever asks for it."
     lines += ["", "![seconds a step and peak memory of each way to train](../img/step.svg)"]
     lines += state_table([row for row in present if row["state"]])
     lines += ["", *(f"- {row['what']}: {row['settings']}." for row in present)]
@@ -126,7 +127,8 @@ def solo_report(page: dict[str, Any]) -> str:
         "All take turns in one process: each in its turn takes a step on the same batch, in an "
         f"order that changes, {page['steps']} times. The median of a step, and the median of what "
         "it took as a multiple of the bare loop's step on the same batch. The bare loop runs a "
-        "second time beside itself: what that differs by is chance.",
+        "second time beside itself: what that differs by is chance. In every step mntrain looks at "
+        "the gradient's norm, as who clips does: so there is a bare loop that does, too.",
         "",
         "| | step, s | of bare torch |",
         "|---|--:|--:|",

@@ -92,13 +92,13 @@ class Communicator:
         """Start receiving exactly data.nbytes bytes from a peer into data."""
         return Flight([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
-    def gather(self, data: Bytes, room: Bytes) -> Flight:
+    def gather(self, room: Bytes) -> Flight:
         """Start gathering everyone's bytes, of one length, by rank in `room`. Collective.
 
-        Counts as a message to every other rank.
+        This rank's lie at its place already. Counts as a message to every other rank.
         """
-        self._count_to_all(data.nbytes)
-        return Flight([self._comm.Iallgather(data, room)])
+        self._count_to_all(room.nbytes // self.size)
+        return Flight([self._comm.Iallgather(None, room)])  # None: in place
 
     def broadcast(self, data: Bytes, root: int) -> Flight:
         """Start bringing the root's bytes to everyone. Collective.
@@ -158,9 +158,14 @@ class Flight:
 
     def over(self) -> bool:
         """Whether all messages have arrived, or left. Gives MPI a chance to move them."""
-        if self._requests and type(self._requests[0]).Testall(self._requests):
-            self._requests.clear()
-        return not self._requests
+        requests = self._requests
+        if len(requests) == 1:  # sooner than one by Testall
+            done = requests[0].Test()
+        else:
+            done = not requests or type(requests[0]).Testall(requests)
+        if done:
+            requests.clear()
+        return done
 
     def wait(self) -> None:
         """Return when the flight is over. Sleeps while there is nothing to do."""

@@ -14,7 +14,8 @@ from torch import nn
 
 from mntrain import agreement, device, kernels, mpi, transport, tuning
 from mntrain.collectives import Table, WorldCollectives
-from mntrain.collectives.progress import Progress, Ticket
+from mntrain.collectives.progress import Progress
+from mntrain.collectives.underway import Ticket
 from mntrain.collectives.world import Devices
 from mntrain.failures import AgreedError, Watch
 from mntrain.loader import Shard, shard

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import cycle
 
 import pytest
 
@@ -89,9 +90,10 @@ def of(log, step):
     return [entry[0] for entry in log if entry[1] == step]
 
 
-def test_an_operation_goes_through_its_steps_in_order(progress):
+@pytest.mark.parametrize("light", [False, True])
+def test_an_operation_goes_through_its_steps_in_order(progress, light):
     log = []
-    assert progress.submit(Steps(log, "a", pieces=2)).wait() == "a"
+    assert progress.submit(Steps(log, "a", pieces=2, light=light)).wait() == "a"
     pieces = [("a", "start", 0), ("a", "end", 0), ("a", "start", 1), ("a", "end", 1)]
     assert log == [("a", "enter"), *pieces, ("a", "leave"), ("a", "finish")]
 
@@ -132,6 +134,46 @@ def test_a_light_one_rests_until_it_is_waited_for(progress, monkeypatch):
     time.sleep(0.05)
     assert not log
     assert ticket.wait() == "a"
+
+
+def test_who_waits_for_a_light_one_moves_it_piece_by_piece_and_no_other_thread(
+    progress, monkeypatch
+):
+    rest_long(progress, monkeypatch)
+    log, threads, answers = [], set(), cycle([False, False, True])
+
+    def after_a_while():
+        threads.add(threading.get_ident())
+        return next(answers)
+
+    gates = dict.fromkeys(("enter", "ready", "piece", "left"), after_a_while)
+    before = progress.busy_s
+    assert progress.submit(Steps(log, "a", pieces=2, light=True, **gates)).wait() == "a"
+    assert threads == {threading.get_ident()}
+    pieces = [("a", "start", 0), ("a", "end", 0), ("a", "start", 1), ("a", "end", 1)]
+    assert log == [("a", "enter"), *pieces, ("a", "leave"), ("a", "finish")]
+    assert progress.busy_s > before
+
+
+def test_a_light_one_waits_for_what_was_handed_in_before_it(progress, monkeypatch):
+    rest_long(progress, monkeypatch)
+    log = []
+    for name in "ab":
+        progress.submit(Steps(log, name, light=True))
+    assert progress.submit(Steps(log, "c", light=True)).wait() == "c"
+    assert of(log, "enter") == of(log, "finish") == ["a", "b", "c"]
+
+
+def test_a_light_one_waits_for_what_is_under_way(progress):
+    log, gate = [], threading.Event()
+    progress.submit(Steps(log, "a", piece=gate.is_set))
+    until(lambda: of(log, "start"))
+    light = progress.submit(Steps(log, "b", light=True))
+    later = threading.Timer(0.05, gate.set)
+    later.start()
+    assert light.wait() == "b"
+    later.join()
+    assert of(log, "finish") == ["a", "b"]
 
 
 def test_a_light_one_goes_before_what_comes_after_it(progress, monkeypatch):
@@ -305,17 +347,20 @@ def fail():
     raise OSError("no way")
 
 
+@pytest.mark.parametrize("light", [False, True])
 @pytest.mark.parametrize("step", ["enter", "ready", "piece", "left"])
-def test_an_error_in_any_step_reaches_who_waits(progress, step):
-    ticket = progress.submit(Steps([], "a", **{step: fail}))
+def test_an_error_in_any_step_reaches_who_waits(progress, step, light):
+    ticket = progress.submit(Steps([], "a", light=light, **{step: fail}))
     for _ in range(2):
         with pytest.raises(OSError, match="no way"):
             ticket.wait()
+    assert progress.submit(Steps([], "b", light=light)).wait() == "b"
 
 
+@pytest.mark.parametrize("light", [False, True])
 @pytest.mark.parametrize("step", ["pieces", "leave", "finish"])
-def test_an_error_where_nothing_is_asked_reaches_who_waits(progress, step):
-    operation = Steps([], "a")
+def test_an_error_where_nothing_is_asked_reaches_who_waits(progress, step, light):
+    operation = Steps([], "a", light=light)
     setattr(operation, step, fail)
     with pytest.raises(OSError, match="no way"):
         progress.submit(operation).wait()
@@ -341,12 +386,21 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(progress):
     returned = []
 
     class Borrowing(Steps):
+        ask = staticmethod(lambda: False)
+
         def piece(self, index):
             try:
-                yield lambda: False
+                yield self.ask
             finally:
                 returned.append(index)
 
+    class Light(Borrowing):
+        ask = staticmethod(fail)
+
+    with pytest.raises(OSError, match="no way"):
+        progress.submit(Light([], "a", light=True)).wait()
+    assert returned == [0]
+    returned.clear()
     gate = threading.Event()
     progress.submit(Borrowing([], "a", pieces=3))
     last = progress.submit(Steps([], "b", piece=lambda: gate.is_set() and fail()))

@@ -1,6 +1,7 @@
 """Sums, casts and squares of flat tensors: what a device may have faster kernels for than torch."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -73,6 +74,7 @@ class TorchKernels:
         return torch.stack([torch.linalg.vector_norm(tensor) for tensor in wide]).square()
 
 
+@cache
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums accumulate: fp32, or wider where the tensor is; integers as int64."""
     wide = torch.float32 if dtype.is_floating_point else torch.int64

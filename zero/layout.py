@@ -20,6 +20,7 @@ piece a[0:2], or nothing (but c, in bucket 0).
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -32,6 +33,7 @@ LEAST_BUCKETS = 8  # that a model is laid into, if each can have a MiB: so that 
 EVEN = 64  # elements: of any dtype more than a GPU reads at a time
 
 
+@lru_cache(maxsize=1024)
 def split(numel: int, parts: int) -> tuple[int, ...]:
     """Bounds (parts + 1 of them) that cut numel elements into parts, equal to within one."""
     return tuple(i * numel // parts for i in range(parts + 1))

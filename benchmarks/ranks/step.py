@@ -14,13 +14,13 @@ from common import AbsentError, mpi_library, report, versions
 from gpt import Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
-from ways import STAGES, WAYS, Way, alone, own
+from ways import STAGES, WAYS, Way, alone, normed, own
 
 import mntrain
-from mntrain.bench.timing import rendezvous
+from mntrain.bench.timing import in_turns, rendezvous
 
 WARM_UP = 2
-ALONE_AGAIN = "bare torch, once more"
+ALONE_AGAIN, NORMED = "bare torch, once more", "bare torch that takes the gradient's norm"
 
 
 def main() -> None:
@@ -132,20 +132,19 @@ def summary(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 def solo(steps: int) -> dict[str, dict[str, Any]]:
     """A world of one, at every stage, beside a bare loop, by turns: seconds of every step.
 
-    Every round takes a step of each, on the same batch; the first goes to the end for the next
-    round, and every other round goes backwards. A second bare loop shows what chance is.
+    Every round takes a step of each, on the same batch, in an order of its own. A second bare loop
+    shows what chance is, a third one what it takes to look at the gradient's norm, as mntrain does.
     """
     with mntrain.init(device="cpu") as world:
         ways = {"bare torch": alone(gpt(), None)}
         ways |= {f"mntrain stage {stage}": own(stage)(gpt(), world) for stage in STAGES}
-        ways[ALONE_AGAIN] = alone(gpt(), None)
+        ways |= {NORMED: normed(gpt(), None), ALONE_AGAIN: alone(gpt(), None)}
         names = list(ways)
         times: dict[str, list[float]] = {name: [] for name in names}
         losses: dict[str, float] = {}
         for number, batch in enumerate(data(0, WARM_UP + steps)):
-            turn = number // 2 % len(names)
-            order = names[turn:] + names[:turn]
-            for name in reversed(order) if number % 2 else order:
+            for place in in_turns(len(names), number):
+                name = names[place]
                 start = time.perf_counter()
                 loss = ways[name].step(batch)
                 if number >= WARM_UP:

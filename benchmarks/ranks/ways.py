@@ -1,5 +1,6 @@
 """The ways to train that step.py compares: this project's, torch's, DeepSpeed's and Horovod's."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from common import absence, start_gloo, start_horovod, stop_gloo
 from gpt import ADAMW, MICRO_BATCH, Batch, loss_of, plain_step
 from mpi4py import MPI
+from sockets import Ring, exchanged, ring
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -43,6 +45,24 @@ def alone(model: nn.Module, _: None) -> Way:
     return Way(plain_step(model, optimizer), "as many ranks at once, each for itself")
 
 
+def normed(model: nn.Module, _: None) -> Way:
+    """The same, looking at the whole gradient's norm before the update, as who clips does."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    parameters = list(model.parameters())
+
+    def step(batch: Batch) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not math.isfinite(float(norm)):
+            raise ArithmeticError(f"the gradient's norm is {norm}")
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Way(step, "computing alone that takes the gradient's norm")
+
+
 def in_step(model: nn.Module, _: None) -> Way:
     """The same, waiting for all ranks after every step: what any training together waits."""
     step = alone(model, None).step
@@ -53,6 +73,12 @@ def in_step(model: nn.Module, _: None) -> Way:
         return loss
 
     return Way(step_together, "the same, and after every step all wait for the last one")
+
+
+def bare_sockets(model: nn.Module, connections: Ring) -> Way:
+    """The same, while as many bytes travel as an all-reduce sends: what they alone take."""
+    words = "the same, and as many bytes sent and received by blocking sockets, of which nothing is"
+    return Way(exchanged(model, connections), f"{words} made or added: TCP's own part")
 
 
 def own(stage: int) -> Callable[[nn.Module, mntrain.World], Way]:
@@ -186,6 +212,7 @@ bf16_wire = partial(mntrain.init, wire_dtype="bf16")
 WAYS: dict[str, tuple[Group, Make]] = {
     "computing alone": (nullcontext, alone),
     "computing in step": (nullcontext, in_step),
+    "computing and bare sockets": (ring, bare_sockets),
     **{f"mntrain stage {stage}": (mntrain.init, own(stage)) for stage in STAGES},
     **{f"mntrain stage {stage}, bf16 wire": (bf16_wire, own(stage)) for stage in STAGES},
     "DDP": (gloo, ddp(25)),

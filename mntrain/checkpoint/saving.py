@@ -31,7 +31,7 @@ from mntrain.checkpoint.manifest import FILES, MODEL, Manifest
 from mntrain.checkpoint.parts import Part, Told, kept, shapes
 from mntrain.checkpoint.tensors import Layout, Run
 from mntrain.checkpoint.writing import Place
-from mntrain.collectives.progress import Ticket
+from mntrain.collectives.underway import Ticket
 from mntrain.failures import AgreedError
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer

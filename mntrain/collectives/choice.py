@@ -47,7 +47,10 @@ class Table:
 
     def of(self, nbytes: int) -> Choice:
         """The choice for a tensor of so many bytes."""
-        return next((choice for most, choice in self.steps if nbytes <= most), self.steps[-1][1])
+        for most, choice in self.steps:
+            if nbytes <= most:
+                return choice
+        return self.steps[-1][1]
 
     def among_others(self) -> "Table":
         """See `Choice.among_others`."""

@@ -2,15 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor
 
-from mntrain.collectives.board import Board
-from mntrain.collectives.choice import Choice
+from mntrain.collectives.call import Call, Shared
 from mntrain.collectives.direct import Beside
-from mntrain.collectives.gathered import Gathered
 from mntrain.collectives.naive import Naive
 from mntrain.collectives.near import MessagedNear, SharedNear, Steps, Tools
 from mntrain.collectives.pieces import Follower, Owner, tag_of
@@ -26,23 +22,6 @@ IN_FLIGHT_BYTES = 4 << 20
 
 
 @dataclass
-class Shared:
-    """What all collectives of a world have in common. One thread uses it."""
-
-    tools: Tools
-    schemes: dict[str, Scheme]  # by algorithm; naive has none
-    board: Board  # of the ranks of this node
-    owners: tuple[int, ...]  # slot to rank
-    count: int = 0  # of pieces so far, on all ranks alike
-
-    def number(self, count: int) -> int:
-        """The number of the first of so many pieces."""
-        first = self.count
-        self.count += count
-        return first
-
-
-@dataclass
 class Direct:
     """What collectives on a device's memory have besides. One thread uses it."""
 
@@ -50,33 +29,22 @@ class Direct:
     beside: Beside
 
 
-@dataclass(frozen=True)
-class Call:
-    """What was asked for, the same on all ranks."""
-
-    verb: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-    choice: Choice
-    bounds: tuple[int, ...]  # of shards
-    root: int = 0
-    wire: torch.dtype | None = None
-    small: bool = False  # whether everyone is to gather everything
-
-
 Hand = Owner | Follower
 
 
 class WorldOperation:
-    """See `progress.Operation`."""
+    """See `underway.Operation`."""
 
-    def __init__(self, shared: Shared, call: Call, loan: Loan, direct: Direct | None) -> None:
+    def __init__(
+        self, shared: Shared, call: Call, loan: Loan, direct: Direct | None, *, light: bool
+    ) -> None:
         self._shared, self._call, self._loan = shared, call, loan
         self._tools = direct.tools if direct else shared.tools
         self._beside = direct.beside if direct else None
         self.window = max(2, min(PIECES, IN_FLIGHT_BYTES // call.choice.piece_bytes))
         self._scheme = shared.schemes.get(call.choice.algorithm)
-        self._small = call.small and direct is None and self._scheme is not None
-        self.light, self.alone = self._small, self._small or call.choice.alone
-        near = self._scheme is not None and len(self._scheme.members) > 1 and not self._small
+        self.light, self.alone = light, call.choice.alone
+        near = self._scheme is not None and len(self._scheme.members) > 1
         self._board = shared.board if near else None
         self._number = 0
         self._tray: Tensor | None = None  # where the result is, if it is not in the tensor
@@ -109,9 +77,9 @@ class WorldOperation:
     def _pieces(self) -> Iterator[tuple[int, Steps[None]]]:
         scheme = self._scheme
         tools, tensor = self._tools, self._loan.host
-        if scheme is None or self._small:
+        if scheme is None:
             number = self._shared.number(1)
-            yield number, self._whole(number)
+            yield number, self._naive(Naive(tools.comm, tensor, number % TAGS))
             return
         wire = self._call.wire or tensor.dtype
         pieces = self._planned(scheme)
@@ -164,11 +132,8 @@ class WorldOperation:
             return hand.copy(piece, self._call.root, pieces)
         return hand.gather(piece) if self._call.verb == "all_gather" else hand.sum(piece)
 
-    def _whole(self, number: int) -> Steps[None]:
-        call, tools, tensor = self._call, self._shared.tools, self._loan.host
-        hand: Naive | Gathered = Naive(tools.comm, tensor, number % TAGS)
-        if self._scheme is not None:
-            hand = Gathered(tools, self._scheme, tensor)
+    def _naive(self, hand: Naive) -> Steps[None]:
+        call = self._call
         if call.verb == "broadcast":
             return hand.copy(call.root)
         if call.verb == "all_gather":

@@ -15,20 +15,19 @@ ranks: so the first unfinished one can always go on, and nobody waits in a circl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mntrain.collectives.board import DEPTH
-from mntrain.collectives.near import Steps
-from mntrain.mpi import ALONE, AMONG_OTHERS, BESIDE, TAGS, Manner, Patience, pause
+from mntrain.collectives.underway import Operation, Ticket, UnderWay
+from mntrain.mpi import ALONE, AMONG_OTHERS, BESIDE, Manner, Patience, pause
 
 # How long something light may rest that nobody waits for.
 REST_S = 20e-3
 RESTS = 50  # of the thread in a row, before it sleeps until it is rung
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class Bell:
@@ -50,172 +49,6 @@ class Bell:
     def hush(self) -> None:
         """Let it be silent."""
         self._silent.acquire(blocking=False)
-
-
-class Operation(Protocol[T_co]):
-    """A collective, as the thread sees it. Called in this order, on the thread."""
-
-    window: int  # how many pieces may be under way when one of its own starts
-    light: bool  # whether it is so small that who waits for it may as well move it
-    alone: bool  # whether who waits for it waits for nothing else
-
-    def begin(self) -> None:
-        """Let the tensor come to where the collective works on it. Asks nothing."""
-
-    def enter(self) -> bool:
-        """Tell the node that this rank's tensor is there. False: it is not yet; ask again."""
-
-    def ready(self) -> bool:
-        """Whether its pieces may start: everyone in the node has entered. Local."""
-
-    def pieces(self) -> Iterator[tuple[int, Steps[None]]]:
-        """The pieces in which this rank has work, in order, each with its number in the world."""
-
-    def leave(self) -> None:
-        """Tell the node that this rank's work is done."""
-
-    def left(self) -> bool:
-        """Whether everyone in the node has left, so that the tensor is this rank's again."""
-
-    def finish(self) -> T_co:
-        """The result."""
-
-
-class Ticket(Generic[T]):
-    """The result of a task, some day."""
-
-    def __init__(self, progress: "Progress") -> None:
-        self._progress = progress
-        self.settled = False
-        self._result: T | None = None
-        self._error: BaseException | None = None
-
-    def settle(self, task: Callable[[], T]) -> None:
-        """Run the task and keep what it returned or raised."""
-        try:
-            self._result = task()
-        except BaseException as error:  # whatever it is, the waiting thread raises it
-            self._error = error
-        self.settled = True
-
-    def fail(self, error: BaseException) -> None:
-        """Have the waiting thread raise an error."""
-        self._error = error
-        self.settled = True
-
-    def wait(self) -> T:
-        """Block until the task has run; return what it returned, or raise what it raised."""
-        self._progress.see_to(self)
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]  # T may itself be None
-
-
-Numbered = tuple[int, Steps[None]]
-
-
-def _least(*numbers: int | None) -> int:
-    return min(number for number in numbers if number is not None)
-
-
-class UnderWay(Generic[T]):
-    """A collective that the thread has in hand."""
-
-    def __init__(self, operation: Operation[T], ticket: Ticket[T]) -> None:
-        self._operation, self._ticket = operation, ticket
-        self._waiting: Iterator[Numbered] | None = None  # pieces that have not started
-        self._next: Numbered | None = None  # the first of them
-        self._moving: list[tuple[Numbered, Callable[[], bool]]] = []  # in the order of numbers
-        self.entered = self.started = self.left = False
-        self.alone = operation.alone
-
-    @property
-    def pieces(self) -> int:
-        """How many are under way."""
-        return len(self._moving)
-
-    @property
-    def oldest(self) -> int | None:
-        """The lowest number of a piece under way."""
-        return self._moving[0][0][0] if self._moving else None
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank has no more work in it."""
-        return self.started and not self._moving
-
-    def begin(self) -> None:
-        """See `Operation.begin`."""
-        self._operation.begin()
-
-    def enter(self) -> bool:
-        """Enter, unless it has; whether it has now."""
-        self.entered = self.entered or self._operation.enter()
-        return self.entered
-
-    def start(self, others: int, oldest: int | None) -> bool:
-        """Start pieces; whether anything has happened.
-
-        So many of other collectives are under way, of which the oldest has this number. None starts
-        while another that would have the same tag is under way. The first one starts alone: whoever
-        shares the core is to send something, too, before this rank sends more.
-        """
-        first = self._waiting is None
-        if self._waiting is None:
-            if not self._operation.ready():
-                return False
-            self._waiting = self._operation.pieces()
-        happened = False
-        while not self.started and others + len(self._moving) < self._operation.window:
-            self._next = self._next or next(self._waiting, None)
-            if self._next is None:
-                self.started = happened = True
-                break
-            number = self._next[0]
-            if number - _least(oldest, self.oldest, number) >= TAGS:
-                break
-            piece, self._next = self._next, None
-            happened = True
-            self._go_on(piece)
-            if first:
-                break
-        return happened
-
-    def move(self) -> bool:
-        """Let every piece go on that can; whether any has."""
-        first = next((n for n, (_, ask) in enumerate(self._moving) if ask()), None)
-        if first is None:
-            return False
-        self._moving, after = self._moving[:first], self._moving[first:]
-        self._go_on(after[0][0])
-        for piece, ask in after[1:]:
-            if ask():
-                self._go_on(piece)
-            else:
-                self._moving.append((piece, ask))
-        return True
-
-    def leave(self) -> None:
-        """Tell the others that this rank is done."""
-        self._operation.leave()
-        self.left = True
-
-    def settle(self) -> bool:
-        """Hand the tensor back, if all others are done too; whether it has been."""
-        if not self._operation.left():
-            return False
-        self._ticket.settle(self._operation.finish)
-        return True
-
-    def fail(self, error: BaseException) -> None:
-        """Give up: whoever waits gets the error."""
-        self._ticket.fail(error)
-
-    def _go_on(self, piece: Numbered) -> None:
-        for ask in piece[1]:
-            if not ask():
-                self._moving.append((piece, ask))
-                return
 
 
 Task = UnderWay[Any] | Callable[[], None]
@@ -250,21 +83,21 @@ class Progress:
         """Queue a collective. Returns at once. RuntimeError after `close`.
 
         A light one wakes nobody: it rests until it is waited for, until something else comes, or
-        for REST_S.
+        for REST_S. Who waits for it while there is nothing else moves it from end to end.
         """
-        ticket: Ticket[T] = Ticket(self)
+        ticket: Ticket[T] = Ticket(self.see_to)
         self._put(UnderWay(operation, ticket), wake=not operation.light)
         return ticket
 
     def call(self, function: Callable[[], T]) -> Ticket[T]:
         """Queue a function; it runs when nothing is under way. RuntimeError after `close`."""
-        ticket: Ticket[T] = Ticket(self)
+        ticket: Ticket[T] = Ticket(self.see_to)
         self._put(lambda: ticket.settle(function))
         return ticket
 
     def see_to(self, ticket: Ticket[Any]) -> None:
         """Return when a ticket is settled; until then, move the collectives."""
-        if ticket.settled:
+        if ticket.settled or self._run_at_once(ticket):
             return
         self._waiters.append(None)
         try:  # whatever interrupts this, the thread is to go on
@@ -278,6 +111,27 @@ class Progress:
             self._waiters.pop()
             if self._busy:
                 self._bell.ring()
+
+    def _run_at_once(self, ticket: Ticket[Any]) -> bool:
+        """Run what a ticket is for, if it is light and there is nothing else to do; whether so."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            task = self._tasks[0] if len(self._tasks) == 1 and not self._under_way else None
+            if not isinstance(task, UnderWay) or not task.is_light(ticket):
+                return False
+            self._tasks.popleft()
+            self._under_way.append(task)
+            self._count_time()
+            try:
+                task.run()
+            except BaseException as error:
+                task.fail(error)
+            self._under_way.clear()
+            self._count_time()
+            return True
+        finally:
+            self._turn.release()
 
     def prepare(self, function: Callable[[], object]) -> None:
         """Let the thread itself do something first, and not whoever waits for it. Once."""

@@ -1,8 +1,8 @@
 """Memory for what arrives, lent piece by piece and kept for the next one."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch import Tensor
 from mntrain.collectives.sums import as_bytes
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from mntrain.mpi import Bytes
 
 LEAST_BYTES = 4 << 10
@@ -23,22 +25,37 @@ class Data(NamedTuple):
     bytes: "Bytes"
 
 
+class Rows(NamedTuple):
+    """Flat tensors of one length that lie end to end, and the same memory as MPI takes it.
+
+    `arrays` are numpy's views of them: none of a dtype that numpy lacks, or on a device.
+    """
+
+    tensors: Sequence[Tensor]
+    bytes: "Bytes"
+    arrays: Sequence["NDArray[Any]"]
+
+
 class Room:
     """Memory for elements of any dtype. Keeps its views, since to make one takes its time."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self._data: dict[tuple[int, torch.dtype], Data] = {}
+        self._memory, self.nbytes = memory, len(memory)
+        self._rows: dict[tuple[int, int, torch.dtype], Rows] = {}
 
-    def data(self, numel: int, dtype: torch.dtype) -> Data:
-        """So many elements, of undefined content."""
-        data = self._data.get((numel, dtype))
-        if data is None:
-            tensor = self.memory[: numel * dtype.itemsize].view(dtype)
-            if len(self._data) >= MOST_VIEWS:
-                self._data.clear()
-            data = self._data[numel, dtype] = Data(tensor, as_bytes(tensor))
-        return data
+    def rows(self, count: int, numel: int, dtype: torch.dtype) -> Rows:
+        """So many times so many elements, of undefined content."""
+        rows = self._rows.get((count, numel, dtype))
+        if rows is None:
+            tensor = self._memory[: count * numel * dtype.itemsize].view(dtype)
+            if len(self._rows) >= MOST_VIEWS:
+                self._rows.clear()
+            tensors = tensor.view(count, numel).unbind()
+            arrays = (
+                () if tensor.is_cuda or dtype == torch.bfloat16 else [t.numpy() for t in tensors]
+            )
+            rows = self._rows[count, numel, dtype] = Rows(tensors, as_bytes(tensor), arrays)
+        return rows
 
 
 class Scratch:
@@ -61,7 +78,7 @@ class Scratch:
     def take_back(self, rooms: Iterable[Room]) -> None:
         """Have rooms for others again."""
         for room in rooms:
-            self._free[len(room.memory)].append(room)
+            self._free[room.nbytes].append(room)
 
     def _new(self, size: int) -> Tensor:
         room = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -79,9 +96,14 @@ class Lent:
 
     def data(self, numel: int, dtype: torch.dtype) -> Data:
         """So many flat elements, of undefined content."""
-        room = self._scratch.take(numel * dtype.itemsize)
+        rows = self.rows(1, numel, dtype)
+        return Data(rows.tensors[0], rows.bytes)
+
+    def rows(self, count: int, numel: int, dtype: torch.dtype) -> Rows:
+        """So many tensors of so many elements, of undefined content."""
+        room = self._scratch.take(count * numel * dtype.itemsize)
         self._rooms.append(room)
-        return room.data(numel, dtype)
+        return room.rows(count, numel, dtype)
 
     def __enter__(self) -> Self:
         """These."""

@@ -54,7 +54,11 @@ class Adder:
             return
         first = 0 if place is None else place
         if place is None:
-            total.copy_(addends[0])
+            if len(addends) > 1 and addends[0].dtype == addends[1].dtype == wide:
+                torch.add(addends[0], addends[1], out=total)
+                first = 1
+            else:
+                total.copy_(addends[0])
         elif place == 1:
             torch.add(addends[0], total, out=total)
         elif place > 1:

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -11,27 +11,31 @@ import torch
 from torch import Tensor
 
 from mntrain.collectives.board import Board
+from mntrain.collectives.call import Call, Shared, Verb
 from mntrain.collectives.choice import ALGORITHMS, Table
 from mntrain.collectives.copies import Copier
 from mntrain.collectives.direct import Beside, DeviceSums, DirectLoan
-from mntrain.collectives.gathered import GATHERED_BYTES
+from mntrain.collectives.gathered import GATHERED_BYTES, Gathered
 from mntrain.collectives.memory import NodeMemory
 from mntrain.collectives.near import Tools, at_once
 from mntrain.collectives.nodefirst import NodeFirst
-from mntrain.collectives.operation import Call, Direct, Shared, WorldOperation
+from mntrain.collectives.operation import Direct, WorldOperation
 from mntrain.collectives.plan import Scheme, world_slots
-from mntrain.collectives.progress import Progress, Ticket
+from mntrain.collectives.progress import Progress
 from mntrain.collectives.scratch import Scratch
 from mntrain.collectives.staging import SLOT_BYTES, InPlace, Loan, StagedLoan, Staging, chunks
 from mntrain.collectives.sums import Adder
+from mntrain.collectives.underway import Operation, Ticket
 from mntrain.mpi import Communicator
 from mntrain.topology import Topology
 from zero.collectives import Done, Work
 from zero.kernels import Kernels
 from zero.layout import split
 
+# To wake a thread for less costs more than to wait for who is to wait for it.
+LIGHT_BYTES = 128 << 10
+
 Transport = Literal["host", "cuda-aware", "nccl"]
-Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
 
 @dataclass(frozen=True)
@@ -186,28 +190,39 @@ class WorldCollectives:
         if self.size == 1:
             self._progress.expect_open()
             return Done()
-        choice = self.table.of(tensor.numel() * tensor.element_size())
-        small = 0 < tensor.nbytes * self.size <= self.gathered_bytes
-        call, tensor = Call(verb, choice, cut, root, wire, small), tensor.detach()
+        nbytes = tensor.nbytes
+        call = Call(verb, self.table.of(nbytes), cut, root, wire)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if self._devices is None:
+            return self._submit(nbytes, call, InPlace(tensor), None)
         if self._by_node_first(call, tensor):
             return self._node_first(call, tensor)
-        works = [
-            Collective(self._progress, self._progress.submit(WorldOperation(self._shared, *part)))
-            for part in self._parts(call, tensor)
-        ]
+        parts = self._parts(call, tensor, self._devices)
+        works = [self._submit(nbytes, *part) for part in parts]
         return works[0] if len(works) == 1 else Together(works)
 
-    def _parts(self, call: Call, tensor: Tensor) -> Iterator[tuple[Call, Loan, Direct | None]]:
+    def _submit(self, nbytes: int, call: Call, loan: Loan, direct: Direct | None) -> Work:
+        """Hand in a collective of a tensor of so many bytes, or a chunk of it."""
+        operation: Operation[Work]
+        small = direct is None and 0 < nbytes * self.size <= self.gathered_bytes
+        if small and call.choice.algorithm != "naive":
+            operation = Gathered(self._shared, call, loan)
+        else:
+            light = self._devices is None and nbytes <= LIGHT_BYTES
+            operation = WorldOperation(self._shared, call, loan, direct, light=light)
+        return Collective(self._progress, self._progress.submit(operation))
+
+    def _parts(
+        self, call: Call, tensor: Tensor, devices: Devices
+    ) -> Iterator[tuple[Call, Loan, Direct | None]]:
         """What a collective is made of, on all ranks alike."""
-        if self._devices is None:
-            yield call, InPlace(tensor), None
-            return
         copier, mark = self._staging.mark(tensor)
-        on_device = copier is self._devices.copier
+        on_device = copier is devices.copier
         if on_device and self.transport == "cuda-aware" and call.choice.algorithm != "naive":
             yield call, DirectLoan(tensor, copier, mark), self._direct
             return
-        if not (on_device or self._devices.mixed):
+        if not (on_device or devices.mixed):
             yield call, InPlace(tensor), None
             return
         whole = call.verb in ("all_reduce", "broadcast")
@@ -220,7 +235,7 @@ class WorldCollectives:
             ready = copier, mark
             loan = StagedLoan(self._staging, tensor, chunk, ready=ready, goes=goes, comes=comes)
             bounds = split(chunk.bounds[-1], self.size) if whole else chunk.bounds
-            yield replace(call, bounds=bounds), loan, None
+            yield call._replace(bounds=bounds), loan, None
 
     def _copied(self, call: Call) -> tuple[Sequence[int] | None, Sequence[int] | None]:
         """What goes to host memory, and what comes from it: shards by slot, or all (None)."""

@@ -21,11 +21,11 @@ def gathers(monkeypatch):
     seen = []
 
     class Noted(Gathered):
-        def __init__(self, tools, scheme, tensor):
-            seen.append(len(tensor))
-            super().__init__(tools, scheme, tensor)
+        def __init__(self, shared, call, loan):
+            seen.append(len(loan.host))
+            super().__init__(shared, call, loan)
 
-    monkeypatch.setattr("mntrain.collectives.operation.Gathered", Noted)
+    monkeypatch.setattr("mntrain.collectives.world.Gathered", Noted)
     return seen
 
 
