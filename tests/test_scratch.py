@@ -15,6 +15,26 @@ def test_a_room_has_the_length_and_dtype_that_was_asked_for(numel, dtype):
         assert data.tobytes() == tensor.view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 1003])
+def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
+    with Scratch().lend() as lent:
+        rows = lent.rows(3, numel, dtype)
+        for number, tensor in enumerate(rows.tensors):
+            assert (len(tensor), tensor.dtype) == (numel, dtype)
+            tensor.fill_(number)
+        assert [array.tolist() for array in rows.arrays] == [[n] * numel for n in range(3)]
+        whole = torch.cat(list(rows.tensors))
+        assert rows.bytes.tobytes() == whole.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_rows_of_a_dtype_that_numpy_lacks_have_no_arrays(dtype):
+    with Scratch().lend() as lent:
+        rows = lent.rows(2, 5, dtype)
+        assert ([tensor.dtype for tensor in rows.tensors], list(rows.arrays)) == ([dtype] * 2, [])
+
+
 def test_rooms_that_are_lent_together_do_not_meet():
     with Scratch().lend() as lent:
         a, b = lent.data(1000, torch.float32).tensor, lent.data(1000, torch.float32).tensor

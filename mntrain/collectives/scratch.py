@@ -51,10 +51,8 @@ class Room:
             if len(self._rows) >= MOST_VIEWS:
                 self._rows.clear()
             tensors = tensor.view(count, numel).unbind()
-            arrays = (
-                () if tensor.is_cuda or dtype == torch.bfloat16 else [t.numpy() for t in tensors]
-            )
-            rows = self._rows[count, numel, dtype] = Rows(tensors, as_bytes(tensor), arrays)
+            rows = Rows(tensors, as_bytes(tensor), _arrays(tensors))
+            self._rows[count, numel, dtype] = rows
         return rows
 
 
@@ -112,3 +110,11 @@ class Lent:
     def __exit__(self, *error: object) -> None:
         """Give them back."""
         self._scratch.take_back(self._rooms)
+
+
+def _arrays(tensors: Sequence[Tensor]) -> Sequence["NDArray[Any]"]:
+    """Views of tensors by numpy, or nothing where it has none."""
+    try:
+        return [tensor.numpy() for tensor in tensors]
+    except TypeError:  # of a dtype that numpy lacks, or on a device
+        return []

@@ -47,6 +47,22 @@ def test_every_dtype(ways, dtype):
         run(way.world, cases(way, [2, 5003], dtype, roots=[RANKS - 1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("gathered", [True, False])
+def test_what_is_only_moved_may_have_any_dtype(ways, gathered, dtype):
+    way = ways("lanes", VIRTUAL[-1])
+    collectives = (way.gathered() if gathered else way).collectives
+    expected = (torch.arange(1003) % 2).to(dtype)
+    tensor = expected.clone() if RANK == RANKS - 1 else torch.zeros(1003).to(dtype)
+    collectives.broadcast(tensor, RANKS - 1).wait()
+    assert torch.equal(bits(tensor), bits(expected))
+    mine = shard(collectives, 1003)
+    only = torch.zeros(1003).to(dtype)
+    only[mine] = expected[mine]
+    collectives.all_gather(only).wait()
+    assert torch.equal(bits(only), bits(expected))
+
+
 @pytest.mark.parametrize(("algorithm", "layout"), BY_PIECES)
 def test_sums_have_the_bits_of_those_in_pieces(ways, algorithm, layout):
     way = ways(algorithm, layout)
