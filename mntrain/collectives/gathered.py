@@ -79,9 +79,10 @@ class Gathered:
             everyone = yield from self._everyone(lent)
             if sum_dtype(tensor.dtype) == tensor.dtype and wire in (None, tensor.dtype):
                 arrays = everyone.arrays
-                for node in nodes:
-                    _add([arrays[rank] for rank in node], arrays[node[0]])
-                _add([arrays[node[0]] for node in nodes], tensor.numpy())
+                with np.errstate(over="ignore", invalid="ignore"):  # as torch does
+                    for node in nodes:
+                        _add([arrays[rank] for rank in node], arrays[node[0]])
+                    _add([arrays[node[0]] for node in nodes], tensor.numpy())
                 return
             for node in nodes:
                 if len(node) > 1:

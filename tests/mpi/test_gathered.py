@@ -47,6 +47,23 @@ def test_every_dtype(ways, dtype):
         run(way.world, cases(way, [2, 5003], dtype, roots=[RANKS - 1]))
 
 
+@pytest.mark.parametrize("layout", VIRTUAL)
+def test_sums_beyond_what_a_dtype_holds_are_infinite_or_no_number_and_nobody_is_warned(
+    ways, layout
+):
+    way = ways("lanes", layout)
+    most, inf = torch.finfo(torch.float32).max, float("inf")
+    mine = torch.tensor([most, inf if RANK else -inf, float("nan") if RANK else 0, 1.0])
+    whole, pieces = mine.clone(), mine.clone()
+    way.gathered().collectives.all_reduce(whole).wait()
+    way.collectives.all_reduce(pieces).wait()
+    assert whole.isnan().tolist() == pieces.isnan().tolist()
+    assert whole.nan_to_num().tolist() == pieces.nan_to_num().tolist()
+    if RANKS > 1:
+        assert whole.isnan().tolist() == [False, True, True, False]
+        assert whole[0] == inf
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize("gathered", [True, False])
 def test_what_is_only_moved_may_have_any_dtype(ways, gathered, dtype):
