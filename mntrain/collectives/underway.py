@@ -178,9 +178,9 @@ class UnderWay(Generic[T]):
         return self._ticket is ticket and self._operation.light
 
     def run(self) -> None:
-        """Do all of it at once, in place of all the rest, one piece after the other.
+        """Do all of it, one piece after the other, instead of all that is above.
 
-        Others may have several pieces under way: a piece waits for nothing but itself.
+        Other ranks may have several pieces under way: a piece waits only for itself on them.
         """
         operation = self._operation
         operation.begin()
