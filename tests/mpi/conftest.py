@@ -109,10 +109,14 @@ def give_up(item: pytest.Item, limit: float) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def in_pieces() -> Iterator[None]:
-    """Let small tensors go in pieces as large ones do: test_gathered.py has the other way."""
+    """Let small tensors go as large ones do: in pieces, by the communication thread.
+
+    test_gathered.py and some of test_collectives.py have the other ways.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if (used := sys.modules.get("mntrain.collectives.world")) is not None:
             patch.setattr(used, "GATHERED_BYTES", 0)
+            patch.setattr(used, "LIGHT_BYTES", 0)
         yield
 
 

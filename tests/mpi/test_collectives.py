@@ -25,7 +25,7 @@ from cases import (
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL, make_world
 
 from mntrain import mpi
-from mntrain.collectives import ALGORITHMS, Choice, Table, board, pieces, progress
+from mntrain.collectives import ALGORITHMS, Choice, Table, board, pieces, underway
 
 pytestmark = pytest.mark.mpi
 
@@ -263,9 +263,27 @@ def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_byte
         run(way.world, cases(way, [99], dtype, roots=[RANKS - 1], place=place))
 
 
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_who_waits_for_a_light_one_does_all_of_it(ways, monkeypatch, algorithm, layout):
+    at_once = []
+
+    class Noted(underway.UnderWay):
+        def run(self):
+            at_once.append(self)
+            super().run()
+
+    monkeypatch.setattr("mntrain.collectives.progress.UnderWay", Noted)
+    monkeypatch.setattr("mntrain.collectives.world.LIGHT_BYTES", 1 << 20)
+    way = ways(algorithm, layout, 200)
+    for place in PLACES:
+        for case in cases(way, [3, 1003], roots=[RANKS - 1], place=place):
+            run(way.world, [case])
+    assert bool(at_once) == (RANKS > 1)
+
+
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
-    monkeypatch.setattr(progress, "TAGS", 16)
+    monkeypatch.setattr(underway, "TAGS", 16)
     monkeypatch.setattr(pieces, "TAGS", 16)
     for algorithm in FASTER:
         way = ways(algorithm, layout, 64)

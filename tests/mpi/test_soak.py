@@ -18,6 +18,7 @@ from worlds import RANKS, VIRTUAL, make_world
 
 from mntrain import mpi
 from mntrain.collectives import ALGORITHMS, Table
+from mntrain.collectives.gathered import GATHERED_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -25,6 +26,7 @@ CALLS = int(os.environ.get("MNTRAIN_SOAK", "300"))
 SIZES = [0, 1, 2, 7, 100, 1003, 2048, 5003, 9001, 20011, 40000]  # up to 320 KB
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 VERBS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+LIGHT_BYTES = 16 << 10  # some of the sizes in some of the dtypes
 MOST_UNDER_WAY = 12
 MOST_GROWTH = 16 << 20  # bytes of memory, between the middle and the end
 
@@ -46,6 +48,7 @@ class Call:
         piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
         algorithm = common.choice(ALGORITHMS)
         self.collectives = world.collectives.using(Table.always(algorithm, piece_bytes))
+        self.collectives.gathered_bytes = common.choice([0, GATHERED_BYTES])
         wire = common.choice([None, torch.bfloat16, torch.float16])
         self.given = {"wire": wire} if dtype == torch.float32 else {}
         self.salt = common.randrange(100)
@@ -158,7 +161,8 @@ def play(common, own, worlds, calls):
 
 
 @pytest.mark.timeout(60 + CALLS / 10)
-def test_thousands_of_collectives_leave_nothing_behind():
+def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
+    monkeypatch.setattr("mntrain.collectives.world.LIGHT_BYTES", LIGHT_BYTES)
     worlds = [make_world("lanes", layout) for layout in {None, VIRTUAL[-1], max(1, RANKS // 2)}]
     common, own = random.Random(7), random.Random(RANK)
     start = time.perf_counter()
