@@ -108,8 +108,9 @@ def test_it_goes_on_by_itself_while_nobody_waits(progress):
     assert ticket.wait() == ticket.wait() == "a"
 
 
+@pytest.mark.parametrize("light", [False, True])
 @pytest.mark.parametrize("alone", [True, False])
-def test_who_waits_for_one_of_several_sleeps_from_the_start(progress, monkeypatch, alone):
+def test_who_waits_for_one_of_several_sleeps_from_the_start(progress, monkeypatch, alone, light):
     pauses, here, gate = [], threading.get_ident(), threading.Event()
 
     def pause_and_note(seconds):
@@ -117,9 +118,11 @@ def test_who_waits_for_one_of_several_sleeps_from_the_start(progress, monkeypatc
             pauses.append(seconds)
         pause(seconds)
 
-    monkeypatch.setattr("mntrain.collectives.progress.pause", pause_and_note)
-    monkeypatch.setattr("mntrain.collectives.progress.ALONE", Manner(eager_s=60, most_s=1e-3))
-    ticket = progress.submit(Steps([], "a", alone=alone, piece=gate.is_set))
+    for module in ("progress", "underway"):
+        monkeypatch.setattr(f"mntrain.collectives.{module}.pause", pause_and_note)
+        manner = Manner(eager_s=60, most_s=1e-3)
+        monkeypatch.setattr(f"mntrain.collectives.{module}.ALONE", manner)
+    ticket = progress.submit(Steps([], "a", alone=alone, light=light, piece=gate.is_set))
     later = threading.Timer(0.05, gate.set)
     later.start()
     ticket.wait()

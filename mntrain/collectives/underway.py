@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from mntrain.collectives.near import Steps
-from mntrain.mpi import ALONE, TAGS, Patience, pause
+from mntrain.mpi import ALONE, AMONG_OTHERS, TAGS, Manner, Patience, pause
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -183,17 +183,18 @@ class UnderWay(Generic[T]):
         Other ranks may have several pieces under way: a piece waits only for itself on them.
         """
         operation = self._operation
+        manner = ALONE if operation.alone else AMONG_OTHERS
         operation.begin()
-        _until(operation.enter)
-        _until(operation.ready)
+        _until(operation.enter, manner)
+        _until(operation.ready, manner)
         for _, steps in operation.pieces():
             try:
                 for ask in steps:
-                    _until(ask)
+                    _until(ask, manner)
             finally:
                 steps.close()
         operation.leave()
-        _until(operation.left)
+        _until(operation.left, manner)
         self._ticket.settle(operation.finish)
 
     def _go_on(self, piece: Numbered) -> None:
@@ -203,9 +204,9 @@ class UnderWay(Generic[T]):
                 return
 
 
-def _until(ask: Callable[[], bool]) -> None:
-    """Ask until the answer is yes."""
+def _until(ask: Callable[[], bool], manner: Manner) -> None:
+    """Ask in this manner until the answer is yes."""
     if not ask():
         patience = Patience()
         while not ask():
-            pause(patience.delay(ALONE))
+            pause(patience.delay(manner))

@@ -184,7 +184,8 @@ class WorldCollectives:
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(
                 f"a collective takes a flat contiguous tensor, not one of shape "
-                f"{tuple(tensor.shape)}: use tensor.view(-1)"
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
+                "contiguous one"
             )
         cut = self._cut(bounds, tensor.numel())
         if self.size == 1:
