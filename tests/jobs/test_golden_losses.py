@@ -1,0 +1,23 @@
+"""Every stage reproduces the committed losses: to the bit where the processor is the same."""
+
+import json
+
+import pytest
+from golden import FILE, RUNS, STAGES, machine, measure
+
+GOLDEN = json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_are_those_of_the_reference_run(name, stage, tmp_path):
+    found, expected = measure(name, stage, tmp_path), GOLDEN[name][str(stage)]
+    if machine() == GOLDEN["machine"]:
+        assert found == expected
+    else:
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_micro_batch_a_step_gives_the_same_bits_at_every_stage():
+    by_stage = GOLDEN["4 ranks on 2 nodes"]
+    assert by_stage["0"] == by_stage["1"] == by_stage["2"]
