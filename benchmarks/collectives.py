@@ -19,7 +19,7 @@ import svg
 import values
 from emulated import HERE, Layout, facts, folders, imprint, need_nodes, nodes, write
 
-from mntrain.bench.plan import Limits
+from mntrain.bench.limits import HardwareLimits
 
 MIB = 2**20
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -73,7 +73,7 @@ def measure(layout: Layout, given: argparse.Namespace, *, first: bool) -> dict[s
         with nodes(layout) as up:
             jobs.append(up.run("collectives.py", arguments, python.absolute()))
     copy = {int(c["mib"] * MIB): c["mib"] * MIB / c["together_s"] for c in jobs[0]["copies"]}
-    limits = Limits(layout.ranks, layout.bytes_per_s, copy)
+    limits = HardwareLimits(layout.ranks, layout.bytes_per_s, copy)
     for job in jobs:
         for row in job["rows"]:
             row["limit_s"] = limits.seconds(row["verb"], int(row["mib"] * MIB))
@@ -81,7 +81,7 @@ def measure(layout: Layout, given: argparse.Namespace, *, first: bool) -> dict[s
     return {**before, "layout": str(layout), "limit": meaning(layout, limits), "jobs": jobs}
 
 
-def meaning(layout: Layout, limits: Limits) -> str:
+def meaning(layout: Layout, limits: HardwareLimits) -> str:
     """What shares are of."""
     if layout.bytes_per_s is None:
         return f"{limits.meaning}. Another row says what it takes while one rank alone copies"

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import values
 
-from mntrain.checkpoint.finding import check, checkpoints_of, opened
+from mntrain.checkpoint.discovery import check, checkpoints_of, opened
 
 JOB = ["--model.layers", "2", "--model.width", "128", "--model.context", "32", "--device", "cpu"]
 JOB += ["--train.steps", "100000", "--train.batch-size", "4", "--train.eval-every", "0"]

@@ -23,12 +23,12 @@ from mntrain._version import __version__
 __all__ = ["AgreedError", "Loss", "Task", "World", "__version__", "init"]
 
 if TYPE_CHECKING:
-    from mntrain.failures import AgreedError
+    from mntrain.errors import AgreedError
     from mntrain.tasks.base import Loss, Task
     from mntrain.world import World, init
 else:  # hidden from type checkers, which would take any name as one that it may give
     _MODULES = {
-        "AgreedError": "mntrain.failures",
+        "AgreedError": "mntrain.errors",
         "Loss": "mntrain.tasks.base",
         "Task": "mntrain.tasks.base",
         "World": "mntrain.world",

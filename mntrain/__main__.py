@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from mntrain import options
+from mntrain import cli
 from mntrain._version import __version__
-from mntrain.bench import options as bench_options
+from mntrain.bench import bench_options
 
 T = TypeVar("T")
 
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(words: Sequence[str], talks: bool) -> int:
     """Train; collective over the ranks that the launcher started."""
-    job = _parsed(options.parse, words, talks, _ALSO)
-    from mntrain.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
+    job = _parsed(cli.parse, words, talks, _ALSO)
+    from mntrain.train.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
 
     return _with_all_ranks(lambda: run(job), talks)
 
@@ -59,7 +59,7 @@ def _bench(words: Sequence[str], talks: bool) -> int:
 
 def _ckpt(words: Sequence[str], talks: bool) -> int:
     """Look at checkpoints; no rank but one has anything to do."""
-    from mntrain.checkpoint.command import run  # noqa: PLC0415 - as above
+    from mntrain.checkpoint.commands import run  # noqa: PLC0415 - as above
 
     return run(words) if talks else 0
 
@@ -91,7 +91,7 @@ def _parsed(parse: Callable[..., T], words: Sequence[str], talks: bool, also: st
 
 def _with_all_ranks(run: Callable[[], int], talks: bool) -> int:
     """Run a job; where the launcher's ranks do not see each other, say so instead."""
-    from mntrain.mpi import SilentSingletonsError  # noqa: PLC0415 - as above
+    from mntrain.comm.mpi import SilentSingletonsError  # noqa: PLC0415 - as above
 
     try:
         return run()
@@ -104,10 +104,10 @@ def _with_all_ranks(run: Callable[[], int], talks: bool) -> int:
 def _let_talk(environment: Mapping[str, str]) -> None:
     """Wait for the rank that talks: launchers kill it when another one exits with an error."""
     if any(name in environment for name in _RANK_VARIABLES):
-        from mntrain.mpi import meet  # noqa: PLC0415 - as above
+        from mntrain.comm.mpi import barrier  # noqa: PLC0415 - as above
 
         sys.stderr.flush()
-        meet()
+        barrier()
 
 
 def _talks(environment: Mapping[str, str]) -> bool:

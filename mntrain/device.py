@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Assignment:
+class DeviceAssignment:
     """The device of one rank."""
 
     index: int | None  # of its GPU, in the rank's own numbering; None: the CPU
@@ -45,7 +45,7 @@ def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) ->
     return batch
 
 
-def seen(wanted: str) -> list[str]:
+def visible_gpus(wanted: str) -> list[str]:
     """The names of the GPUs that this rank may have, in its own numbering; none for the CPU. Local.
 
     `auto` is CUDA where there is any. Raises ValueError for an unknown name, or for `cuda` where
@@ -85,10 +85,10 @@ def name_of(properties: Any, index: int, visible: Sequence[str]) -> str:
     return listed or str(index)
 
 
-def assign(seen: Sequence[Sequence[str]]) -> list[Assignment]:
+def assign(visible_gpus: Sequence[Sequence[str]]) -> list[DeviceAssignment]:
     """Deal the GPUs of a host to its ranks. Pure: each of them finds the same.
 
-    `seen` has, for each rank of the host, the GPUs that it sees, in its own numbering; none: it
+    `visible_gpus` has, for each rank of the host, the GPUs that it sees, in its own numbering; none: it
     stays on the CPU. As many GPUs as can be are used, and by no more ranks than need be: no rank
     could move to a GPU with fewer ranks, not even by way of others. Of equal ones a rank gets that
     of its place among the ranks.
@@ -99,24 +99,30 @@ def assign(seen: Sequence[Sequence[str]]) -> list[Assignment]:
 
     A matching that grows by augmenting paths; at first a GPU takes one rank, then two, and so on.
     """
-    users: dict[str, list[int]] = {name: [] for names in seen for name in names}
-    waiting = [rank for rank, names in enumerate(seen) if names]
+    users: dict[str, list[int]] = {name: [] for names in visible_gpus for name in names}
+    waiting = [rank for rank, names in enumerate(visible_gpus) if names]
     most = 0
     while waiting:
         most += 1
-        waiting = [rank for rank in waiting if not _place(rank, seen, users, most, set())]
+        waiting = [rank for rank in waiting if not _place(rank, visible_gpus, users, most, set())]
     chosen = {rank: name for name, ranks in users.items() for rank in ranks}
     return [
-        Assignment(names.index(chosen[rank]), chosen[rank]) if names else Assignment(None, "")
-        for rank, names in enumerate(seen)
+        DeviceAssignment(names.index(chosen[rank]), chosen[rank])
+        if names
+        else DeviceAssignment(None, "")
+        for rank, names in enumerate(visible_gpus)
     ]
 
 
 def _place(
-    rank: int, seen: Sequence[Sequence[str]], users: dict[str, list[int]], most: int, full: set[str]
+    rank: int,
+    visible_gpus: Sequence[Sequence[str]],
+    users: dict[str, list[int]],
+    most: int,
+    full: set[str],
 ) -> bool:
     """Find a rank a GPU with fewer than `most` ranks, if others may be moved. `full` was tried."""
-    names = seen[rank]
+    names = visible_gpus[rank]
     first = rank % len(names)
     names = [*names[first:], *names[:first]]
     for name in names:
@@ -128,36 +134,40 @@ def _place(
             continue
         full.add(name)
         for other in users[name]:
-            if _place(other, seen, users, most, full):
+            if _place(other, visible_gpus, users, most, full):
                 users[name][users[name].index(other)] = rank
                 return True
     return False
 
 
-def assign_all(hosts: Sequence[Hashable], seen: Sequence[Sequence[str]]) -> list[Assignment]:
-    """The same for all ranks of a job: `hosts` says by rank where it runs, `seen` what it sees."""
-    found: list[Assignment] = [Assignment(None, "")] * len(hosts)
+def assign_all(
+    hosts: Sequence[Hashable], visible_gpus: Sequence[Sequence[str]]
+) -> list[DeviceAssignment]:
+    """The same for all ranks of a job: `hosts` says by rank where it runs, `visible_gpus` what it sees."""
+    found: list[DeviceAssignment] = [DeviceAssignment(None, "")] * len(hosts)
     for host in dict.fromkeys(hosts):
         here = [rank for rank, other in enumerate(hosts) if other == host]
-        for rank, given in zip(here, assign([seen[rank] for rank in here]), strict=True):
+        for rank, given in zip(here, assign([visible_gpus[rank] for rank in here]), strict=True):
             found[rank] = given
     return found
 
 
-def sharing(hosts: Sequence[Hashable], names: Sequence[str], seen: Sequence[Sequence[str]]) -> str:
+def sharing(
+    hosts: Sequence[Hashable], names: Sequence[str], visible_gpus: Sequence[Sequence[str]]
+) -> str:
     """On which hosts ranks share GPUs, why, and what to do; empty where none do. Pure.
 
     All three are by rank; `names` are the hosts' for people.
     """
     reasons: dict[str, list[str]] = {}
-    assigned = assign_all(hosts, seen)
+    assigned = assign_all(hosts, visible_gpus)
     for host in dict.fromkeys(hosts):
-        here = [rank for rank, other in enumerate(hosts) if other == host and seen[rank]]
+        here = [rank for rank, other in enumerate(hosts) if other == host and visible_gpus[rank]]
         users = Counter(assigned[rank].gpu for rank in here)
         if here and max(users.values()) > 1:
-            reasons.setdefault(_why_shared([seen[rank] for rank in here], users), []).append(
-                names[here[0]]
-            )
+            reasons.setdefault(
+                _why_shared([visible_gpus[rank] for rank in here], users), []
+            ).append(names[here[0]])
     if not reasons:
         return ""
     told = "; ".join(
@@ -171,9 +181,9 @@ def sharing(hosts: Sequence[Hashable], names: Sequence[str], seen: Sequence[Sequ
     )
 
 
-def _why_shared(seen: Sequence[Sequence[str]], users: Counter[str]) -> str:
-    """Why ranks of a host share GPUs: `seen` is what those with GPUs see."""
-    ranks, gpus = len(seen), len({name for names in seen for name in names})
+def _why_shared(visible_gpus: Sequence[Sequence[str]], users: Counter[str]) -> str:
+    """Why ranks of a host share GPUs: `visible_gpus` is what those with GPUs see."""
+    ranks, gpus = len(visible_gpus), len({name for names in visible_gpus for name in names})
     idle = gpus - len(users)
     if not idle and ranks > gpus:
         more = f"{ranks} ranks see {gpus} GPU{'s' * (gpus > 1)}"

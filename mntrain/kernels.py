@@ -22,7 +22,7 @@ NEAR = 1e-12
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One use of an operation: `run` does it with some kernels, and gives the result to compare."""
 
     operation: str
@@ -31,7 +31,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Compared:
+class KernelComparison:
     """The seconds that a case takes, and whether both ways have the same result."""
 
     operation: str
@@ -41,7 +41,7 @@ class Compared:
     same: bool = True
 
 
-class Chosen:
+class SelectedKernels:
     """`zero.kernels.Kernels` that are each torch's or CuPy's; `why` says so in a line."""
 
     def __init__(self, by_operation: Mapping[str, Kernels], why: str) -> None:
@@ -53,7 +53,9 @@ class Chosen:
         self.square_sums = by_operation["square_sums"].square_sums
 
 
-def choose(device: torch.device, make: Callable[[torch.device], Kernels] = CupyKernels) -> Chosen:
+def choose(
+    device: torch.device, make: Callable[[torch.device], Kernels] = CupyKernels
+) -> SelectedKernels:
     """The kernels for tensors on a device. Local; on CUDA it compiles, waits for the device, times.
 
     Torch's on the CPU, and where CuPy's cannot be made (`make` raises) or do not run; else each
@@ -71,21 +73,21 @@ def choose(device: torch.device, make: Callable[[torch.device], Kernels] = CupyK
         return _only_torch(f"CuPy's do not work here: {type(error).__name__}: {first}")
     wins = winners(compared)
     by_operation = {name: cupy if name in wins else plain for name in OPERATIONS}
-    return Chosen(by_operation, line(compared))
+    return SelectedKernels(by_operation, line(compared))
 
 
-def measure(device: torch.device, cupy: Kernels) -> list[Compared]:
+def measure(device: torch.device, cupy: Kernels) -> list[KernelComparison]:
     """Try and time torch's kernels and `cupy` on a device. Local; waits for the device."""
     plain = TorchKernels()
     compared = []
     for case in cases(device):
         same = _same(case, plain, cupy)
         torch_s, cupy_s = _times(case, (plain, cupy), device)
-        compared.append(Compared(case.operation, case.what, torch_s, cupy_s, same))
+        compared.append(KernelComparison(case.operation, case.what, torch_s, cupy_s, same))
     return compared
 
 
-def cases(device: torch.device) -> Iterator[Case]:
+def cases(device: torch.device) -> Iterator[KernelCase]:
     """What is compared: each operation, as training uses it, on few and on many elements."""
     generator = torch.Generator(device).manual_seed(0)
     for numel in NUMELS:
@@ -95,15 +97,15 @@ def cases(device: torch.device) -> Iterator[Case]:
         for addends in ([*narrow[:2]], narrow, [one, *narrow[1:]]):
             total = torch.empty_like(addends[0])
             what = " + ".join(_short(addend) for addend in addends)
-            yield Case("add", f"{what} {label}", _adds(addends, total))
+            yield KernelCase("add", f"{what} {label}", _adds(addends, total))
         for source, target in ((one, narrow[0]), (narrow[0], one)):
             what = f"{_short(source)} to {_short(target)}"
-            yield Case("pack", f"{what} {label}", _packs(source, torch.empty_like(target)))
+            yield KernelCase("pack", f"{what} {label}", _packs(source, torch.empty_like(target)))
         parts = one.split([numel // 2, *[numel // 128] * 64])
-        yield Case("square_sums", f"of {len(parts)} tensors {label}", _squares(parts))
+        yield KernelCase("square_sums", f"of {len(parts)} tensors {label}", _squares(parts))
 
 
-def winners(compared: Sequence[Compared]) -> set[str]:
+def winners(compared: Sequence[KernelComparison]) -> set[str]:
     """The operations for which CuPy's kernels are worth it. Pure.
 
     Those that they always do right, and faster by more than noise in the mean of their cases.
@@ -112,7 +114,7 @@ def winners(compared: Sequence[Compared]) -> set[str]:
     return {name for name, ratio in _ratios(compared).items() if ratio > MARGIN} - wrong
 
 
-def line(compared: Sequence[Compared]) -> str:
+def line(compared: Sequence[KernelComparison]) -> str:
     """What was chosen and why, in words. Pure.
 
     "add by CuPy (2.1x torch's speed), pack by torch (CuPy has 0.9x its speed)".
@@ -129,7 +131,7 @@ def line(compared: Sequence[Compared]) -> str:
     return ", ".join(said)
 
 
-def _ratios(compared: Sequence[Compared]) -> dict[str, float]:
+def _ratios(compared: Sequence[KernelComparison]) -> dict[str, float]:
     """How many times torch's speed CuPy's kernels have, by operation: geometric means."""
     ratios: dict[str, list[float]] = {}
     for case in compared:
@@ -137,7 +139,7 @@ def _ratios(compared: Sequence[Compared]) -> dict[str, float]:
     return {name: geometric_mean(found) for name, found in ratios.items()}
 
 
-def _same(case: Case, plain: Kernels, other: Kernels) -> bool:
+def _same(case: KernelCase, plain: Kernels, other: Kernels) -> bool:
     """Whether two ways leave the same: equal bits, or of squares almost equal numbers."""
     expected, found = case.run(plain).clone(), case.run(other)
     if case.operation == "square_sums":
@@ -145,7 +147,7 @@ def _same(case: Case, plain: Kernels, other: Kernels) -> bool:
     return torch.equal(found, expected)
 
 
-def _times(case: Case, ways: Sequence[Kernels], device: torch.device) -> list[float]:
+def _times(case: KernelCase, ways: Sequence[Kernels], device: torch.device) -> list[float]:
     """The seconds that a case takes by each way: the median of turns of about `TURN_S`."""
     repeats = [max(1, int(TURN_S / _seconds(case, way, device, 1))) for way in ways]
     turns = [
@@ -155,7 +157,7 @@ def _times(case: Case, ways: Sequence[Kernels], device: torch.device) -> list[fl
     return [median(took) for took in zip(*turns, strict=True)]
 
 
-def _seconds(case: Case, way: Kernels, device: torch.device, repeats: int) -> float:
+def _seconds(case: KernelCase, way: Kernels, device: torch.device, repeats: int) -> float:
     """What a case takes once, of so many times in a row."""
     _settle(device)
     start = time.perf_counter()
@@ -190,8 +192,8 @@ def _squares(tensors: Sequence[Tensor]) -> Callable[[Kernels], Tensor]:
     return lambda kernels: kernels.square_sums(tensors)
 
 
-def _only_torch(reason: str) -> Chosen:
-    return Chosen(dict.fromkeys(OPERATIONS, TorchKernels()), f"torch's kernels: {reason}")
+def _only_torch(reason: str) -> SelectedKernels:
+    return SelectedKernels(dict.fromkeys(OPERATIONS, TorchKernels()), f"torch's kernels: {reason}")
 
 
 def _short(tensor: Tensor) -> str:

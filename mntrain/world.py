@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from mntrain import agreement, device, kernels, mpi, transport, tuning
-from mntrain.collectives import Table, WorldCollectives
-from mntrain.collectives.progress import Progress
-from mntrain.collectives.underway import Ticket
-from mntrain.collectives.world import Devices
-from mntrain.failures import AgreedError, Watch
-from mntrain.loader import Shard, shard
-from mntrain.stats import Place, Usage, device_memory, peak_device_memory, peak_memory
-from mntrain.topology import Topology
-from mntrain.transport import settling
-from zero.groups import check_trainable
+from mntrain import device, kernels, rank_agreement, transport, tuning
+from mntrain.comm import mpi
+from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.pending import Future
+from mntrain.comm.topology import Topology
+from mntrain.data.loader import ShardedLoader, shard
+from mntrain.errors import AgreedError, ExceptionWatch
+from mntrain.metrics.step import Place, Usage, device_memory, peak_device_memory, peak_memory
+from mntrain.transport import setup
 from zero.layout import MIB
 from zero.optimizer import ZeroOptimizer
+from zero.param_groups import check_trainable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WorldSettings:
     """The arguments of `init` that every rank gives alike, but for the device."""
 
     device: str
@@ -59,14 +60,14 @@ class World:
     it chose and why, in a line; `places`, where every rank runs; `library`, the MPI.
     """
 
-    def __init__(self, comm: "MPI.Intracomm | None", wanted: Wanted) -> None:
+    def __init__(self, comm: "MPI.Intracomm | None", wanted: WorldSettings) -> None:
         self._world, self.library = mpi.start(comm)
         self.rank, self.size = self._world.rank, self._world.size
-        self._watch = Watch(self.rank, self.size, socket.gethostname())
+        self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
         self._watch.install()
-        self._progress = Progress()
+        self._progress = ProgressEngine()
         self._node: mpi.Communicator | None = None
-        self._route = settling.Route()
+        self._route = setup.SelectedTransport()
         self._optimizers: list[ZeroOptimizer] = []
         try:
             self._settle(wanted)
@@ -74,15 +75,15 @@ class World:
             self._leave(error)
             raise
 
-    def _settle(self, wanted: Wanted) -> None:
+    def _settle(self, wanted: WorldSettings) -> None:
         """Find out who is where, and with what. Collective."""
         hosts = self._world.node_keys()
         on_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         with self.agreement():
             chosen = "lanes" if wanted.algorithm == "auto" else wanted.algorithm
-            table = Table.always(chosen)
+            table = AlgorithmTable.always(chosen)
             self.topology = Topology.from_hosts(hosts, wanted.ranks_per_node)
-            seen = device.seen(wanted.device)
+            seen = device.visible_gpus(wanted.device)
             if not 1 / MIB <= wanted.bucket_mb < math.inf:
                 raise ValueError(
                     f"bucket_mb is {wanted.bucket_mb}: a bucket must hold at least one byte"
@@ -113,12 +114,12 @@ class World:
         self._share_cores(on_host)
         self.kernels = kernels.choose(self.device)
         kinds = self.gather(self.device.type)
-        devices = settling.devices(kinds, self.device, self.kernels, self._progress)
+        devices = setup.devices(kinds, self.device, self.kernels, self._progress)
         self.collectives = self._progress.call(
             lambda: WorldCollectives(self._world, node, self.topology, self._progress, devices)
         ).wait()
         try:
-            self._route = settling.settle(
+            self._route = setup.set_up(
                 wanted.transport,
                 world=self._world,
                 node=node,
@@ -193,7 +194,9 @@ class World:
         self._expect_same(**shared)
         with self.agreement():
             named = _named_groups(model, groups)
-        agreement.expect_same_model(self.gather(agreement.described(model)), self.rank)
+        rank_agreement.expect_same_model(
+            self.gather(rank_agreement.describe_model(model)), self.rank
+        )
         with self.agreement():  # before memory is made together
             check_trainable(named, sharded=stage != 0)
         kept = model.state_dict().keys()  # tables of constants need not travel in every step
@@ -215,14 +218,14 @@ class World:
         self._optimizers.append(optimizer)
         return optimizer
 
-    def shard(self, loader: Iterable[Any], seed: int = 0) -> Shard:
+    def shard(self, loader: Iterable[Any], seed: int = 0) -> ShardedLoader:
         """This rank's part of every batch of a loader, in which each batch is a global one.
 
         Local. A torch DataLoader is taken apart so that a rank loads only its own samples; any
         other iterable's batches are cut along their first dimension. Before a batch is handed out,
         each optimizer of this world is told this rank's share of it, so a mean loss gives the
         exact mean over the global batch even where shares differ. `seed` decides how a shuffling
-        loader shuffles, the same at any number of ranks. See `mntrain.loader.shard`.
+        loader shuffles, the same at any number of ranks. See `mntrain.data.loader.shard`.
         """
         return shard(loader, self.rank, self.size, seed, self._state_share)
 
@@ -230,7 +233,7 @@ class World:
         """Everyone's object, by rank, on every rank. Collective; for small picklable things."""
         return self.gather_later(mine).wait()
 
-    def gather_later(self, mine: T) -> Ticket[list[T]]:
+    def gather_later(self, mine: T) -> Future[list[T]]:
         """Ask as `gather` does, and go on; the ticket's `wait` gives the answer. Collective."""
         return self._progress.call(lambda: self._world.gather_objects(mine))
 
@@ -257,7 +260,7 @@ class World:
             refusal = error
         said = self.gather(None if refusal is None else str(refusal) or type(refusal).__name__)
         if any(said):
-            raise AgreedError(agreement.told(said), self.rank) from refusal
+            raise AgreedError(rank_agreement.combined_refusals(said), self.rank) from refusal
 
     def usage(self) -> list[Usage]:
         """What every rank has used so far, by rank. Collective."""
@@ -319,7 +322,7 @@ class World:
 
     def _expect_same(self, **values: Any) -> None:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
-        agreement.expect_same(self.gather(values), self.rank)
+        rank_agreement.expect_same(self.gather(values), self.rank)
 
     def _tuned(self, node: mpi.Communicator, devices: Devices | None) -> tuning.Tuning:
         """What `auto` is here. Collective."""
@@ -373,7 +376,9 @@ def init(
     Raises AgreedError (a ValueError) on all ranks for a bad argument on any, and
     mpi.SilentSingletonsError when the launcher started more ranks than MPI sees.
     """
-    wanted = Wanted(device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, transport)
+    wanted = WorldSettings(
+        device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, transport
+    )
     return World(comm, wanted)
 
 

@@ -8,9 +8,9 @@ from torch.nn import Parameter
 
 from zero.gradients import put, rescale
 from zero.kernels import Kernels
-from zero.layout import Bucket, Entry, Piece
+from zero.layout import Bucket, BucketEntry, ParameterSlice
 from zero.precision import needs_master
-from zero.views import lies_as, nbytes, run_of, view
+from zero.tensor_views import lies_as, nbytes, run_of, view
 
 
 class Alone:
@@ -37,17 +37,17 @@ class Alone:
         for parameter in parameters.values():
             parameter.grad = None
 
-    def hold(self, index: int, entry: Entry) -> None:
+    def hold(self, index: int, entry: BucketEntry) -> None:
         """See `Gradients.hold`."""
         self._settle(entry, 1.0)
 
-    def take(self, index: int, entry: Entry, scale: float) -> Tensor | None:
+    def take(self, index: int, entry: BucketEntry, scale: float) -> Tensor | None:
         """See `Gradients.take`."""
         there = self._parameters[entry.spec.name].grad is not None
         self._taken[entry.spec.name] = gradient = self._settle(entry, scale)
         return gradient if there else None
 
-    def has_stray(self, index: int, entry: Entry) -> bool:
+    def has_stray(self, index: int, entry: BucketEntry) -> bool:
         """See `Gradients.has_stray`."""
         gradient = self._parameters[entry.spec.name].grad
         return gradient is not None and bool(gradient.any())
@@ -59,7 +59,7 @@ class Alone:
         """See `Gradients.finish`: nothing to wait for."""
         self._note_peak()
 
-    def part(self, index: int, piece: Piece) -> Tensor:
+    def part(self, index: int, piece: ParameterSlice) -> Tensor:
         """See `Gradients.part`."""
         return run_of(self._taken[piece.spec.name])
 
@@ -91,7 +91,7 @@ class Alone:
         for parameter in self._parameters.values():
             parameter.grad = None if set_to_none else self._room(parameter).zero_()
 
-    def _settle(self, entry: Entry, scale: float) -> Tensor:
+    def _settle(self, entry: BucketEntry, scale: float) -> Tensor:
         """A parameter's gradient, times a scale, in memory of its own; zeros where it has none."""
         parameter = self._parameters[entry.spec.name]
         gradient = parameter.grad
@@ -139,11 +139,11 @@ class AloneByRound(Alone):
     The first one's are kept as they came; what others bring is added, of 16 bits in fp32.
     """
 
-    def hold(self, index: int, entry: Entry) -> None:
+    def hold(self, index: int, entry: BucketEntry) -> None:
         """See `Gradients.hold`."""
         raise AssertionError("here every micro-batch is a round: nothing is held for another")
 
-    def take(self, index: int, entry: Entry, scale: float) -> Tensor | None:
+    def take(self, index: int, entry: BucketEntry, scale: float) -> Tensor | None:
         """See `Gradients.take`."""
         name = entry.spec.name
         parameter = self._parameters[name]
@@ -162,7 +162,7 @@ class AloneByRound(Alone):
             kept.add_(gradient)
         return gradient
 
-    def has_stray(self, index: int, entry: Entry) -> bool:
+    def has_stray(self, index: int, entry: BucketEntry) -> bool:
         """See `Gradients.has_stray`."""
         return self._parameters[entry.spec.name].grad is not None
 

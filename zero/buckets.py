@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.finite import Finite
+from zero.finite_check import FiniteCheck
 from zero.gradients import Gradients
-from zero.layout import Bucket, Entry
-from zero.share import Share
+from zero.layout import Bucket, BucketEntry
+from zero.step_weights import BatchWeight
 
 
 class GradientBuckets:
@@ -38,8 +38,8 @@ class GradientBuckets:
     def __init__(
         self,
         gradients: Gradients,
-        share: Share,
-        finite: Finite,
+        share: BatchWeight,
+        finite: FiniteCheck,
         announce: Callable[[], None] | None,
     ) -> None:
         self._gradients, self._share, self._announce = gradients, share, announce
@@ -122,7 +122,7 @@ class GradientBuckets:
         self._launched, self._begun = 0, False
         self._missing = [{e.spec.name for e in b.entries if e.spec.numel} for b in self._buckets]
 
-    def _on_gradient(self, index: int, entry: Entry, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int, entry: BucketEntry, parameter: Tensor) -> None:
         self._share.use()
         summing = self._last or self._announce is not None
         taken = summing and entry.spec.name not in self._missing[index]
@@ -163,7 +163,7 @@ class GradientBuckets:
                 self._take(index, entry)
         self._gradients.launch(index)
 
-    def _take(self, index: int, entry: Entry) -> None:
+    def _take(self, index: int, entry: BucketEntry) -> None:
         scale = self._share.latest if self._announce else self._share.scale
         taken = self._gradients.take(index, entry, scale)
         if taken is not None:

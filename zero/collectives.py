@@ -82,14 +82,14 @@ class Collectives(Protocol):
         """Hand root's tensor to all."""
 
 
-class Done:
+class CompletedWork:
     """Work that had nothing to do."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
-class Solo:
+class SingleProcessCollectives:
     """A world of one: the sum of one tensor is that tensor."""
 
     rank = 0
@@ -105,7 +105,7 @@ class Solo:
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """See `Collectives.all_reduce`."""
-        return Done()
+        return CompletedWork()
 
     def reduce_scatter(
         self,
@@ -114,12 +114,12 @@ class Solo:
         wire: torch.dtype | None = None,
     ) -> Work:
         """See `Collectives.reduce_scatter`."""
-        return Done()
+        return CompletedWork()
 
     def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """See `Collectives.all_gather`."""
-        return Done()
+        return CompletedWork()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """See `Collectives.broadcast`."""
-        return Done()
+        return CompletedWork()

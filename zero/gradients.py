@@ -1,7 +1,7 @@
 """The memory that gradients lie in until they are summed over ranks: three ways of one contract.
 
-    zero.held      one flat tensor a bucket, for the whole step; every gradient is a view into it
-    zero.passing   a few working tensors that buckets take turns in; only this rank's shards stay
+    zero.flat_gradients      one flat tensor a bucket, for the whole step; every gradient is a view into it
+    zero.sharded_gradients   a few working tensors that buckets take turns in; only this rank's shards stay
     zero.alone     where backward made them: there is no other rank, at any stage
 
 In every round each gradient of a bucket is taken, the bucket is launched, and when its reduction is
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Work
 from zero.kernels import Kernels
-from zero.layout import Bucket, Entry, Piece
+from zero.layout import Bucket, BucketEntry, ParameterSlice
 
 
 class Reduce(Protocol):
@@ -36,10 +36,10 @@ class Gradients(Protocol):
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Make room for more buckets, of parameters by name. Collective."""
 
-    def hold(self, index: int, entry: Entry) -> None:
+    def hold(self, index: int, entry: BucketEntry) -> None:
         """Take a gradient that backward has just made, and to which more will be added."""
 
-    def take(self, index: int, entry: Entry, scale: float) -> Tensor | None:
+    def take(self, index: int, entry: BucketEntry, scale: float) -> Tensor | None:
         """Take a parameter's gradient of this round, times `scale`; none counts as zeros.
 
         Once a round for every parameter of a bucket, and before `launch`. A scale of 0 makes zeros
@@ -49,13 +49,13 @@ class Gradients(Protocol):
     def launch(self, index: int) -> None:
         """Start the reduction of a bucket. Collective."""
 
-    def has_stray(self, index: int, entry: Entry) -> bool:
+    def has_stray(self, index: int, entry: BucketEntry) -> bool:
         """Whether a parameter has a gradient that no backward brought. Before `take`."""
 
     def finish(self) -> None:
         """Wait for every reduction."""
 
-    def part(self, index: int, piece: Piece) -> Tensor:
+    def part(self, index: int, piece: ParameterSlice) -> Tensor:
         """The sum over ranks of a piece of what this rank keeps of a bucket. After `finish`.
 
         Flat, a view: elements in the order in which the parameter lies in memory.

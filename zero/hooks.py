@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Hook:
+class ModuleHook:
     """A function that torch calls, and that stays behind when the module is copied or saved.
 
     In a copy it does nothing: a copy has memory of its own, of which no optimizer knows.
@@ -18,6 +18,6 @@ class Hook:
         if self._function is not None:
             self._function(*args)
 
-    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
         """What copies and pickles are made of."""
-        return Hook, ()
+        return ModuleHook, ()

@@ -40,7 +40,7 @@ def split(numel: int, parts: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Spec:
+class ParameterSpec:
     """What the plan needs to know of a parameter."""
 
     name: str
@@ -54,19 +54,19 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Entry:
+class BucketEntry:
     """One parameter's place in a bucket: elements start to stop."""
 
-    spec: Spec
+    spec: ParameterSpec
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """Elements low to high of a parameter, which lie from `start` on in its bucket."""
 
-    spec: Spec
+    spec: ParameterSpec
     start: int
     low: int
     high: int
@@ -87,7 +87,7 @@ class Bucket:
     """A contiguous run of parameters of one dtype, and the shards that it is cut into."""
 
     dtype: torch.dtype
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     bounds: tuple[int, ...]  # slot i owns the elements bounds[i] to bounds[i + 1]
 
     @property
@@ -104,18 +104,18 @@ class Bucket:
         """The elements, from and to, that a slot owns."""
         return self.bounds[slot], self.bounds[slot + 1]
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def pieces(self, start: int, stop: int) -> list[ParameterSlice]:
         """What lies between two elements of the bucket, by parameter; none is empty."""
         found = []
         for entry in self.entries:
             low, high = max(start, entry.start), min(stop, entry.stop)
             if low < high:
-                found.append(Piece(entry.spec, low, low - entry.start, high - entry.start))
+                found.append(ParameterSlice(entry.spec, low, low - entry.start, high - entry.start))
         return found
 
 
 def plan_buckets(
-    specs: Sequence[Spec],
+    specs: Sequence[ParameterSpec],
     bucket_bytes: int,
     shards: int = 1,
     loads: Sequence[int] | None = None,
@@ -131,8 +131,8 @@ def plan_buckets(
     owner = None if loads is None else _deal(specs, loads)
     total = _nbytes(specs)
     bucket_bytes = min(bucket_bytes, max(MIB, total // LEAST_BUCKETS))
-    open_runs: dict[torch.dtype, list[Spec]] = {}
-    runs: list[list[Spec]] = []
+    open_runs: dict[torch.dtype, list[ParameterSpec]] = {}
+    runs: list[list[ParameterSpec]] = []
     for spec in reversed(specs):
         run = open_runs.setdefault(spec.dtype, [])
         if run and _nbytes([*run, spec]) > bucket_bytes:
@@ -149,17 +149,17 @@ def plan_buckets(
     return tuple(_bucket(run, shards, owner) for run in runs)
 
 
-def _nbytes(run: Sequence[Spec]) -> int:
+def _nbytes(run: Sequence[ParameterSpec]) -> int:
     return sum(spec.numel * spec.dtype.itemsize for spec in run)
 
 
-def _short_end(run: list[Spec]) -> list[list[Spec]]:
+def _short_end(run: list[ParameterSpec]) -> list[list[ParameterSpec]]:
     """The last bucket's parameters in two: of its end no more than has the bytes of an end."""
     start = next((i for i in reversed(range(len(run))) if _nbytes(run[i:]) >= ENDS), 0)
     return [run[:start], run[start:]] if start else [run]
 
 
-def _deal(specs: Sequence[Spec], loads: Sequence[int]) -> dict[str, int]:
+def _deal(specs: Sequence[ParameterSpec], loads: Sequence[int]) -> dict[str, int]:
     """The slot that owns each parameter: the largest first, to whoever has the least.
 
     Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
@@ -173,15 +173,15 @@ def _deal(specs: Sequence[Spec], loads: Sequence[int]) -> dict[str, int]:
     return owner
 
 
-def _bucket(run: Iterable[Spec], shards: int, owner: dict[str, int] | None) -> Bucket:
+def _bucket(run: Iterable[ParameterSpec], shards: int, owner: dict[str, int] | None) -> Bucket:
     # What would leave those behind it at odd addresses goes last: a GPU reads them slowly there.
     specs = sorted(run, key=lambda spec: spec.numel % EVEN != 0)
     if owner is not None:
         specs.sort(key=lambda spec: owner[spec.name])
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     start = 0
     for spec in specs:
-        entries.append(Entry(spec, start, start + spec.numel))
+        entries.append(BucketEntry(spec, start, start + spec.numel))
         start += spec.numel
     bounds = split(start, shards)
     if owner is not None:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from zero.alone import alone_bytes
-from zero.groups import check_partition
-from zero.held import held_bytes
-from zero.layout import MIB, Bucket, Piece, Spec, plan_buckets
-from zero.passing import working_bytes
+from zero.flat_gradients import held_bytes
+from zero.layout import MIB, Bucket, ParameterSlice, ParameterSpec, plan_buckets
+from zero.param_groups import check_partition
 from zero.precision import needs_master
-from zero.views import nbytes
+from zero.sharded_gradients import working_bytes
+from zero.tensor_views import nbytes
 
 FP32 = torch.float32.itemsize
 
@@ -48,7 +48,7 @@ class Memory:
 
 
 def predict(
-    specs: Sequence[Spec],
+    specs: Sequence[ParameterSpec],
     optimizer_class: Callable[..., torch.optim.Optimizer],
     *,
     stage: int,
@@ -111,7 +111,7 @@ def state_bytes(states: Iterable[dict[str, Any]]) -> int:
 
 def tried_bytes(
     optimizer_class: Callable[..., torch.optim.Optimizer],
-    piece: Piece,
+    piece: ParameterSlice,
     options: dict[str, Any],
 ) -> int:
     """The bytes of state of one piece, found by a step on a few elements of as many dimensions.

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero.blame import blame
 from zero.buckets import GradientBuckets
 from zero.collectives import Collectives
-from zero.finite import Finite
-from zero.groups import (
+from zero.finite_check import FiniteCheck
+from zero.kernels import Kernels, TorchKernels
+from zero.layout import MIB, Bucket, ParameterSpec, plan_buckets
+from zero.master_weights import OptimizerShard
+from zero.memory import Memory, predict_for_plan, state_bytes
+from zero.non_finite import describe_non_finite
+from zero.norms import global_norm
+from zero.param_groups import (
     Named,
     by_name,
     check_partition,
@@ -27,18 +32,13 @@ from zero.groups import (
     refuse_shared_memory,
     unnamed,
 )
-from zero.kernels import Kernels, TorchKernels
-from zero.layout import MIB, Bucket, Spec, plan_buckets
-from zero.memory import Memory, predict_for_plan, state_bytes
-from zero.norms import global_norm
-from zero.owned import Owned
 from zero.precision import LossScale
-from zero.replicas import take_from_rank_0
-from zero.rollcall import RollCall, Totals
-from zero.share import Share
+from zero.replicas import broadcast_from_rank_0
 from zero.stages import make_stage
 from zero.state import StateSlice, gathered_slices, own_slices, take_slices
-from zero.views import nbytes
+from zero.step_consensus import StepConsensus, StepTotals
+from zero.step_weights import BatchWeight
+from zero.tensor_views import nbytes
 
 
 class StepResult(NamedTuple):
@@ -137,18 +137,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_partition(partition, optimizer_class, sharded=self._stage.sharded)
         self._deals_whole = partition == "parameter"
         narrow = torch.float16 in {wire_dtype, *(p.dtype for p in named.values())}
-        self._share = Share(1 if narrow else collectives.size)
+        self._share = BatchWeight(1 if narrow else collectives.size)
         every = self._stage.every_micro_batch
-        self._roll = RollCall(collectives, self._share, every_micro_batch=every)
+        self._roll = StepConsensus(collectives, self._share, every_micro_batch=every)
         announce = self._roll.announce if every else None
         # Only an error tells whose gradient it was; who is alone knows.
-        self._finite = Finite(asked=not self._skips and collectives.size > 1)
+        self._finite = FiniteCheck(asked=not self._skips and collectives.size > 1)
         gradients = self._stage.gradients
         self._buckets = GradientBuckets(gradients, self._share, self._finite, announce)
         self._plan: list[Bucket] = []
-        self._owned = Owned()
+        self._owned = OptimizerShard()
         self._begun = False
-        self._totals: Totals | None = None  # what `synchronize` has learned, and `step` uses
+        self._totals: StepTotals | None = None  # what `synchronize` has learned, and `step` uses
         self._divisor = 0.0  # by which the sum of gradients becomes a mean, likewise
         self._unused: frozenset[str] = frozenset()  # by any rank, likewise
         self._lay(named)
@@ -165,7 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def start(self) -> None:
         """Overwrite parameters and buffers with rank 0's. Collective."""
         buffers = self._buffers if self._model is None else self._model.buffers()
-        take_from_rank_0(self._collectives, [*self._named.values(), *buffers])
+        broadcast_from_rank_0(self._collectives, [*self._named.values(), *buffers])
         self._owned.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mine = unnamed(group)
         super().add_param_group(mine)
         self._inner.add_param_group(self._owned.groups([mine])[0])
-        take_from_rank_0(self._collectives, named.values())
+        broadcast_from_rank_0(self._collectives, named.values())
         self._owned.refresh()
 
     def share(self, count: float | None) -> None:
@@ -276,7 +276,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._owned.feed(self._stage.gradients, factor, self._unused, self._kernels)
         self._update()
         self._owned.write_back()
-        take_from_rank_0(self._collectives, self._buffers)
+        broadcast_from_rank_0(self._collectives, self._buffers)
         self._stage.publish()
         self._end_step()
         self._scale.note_good_step()
@@ -394,7 +394,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _lay(self, named: dict[str, Parameter]) -> None:
         """Lay parameters into buckets, and own this rank's part of them."""
-        specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
+        specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
         size = self._collectives.size
         loads = [
             sum(bucket.bounds[slot + 1] - bucket.bounds[slot] for bucket in self._plan)
@@ -442,9 +442,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._scale.shrink()
         elif not self._skips:
             gradients, finite = self._stage.gradients, bool(self._finite)
-            who = blame(self._collectives, self._owned, gradients, self._named, finite=finite)
+            who = describe_non_finite(
+                self._collectives, self._owned, gradients, self._named, finite=finite
+            )
             self._end_step()
             raise NonFiniteGradientError(f"the gradient's norm is {norm}: {who}")
         self._end_step()
-        take_from_rank_0(self._collectives, self._buffers)
+        broadcast_from_rank_0(self._collectives, self._buffers)
         return StepResult(norm, 0.0, 0.0, weight, skipped=True)

@@ -18,12 +18,12 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
-from zero.hooks import Hook
+from zero.hooks import ModuleHook
 from zero.layout import Bucket
-from zero.views import view
+from zero.tensor_views import view
 
 
-class Homes:
+class StorageGuard:
     """Where parameters lie: they are to stay there for as long as they are trained."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class FlatParameters:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._homes = Homes()
+        self._homes = StorageGuard()
         self.buckets: list[Bucket] = []
         self.flats: list[Tensor] = []
         self.index: dict[Parameter, int] = {}  # of the bucket that a parameter is in
@@ -76,11 +76,11 @@ class FlatParameters:
         return added
 
     def check(self) -> None:
-        """See `Homes.check`."""
+        """See `StorageGuard.check`."""
         self._homes.check()
 
 
-class Gathers:
+class ParameterGathers:
     """The all-gathers of flat parameters: launched together, waited for where they are needed.
 
     With a `model`, its modules wait for what they use; without one, `launch` waits for all. Under
@@ -102,7 +102,7 @@ class Gathers:
         """Have the modules wait that have parameters of their own, those added since too."""
         for module in self._model.modules() if self._model is not None else ():
             if self._needs(module._parameters.values()) and module not in self._hooks:
-                hook = module.register_forward_pre_hook(Hook(self._before), prepend=True)
+                hook = module.register_forward_pre_hook(ModuleHook(self._before), prepend=True)
                 self._hooks[module] = hook
 
     def launch(self) -> None:
@@ -117,7 +117,7 @@ class Gathers:
         for module in self._hooks:
             if self._needs(module._parameters.values()):
                 self._guarded[module] = module._parameters
-                guard = Guarded(module._parameters, partial(self._release, module))
+                guard = WaitingParameterDict(module._parameters, partial(self._release, module))
                 module.__dict__["_parameters"] = guard
 
     def wait(self) -> None:
@@ -157,7 +157,7 @@ class Gathers:
         return sorted({index[p] for p in parameters if p in index}, reverse=True)
 
 
-class Guarded(MutableMapping[str, Parameter | None]):
+class WaitingParameterDict(MutableMapping[str, Parameter | None]):
     """Stands in for a module's dictionary of parameters while some are on their way.
 
     Who asks for one waits: `release` does, and gives the module its own dictionary back. Not a

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zero.groups import is_positive
 from zero.kernels import Kernels
-from zero.views import nbytes
+from zero.param_groups import is_positive
+from zero.tensor_views import nbytes
 
 # Source of the dynamic scale and of its defaults: Micikevicius et al., "Mixed Precision Training",
 # 2018 (arXiv 1710.03740), and torch.amp.GradScaler.

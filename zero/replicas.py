@@ -9,7 +9,7 @@ from zero.collectives import Collectives
 
 
 @torch.no_grad()
-def take_from_rank_0(collectives: Collectives, tensors: Iterable[Tensor]) -> None:
+def broadcast_from_rank_0(collectives: Collectives, tensors: Iterable[Tensor]) -> None:
     """Overwrite each tensor, in place, with rank 0's. Collective; returns when all is done.
 
     The tensors of one dtype and device travel together, in one broadcast of a flat copy.

@@ -22,11 +22,11 @@ from torch.nn import Parameter
 
 from zero.alone import Alone, AloneByRound
 from zero.collectives import Collectives, Work
+from zero.flat_gradients import FlatGradients
 from zero.gradients import Gradients
-from zero.held import Held
 from zero.layout import Bucket
-from zero.parameters import FlatParameters, Gathers, Homes
-from zero.passing import Passing
+from zero.parameters import FlatParameters, ParameterGathers, StorageGuard
+from zero.sharded_gradients import ShardedGradients
 
 
 class Stage(Protocol):
@@ -54,7 +54,7 @@ class Stage(Protocol):
         """Settle, and take all hooks from the model."""
 
 
-class Replicated:
+class ReplicatedStage:
     """Stage 0: nothing sharded. Every rank keeps the whole sum and updates every parameter."""
 
     every_micro_batch = False
@@ -64,7 +64,7 @@ class Replicated:
         self, collectives: Collectives, model: nn.Module | None, wire: torch.dtype | None
     ) -> None:
         self._collectives, self._wire = collectives, wire
-        self.gradients: Gradients = Held(collectives, self._reduce, sharded=False)
+        self.gradients: Gradients = FlatGradients(collectives, self._reduce, sharded=False)
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """See `Stage.owned`: all."""
@@ -89,7 +89,7 @@ class Replicated:
         return self._collectives.all_reduce(flat, wire=narrower(self._wire, flat.dtype))
 
 
-class ShardedState:
+class ShardedStateStage:
     """Stage 1: every rank sums, updates, and keeps optimizer state for, its shards only."""
 
     every_micro_batch = False
@@ -101,8 +101,8 @@ class ShardedState:
         self._collectives, self._wire = collectives, wire
         self._slot = collectives.slot(collectives.rank)
         self._parameters = FlatParameters(collectives)
-        self._gathers = Gathers(collectives, self._parameters, model)
-        self.gradients: Gradients = Held(collectives, self._reduce, sharded=True)
+        self._gathers = ParameterGathers(collectives, self._parameters, model)
+        self.gradients: Gradients = FlatGradients(collectives, self._reduce, sharded=True)
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """See `Stage.owned`: its shard."""
@@ -134,7 +134,7 @@ class ShardedState:
         return self._collectives.reduce_scatter(flat, bucket.bounds, wire=wire)
 
 
-class ShardedGradients(ShardedState):
+class ShardedGradientStage(ShardedStateStage):
     """Stage 2: besides, no rank holds more gradients than its shards and a few buckets."""
 
     every_micro_batch = True
@@ -143,7 +143,7 @@ class ShardedGradients(ShardedState):
         self, collectives: Collectives, model: nn.Module | None, wire: torch.dtype | None
     ) -> None:
         super().__init__(collectives, model, wire)
-        self.gradients = Passing(collectives, self._reduce)
+        self.gradients = ShardedGradients(collectives, self._reduce)
 
 
 class Single:
@@ -157,7 +157,7 @@ class Single:
         self.sharded = stage > 0
         self.every_micro_batch = stage == 2
         self.gradients: Gradients = AloneByRound() if self.every_micro_batch else Alone()
-        self._homes = Homes()
+        self._homes = StorageGuard()
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """See `Stage.owned`: all."""
@@ -183,10 +183,10 @@ class Single:
 
 
 WIRES = (None, torch.float32, torch.bfloat16, torch.float16)
-STAGES: dict[int, type[Replicated | ShardedState]] = {
-    0: Replicated,
-    1: ShardedState,
-    2: ShardedGradients,
+STAGES: dict[int, type[ReplicatedStage | ShardedStateStage]] = {
+    0: ReplicatedStage,
+    1: ShardedStateStage,
+    2: ShardedGradientStage,
 }
 
 

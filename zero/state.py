@@ -17,9 +17,9 @@ from torch import Tensor
 
 from zero.collectives import Collectives
 from zero.layout import Bucket
+from zero.master_weights import OptimizerShard, OwnedSlice
 from zero.objects import gather_objects
-from zero.owned import Owned, OwnedPiece
-from zero.views import order
+from zero.tensor_views import order
 
 MASTER = "master"  # the key of the fp32 master weights
 
@@ -32,7 +32,7 @@ class StateSlice(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
-    order: tuple[int, ...]  # its dimensions in that order: see `zero.views.order`
+    order: tuple[int, ...]  # its dimensions in that order: see `zero.tensor_views.order`
     low: int
     high: int
     tensors: dict[str, Tensor]  # flat, high - low elements each
@@ -47,7 +47,7 @@ class StateSlice(NamedTuple):
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
-def own_slices(owned: Owned, state: State) -> Iterator[StateSlice]:
+def own_slices(owned: OptimizerShard, state: State) -> Iterator[StateSlice]:
     """The slices of what this rank owns, in the order of its pieces. Local.
 
     Tensors are the optimizer's own memory, where they lie in it as they do in the parameter.
@@ -57,7 +57,7 @@ def own_slices(owned: Owned, state: State) -> Iterator[StateSlice]:
 
 
 def gathered_slices(
-    collectives: Collectives, plan: Sequence[Bucket], owned: Owned, state: State, root: int
+    collectives: Collectives, plan: Sequence[Bucket], owned: OptimizerShard, state: State, root: int
 ) -> Iterator[StateSlice]:
     """Whole slices, one a parameter, on root; nothing on other ranks. Collective throughout.
 
@@ -112,7 +112,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def take_slices(
-    owned: Owned,
+    owned: OptimizerShard,
     optimizer: torch.optim.Optimizer,
     slices: Iterable[StateSlice],
     shapes: Mapping[str, tuple[int, ...]],
@@ -150,7 +150,7 @@ def take_slices(
 class _Taker:
     """The state of one piece, while it is put together out of slices."""
 
-    def __init__(self, owned: OwnedPiece) -> None:
+    def __init__(self, owned: OwnedSlice) -> None:
         self.owned = owned
         self._found: dict[str, Any] = {}
         self._covered: list[tuple[int, int]] = []
@@ -232,7 +232,7 @@ class _Taker:
         return found
 
 
-def _slice(owned: OwnedPiece, state: State) -> StateSlice:
+def _slice(owned: OwnedSlice, state: State) -> StateSlice:
     piece, tensors, others = owned.piece, {}, {}
     for key, value in state.get(owned.tensor, {}).items():
         if isinstance(value, Tensor) and value.dim() and value.shape == owned.tensor.shape:

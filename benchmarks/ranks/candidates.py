@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from mntrain.bench.candidates import Candidate, Native
+from mntrain.bench.candidates import Candidate, MpiCandidate
 from mntrain.bench.pattern import Pattern, holds, write
-from mntrain.collectives import WorldCollectives
+from mntrain.comm.collectives import WorldCollectives
 
 _WRONG = -9.0  # in no pattern: what a verb leaves untouched is seen
 
@@ -23,7 +23,7 @@ class Wired:
         self.reduce_scatter = partial(collectives.reduce_scatter, wire=wire)
 
 
-class Library(Native):
+class Library(MpiCandidate):
     """The MPI library's own, by another name where it has several ways."""
 
     def __init__(

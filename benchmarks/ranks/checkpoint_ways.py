@@ -25,8 +25,8 @@ from ways import gloo, gloo_and_deepspeed
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import Moment, Saver
-from mntrain.data import part
+from mntrain.checkpoint import Saver, TrainingState
+from mntrain.data.sampling import part
 from mntrain.tasks.transformer import Transformer
 
 OWN = ("mntrain", "mntrain, beside training")
@@ -312,5 +312,5 @@ def together(comm: MPI.Intracomm) -> None:
         time.sleep(POLL_S)
 
 
-MOMENT = Moment(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
+MOMENT = TrainingState(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
 TAG = "state"

@@ -22,11 +22,12 @@ from common import (
 from mpi4py import MPI
 
 import mntrain
-from mntrain import probe
-from mntrain.bench.candidates import NATIVE, Candidate, Ours
+from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate
 from mntrain.bench.pattern import Pattern
 from mntrain.bench.timing import in_turns, rendezvous, sample
-from mntrain.collectives import Table, WorldCollectives
+from mntrain.comm import link_speed
+from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.collectives import WorldCollectives
 
 MIB = 2**20
 ALGORITHMS = ("lanes", "leader", "flat")
@@ -85,10 +86,12 @@ def ours(world: mntrain.World, verb: str, memory: torch.Tensor) -> list[Candidat
     pattern = Pattern(world.rank, world.size, torch.float32, world.device)
 
     def way(name: str, collectives: WorldCollectives) -> Candidate:
-        return Ours(f"mntrain{name}", verb, collectives, memory, pattern)
+        return LibraryCandidate(f"mntrain{name}", verb, collectives, memory, pattern)
 
     ways = [way("", world.collectives)]
-    ways += [way(f" {name}", world.collectives.using(Table.always(name))) for name in ALGORITHMS]
+    ways += [
+        way(f" {name}", world.collectives.using(AlgorithmTable.always(name))) for name in ALGORITHMS
+    ]
     if verb in WIRED and len(world.topology.nodes) > 1:
         ways.append(way(", bf16 wire", Wired(world.collectives, torch.bfloat16)))
     return ways
@@ -195,8 +198,8 @@ def timed(comm: MPI.Intracomm, candidate: Candidate) -> float:
 def copy_seconds(comm: MPI.Intracomm, nbytes: int) -> dict[str, float]:
     """What a copy of so many bytes takes: of all ranks at once, and of one while others sleep."""
     comm.Barrier()
-    together = min(comm.allgather(probe.copy_speed(nbytes, COPY_S)))
-    alone = probe.copy_speed(nbytes, COPY_S) if comm.rank == 0 else None
+    together = min(comm.allgather(link_speed.copy_speed(nbytes, COPY_S)))
+    alone = link_speed.copy_speed(nbytes, COPY_S) if comm.rank == 0 else None
     rendezvous(comm)
     return {"together_s": nbytes / together, "alone_s": nbytes / comm.bcast(alone)}
 

@@ -14,9 +14,9 @@ from gpu_facts import facts
 from torch import Tensor, nn
 
 import mntrain
-from mntrain import compiling
+from mntrain.metrics.flops import peak
 from mntrain.tasks.transformer import Transformer
-from mntrain.utilisation import peak
+from mntrain.train import compiling
 
 GPT = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50304}
 TINY = {"layers": 2, "width": 64, "heads": 2, "context": 64, "vocab": 512}

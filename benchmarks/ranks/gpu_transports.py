@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.bench.candidates import Ours
+from mntrain.bench.candidates import LibraryCandidate
 from mntrain.bench.pattern import Pattern
 from mntrain.bench.timing import rendezvous
 
@@ -42,7 +42,7 @@ def main() -> None:
             memory = first.collectives.allocate(numel, torch.float32, first.device)
             pattern = Pattern(comm.rank, comm.size, torch.float32, first.device)
             candidates = [
-                Ours(name, "all_reduce", world.collectives, memory, pattern)
+                LibraryCandidate(name, "all_reduce", world.collectives, memory, pattern)
                 for name, world in worlds.items()
             ]
             copies.append({"mib": mib, "seconds": copy_seconds(comm, memory)})

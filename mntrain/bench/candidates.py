@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mntrain.bench.pattern import Pattern, holds, write
-from mntrain.collectives import WorldCollectives
+from mntrain.comm.collectives import WorldCollectives
 from zero.layout import split
 
 _WRONG = -9.0  # in no pattern: what a verb leaves untouched is seen
@@ -40,7 +40,7 @@ class Candidate(ABC):
         """Whether this rank has what it should have, to the bit. Local."""
 
 
-class Ours(Candidate):
+class LibraryCandidate(Candidate):
     """A verb of `WorldCollectives`, in place on a flat tensor that is lent from case to case."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Ours(Candidate):
         return holds(self._tensor, self._pattern.total)
 
 
-class Native(Candidate):
+class MpiCandidate(Candidate):
     """A verb of the MPI library: blocking, on fp32 in host memory, from one buffer to another.
 
     `comm` is an mpi4py communicator over the world, on which nothing else is under way. `pattern`

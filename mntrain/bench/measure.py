@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mntrain.bench import plan
-from mntrain.bench.candidates import NATIVE, Candidate, Native, Ours
-from mntrain.bench.options import Options, size_label
+from mntrain.bench.bench_options import BenchOptions, size_label
+from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate
+from mntrain.bench.limits import HardwareLimits, predicted, repeats, weight
 from mntrain.bench.pattern import Pattern
-from mntrain.bench.results import Case, Results, Skipped, Timed, Wrong
-from mntrain.bench.show import short_time
+from mntrain.bench.printing import short_time
+from mntrain.bench.results import BenchCase, BenchResults, SkippedCase, TimedCase, WrongCase
 from mntrain.bench.timing import in_turns, sample
-from mntrain.collectives import Table, WorldCollectives
+from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.collectives import WorldCollectives
 from mntrain.world import World
 
 DTYPES = {
@@ -25,13 +26,13 @@ DTYPES = {
     "fp64": torch.float64,
 }
 
-C = TypeVar("C", bound=Case)
+C = TypeVar("C", bound=BenchCase)
 Sample = tuple[float, bool]  # seconds on this rank, and whether its result is right
 
 
 def by(world: World, algorithm: str) -> WorldCollectives:
     """The collectives of a world by one algorithm, whatever the size. Local."""
-    return world.collectives.using(Table.always(algorithm))
+    return world.collectives.using(AlgorithmTable.always(algorithm))
 
 
 class Measurement:
@@ -47,8 +48,8 @@ class Measurement:
         world: World,
         comm: Any,
         *,
-        options: Options,
-        limits: plan.Limits,
+        options: BenchOptions,
+        limits: HardwareLimits,
         end: float,
         say: Callable[[str], None],
     ) -> None:
@@ -57,12 +58,12 @@ class Measurement:
         self._dtype = DTYPES[options.dtype]
         self._pattern = Pattern(world.rank, world.size, self._dtype, world.device)
         self._native_pattern = Pattern(world.rank, world.size, torch.float32, torch.device("cpu"))
-        self._weight_left = sum(map(plan.weight, options.sizes)) * len(options.verbs)
+        self._weight_left = sum(map(weight, options.sizes)) * len(options.verbs)
         # What a verb takes, by an algorithm: seconds for once, all in all, and at which size.
         self._seconds: dict[tuple[str, str], tuple[float, int]] = {}
-        self.timed: list[Timed] = []
-        self.skipped: list[Skipped] = []
-        self.wrong: list[Wrong] = []
+        self.timed: list[TimedCase] = []
+        self.skipped: list[SkippedCase] = []
+        self.wrong: list[WrongCase] = []
 
     def run(self) -> None:
         """Measure everything that the time allows, from the smallest size to the largest."""
@@ -73,9 +74,9 @@ class Measurement:
             for verb in self._options.verbs:
                 self._measure(verb, nbytes, tensor)
 
-    def results(self, facts: Mapping[str, Any]) -> Results:
+    def results(self, facts: Mapping[str, Any]) -> BenchResults:
         """What was measured so far. Local."""
-        return Results(
+        return BenchResults(
             facts, self._limits, tuple(self.timed), tuple(self.skipped), tuple(self.wrong)
         )
 
@@ -83,12 +84,12 @@ class Measurement:
         """Measure one verb at one size: candidates in turn, so that noise falls on all alike."""
         names = [*self._options.algorithms, NATIVE[verb]]
         time_left: float = self._world.gather(self._end - time.perf_counter())[0]
-        allowed_s = time_left * plan.weight(nbytes) / (self._weight_left * len(names))
-        self._weight_left -= plan.weight(nbytes)
+        allowed_s = time_left * weight(nbytes) / (self._weight_left * len(names))
+        self._weight_left -= weight(nbytes)
         candidates = [
             self._candidate(name, verb, nbytes, tensor)
             for name in names
-            if self._affordable(Case(verb, name, nbytes), allowed_s)
+            if self._affordable(BenchCase(verb, name, nbytes), allowed_s)
         ]
         counts = self._warm_up(candidates, verb, nbytes, allowed_s)
         mine: list[list[Sample]] = [[] for _ in candidates]
@@ -98,16 +99,16 @@ class Measurement:
                     mine[index].append(sample(self._comm, candidates[index]))
         by_rank = self._world.gather(mine)
         for index, candidate in enumerate(candidates):
-            case = Case(verb, candidate.name, nbytes)
+            case = BenchCase(verb, candidate.name, nbytes)
             self._record(case, [samples[index] for samples in by_rank])
         self._tell(verb, nbytes)
 
     def _candidate(self, name: str, verb: str, nbytes: int, tensor: Tensor) -> Candidate:
         if name == NATIVE[verb]:
-            return Native(verb, self._comm, nbytes, self._native_pattern)
-        return Ours(name, verb, by(self._world, name), tensor, self._pattern)
+            return MpiCandidate(verb, self._comm, nbytes, self._native_pattern)
+        return LibraryCandidate(name, verb, by(self._world, name), tensor, self._pattern)
 
-    def _affordable(self, case: Case, allowed_s: float) -> bool:
+    def _affordable(self, case: BenchCase, allowed_s: float) -> bool:
         """Whether there is time for a case: to warm up, and for one more. If not, note it down.
 
         What has not been measured at a smaller size is always tried.
@@ -115,10 +116,10 @@ class Measurement:
         if (case.verb, case.algorithm) not in self._seconds:
             return True
         once_s, nbytes = self._seconds[case.verb, case.algorithm]
-        expected_s = plan.predicted(self._limits, case.verb, once_s, nbytes, case.size_bytes)
+        expected_s = predicted(self._limits, case.verb, once_s, nbytes, case.size_bytes)
         if 2 * expected_s <= allowed_s:
             return True
-        skipped = Skipped(**asdict(case), predicted_s=2 * expected_s, allowed_s=allowed_s)
+        skipped = SkippedCase(**asdict(case), predicted_s=2 * expected_s, allowed_s=allowed_s)
         self.skipped.append(skipped)
         return False
 
@@ -139,19 +140,19 @@ class Measurement:
         slowest = [max(times) for times in zip(*self._world.gather(took), strict=True)]
         for candidate, once_s in zip(candidates, slowest, strict=True):
             self._seconds[verb, candidate.name] = once_s, nbytes
-        return [plan.repeats(once_s, allowed_s, self._options.repeats) for once_s in slowest]
+        return [repeats(once_s, allowed_s, self._options.repeats) for once_s in slowest]
 
-    def _record(self, case: Case, by_rank: Sequence[Sequence[Sample]]) -> None:
+    def _record(self, case: BenchCase, by_rank: Sequence[Sequence[Sample]]) -> None:
         """Note down what all ranks have seen of a case."""
         wrong = tuple(
             rank for rank, samples in enumerate(by_rank) if not all(right for _, right in samples)
         )
         if wrong:
-            self.wrong.append(Wrong(**asdict(case), ranks=wrong))
+            self.wrong.append(WrongCase(**asdict(case), ranks=wrong))
             return
         times = tuple(max(took for took, _ in turn) for turn in zip(*by_rank, strict=True))
         self.timed.append(
-            Timed(
+            TimedCase(
                 **asdict(case),
                 dtype="fp32" if case.algorithm == NATIVE[case.verb] else self._options.dtype,
                 limit_s=self._limits.seconds(case.verb, case.size_bytes),

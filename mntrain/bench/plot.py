@@ -4,8 +4,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mntrain.bench.options import ALGORITHMS, size_label
-from mntrain.bench.results import Results
+from mntrain.bench.bench_options import ALGORITHMS, size_label
+from mntrain.bench.results import BenchResults
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ def missing() -> str:
     return "a picture needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
 
 
-def plot(results: Results, path: Path) -> None:
+def plot(results: BenchResults, path: Path) -> None:
     """Write a PNG. Both axes are logarithmic; a verb that nobody has finished has no panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an extra
     from matplotlib.figure import Figure  # noqa: PLC0415 - likewise
@@ -42,7 +42,7 @@ def plot(results: Results, path: Path) -> None:
     figure.savefig(path, dpi=160, transparent=True)
 
 
-def _panel(axes: "Axes", results: Results, verb: str) -> None:
+def _panel(axes: "Axes", results: BenchResults, verb: str) -> None:
     """Draw one verb: a line for each algorithm, and the limit dashed."""
     from matplotlib.ticker import LogLocator  # noqa: PLC0415 - an extra
 

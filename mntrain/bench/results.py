@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from mntrain.bench.plan import Limits
+from mntrain.bench.limits import HardwareLimits
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A verb by an algorithm, or by the MPI library, at one size."""
 
     verb: str
@@ -18,7 +18,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Skipped(Case):
+class SkippedCase(BenchCase):
     """What was left out, since it would have taken too long."""
 
     predicted_s: float  # once, all in all
@@ -26,14 +26,14 @@ class Skipped(Case):
 
 
 @dataclass(frozen=True)
-class Wrong(Case):
+class WrongCase(BenchCase):
     """What gave a wrong result, which has no speed."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Timed(Case):
+class TimedCase(BenchCase):
     """What was measured, with every result right."""
 
     dtype: str
@@ -57,14 +57,14 @@ class Timed(Case):
 
 
 @dataclass(frozen=True)
-class Results:
+class BenchResults:
     """All of one run. `facts` are what was measured where, ready for JSON."""
 
     facts: Mapping[str, Any]
-    limits: Limits
-    timed: tuple[Timed, ...]
-    skipped: tuple[Skipped, ...]
-    wrong: tuple[Wrong, ...]
+    limits: HardwareLimits
+    timed: tuple[TimedCase, ...]
+    skipped: tuple[SkippedCase, ...]
+    wrong: tuple[WrongCase, ...]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object of everything."""

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from mntrain import agreement, mpi, probe
+from mntrain import rank_agreement
 from mntrain._version import __version__
+from mntrain.bench.bench_options import BenchOptions
+from mntrain.bench.limits import HardwareLimits
 from mntrain.bench.measure import Measurement
-from mntrain.bench.options import Options
-from mntrain.bench.plan import Limits
 from mntrain.bench.plot import missing, plot
-from mntrain.bench.results import Results
-from mntrain.bench.show import show
-from mntrain.display import stdout
-from mntrain.failures import AgreedError
+from mntrain.bench.printing import show
+from mntrain.bench.results import BenchResults
+from mntrain.comm import link_speed, mpi
+from mntrain.errors import AgreedError
+from mntrain.metrics.terminal import stdout
 from mntrain.world import World, init
 
 COPY_S = 0.1  # for the probe of memory, at each size
@@ -31,7 +32,7 @@ LINK_SHARE = 1 / 30  # of the time that is given, for the probe of the link,
 LINK_S = (0.2, 2.0)  # within these bounds
 
 
-def run(options: Options, words: Sequence[str]) -> int:
+def run(options: BenchOptions, words: Sequence[str]) -> int:
     """Measure as the options say, on all ranks of the job. Collective; gives the exit code.
 
     `words` are the command line that the options come from, for the record. What all ranks agree is
@@ -47,9 +48,9 @@ def run(options: Options, words: Sequence[str]) -> int:
         return 2
 
 
-def _bench(world: World, options: Options, words: Sequence[str]) -> int:
+def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     start = time.perf_counter()
-    agreement.expect_same(world.gather(asdict(options)), world.rank)
+    rank_agreement.expect_same(world.gather(asdict(options)), world.rank)
     problem = world.gather(files_problem(options) if world.master else "")[0]
     if problem:
         raise AgreedError(problem, world.rank)
@@ -72,7 +73,7 @@ def _bench(world: World, options: Options, words: Sequence[str]) -> int:
     return 1 if measurement.wrong else 0
 
 
-def files_problem(options: Options) -> str:
+def files_problem(options: BenchOptions) -> str:
     """What would fail after all the work, with the option's name and the fix; "" if nothing."""
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and path.is_dir():
@@ -84,22 +85,22 @@ def files_problem(options: Options) -> str:
     return ""
 
 
-def _limits(world: World, comm: mpi.Communicator, options: Options) -> Limits:
+def _limits(world: World, comm: mpi.Communicator, options: BenchOptions) -> HardwareLimits:
     """What the machine allows, by probing it. Collective."""
     ranks = tuple(map(len, world.topology.nodes))
     link = None
     if len(ranks) > 1:
         least, most = LINK_S
         seconds = min(most, max(least, LINK_SHARE * options.seconds))
-        link = probe.link_speed(comm, world.topology, seconds)
+        link = link_speed.link_speed(comm, world.topology, seconds)
     copy = {}
     for nbytes in options.sizes if len(ranks) == 1 else options.sizes[-1:]:
         world.gather(None)  # all at once
-        copy[nbytes] = min(world.gather(probe.copy_speed(nbytes, COPY_S)))
-    return Limits(ranks, link, copy)
+        copy[nbytes] = min(world.gather(link_speed.copy_speed(nbytes, COPY_S)))
+    return HardwareLimits(ranks, link, copy)
 
 
-def _facts(world: World, options: Options, words: Sequence[str]) -> dict[str, Any]:
+def _facts(world: World, options: BenchOptions, words: Sequence[str]) -> dict[str, Any]:
     """What ran where, when and with what. Local."""
     return {
         "command": shlex.join(["python", "-m", "mntrain", "bench", *words]),
@@ -119,7 +120,7 @@ def _facts(world: World, options: Options, words: Sequence[str]) -> dict[str, An
     }
 
 
-def _publish(results: Results, options: Options) -> None:
+def _publish(results: BenchResults, options: BenchOptions) -> None:
     """Show the results, and write the files that were asked for."""
     show(results, stdout())
     if options.json is not None:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from mntrain.bench.candidates import Candidate
-from mntrain.mpi import pause
+from mntrain.comm.mpi import pause
 
 NAP_S = 2e-4
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mntrain.checkpoint.tensors import DTYPES, NAMES, Run
+from mntrain.checkpoint.format import DTYPES, NAMES, ChecksummedRange
 
 FORMAT = "mntrain checkpoint 1"
 FILE = "manifest.json"
@@ -21,11 +21,13 @@ FILES = (MODEL, OPTIMIZER, RANDOM)
 
 
 @dataclass(frozen=True)
-class Kept:
+class FileContents:
     """What the optimizer keeps of one parameter, besides the tensors of its shape."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]  # see `zero.views.order`; tensors of state are flat, in this order
+    order: tuple[
+        int, ...
+    ]  # see `zero.tensor_views.order`; tensors of state are flat, in this order
     by_element: tuple[str, ...]  # keys of these tensors
     others: dict[str, Any]  # numbers, as `written` writes them
 
@@ -45,8 +47,8 @@ class Manifest:
     wrote_s: float  # seconds from the copy until every rank's part was on the disk
     groups: list[dict[str, Any]]
     loss_scale: dict[str, Any]
-    kept: dict[str, Kept]
-    runs: dict[str, list[Run]]  # by file
+    kept: dict[str, FileContents]
+    runs: dict[str, list[ChecksummedRange]]  # by file
 
     @property
     def nbytes(self) -> int:
@@ -91,12 +93,12 @@ def read(folder: Path) -> Manifest:
 
 def _from_fields(fields: Mapping[str, Any]) -> Manifest:
     kept = {
-        name: Kept(
+        name: FileContents(
             tuple(one["shape"]), tuple(one["order"]), tuple(one["by_element"]), one["others"]
         )
         for name, one in fields["kept"].items()
     }
-    runs = {name: [Run(*run) for run in runs] for name, runs in fields["runs"].items()}
+    runs = {name: [ChecksummedRange(*run) for run in runs] for name, runs in fields["runs"].items()}
     return Manifest(**{**fields, "kept": kept, "runs": runs})
 
 

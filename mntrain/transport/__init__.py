@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from mntrain._version import __version__
-from mntrain.collectives.progress import Progress
-from mntrain.collectives.world import Devices, Transport, WorldCollectives
-from mntrain.kept import Cache, key_of
-from mntrain.mpi import Communicator
-from mntrain.topology import Topology
-from mntrain.transport import choosing, probe
-from mntrain.transport.near import Near
+from mntrain.comm.collectives import Devices, Transport, WorldCollectives
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.mpi import Communicator
+from mntrain.comm.topology import Topology
+from mntrain.comm.tuning_cache import TuningCache, key_of
+from mntrain.transport import probe, selection
+from mntrain.transport.node_group import NodeGroupFactory
 from zero.layout import split
-from zero.views import nbytes
+from zero.tensor_views import nbytes
 
 __all__ = ["Site", "UnusableError", "choose", "expect_known"]
 
@@ -37,18 +37,20 @@ T = TypeVar("T")
 ROUNDS = 3
 SMALL = 1009  # elements: of one piece, and no multiple of anything
 
-UnusableError, expect_known = choosing.UnusableError, choosing.known
+UnusableError, expect_known = selection.UnusableError, selection.known
 
 
 def _read(found: Any) -> tuple[Transport, str]:
     """Raises ValueError, TypeError or KeyError for what is no entry."""
     name, line = found["transport"], found["line"]
-    if name not in choosing.TRANSPORTS or type(line) is not str or not line.isprintable():
+    if name not in selection.TRANSPORTS or type(line) is not str or not line.isprintable():
         raise ValueError(f"no entry: {found}")
     return name, line
 
 
-CACHE = Cache("transport.json", _read, lambda entry: {"transport": entry[0], "line": entry[1]})
+CACHE = TuningCache(
+    "transport.json", _read, lambda entry: {"transport": entry[0], "line": entry[1]}
+)
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class Site:
 
     world: Communicator
     topology: Topology
-    progress: Progress
+    progress: ProgressEngine
     collectives: WorldCollectives
     devices: Devices
     gpus: Sequence[str]
     library: str
-    near: Near
+    near: NodeGroupFactory
     tensor: Callable[[int], Tensor]
     takes: Callable[[str], str] = probe.takes_device_memory
 
@@ -103,19 +105,19 @@ def choose(site: Site, wanted: str, bucket_bytes: int) -> str:
             return _use(site, name, f"{line} (tried {kept.measured:%Y-%m-%d})")
     why_not: dict[Transport, str] = {}
     seconds: dict[Transport, float] = {}
-    for name in choosing.TRANSPORTS:
+    for name in selection.TRANSPORTS:
         if wanted not in ("auto", name):
             continue
         why = _why_not(site, name) or _tried(site, name, bucket_bytes)
         if wanted == name:
-            choosing.expect_usable(name, why)
+            selection.expect_usable(name, why)
             return _use(site, name, f"{name}: as asked for")
         if why:
             why_not[name] = why
         else:
             seconds[name] = _timed(site, name, bucket_bytes)
-    chosen = choosing.fastest(seconds)
-    line = choosing.line(chosen, seconds, why_not)
+    chosen = selection.fastest(seconds)
+    line = selection.line(chosen, seconds, why_not)
     if site.world.rank == 0:
         CACHE.keep(key, (chosen, line))
     return _use(site, chosen, line)
@@ -137,13 +139,13 @@ def _why_not(site: Site, name: Transport) -> str:
         # One rank a node asks: the others have the same MPI.
         first = site.topology.local_rank(site.world.rank) == 0
         why = site.takes(str(site.devices.device)) if first else ""
-        return choosing.all_or_none(site.gather(why))
+        return selection.all_or_none(site.gather(why))
     return _why_no_nccl(site) if name == "nccl" else ""
 
 
 def _why_no_nccl(site: Site) -> str:
     """Make NCCL ready for use; why that cannot be. Collective."""
-    why = choosing.why_no_nccl(site.topology, site.gpus)
+    why = selection.why_no_nccl(site.topology, site.gpus)
     if why:
         return why
     for attempt in (site.near.check, site.near.connect):
@@ -152,7 +154,7 @@ def _why_no_nccl(site: Site) -> str:
             attempt()
         except Exception as error:  # whatever NCCL or its bindings raise: the others are to know
             why = str(error) or type(error).__name__
-        why = choosing.all_or_none(site.gather(why))
+        why = selection.all_or_none(site.gather(why))
         if why:
             return why
     site.collectives.node_first = site.near.join()
@@ -169,7 +171,7 @@ def _tried(site: Site, name: Transport, bucket_bytes: int) -> str:
             if not right
         ]
     why = f"{' and '.join(wrong)} came out wrong" if wrong else ""
-    return choosing.all_or_none(site.gather(why))
+    return selection.all_or_none(site.gather(why))
 
 
 def _verbs(collectives: WorldCollectives, tensor: Tensor) -> Iterator[tuple[str, bool]]:

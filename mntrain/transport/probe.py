@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from mntrain.transport.child import SIZES
+from mntrain.transport.probe_process import SIZES
 
 SECONDS = 60.0
 # What launchers tell the ranks that they start: the child is to be a world of its own.
@@ -16,7 +16,7 @@ LAUNCHERS = re.compile(
     # Of Open MPI's, what users set begins with OMPI_MCA_; and so do a few of mpirun's own.
     "|OMPI_(?!MCA_)|OMPI_MCA_(orte|ess|pmix|prte|initial_wdir)"
 )
-CHILD = (sys.executable, "-m", "mntrain.transport.child")
+CHILD = (sys.executable, "-m", "mntrain.transport.probe_process")
 
 
 def takes_device_memory(

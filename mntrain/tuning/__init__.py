@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 
 from mntrain._version import __version__
-from mntrain.collectives import Table, WorldCollectives
-from mntrain.collectives.progress import Progress
-from mntrain.collectives.world import Devices, Transport
-from mntrain.kept import key_of
-from mntrain.mpi import Communicator
-from mntrain.topology import Topology
+from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.collectives import Devices, Transport, WorldCollectives
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.mpi import Communicator
+from mntrain.comm.topology import Topology
+from mntrain.comm.tuning_cache import key_of
 from mntrain.tuning import choosing
 from mntrain.tuning.cache import CACHE, Tuning
 from mntrain.tuning.measuring import Measuring
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 def untuned() -> Tuning:
     """Nothing is measured: lanes."""
-    table = Table.always("lanes")
+    table = AlgorithmTable.always("lanes")
     return Tuning(table, f"{table.of(0)}: not tuned")
 
 
@@ -47,7 +47,7 @@ class Rig:
     world: Communicator
     node: Communicator
     topology: Topology
-    progress: Progress
+    progress: ProgressEngine
     device: torch.device
     devices: Devices | None
     transport: Transport

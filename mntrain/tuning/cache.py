@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mntrain.collectives.choice import ALGORITHMS, Choice, Table
-from mntrain.kept import Cache
+from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.comm.tuning_cache import TuningCache
 
 _MOST_BYTES = 1 << 40  # of a size or a piece; more is nonsense
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 1 << 40  # of a size or a piece; more is nonsense
 class Tuning:
     """What `auto` is, and why, in words."""
 
-    table: Table
+    table: AlgorithmTable
     line: str
 
 
@@ -31,13 +31,13 @@ def _from_json(value: Mapping[str, Any]) -> Tuning:
     sound = type(line) is str and line.isprintable()
     if not sound or not sizes or sizes != sorted(set(sizes)):
         raise ValueError(f"no entry: {value}")
-    return Tuning(Table(tuple(steps)), line)
+    return Tuning(AlgorithmTable(tuple(steps)), line)
 
 
-def _choice(algorithm: Any, piece_bytes: Any) -> Choice:
+def _choice(algorithm: Any, piece_bytes: Any) -> AlgorithmChoice:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"no algorithm: {algorithm}")
-    return Choice(algorithm, _bytes(piece_bytes, 1))
+    return AlgorithmChoice(algorithm, _bytes(piece_bytes, 1))
 
 
 def _bytes(number: Any, least: int) -> int:
@@ -46,4 +46,4 @@ def _bytes(number: Any, least: int) -> int:
     return number
 
 
-CACHE = Cache("tuning.json", _from_json, _to_json)
+CACHE = TuningCache("tuning.json", _from_json, _to_json)

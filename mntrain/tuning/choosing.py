@@ -5,18 +5,23 @@ from dataclasses import dataclass
 from math import isqrt, log2, sqrt
 from statistics import median, quantiles
 
-from mntrain.collectives.choice import ALGORITHMS, PIECE_BYTES, Choice, Table
-from mntrain.collectives.plan import Piece, Scheme
-from mntrain.topology import Topology
+from mntrain.comm.algorithms.chunk_plan import Chunk, HierarchyPlan
+from mntrain.comm.algorithms.selection import (
+    ALGORITHMS,
+    CHUNK_BYTES,
+    AlgorithmChoice,
+    AlgorithmTable,
+)
+from mntrain.comm.topology import Topology
 
 ITEM = 4  # bytes of an element: fp32 is timed
-PIECES = (PIECE_BYTES, PIECE_BYTES // 4, PIECE_BYTES * 4)
+PIECES = (CHUNK_BYTES, CHUNK_BYTES // 4, CHUNK_BYTES * 4)
 SIZES = (32 << 10, 1 << 20)  # below the size of a bucket
 MOST_BYTES = 32 << 20  # larger tensors only take longer
 APART = 4  # sizes closer than this tell the same
 MOST_FLAT = 64  # ranks; more need so many connections that these alone take too long
 NOISE = 0.1
-Samples = Mapping[Choice, Sequence[float]]  # seconds of an all-reduce
+Samples = Mapping[AlgorithmChoice, Sequence[float]]  # seconds of an all-reduce
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,13 @@ def algorithms(topology: Topology) -> tuple[str, ...]:
     return tuple(names)
 
 
-def pieces(algorithm: str, topology: Topology, nbytes: int) -> list[Choice]:
+def pieces(algorithm: str, topology: Topology, nbytes: int) -> list[AlgorithmChoice]:
     """An algorithm in pieces of every length that cuts so many bytes otherwise, default first."""
-    scheme = Scheme.of(algorithm, topology, 0)
-    plans: dict[tuple[Piece, ...], Choice] = {}
+    scheme = HierarchyPlan.of(algorithm, topology, 0)
+    plans: dict[tuple[Chunk, ...], AlgorithmChoice] = {}
     for piece_bytes in PIECES:
         plan = scheme.sums(max(1, nbytes // ITEM), ITEM, piece_bytes)
-        plans.setdefault(plan, Choice(algorithm, piece_bytes))
+        plans.setdefault(plan, AlgorithmChoice(algorithm, piece_bytes))
     return list(plans.values())
 
 
@@ -71,12 +76,12 @@ def affordable(nbytes: int, done: int, seconds: float, left: float) -> int | Non
     return None
 
 
-def medians(samples: Samples) -> dict[Choice, float]:
+def medians(samples: Samples) -> dict[AlgorithmChoice, float]:
     """What each takes."""
     return {choice: median(took) for choice, took in samples.items()}
 
 
-def best(samples: Samples) -> Choice:
+def best(samples: Samples) -> AlgorithmChoice:
     """The fastest; among those that only noise parts from it, the first in a fixed order.
 
     The order: lanes, leader, flat; of one algorithm the default piece, then the nearest to it. So
@@ -90,21 +95,21 @@ def best(samples: Samples) -> Choice:
     return min(tied, key=_order)
 
 
-def table(bucket_bytes: int, found: Sequence[tuple[int, Choice]]) -> Table:
+def table(bucket_bytes: int, found: Sequence[tuple[int, AlgorithmChoice]]) -> AlgorithmTable:
     """What was best at the sizes that were timed, for every size between and beyond them.
 
     Where one ends and the next begins depends on the sizes that should have been timed, not on
     those that there was time for.
     """
     marks = sizes(bucket_bytes)
-    steps: list[tuple[int, Choice]] = []
+    steps: list[tuple[int, AlgorithmChoice]] = []
     for index, (_, choice) in enumerate(found):
         last = index + 1 == len(found)
         most = marks[-1] if last else isqrt(marks[index] * marks[index + 1])
         if steps and steps[-1][1] == choice:
             steps.pop()
         steps.append((most, choice))
-    return Table(tuple(steps))
+    return AlgorithmTable(tuple(steps))
 
 
 def line(topology: Topology, findings: Findings) -> str:
@@ -139,8 +144,8 @@ def needed(topology: Topology) -> float:
     return 2 * (nodes - 1) / nodes if nodes > 1 else 1.0
 
 
-def _order(choice: Choice) -> tuple[int, float]:
-    distance = abs(log2(choice.piece_bytes / PIECE_BYTES))
+def _order(choice: AlgorithmChoice) -> tuple[int, float]:
+    distance = abs(log2(choice.piece_bytes / CHUNK_BYTES))
     return ALGORITHMS.index(choice.algorithm), distance
 
 

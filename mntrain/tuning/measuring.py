@@ -13,11 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mntrain import probe
-from mntrain.collectives import Choice, Table, WorldCollectives
-from mntrain.collectives.progress import Progress
-from mntrain.mpi import Communicator
-from mntrain.topology import Topology
+from mntrain.comm import link_speed
+from mntrain.comm.algorithms.selection import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.mpi import Communicator
+from mntrain.comm.topology import Topology
 from mntrain.tuning import choosing
 from mntrain.tuning.choosing import Findings
 
@@ -49,14 +50,14 @@ class Measuring:
         collectives: WorldCollectives,
         comm: Communicator,
         topology: Topology,
-        progress: Progress,
+        progress: ProgressEngine,
         device: torch.device,
     ) -> None:
         self._collectives, self._comm, self._topology = collectives, comm, topology
         self._progress, self._device = progress, device
         self._start = time.perf_counter()
         self._passed = 0.0  # seconds since then, on rank 0
-        self._samples: dict[int, dict[Choice, list[float]]] = {}
+        self._samples: dict[int, dict[AlgorithmChoice, list[float]]] = {}
         self._speed: float | None = None
 
     def run(self, bucket_bytes: int) -> Findings:
@@ -94,13 +95,13 @@ class Measuring:
         if nbytes < choosing.SIZES[-1]:
             return tuple(names)
         times = choosing.medians(self._samples[nbytes])
-        most = OUT_AT_ONCE * min(times[Choice(name)] for name in names)
-        return tuple(name for name in names if times[Choice(name)] <= most)
+        most = OUT_AT_ONCE * min(times[AlgorithmChoice(name)] for name in names)
+        return tuple(name for name in names if times[AlgorithmChoice(name)] <= most)
 
     def _affordable(self, nbytes: int, done: int, names: Sequence[str]) -> int | None:
         """At which size there is time for these algorithms, and for the best in other pieces."""
         times = choosing.medians(self._samples[done])
-        defaults = [times[Choice(name)] for name in names]
+        defaults = [times[AlgorithmChoice(name)] for name in names]
         least_s = LEAST_GOES * (sum(defaults) + len(choosing.PIECES) * min(defaults))
         return choosing.affordable(nbytes, done, least_s, self._left)
 
@@ -111,7 +112,7 @@ class Measuring:
         end = self._passed + seconds
         numel = max(1, nbytes // choosing.ITEM)
         tensor = self._collectives.allocate(numel, torch.float32, self._device)
-        defaults = [Choice(name) for name in names]
+        defaults = [AlgorithmChoice(name) for name in names]
         if first:
             self._go(defaults, tensor, [1] * len(defaults))  # connections are made
         self._compare(defaults, tensor, nbytes, end)
@@ -121,7 +122,9 @@ class Measuring:
         if len(variants) > 1 and self._passed + expected_s <= end:
             self._compare(variants, tensor, nbytes, end)
 
-    def _compare(self, choices: Sequence[Choice], tensor: Tensor, nbytes: int, end: float) -> None:
+    def _compare(
+        self, choices: Sequence[AlgorithmChoice], tensor: Tensor, nbytes: int, end: float
+    ) -> None:
         """Time choices in turn, so that noise falls on all, until rank 0's clock says `end`."""
         once = self._go(choices, tensor, [1] * len(choices))
         often = {
@@ -141,11 +144,13 @@ class Measuring:
             if 2 * self._passed - before > end or len(choices) > len(running) == 1:
                 break
 
-    def _go(self, choices: Sequence[Choice], tensor: Tensor, often: Sequence[int]) -> list[float]:
+    def _go(
+        self, choices: Sequence[AlgorithmChoice], tensor: Tensor, often: Sequence[int]
+    ) -> list[float]:
         """All-reduce by each choice so often in a row: the seconds of one, on the slowest rank."""
         mine = []
         for choice, count in zip(choices, often, strict=True):
-            collectives = self._collectives.using(Table(((0, choice),)))
+            collectives = self._collectives.using(AlgorithmTable(((0, choice),)))
             self._gather(None)
             start = time.perf_counter()
             for _ in range(count):
@@ -162,7 +167,7 @@ class Measuring:
         least = LINK_MIB * (1 << 20) / choosing.needed(self._topology) / nbytes * seconds
         if len(self._topology.nodes) > 1 and least <= PROBE_S:
             self._speed = self._on_thread(
-                lambda: probe.link_speed(self._comm, self._topology, PROBE_S)
+                lambda: link_speed.link_speed(self._comm, self._topology, PROBE_S)
             )
             self._agreed(None)
 
@@ -172,7 +177,7 @@ class Measuring:
         large = nbytes >= choosing.SIZES[-1]
         if len(self._topology.nodes) == 1 and large and COPIES * seconds <= PROBE_S:
             self._gather(None)  # all at once
-            self._speed = min(self._agreed(probe.copy_speed(nbytes, PROBE_S / 4)))
+            self._speed = min(self._agreed(link_speed.copy_speed(nbytes, PROBE_S / 4)))
 
     def _agreed(self, mine: T) -> list[T]:
         """Everyone's, by rank. Looks at rank 0's clock, too."""

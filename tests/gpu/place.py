@@ -1,6 +1,6 @@
 """Where the tests of this folder run: on the GPUs of this machine, which the ranks share.
 
-    GPU_TESTS_ON=cpu python tests/launch.py 2 tests/gpu/ranks
+    GPU_TESTS_ON=cpu python tests/helpers/launch.py 2 tests/gpu/ranks
     GPU_TESTS_ON=cpu python -m pytest tests/gpu/test_jobs.py
 
 rehearse them on the CPU, for which most of them hold as well.

@@ -5,7 +5,7 @@ import torch
 from job import completed, losses, metrics, summary, train
 
 from gpu.place import CUDA, ON, gpu
-from mntrain import compiling
+from mntrain.train import compiling
 
 pytestmark = [*gpu, pytest.mark.timeout(240)]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from mntrain.cupy_kernels import CHUNK, MOST, CupyKernels
 from mntrain.kernels import NEAR, OPERATIONS, choose
-from zero.collectives import Solo
+from zero.collectives import SingleProcessCollectives
 from zero.kernels import TorchKernels
 from zero.optimizer import ZeroOptimizer
 
@@ -218,7 +218,12 @@ def norm_of_a_step(kernels, stage, dtype, device="cuda"):
     model = nn.Sequential(nn.Linear(501, 301), nn.GELU(), nn.Linear(301, 7)).to(device, dtype)
     batch = torch.randn(5, 501).to(device, dtype)
     optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, Solo(), stage=stage, kernels=kernels, lr=0.1
+        model.named_parameters(),
+        torch.optim.SGD,
+        SingleProcessCollectives(),
+        stage=stage,
+        kernels=kernels,
+        lr=0.1,
     )
     model(batch).square().mean().backward()
     norm = optimizer.step().grad_norm

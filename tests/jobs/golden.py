@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the script
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))  # for the script
 from job import completed, losses, train
 
 FILE = Path(__file__).with_name("golden_losses.json")

@@ -114,9 +114,9 @@ def in_pieces() -> Iterator[None]:
     test_gathered.py and some of test_collectives.py have the other ways.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if (used := sys.modules.get("mntrain.collectives.world")) is not None:
-            patch.setattr(used, "GATHERED_BYTES", 0)
-            patch.setattr(used, "LIGHT_BYTES", 0)
+        if (used := sys.modules.get("mntrain.comm.collectives")) is not None:
+            patch.setattr(used, "SMALL_BYTES", 0)
+            patch.setattr(used, "NO_WAKE_BYTES", 0)
         yield
 
 

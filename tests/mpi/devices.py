@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mntrain.collectives.copies import laid_out
+from mntrain.comm.device_copy import laid_out
 
 
 class Stream:

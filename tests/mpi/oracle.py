@@ -11,7 +11,7 @@ from torch.nn import functional
 from worlds import hosts
 
 import mntrain
-from mntrain.sameness import digest
+from mntrain.train.replica_check import digest
 
 ALGORITHMS = ["naive", "flat", "leader", "lanes"]
 EXACT = 1e-11  # in fp64, relative and absolute

@@ -23,8 +23,8 @@ from worlds import RANKS
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import Moment, Saver
-from mntrain.checkpoint.finding import checkpoints_of, opened
+from mntrain.checkpoint import Saver, TrainingState
+from mntrain.checkpoint.discovery import checkpoints_of, opened
 from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER
 
 pytestmark = pytest.mark.mpi
@@ -50,7 +50,7 @@ def folder():
 
 
 def moment(step):
-    return Moment(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+    return TrainingState(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
 
 
 def save(world, model, optimizer, folder, *, step=2, keep=3):
@@ -311,7 +311,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(worlds, folder, monkeypa
     write = os.pwrite
     if RANK == RANKS - 1:  # of which the disk is slow
         monkeypatch.setattr(
-            "mntrain.checkpoint.tensors.os.pwrite", lambda *args: gate.wait() and write(*args)
+            "mntrain.checkpoint.format.os.pwrite", lambda *args: gate.wait() and write(*args)
         )
     for turn in (1, 2):
         train(world, model, optimizer, range(turn))
@@ -357,12 +357,12 @@ def test_nobody_waits_for_what_is_ready(worlds, folder):
 
 # Where it goes wrong, by the ranks on which it does.
 FAILURES = {
-    "mntrain.checkpoint.tensors.os.pwrite": RANKS - 1,
-    "mntrain.checkpoint.tensors.os.fsync": RANKS // 2,
-    "mntrain.checkpoint.tensors.os.posix_fallocate": 0,
-    "mntrain.checkpoint.writing.Path.mkdir": 0,
-    "mntrain.checkpoint.writing.os.fsync": 0,
-    "mntrain.checkpoint.writing.Path.rename": 0,
+    "mntrain.checkpoint.format.os.pwrite": RANKS - 1,
+    "mntrain.checkpoint.format.os.fsync": RANKS // 2,
+    "mntrain.checkpoint.format.os.posix_fallocate": 0,
+    "mntrain.checkpoint.writer.Path.mkdir": 0,
+    "mntrain.checkpoint.writer.os.fsync": 0,
+    "mntrain.checkpoint.writer.Path.rename": 0,
 }
 
 
@@ -409,7 +409,7 @@ def test_a_folder_that_others_do_not_have_is_named(worlds, folder, monkeypatch):
     if RANKS == 1:
         save(world, model, optimizer, own)
     else:
-        monkeypatch.setattr("mntrain.checkpoint.writing._SEEN_S", 0.2)
+        monkeypatch.setattr("mntrain.checkpoint.writer._SEEN_S", 0.2)
         with pytest.raises(
             mntrain.AgreedError, match="is it on a file system that all nodes share"
         ):

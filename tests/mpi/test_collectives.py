@@ -24,8 +24,9 @@ from cases import (
 )
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL, make_world
 
-from mntrain import mpi
-from mntrain.collectives import ALGORITHMS, Choice, Table, board, pieces, underway
+from mntrain.comm import mpi, pending, shared_flags
+from mntrain.comm.algorithms import hierarchical
+from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
 
 pytestmark = pytest.mark.mpi
 
@@ -77,7 +78,7 @@ def test_the_table_says_which_algorithm_moves_which_size(ways):
     sums["lanes"] = in_order([in_order([everyone[rank] for rank in node]) for node in nodes])
     assert torch.equal(*sums.values()) == (len(nodes) in (1, RANKS))
     steps = ((100, "naive"), (400, "lanes"), (1000, "naive"), (1200, "lanes"))
-    table = Table(tuple((nbytes, Choice(name)) for nbytes, name in steps))
+    table = AlgorithmTable(tuple((nbytes, AlgorithmChoice(name)) for nbytes, name in steps))
     expected = [(1, "naive"), (50, "naive"), (51, "lanes"), (200, "lanes"), (201, "naive")]
     expected += [(600, "lanes"), (1000, "lanes")]
     for numel, algorithm in expected:
@@ -89,7 +90,7 @@ def test_the_table_says_which_algorithm_moves_which_size(ways):
 def test_another_choice_does_not_change_the_worlds(ways):
     collectives = ways().world.collectives
     before = collectives.table
-    assert collectives.using(Table.always("flat")).table == Table.always("flat")
+    assert collectives.using(AlgorithmTable.always("flat")).table == AlgorithmTable.always("flat")
     assert collectives.table is before
 
 
@@ -251,13 +252,13 @@ def test_a_tensor_of_many_pieces(ways, algorithm, place):
     assert torch.equal(tensor, once * (RANKS * (RANKS + 1) // 2))
 
 
-@pytest.mark.parametrize("tray_bytes", [board.TRAY_BYTES, 0], ids=["trays", "messages"])
+@pytest.mark.parametrize("tray_bytes", [shared_flags.INLINE_BYTES, 0], ids=["trays", "messages"])
 @pytest.mark.parametrize("piece_bytes", [8, 24, 200])
 @pytest.mark.parametrize(
     "scheme", [("flat", None), *product(["leader", "lanes"], VIRTUAL[-2:])], ids=str
 )
 def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_bytes):
-    monkeypatch.setattr(board, "TRAY_BYTES", tray_bytes)
+    monkeypatch.setattr(shared_flags, "INLINE_BYTES", tray_bytes)
     way = ways(*scheme, piece_bytes)
     for dtype, place in product((torch.float32, torch.int64), ("plain", "mixed")):
         run(way.world, cases(way, [99], dtype, roots=[RANKS - 1], place=place))
@@ -267,13 +268,13 @@ def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_byte
 def test_who_waits_for_a_light_one_does_all_of_it(ways, monkeypatch, algorithm, layout):
     at_once = []
 
-    class Noted(underway.UnderWay):
+    class Noted(pending.PendingCollective):
         def run(self):
             at_once.append(self)
             super().run()
 
-    monkeypatch.setattr("mntrain.collectives.progress.UnderWay", Noted)
-    monkeypatch.setattr("mntrain.collectives.world.LIGHT_BYTES", 1 << 20)
+    monkeypatch.setattr("mntrain.comm.engine.UnderWay", Noted)
+    monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", 1 << 20)
     way = ways(algorithm, layout, 200)
     for place in PLACES:
         for case in cases(way, [3, 1003], roots=[RANKS - 1], place=place):
@@ -283,8 +284,8 @@ def test_who_waits_for_a_light_one_does_all_of_it(ways, monkeypatch, algorithm, 
 
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
-    monkeypatch.setattr(underway, "TAGS", 16)
-    monkeypatch.setattr(pieces, "TAGS", 16)
+    monkeypatch.setattr(pending, "TAGS", 16)
+    monkeypatch.setattr(hierarchical, "TAGS", 16)
     for algorithm in FASTER:
         way = ways(algorithm, layout, 64)
         several = [c for place in PLACES for c in cases(way, [403], roots=[0], place=place)]

@@ -16,12 +16,12 @@ from torch import nn
 from worlds import RANKS, refusal
 
 import mntrain
-from mntrain.checkpoint.finding import check, checkpoints_of, opened
-from mntrain.failures import TrainingStoppedError
-from mntrain.options import parse
+from mntrain.checkpoint.discovery import check, checkpoints_of, opened
+from mntrain.cli import parse
+from mntrain.errors import TrainingStoppedError
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
-from mntrain.trainer import Trainer
+from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 

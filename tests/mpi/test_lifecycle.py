@@ -9,7 +9,7 @@ from mpi4py import MPI
 from worlds import RANKS, Worlds, make_world, refusal
 
 import mntrain
-from mntrain import mpi
+from mntrain.comm import mpi
 
 pytestmark = pytest.mark.mpi
 

@@ -28,7 +28,7 @@ from oracle import (
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from mntrain.loader import shard
+from mntrain.data.loader import shard
 
 pytestmark = pytest.mark.mpi
 

@@ -9,8 +9,8 @@ from mpi4py import MPI
 from torch import nn
 
 import mntrain
-from mntrain.optimizers import decayed_and_not
-from mntrain.sameness import digest
+from mntrain.train.replica_check import digest
+from mntrain.train.schedule import decayed_and_not
 from zero import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi

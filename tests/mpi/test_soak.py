@@ -1,6 +1,6 @@
 """Many collectives of all kinds, in one long turn: results, and what they leave behind.
 
-By hand, for longer: MNTRAIN_SOAK=5000 python tests/launch.py 4 tests/mpi/test_soak.py -s
+By hand, for longer: MNTRAIN_SOAK=5000 python tests/helpers/launch.py 4 tests/mpi/test_soak.py -s
 """
 
 import ctypes
@@ -16,9 +16,9 @@ from cases import CPU, RANK, shard
 from mpi4py import MPI
 from worlds import RANKS, VIRTUAL, make_world
 
-from mntrain import mpi
-from mntrain.collectives import ALGORITHMS, Table
-from mntrain.collectives.gathered import GATHERED_BYTES
+from mntrain.comm import mpi
+from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmTable
+from mntrain.comm.small_messages import SMALL_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -47,8 +47,8 @@ class Call:
         # As few as one piece a lane, or a few dozens.
         piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
         algorithm = common.choice(ALGORITHMS)
-        self.collectives = world.collectives.using(Table.always(algorithm, piece_bytes))
-        self.collectives.gathered_bytes = common.choice([0, GATHERED_BYTES])
+        self.collectives = world.collectives.using(AlgorithmTable.always(algorithm, piece_bytes))
+        self.collectives.gathered_bytes = common.choice([0, SMALL_BYTES])
         wire = common.choice([None, torch.bfloat16, torch.float16])
         self.given = {"wire": wire} if dtype == torch.float32 else {}
         self.salt = common.randrange(100)
@@ -132,7 +132,7 @@ def state():
 
 
 def messages_under_way():
-    return [one for one in gc.get_objects() if type(one) is mpi.Flight and one._requests]
+    return [one for one in gc.get_objects() if type(one) is mpi.Requests and one._requests]
 
 
 def play(common, own, worlds, calls):
@@ -162,7 +162,7 @@ def play(common, own, worlds, calls):
 
 @pytest.mark.timeout(60 + CALLS / 10)
 def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
-    monkeypatch.setattr("mntrain.collectives.world.LIGHT_BYTES", LIGHT_BYTES)
+    monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", LIGHT_BYTES)
     worlds = [make_world("lanes", layout) for layout in {None, VIRTUAL[-1], max(1, RANKS // 2)}]
     common, own = random.Random(7), random.Random(RANK)
     start = time.perf_counter()

@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional
 from worlds import RANKS, refusal
 
-from mntrain.collectives.operation import WorldOperation
-from mntrain.sameness import digest
+from mntrain.comm.chunked import ChunkedCollective
+from mntrain.train.replica_check import digest
 
 pytestmark = pytest.mark.mpi
 
@@ -39,7 +39,7 @@ sharded = pytest.mark.parametrize("stage", [1, 2])
 @pytest.fixture
 def late(monkeypatch):
     """Let parameters arrive long after the step that made them."""
-    ready = WorldOperation.ready
+    ready = ChunkedCollective.ready
     due = {}
 
     def ready_later(self):
@@ -48,7 +48,7 @@ def late(monkeypatch):
             return False
         return ready(self)
 
-    monkeypatch.setattr(WorldOperation, "ready", ready_later)
+    monkeypatch.setattr(ChunkedCollective, "ready", ready_later)
 
 
 # Reading parameters right after a step.

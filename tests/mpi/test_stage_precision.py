@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from worlds import RANKS
 
-from mntrain.sameness import digest
+from mntrain.train.replica_check import digest
 from zero import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi

@@ -28,8 +28,8 @@ from oracle import (
 from torch.optim import lr_scheduler
 from worlds import RANKS
 
-from mntrain.optimizers import decayed_and_not
-from mntrain.sameness import digest
+from mntrain.train.replica_check import digest
+from mntrain.train.schedule import decayed_and_not
 
 pytestmark = pytest.mark.mpi
 

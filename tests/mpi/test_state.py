@@ -37,7 +37,7 @@ from states import (
 from torch import nn
 from worlds import RANKS
 
-from mntrain.collectives import WorldCollectives
+from mntrain.comm.collectives import WorldCollectives
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint import Saver
-from mntrain.checkpoint.finding import checkpoints_of, opened
+from mntrain.checkpoint.discovery import checkpoints_of, opened
 from mntrain.config import (
     CheckpointConfig,
     Config,
@@ -24,7 +24,7 @@ from mntrain.config import (
     ZeroConfig,
 )
 from mntrain.tasks.lm import LanguageModel
-from mntrain.trainer import Trainer
+from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
@@ -202,7 +202,7 @@ def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most
 
 
 def test_a_disk_that_is_too_slow_is_said_once(world, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mntrain.saves._LONG_WAIT_S", 0.0)
+    monkeypatch.setattr("mntrain.train.checkpointing._LONG_WAIT_S", 0.0)
     config = replace(small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1"))
     assert Trainer(world, config).fit() == 0
     warned = capsys.readouterr().err.count("since the checkpoint before was still being written")

@@ -13,10 +13,10 @@ from mpi4py import MPI
 
 import mntrain
 from mntrain import transport
-from mntrain.collectives import Table, WorldCollectives
-from mntrain.collectives.world import Devices
+from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.transport import probe
-from mntrain.transport.near import Near
+from mntrain.transport.node_group import NodeGroupFactory
 from zero.kernels import TorchKernels
 from zero.layout import split
 
@@ -45,7 +45,7 @@ class Rig:
                 self.comm, self.world._node, self.world.topology, self.progress, self.devices
             )
         )
-        self.near = Near(
+        self.near = NodeGroupFactory(
             self.comm,
             self.world._node,
             self.world.topology,
@@ -127,7 +127,7 @@ def test_every_verb_gives_what_it_promises(rig, name, ranks_per_node, dtype):
     algorithms = ("lanes", "leader", "flat", "naive", "gathered") if every else ("lanes",)
     for algorithm, numel in itertools.product(algorithms, SIZES):
         collectives.gathered_bytes = 1 << 30 if algorithm == "gathered" else 0
-        collectives.table = Table.always(algorithm.replace("gathered", "lanes"), 1 << 10)
+        collectives.table = AlgorithmTable.always(algorithm.replace("gathered", "lanes"), 1 << 10)
         bounds = uneven(numel, size)
         slot = collectives.slot(rank)
         mine = slice(bounds[slot], bounds[slot + 1])

@@ -8,7 +8,7 @@ import torch
 from cases import PLACES, RANK, bits, check_bits, cuts, in_order, ramp, shard
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL
 
-from mntrain.collectives import ALGORITHMS
+from mntrain.comm.algorithms.selection import ALGORITHMS
 
 pytestmark = pytest.mark.mpi
 

@@ -6,8 +6,8 @@ from mpi4py import MPI
 from torch import nn
 from worlds import LAYOUTS, RANKS, Worlds, refusal
 
-from mntrain.failures import AgreedError
-from mntrain.topology import Topology
+from mntrain.comm.topology import Topology
+from mntrain.errors import AgreedError
 
 pytestmark = pytest.mark.mpi
 

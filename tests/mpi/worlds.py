@@ -6,8 +6,9 @@ import pytest
 from mpi4py import MPI
 
 import mntrain
-from mntrain import AgreedError, mpi
-from mntrain.collectives import ALGORITHMS
+from mntrain import AgreedError
+from mntrain.comm import mpi
+from mntrain.comm.algorithms.selection import ALGORITHMS
 
 RANKS = MPI.COMM_WORLD.size
 

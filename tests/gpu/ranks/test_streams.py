@@ -3,7 +3,7 @@
 Memory holds NaN until what a collective is to take has been written, on the stream and late; and
 again as soon as its result has been read. Who looks too early or too late finds it.
 
-By hand, for longer: MNTRAIN_SOAK=20000 python tests/launch.py 4 tests/gpu/ranks/test_streams.py
+By hand, for longer: MNTRAIN_SOAK=20000 python tests/helpers/launch.py 4 tests/gpu/ranks/test_streams.py
 """
 
 import math
@@ -17,7 +17,7 @@ from worlds import RANKS
 
 from gpu.place import ON, gpu, on, sleep, streams, synchronize
 from gpu.ranks.transports import transports
-from mntrain.collectives import ALGORITHMS, Table
+from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmTable
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
@@ -44,7 +44,7 @@ class Call:
         algorithm = common.choice(ALGORITHMS)
         nbytes = self.numel * self.dtype.itemsize
         piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
-        self.collectives = world.collectives.using(Table.always(algorithm, piece_bytes))
+        self.collectives = world.collectives.using(AlgorithmTable.always(algorithm, piece_bytes))
         # Ranks differ in their streams, and in how far behind these are.
         self.launched = own.choice(choices)
         self.waited = own.choice([self.launched, own.choice(choices)])

@@ -9,9 +9,9 @@ from worlds import RANKS
 
 from gpu.place import gpu
 from gpu.ranks.transports import transports
-from mntrain.bench.candidates import Ours
+from mntrain.bench.candidates import LibraryCandidate
 from mntrain.bench.pattern import Pattern
-from mntrain.collectives import ALGORITHMS, Table
+from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmTable
 from zero.layout import MIB
 
 pytestmark = [pytest.mark.mpi, *gpu]
@@ -44,7 +44,7 @@ class Way:
 
     def __init__(self, world, algorithm):
         self.arena = Arena(world)
-        self.collectives = world.collectives.using(Table.always(algorithm))
+        self.collectives = world.collectives.using(AlgorithmTable.always(algorithm))
 
 
 class OnDevice(Case):
@@ -94,9 +94,9 @@ def test_sums_of_any_numbers_are_those_of_the_naive_oracle(worlds, transport, dt
     for numel in (5, 20011, 500_009):
         values = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
         naive = values.to(world.device)
-        world.collectives.using(Table.always("naive")).all_reduce(naive).wait()
+        world.collectives.using(AlgorithmTable.always("naive")).all_reduce(naive).wait()
         for verb, algorithm in product(SUMS, ALGORITHMS[:3]):
-            collectives = world.collectives.using(Table.always(algorithm))
+            collectives = world.collectives.using(AlgorithmTable.always(algorithm))
             ours = values.to(world.device)
             getattr(collectives, verb)(ours).wait()
             own = shard(collectives, numel) if verb == "reduce_scatter" else slice(None)
@@ -126,7 +126,7 @@ def test_a_tensor_larger_than_what_is_staged_at_once(worlds, transport, verb, dt
     numel = LARGE // dtype.itemsize + 3
     tensor = torch.empty(numel + 1, dtype=dtype, device=world.device)[1:]
     pattern = Pattern(RANK, RANKS, dtype, world.device)
-    candidate = Ours(transport, verb, world.collectives, tensor, pattern)
+    candidate = LibraryCandidate(transport, verb, world.collectives, tensor, pattern)
     for _ in range(2):
         candidate.prepare()
         candidate.run()

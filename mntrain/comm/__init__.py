@@ -1,0 +1,1 @@
+"""Communication between ranks: topology, collectives, algorithms, transports."""

@@ -1,0 +1,1 @@
+"""Collective algorithms, found by name in a registry."""

@@ -1,0 +1,1 @@
+"""Which samples are whose, and the loaders that bring them."""

@@ -1,0 +1,1 @@
+"""The training job: trainer, run directory, checkpointing, signals, schedule."""

@@ -1,0 +1,104 @@
+"""Consoles, and what to report on them, for the tests of what a person sees of a run."""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from mntrain.metrics.report import Reporter, make_reporter
+from mntrain.metrics.step import Place, StepRecord, Usage, memory_by_role
+from zero.memory import Memory
+
+
+def console(terminal: bool, **options) -> Console:
+    environment = {"TERM": "xterm", "COLUMNS": "80"}
+    defaults = {"width": 80, "_environ": environment, "file": io.StringIO()}
+    return Console(force_terminal=terminal, **(defaults | options))
+
+
+def screen(on: Console) -> list[str]:
+    """The lines that a terminal is left with."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", on.file.getvalue()):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part.startswith("\x1b"):
+            number, command = re.fullmatch(r"\x1b\[\??([\d;]*)(.)", part).groups()
+            assert command in "mKAhl"
+            if command == "K":
+                lines[row] = ""
+            elif command == "A":
+                row -= int(number)
+        elif part != "\r":
+            lines[row] += part
+    return [line.rstrip() for line in lines]
+
+
+def record(step: int, **changes) -> StepRecord:
+    fields = {"loss": 2.4312, "lr": 2.9e-3, "grad_norm": 0.81, "clip_coef": 1.0}
+    fields |= {"clipped_norm": 0.81, "samples": 32, "tokens_per_s": 12300.0, "step_s": 0.5}
+    fields |= {"data": 0.05, "forward": 0.1, "backward": 0.2, "reduce_wait": 0.05}
+    fields |= {"optimizer": 0.05, "communication": 0.2, "exposed": 0.05, "metrics": {}}
+    return StepRecord(step=step, **(fields | changes))
+
+
+def places(size: int, per_node: int, device: str = "cpu", host: str = "n{}") -> list[Place]:
+    return [
+        Place(r, host.format(r // per_node), r // per_node, r % per_node, device, threads=2)
+        for r in range(size)
+    ]
+
+
+def rank(number: int, **changes) -> dict:
+    fields = {"rank": number, "host": "n0", "node": 0, "local_rank": number, "device": "cpu"}
+    fields |= {"threads": 1, "peak_memory": 2**20, "peak_device_memory": 0}
+    fields |= {"node_messages": 0, "node_bytes": 0, "cross_messages": 0, "cross_bytes": 0}
+    fields |= {"communication_s": 2.0, "exposed_s": 0.5}
+    fields |= {"gpu": "", "model": "", "device_memory": 0, "reserved_memory": 0}
+    fields |= {"peak_reserved_memory": 0, "pinned_memory": 0}
+    return fields | changes
+
+
+def skipped(step: int, **changes) -> StepRecord:
+    """A step whose gradient was not finite."""
+    absent = dict.fromkeys(("grad_norm", "clip_coef", "clipped_norm"))
+    return record(step, skipped=True, **(absent | changes))
+
+
+def used(peak_memory: int, peak_device_memory: int = 0, **changes: int) -> Usage:
+    return Usage(peak_memory, peak_device_memory, 0, 0, 0, 0, 0.0, 0.0, **changes)
+
+
+def summary(**changes) -> dict:
+    world = {"size": 1, "nodes": 1, "topology": "1 rank", "algorithm": "flat", "library": "MPICH"}
+    fields = {"status": "completed", "steps": 4, "final_loss": 1.5, "eval_loss": 1.6}
+    fields |= {"eval_metrics": {"accuracy": 0.93}, "wall_s": 67.2, "tokens_per_s": 12345.0}
+    roles = [Memory(parameters=100, gradients=100, buckets=0, master=0, state=200)]
+    fields |= {"model_flops_per_s": None, "utilisation": None, "computes_in": "fp32"}
+    fields |= {"skipped_steps": 0, "memory": memory_by_role(roles, roles, [used(2**20)])}
+    return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
+
+
+@contextlib.contextmanager
+def reporting(directory: Path, on: Console, steps: int = 4) -> Iterator[Reporter]:
+    with make_reporter(True, directory, steps, on) as reporter:
+        yield reporter
+
+
+def run_steps(directory: Path, on: Console, numbers: range, steps: int, **changes) -> None:
+    with reporting(directory, on, steps) as reporter:
+        for number in numbers:
+            reporter.step(record(number, **changes))
+
+
+def finished(directory: Path, **changes) -> list[str]:
+    """The lines with which a run ends."""
+    on = console(False)
+    with reporting(directory, on) as reporter:
+        reporter.step(record(4))
+        reporter.finish(summary(**changes))
+    return [line.strip() for line in on.file.getvalue().splitlines()[1:]]

@@ -1,0 +1,126 @@
+import subprocess
+import sys
+
+import pytest
+from launch import mpirun
+
+import mntrain
+from mntrain import __version__
+from mntrain.__main__ import main
+
+COMMAND = [sys.executable, "-m", "mntrain"]
+RANK_VARIABLES = ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"]
+BAD = ["--train.batchsize", "32"]
+MESSAGE = (
+    "mntrain: --train.batchsize: no such option; "
+    "did you mean --train.batch-size or --train.micro-batch-size?\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    """The tests run the same inside a Slurm job."""
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*argv, interpreter=()):
+    """Run the command as a user does, without a launcher."""
+    command = [sys.executable, *interpreter, "-m", "mntrain", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def code_of(argv):
+    """The exit code of `main`, returned or raised."""
+    try:
+        return main(argv)
+    except SystemExit as exit_:
+        return exit_.code
+
+
+def test_help_is_printed_without_importing_torch_or_mpi():
+    result = run("--help", interpreter=["-X", "importtime"])
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: python -m mntrain")
+    assert "--train.batch-size INT" in result.stdout
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "mntrain.cli" in imported
+    assert not imported & {"torch", "mpi4py", "mntrain.train.trainer"}
+
+
+def test_package_gives_each_name_it_lists_once_asked_for():
+    program = (
+        "import sys, mntrain\n"
+        "assert set(mntrain.__all__) <= set(dir(mntrain))\n"
+        "assert 'torch' not in sys.modules\n"
+        "from mntrain import *\n"
+        "print(mntrain.init is init, *(name for name in mntrain.__all__ if name in globals()))\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.split() == ["True", *mntrain.__all__]
+
+
+def test_package_refuses_a_name_it_does_not_have():
+    with pytest.raises(AttributeError, match="module 'mntrain' has no attribute 'Wrold'"):
+        mntrain.Wrold  # noqa: B018 - the look-up is what raises
+
+
+@pytest.mark.parametrize("words", [[], ["train"]])
+def test_bad_option_is_one_line_on_stderr(words):
+    result = run(*words, *BAD)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", MESSAGE)
+
+
+def test_unknown_command_is_refused_with_those_that_exist(capsys):
+    assert main(["trian", "--train.steps", "5"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "mntrain: trian: no such command; the commands are train, bench, ckpt, and without one it "
+        "is train\n"
+    )
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr() == (f"mntrain {__version__}\n", "")
+
+
+def test_arguments_are_those_of_the_process_by_default(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mntrain", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"mntrain {__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [BAD, ["--train.steps", "0"], ["--help"], ["--version"], ["foo"]])
+@pytest.mark.parametrize("variable", RANK_VARIABLES)
+def test_rank_0_alone_prints_and_all_exit_alike(capsys, monkeypatch, variable, argv):
+    monkeypatch.setenv(variable, "0")
+    code = code_of(argv)
+    assert "".join(capsys.readouterr())
+    monkeypatch.setenv(variable, "1")
+    assert code_of(argv) == code
+    assert capsys.readouterr() == ("", "")
+
+
+def test_rank_of_mpirun_goes_before_that_of_the_slurm_task_it_runs_in(capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert code_of(BAD) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bad_option_under_mpirun_is_told_by_one_rank():
+    result = mpirun(2, [*COMMAND, *BAD], timeout=60, per_rank=True)
+    assert result.returncode != 0, result.report()
+    assert result.outputs == [MESSAGE, ""], result.report()
+
+
+def test_help_under_mpirun_is_printed_by_one_rank():
+    result = mpirun(2, [*COMMAND, "--help"], timeout=60, per_rank=True)
+    assert result.returncode == 0, result.report()
+    assert result.outputs[0].startswith("usage: python -m mntrain"), result.report()
+    assert result.outputs[1] == "", result.report()

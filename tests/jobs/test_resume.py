@@ -1,0 +1,145 @@
+"""Jobs that end before their run does, by order, by Ctrl-C or by a kill, and jobs that go on."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import SMALL, completed, losses, metrics, summary, train, write_corpus
+from launch import mpirun
+
+from mntrain.checkpoint.discovery import check, checkpoints_of, opened
+
+ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
+
+
+def steps_kept(folder: Path) -> list[int]:
+    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    paths = checkpoints_of(folder / "run")
+    for path in paths:
+        check(path, opened(path))
+    return [opened(path).step for path in paths]
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    (tmp_path / "whole").mkdir()
+    return tmp_path / "whole"
+
+
+@pytest.fixture
+def parts(tmp_path) -> Path:
+    (tmp_path / "parts").mkdir()
+    return tmp_path / "parts"
+
+
+def test_a_job_killed_at_any_instant_loses_what_came_after_the_last_checkpoint(whole, parts):
+    options = [*ONE_EACH, "--train.steps", "120"]
+    completed(train(2, whole, "--train.steps", "120"))
+    chance, reached = random.Random(5), 0
+    for _ in range(2):
+        train(2, parts, *options, timeout=chance.uniform(4, 8))  # then all of it is killed
+        newest, done = max(steps_kept(parts), default=0), len(metrics_so_far(parts))
+        assert newest >= max(done - 2, reached)  # the last two may still be on their way
+        reached = newest
+    if reached < 120:
+        completed(train(2, parts, *options))
+    assert losses(parts) == losses(whole)
+    assert steps_kept(parts) == [120, 119]
+
+
+def metrics_so_far(folder: Path) -> list[str]:
+    log = folder / "run" / "metrics.jsonl"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_damaged_checkpoint_costs_its_interval(tmp_path):
+    result = completed(train(2, tmp_path, "--run.stop-after", "3", "--checkpoint.every", "2"))
+    assert "step 3  step-00000003 is safe: " in result.stdout
+    first = summary(tmp_path)
+    assert (first["status"], first["steps"]) == ("stopped", 3)
+    assert first["checkpoint"].endswith("checkpoints/step-00000003")
+    assert first["resumed_from"] is None
+    newest = tmp_path / "run" / "checkpoints" / "step-00000003" / "optimizer.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    shown = ckpt("verify", tmp_path / "run", newest.parent.with_name("step-00000002"))
+    assert shown.returncode == 1
+    assert shown.stderr.count("optimizer.safetensors is damaged between bytes") == 1
+    assert "step-00000002: sound, " in shown.stdout
+    result = completed(train(2, tmp_path, "--checkpoint.every", "2"))
+    assert "warning: step-00000003 was passed over: rank " in result.stderr
+    assert ": optimizer.safetensors is damaged between bytes " in result.stderr
+    assert "goes on after step 2, from " in result.stdout
+    assert "(saved by 2 ranks on 1 node)" in result.stdout
+    last = summary(tmp_path)
+    assert (last["status"], last["steps"]) == ("completed", 6)
+    assert last["resumed_from"].endswith("checkpoints/step-00000002")
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert steps_kept(tmp_path) == [6, 4, 2]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003.aside").is_dir()
+
+
+def ckpt(*words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mntrain", "ckpt", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_checkpoints_are_listed_and_shown(tmp_path, stopped):
+    listed = ckpt("list", stopped / "run")
+    assert listed.returncode == 0
+    assert listed.stdout.index("step-00000002") < listed.stdout.index("step-00000001")
+    shown = ckpt("show", stopped / "run")
+    assert "after step 2, saved " in shown.stdout
+    assert "by 1 rank on 1 node;" in shown.stdout
+    nothing = ckpt("list", tmp_path)
+    assert nothing.returncode == 1
+    assert nothing.stderr.count("has no checkpoints: give the folder of a run") == 1
+    assert ckpt("list").returncode == 2
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run that has stopped after two of its six steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    completed(train(1, folder, "--run.stop-after", "2", *ONE_EACH))
+    return folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
+    small = tmp_path / "run"
+    small.mkdir()
+    # Room for one checkpoint of about 0.5 MB, not for two.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", small], check=True)
+    try:
+        result = train(2, tmp_path, "--checkpoint.every", "2")
+        assert steps_kept(tmp_path) == [2]
+        # On the way that is a warning. In the end it is what the job is said to have failed in.
+        for step, kind in ((4, "warning"), (6, "error")):
+            assert (
+                result.stderr.count(f"{kind}: {small}/checkpoints/step-{step:08d} was not sa") == 1
+            )
+        assert "No space left on device: it needs 0.5 MB, of which " in result.stderr
+        assert result.returncode == 1
+        assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("failed", 6)
+        assert summary(tmp_path)["checkpoints"]["failed"] == 1
+        assert len(list((small / "checkpoints").iterdir())) == 1
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_job_that_must_save_and_cannot_says_so_with_its_exit_code(tmp_path):
+    corpus = write_corpus(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    command = [sys.executable, "-m", "mntrain", *SMALL, "--data.path", str(corpus)]
+    command += ["--run.dir", str(tmp_path / "run"), "--run.stop-after", "2"]
+    result = mpirun(2, command, timeout=100)
+    assert result.returncode == 1
+    assert result.stderr.count("step-00000002 was not saved: ") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

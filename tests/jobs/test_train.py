@@ -1,0 +1,114 @@
+"""`mpirun python -m mntrain`, as a user runs it: what it prints, writes and learns."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from job import (
+    completed,
+    configuration,
+    losses,
+    losses_alone,
+    metrics,
+    summary,
+    train,
+    write_corpus,
+)
+from launch import mpirun
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PHASES = ["data", "forward", "backward", "reduce_wait", "optimizer"]
+
+
+def test_a_run_leaves_its_records(tmp_path):
+    options = ["--comm.ranks-per-node", "2", "--train.eval-every", "4", "--zero.stage", "2"]
+    result = completed(train(4, tmp_path, *options))
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    wanted = ["step", "loss", "lr", "grad_norm", "clip_coef", "samples", "tokens_per_s", "step_s"]
+    assert all(set(wanted + PHASES) <= set(line) for line in lines)
+    assert all(sum(line[phase] for phase in PHASES) <= line["step_s"] for line in lines)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
+    whole = summary(tmp_path)
+    assert (whole["status"], whole["steps"], whole["skipped_steps"]) == ("completed", 6, 0)
+    assert whole["final_loss"] == lines[-1]["loss"]
+    assert whole["eval_loss"] == lines[-1]["eval_loss"]
+    assert (whole["world"]["size"], whole["world"]["nodes"]) == (4, 2)
+    assert [rank["node"] for rank in whole["ranks"]] == [0, 0, 1, 1]
+    assert all(rank["peak_memory"] > 50e6 for rank in whole["ranks"])
+    assert all(rank["node_bytes"] > 0 and rank["cross_bytes"] > 0 for rank in whole["ranks"])
+    assert whole["model_flops_per_s"] > 0
+    assert (whole["utilisation"], whole["computes_in"]) == (None, "fp32")  # of a CPU: unknown
+    assert "FLOP/s of the model" in result.stdout
+    memory = whole["memory"]
+    assert memory["process_peak"]["least"] > 50e6
+    for role in ("parameters", "gradients", "state", "total"):
+        sizes = memory[role]
+        assert 0 < sizes["least"] <= sizes["median"] <= sizes["most"]
+        assert sizes["expected"] > 0
+    # Adam keeps two numbers for every parameter, and a rank has a fourth of them.
+    assert memory["state"]["most"] < 0.6 * memory["parameters"]["least"]
+    assert "4 ranks on 2 nodes of 2" in result.stdout
+    assert "zero: stage 2, by element; precision fp32" in result.stdout
+    assert "optimizer state" in result.stdout
+    assert "\nsample\n" in result.stdout
+    assert result.stdout.strip().endswith(str(tmp_path / "run"))
+
+
+def test_the_model_learns(tmp_path):
+    completed(train(2, tmp_path, "--train.steps", "40", "--data.workers", "1"))
+    values = losses(tmp_path)
+    assert values[-2] < 0.75 * values[0]
+
+
+def test_the_resolved_configuration_runs_again_the_same_bit_for_bit(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    completed(train(2, first, "--run.seed", "7"))
+    command = [sys.executable, "-m", "mntrain", "--config", str(first / "run" / "config.toml")]
+    command += ["--run.dir", str(second / "run")]
+    completed(mpirun(2, command, timeout=100))
+    assert losses(second) == losses(first)
+    again = configuration(second)
+    assert again.pop("run")["seed"] == 7
+    expected = configuration(first)
+    expected.pop("run")
+    assert again == expected
+
+
+def test_a_compiled_model_follows_the_plain_one(tmp_path):
+    options = ["--model.layers", "1", "--train.eval-samples", "12"]  # few shapes to compile for
+    completed(train(1, tmp_path, *options, "--train.compile", timeout=110))
+    assert losses(tmp_path) == pytest.approx(losses_alone(*options), rel=1e-4)
+
+
+def test_a_compiler_that_is_missing_is_named_before_any_work(tmp_path):
+    result = train(1, tmp_path, "--train.compile", env={"CXX": "no-such-compiler"})
+    assert result.returncode == 2
+    assert "no-such-compiler" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_of_ones_own_with_metrics(tmp_path):
+    options = ["--task", "digits:Digits", "--train.steps", "60", "--train.batch-size", "64"]
+    options += ["--train.eval-samples", "0", "--run.dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "mntrain", *options, "--optim.lr", "0.01"]
+    completed(mpirun(2, command, timeout=100, cwd=EXAMPLES))
+    assert metrics(tmp_path)[-1]["eval_metrics"]["accuracy"] > 0.9
+
+
+def test_a_loop_of_ones_own():
+    result = completed(mpirun(2, [sys.executable, EXAMPLES / "own_loop.py"], timeout=100))
+    values = [float(line.split()[3]) for line in result.stdout.splitlines() if "loss" in line]
+    assert len(values) == 20
+    assert values[-1] < 0.1 * values[0]
+
+
+def test_without_a_run_directory_one_is_made_from_the_date(tmp_path):
+    corpus = write_corpus(tmp_path)
+    command = [sys.executable, "-m", "mntrain", "--data.path", str(corpus), "--train.steps", "1"]
+    command += ["--model.context", "32", "--train.eval-samples", "2"]
+    completed(mpirun(2, command, timeout=100, cwd=tmp_path))
+    [run] = (tmp_path / "runs").iterdir()
+    assert (run / "summary.json").exists()

@@ -1,0 +1,200 @@
+"""`auto` by proof, on real ranks: all agree, and what was measured once is not measured again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+from worlds import RANKS, refusal
+
+import mntrain
+from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.tuning import Tuning, choosing, measuring
+from mntrain.tuning.cache import CACHE
+from mntrain.tuning.measuring import Measuring
+
+COMM = MPI.COMM_WORLD
+LAYOUTS = [None, *range(1, min(RANKS, 3))]
+SHORT_S = 0.3  # of measuring, for tests
+KEPT = AlgorithmTable(
+    ((1 << 10, AlgorithmChoice("flat", 1 << 16)), (1 << 20, AlgorithmChoice("leader", 1 << 17)))
+)
+
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("own_cache")]
+several = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache that is empty at first, the same for all ranks."""
+    monkeypatch.setattr(measuring, "SECONDS", SHORT_S)
+    monkeypatch.setenv("XDG_CACHE_HOME", COMM.bcast(str(tmp_path)))
+    yield
+    COMM.Barrier()  # nobody removes what another still reads
+
+
+def tuned(**options):
+    return mntrain.init(**({"device": "cpu", "bucket_mb": 0.5} | options))
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """One entry for every measurement that this rank takes part in."""
+    log = []
+    run = Measuring.run
+
+    def logged(self, bucket_bytes):
+        log.append(bucket_bytes)
+        return run(self, bucket_bytes)
+
+    monkeypatch.setattr(Measuring, "run", logged)
+    return log
+
+
+def same_everywhere(value):
+    return COMM.allgather(value) == [value] * RANKS
+
+
+@several
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_choose_alike_and_among_the_candidates(layout):
+    with tuned(ranks_per_node=layout) as world:
+        table = world.collectives.table
+        assert same_everywhere((table, world.tuning, world.algorithm))
+        names = choosing.algorithms(world.topology)
+        for _, choice in table.steps:
+            assert choice.algorithm in names
+            assert choice.piece_bytes in choosing.PIECES
+        chosen = table.of(1 << 19)
+        assert world.algorithm == chosen.algorithm
+        assert world.tuning.startswith(str(chosen))
+
+
+@several
+def test_what_was_chosen_adds_up():
+    with tuned(ranks_per_node=2) as world:
+        for numel in (1, 1001, 1 << 17):
+            tensor = world.collectives.allocate(numel, torch.float32, world.device)
+            tensor.fill_(world.rank + 1)
+            world.collectives.all_reduce(tensor).wait()
+            assert (tensor == RANKS * (RANKS + 1) / 2).all()
+
+
+@several
+def test_ranks_whose_clocks_disagree_measure_the_same(monkeypatch):
+    perf_counter = measuring.time.perf_counter
+
+    class Clock:
+        """Runs at a speed of its own on every rank."""
+
+        @staticmethod
+        def perf_counter():
+            return perf_counter() * 3**world_rank
+
+    world_rank = COMM.rank
+    monkeypatch.setattr(measuring, "time", Clock)
+    with tuned() as world:
+        assert same_everywhere((world.collectives.table, world.tuning))
+
+
+@several
+def test_a_second_world_measures_nothing(runs):
+    with tuned() as first:
+        table, line = first.collectives.table, first.tuning
+    assert len(runs) == 1
+    with tuned() as second:
+        assert second.collectives.table == table
+        assert second.tuning.startswith(f"{line} (measured 2")
+        assert same_everywhere(second.tuning)
+    assert len(runs) == 1
+
+
+@several
+def test_another_layout_or_size_of_buckets_is_measured_anew(runs):
+    for options in ({}, {"bucket_mb": 0.25}, {"ranks_per_node": 1}, {}):
+        tuned(**options).close()
+    assert len(runs) == 3
+
+
+@several
+def test_what_rank_0_has_kept_is_used_by_all(runs):
+    tuned().close()
+    file = CACHE.place()
+    if COMM.rank == 0:
+        (key,) = json.loads(file.read_text())
+        CACHE.keep(key, Tuning(KEPT, "as it was"))
+    with tuned() as world:
+        assert world.collectives.table == KEPT
+        assert world.algorithm == "leader"
+        assert world.tuning.startswith("as it was (measured ")
+    assert len(runs) == 1
+
+
+@several
+@pytest.mark.parametrize("content", ["", "{", '{"a": 5}'])
+def test_a_damaged_cache_is_measured_over(runs, content):
+    file = CACHE.place()
+    if COMM.rank == 0:
+        file.parent.mkdir(parents=True)
+        file.write_text(content)
+    tuned().close()
+    tuned().close()
+    assert len(runs) == 1
+
+
+@several
+def test_where_no_cache_can_be_written_every_world_measures(runs, monkeypatch):
+    if COMM.rank == 0:
+        blocked = Path(CACHE.place()).parent
+        blocked.parent.mkdir(exist_ok=True)
+        blocked.write_text("in the way")
+    COMM.Barrier()
+    for _ in range(2):
+        with tuned() as world:
+            assert same_everywhere(world.collectives.table)
+    assert len(runs) == 2
+
+
+@several
+def test_without_tuning_auto_is_lanes(runs):
+    with tuned(tune=False) as world:
+        assert world.collectives.table == AlgorithmTable.always("lanes")
+        assert world.algorithm == "lanes"
+        assert world.tuning.endswith("not tuned")
+    assert not runs
+    assert COMM.rank or not CACHE.place().exists()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_algorithm_by_name_is_not_questioned(runs, algorithm):
+    with tuned(algorithm=algorithm) as world:
+        assert world.collectives.table == AlgorithmTable.always(algorithm)
+        assert (world.algorithm, world.tuning) == (algorithm, "")
+    assert not runs
+
+
+def test_a_world_of_one_has_nothing_to_choose(runs):
+    with tuned(comm=MPI.COMM_SELF) as world:
+        assert (world.algorithm, world.tuning) == ("lanes", "")
+    assert not runs
+
+
+@several
+def test_ranks_agree_on_whether_to_tune():
+    words = refusal(tuned, tune=COMM.rank == 0)
+    assert words == "tune differs between ranks: rank 0 has True, rank 1 has False"
+
+
+@several
+def test_tuning_leaves_no_traffic_no_memory_and_no_open_file_behind():
+    def left(**options):
+        with tuned(ranks_per_node=2, **options) as world:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            shared = sum("memfd:mntrain" in line for line in maps)
+            usage = world.usage()[world.rank]
+            sent = usage.node_messages, usage.node_bytes, usage.cross_messages, usage.cross_bytes
+            return shared, sent, len(list(Path("/proc/self/fd").iterdir()))
+
+    tuned(ranks_per_node=1).close()  # connections stay open
+    assert left() == left(tune=False)

@@ -1,0 +1,293 @@
+"""Memory that the ranks of a node share: whose it is, how long it lives, where there is none."""
+
+import contextlib
+import gc
+import os
+import resource
+
+import pytest
+import torch
+from cases import CPU, PIECE_BYTES, RANK, Arena, Way, cases, run
+from mpi4py import MPI
+from worlds import RANKS, VIRTUAL, make_world
+
+from mntrain.comm import shared_memory
+from mntrain.comm.algorithms.selection import ALGORITHMS
+
+pytestmark = pytest.mark.mpi
+
+LAST = RANKS - 1
+TOKEN = b"0123456789abcdef"
+several_a_node = pytest.mark.mpi(min_size=2)
+
+
+def maps():
+    """How many parts of shared memory are mapped in this process."""
+    with open("/proc/self/maps") as lines:
+        return sum("/memfd:mntrain" in line for line in lines)
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def nothing_left():
+    """What the block takes of the process, it gives back."""
+    gc.collect()  # of what came before
+    before = maps(), descriptors()
+    yield
+    gc.collect()
+    assert (maps(), descriptors()) == before
+
+
+def allocate(world, numel, dtype=torch.float32):
+    return world.collectives.allocate(numel, dtype, CPU)
+
+
+def check_collectives(world):
+    """Every algorithm, with and without what `allocate` gives."""
+    arena = Arena(world, 1 << 20)
+    for algorithm in ALGORITHMS:
+        way = Way(world, algorithm, PIECE_BYTES, arena)
+        several = [
+            case
+            for place in ("plain", "mixed")
+            for case in cases(way, [0, 17, 9001], roots=[LAST], place=place)
+        ]
+        run(world, several)
+        arena.clear()
+
+
+# Whose it is.
+
+
+def test_it_begins_at_a_page_and_with_zeros():
+    with make_world() as world:
+        for numel, dtype in [(1, torch.uint8), (5, torch.bfloat16), (70001, torch.float64)]:
+            tensor = allocate(world, numel, dtype)
+            assert tensor.shape == (numel,)
+            assert tensor.dtype == dtype
+            assert not tensor.any()
+            tensor.fill_(1)  # the next one has zeros again
+            if world.local_size > 1:
+                assert tensor.data_ptr() % resource.getpagesize() == 0
+
+
+def test_ranks_that_share_a_node_share_it_and_others_do_not():
+    for layout in VIRTUAL:
+        with make_world("lanes", layout) as world:
+            before, other = maps(), world.collectives.shared_bytes
+            tensor = allocate(world, 1000)
+            # Its own part, and a view of each other one.
+            assert maps() - before == (world.local_size if world.local_size > 1 else 0)
+            assert world.collectives.why_messages == ""
+            own = world.collectives.shared_bytes - other
+            assert own == (4000 if world.local_size > 1 else 0)
+            del tensor
+            assert world.collectives.shared_bytes == other
+
+
+def test_only_what_takes_part_in_a_collective_is_read_or_written():
+    with make_world() as world:
+        everything = allocate(world, 30000).fill_(-7)
+        other = allocate(world, 1000).fill_(-8)
+        part = everything[9999:20001].fill_(RANK)
+        world.collectives.all_reduce(part).wait()
+        world.collectives.reduce_scatter(part).wait()
+        assert set(everything[:9999].tolist()) == set(everything[20001:].tolist()) == {-7}
+        assert set(other.tolist()) == {-8}
+
+
+# How long it lives.
+
+
+def test_a_tensor_outlives_its_world():
+    with nothing_left():
+        with make_world() as world:
+            tensor = allocate(world, 70001)
+            tensor.fill_(RANK)
+            world.collectives.all_reduce(tensor).wait()
+        del world
+        gc.collect()
+        MPI.COMM_WORLD.Barrier()  # all have let go of the others' parts
+        assert set(tensor.tolist()) == {RANKS * LAST / 2}
+        tensor.fill_(RANK)
+        MPI.COMM_WORLD.Barrier()
+        assert set(tensor.tolist()) == {RANK}
+        del tensor
+
+
+def test_a_view_keeps_it_alive():
+    with nothing_left():
+        with make_world() as world:
+            view = allocate(world, 1000)[10:20].view(2, 5)
+        del world
+        view.fill_(3)
+        assert maps() >= (RANKS > 1)
+        del view
+
+
+def test_it_is_gone_with_the_world_and_the_last_tensor():
+    with nothing_left():
+        for layout in VIRTUAL:
+            with make_world("lanes", layout) as world:
+                tensors = [allocate(world, numel) for numel in (1, 1000, 0, 70001)]
+                world.collectives.all_reduce(tensors[-1]).wait()
+            del world, tensors
+
+
+def test_maps_and_descriptors_are_flat_over_many_allocations():
+    with make_world() as world:
+        kept = allocate(world, 100)
+        tensor = allocate(world, 1)
+        counts = []
+        for turn in range(60):
+            tensor = allocate(world, 1 + 1000 * turn)
+            tensor.fill_(1)
+            world.collectives.all_reduce(tensor).wait()
+            assert tensor[-1] == RANKS
+            counts.append((maps(), descriptors()))
+        assert len(set(counts[2:])) == 1
+        world.collectives.all_reduce(kept).wait()
+        assert not kept.any()
+
+
+def test_what_one_rank_has_let_go_of_the_others_may_use():
+    with make_world() as world:
+        first, second = allocate(world, 20011), allocate(world, 20011)
+        if RANK == 0:
+            del first
+            first = torch.zeros(20011)
+        third = allocate(world, 20011)  # here the others learn of it
+        for turn, tensor in enumerate((first, second, third)):
+            tensor.fill_(RANK + turn)
+            world.collectives.all_reduce(tensor).wait()
+            assert set(tensor.tolist()) == {RANKS * LAST / 2 + turn * RANKS}
+
+
+def test_memory_that_takes_the_place_of_what_is_gone_is_not_taken_for_it():
+    with make_world() as world:
+        for _ in range(5):
+            tensor = allocate(world, 1 << 20)
+            world.collectives.all_reduce(tensor).wait()
+            del tensor
+            plain = torch.empty(1 << 20).fill_(RANK)  # from the same place, perhaps
+            world.collectives.all_reduce(plain).wait()
+            assert plain[0] == plain[-1] == RANKS * LAST / 2
+
+
+# Where there is none.
+
+
+def refuse_files(monkeypatch):
+    def refuse(nbytes, token):
+        return -1, None, "there is none, today"
+
+    monkeypatch.setattr(shared_memory, "_create", refuse)
+
+
+def refuse_maps(monkeypatch):
+    original = shared_memory._map
+
+    def refuse(path, nbytes, token):
+        if not path.startswith("/proc/self"):
+            raise OSError("not that of others")
+        return original(path, nbytes, token)
+
+    monkeypatch.setattr(shared_memory, "_map", refuse)
+
+
+def be_somebody_else(monkeypatch):
+    """As in another namespace of process ids, where this one means another process, or nobody."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+
+REASONS = [
+    (refuse_files, "there is none, today"),
+    (refuse_maps, f"rank {LAST} of the node cannot reach another's: not that of others"),
+    (be_somebody_else, "rank 0 of the node cannot reach another's"),
+]
+
+
+@several_a_node
+@pytest.mark.parametrize(("way", "words"), REASONS)
+def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
+    with nothing_left():
+        if RANK == LAST:
+            way(monkeypatch)
+        with make_world() as world:
+            monkeypatch.undo()
+            why = world.collectives.why_messages
+            assert why.startswith(words)
+            assert world.gather(why) == [why] * RANKS
+            assert world.collectives.shared_bytes == 0
+            check_collectives(world)
+            assert maps() == 0
+        del world
+
+
+@several_a_node
+@pytest.mark.parametrize(("way", "words"), REASONS)
+def test_what_one_rank_cannot_have_any_more_later_on(monkeypatch, way, words):
+    with nothing_left():
+        with make_world() as world:
+            before = allocate(world, 20011).fill_(RANK)
+            if RANK == LAST:
+                way(monkeypatch)
+            after = allocate(world, 20011).fill_(RANK)
+            monkeypatch.undo()
+            assert world.collectives.why_messages.startswith(words)
+            assert not allocate(world, 3).any()
+            for tensor in (before, after):
+                messages = sum(rank.node_messages for rank in world.usage())
+                world.collectives.all_reduce(tensor).wait()
+                sent = sum(rank.node_messages for rank in world.usage()) - messages
+                assert (sent > 0) == (tensor is after)  # what was shared still is
+                assert set(tensor.tolist()) == {RANKS * LAST / 2}
+            check_collectives(world)
+        del world, before, after, tensor
+
+
+@several_a_node
+@pytest.mark.parametrize("limit", [8, 4096], ids=["for nothing", "for the boards"])
+def test_a_limit_on_the_size_of_files_is_a_reason(limit):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with nothing_left():
+        if RANK == LAST:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            world = make_world()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with world:
+            why = world.collectives.why_messages
+            assert why.endswith("File too large")
+            assert world.gather(why) == [why] * RANKS
+            check_collectives(world)
+        del world
+
+
+@several_a_node
+def test_one_node_does_without_and_the_others_do_not(monkeypatch):
+    if RANK == LAST:
+        refuse_files(monkeypatch)
+    with make_world("lanes", max(2, RANKS // 2)) as world:
+        monkeypatch.undo()
+        last = RANK in world.topology.node_group(LAST) and world.local_size > 1
+        assert world.collectives.why_messages == ("there is none, today" if last else "")
+        check_collectives(world)
+
+
+def test_what_is_not_the_others_memory_is_not_taken_for_it(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(100) + TOKEN)
+    assert len(shared_memory._map(str(file), 100, TOKEN)) == 100
+    with pytest.raises(OSError, match="another process's"):
+        shared_memory._map(str(file), 99, TOKEN)
+    with pytest.raises(OSError, match="another process's"):
+        shared_memory._map(str(file), 100, TOKEN[::-1])
+    with pytest.raises(OSError, match="No such file"):
+        shared_memory._map(str(tmp_path / "none"), 100, TOKEN)
+    assert file.read_bytes() == bytes(100) + TOKEN
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,147 @@
+"""Small tensors that everyone gathers whole: the same results, to the bit, as in pieces."""
+
+from itertools import product
+
+import pytest
+import torch
+from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
+from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
+
+from mntrain.comm.small_messages import SMALL_BYTES, SmallCollective
+
+pytestmark = pytest.mark.mpi
+
+SIZES = [0, 1, 2, 3, 17, 1003, 5003]
+BY_PIECES = [world for world in EVERY_WORLD if world.values[0] != "naive"]
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """The verbs that were gathered since, by length."""
+    seen = []
+
+    class Noted(SmallCollective):
+        def __init__(self, shared, call, loan):
+            seen.append(len(loan.host))
+            super().__init__(shared, call, loan)
+
+    monkeypatch.setattr("mntrain.comm.collectives.SmallCollective", Noted)
+    return seen
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), BY_PIECES)
+def test_every_verb_at_every_size_twice(ways, gathers, algorithm, layout):
+    way = ways(algorithm, layout).gathered()
+    several = [case for place in PLACES for case in cases(way, SIZES, roots=[0], place=place)]
+    several += cases(way, SIZES, roots=[RANKS - 1])
+    run(way.world, several)
+    run(way.world, several)  # on the same tensors
+    empty = sum(case.tensor.numel() == 0 for case in several)
+    assert len(gathers) == (2 * (len(several) - empty) if RANKS > 1 else 0)
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_every_dtype(ways, dtype):
+    for layout in VIRTUAL:
+        way = ways("lanes", layout).gathered()
+        run(way.world, cases(way, [2, 5003], dtype, roots=[RANKS - 1]))
+
+
+@pytest.mark.parametrize("layout", VIRTUAL)
+def test_sums_beyond_what_a_dtype_holds_are_infinite_or_no_number_and_nobody_is_warned(
+    ways, layout
+):
+    way = ways("lanes", layout)
+    most, inf = torch.finfo(torch.float32).max, float("inf")
+    mine = torch.tensor([most, inf if RANK else -inf, float("nan") if RANK else 0, 1.0])
+    whole, pieces = mine.clone(), mine.clone()
+    way.gathered().collectives.all_reduce(whole).wait()
+    way.collectives.all_reduce(pieces).wait()
+    assert whole.isnan().tolist() == pieces.isnan().tolist()
+    assert whole.nan_to_num().tolist() == pieces.nan_to_num().tolist()
+    if RANKS > 1:
+        assert whole.isnan().tolist() == [False, True, True, False]
+        assert whole[0] == inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("gathered", [True, False])
+def test_what_is_only_moved_may_have_any_dtype(ways, gathered, dtype):
+    way = ways("lanes", VIRTUAL[-1])
+    collectives = (way.gathered() if gathered else way).collectives
+    expected = (torch.arange(1003) % 2).to(dtype)
+    tensor = expected.clone() if RANK == RANKS - 1 else torch.zeros(1003).to(dtype)
+    collectives.broadcast(tensor, RANKS - 1).wait()
+    assert torch.equal(bits(tensor), bits(expected))
+    mine = shard(collectives, 1003)
+    only = torch.zeros(1003).to(dtype)
+    only[mine] = expected[mine]
+    collectives.all_gather(only).wait()
+    assert torch.equal(bits(only), bits(expected))
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), BY_PIECES)
+def test_sums_have_the_bits_of_those_in_pieces(ways, algorithm, layout):
+    way = ways(algorithm, layout)
+    draw = torch.Generator().manual_seed(RANK)
+    wires = [None, torch.bfloat16, torch.float16]
+    for dtype, wire in product([torch.float16, torch.bfloat16, torch.float32], wires):
+        for numel in (1, 17, 1003):
+            mine = torch.randn(numel, generator=draw).to(dtype)
+            whole, pieces = mine.clone(), mine.clone()
+            way.gathered().collectives.all_reduce(whole, wire=wire).wait()
+            way.collectives.all_reduce(pieces, wire=wire).wait()
+            assert torch.equal(bits(whole), bits(pieces)), (dtype, wire, numel)
+
+
+def test_shards_lie_where_the_caller_cuts(ways):
+    way = ways("lanes", VIRTUAL[-1])
+    for bounds in cuts(1003):
+        whole, pieces = torch.arange(1003.0) * (RANK + 1), torch.arange(1003.0) * (RANK + 1)
+        mine = shard(way.collectives, 1003, bounds)
+        for collectives, tensor in ((way.gathered().collectives, whole), (way.collectives, pieces)):
+            collectives.reduce_scatter(tensor, bounds).wait()
+        assert torch.equal(whole[mine], pieces[mine])
+        way.gathered().collectives.all_gather(whole, bounds).wait()
+        way.collectives.all_gather(pieces, bounds).wait()
+        assert torch.equal(whole, pieces)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="alone, nothing is sent")
+def test_what_is_larger_goes_in_pieces(ways, gathers):
+    way = ways("lanes", VIRTUAL[-1]).gathered(SMALL_BYTES)
+    most = SMALL_BYTES // 4 // RANKS
+    for numel in (most, most + 1):
+        run(way.world, cases(way, [numel], roots=[0]))
+    assert gathers == [most] * 4
+    naive = Way(way.world, "naive", 1 << 20, way.arena, SMALL_BYTES)
+    run(way.world, cases(naive, [most], roots=[0]))
+    assert gathers == [most] * 4
+
+
+@pytest.mark.skipif(RANKS == 1, reason="alone, nothing is sent")
+def test_a_world_gathers_what_is_small_unless_it_is_told_not_to(gathers, monkeypatch):
+    with make_world("lanes", VIRTUAL[-1]) as world:
+        world.collectives.all_reduce(torch.ones(3)).wait()
+        assert gathers == []  # by these tests' conftest
+    monkeypatch.setattr("mntrain.comm.collectives.SMALL_BYTES", SMALL_BYTES)
+    with make_world("lanes", VIRTUAL[-1]) as world:
+        assert world.sum([1.0, 2.0]) == [RANKS, 2 * RANKS]
+        assert gathers == [2]
+
+
+@pytest.mark.parametrize("layout", VIRTUAL)
+def test_what_is_sent_counts_as_a_message_to_everybody(ways, layout):
+    way = ways("lanes", layout).gathered()
+    before = way.world.usage()
+    way.collectives.all_reduce(torch.ones(100)).wait()
+    way.collectives.broadcast(torch.ones(10), RANKS - 1).wait()
+    after = way.world.usage()
+    for rank, (was, now) in enumerate(zip(before, after, strict=True)):
+        node = len(way.world.topology.node_group(rank)) - 1
+        cross = RANKS - 1 - node
+        also = rank == RANKS - 1 and RANKS > 1
+        assert now.node_messages - was.node_messages == node * (1 + also)
+        assert now.node_bytes - was.node_bytes == node * (400 + 40 * also)
+        assert now.cross_messages - was.cross_messages == cross * (1 + also)
+        assert now.cross_bytes - was.cross_bytes == cross * (400 + 40 * also)

@@ -1,0 +1,138 @@
+"""Safetensors files written in ranges, against the format's own library."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mntrain.checkpoint.format import (
+    DTYPES,
+    ChecksummedRange,
+    FileLayout,
+    RangeReader,
+    RangeWriter,
+    create,
+    wrong_run,
+)
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+TENSORS = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
+        lambda name: name != "__metadata__"
+    ),
+    st.tuples(st.sampled_from(list(DTYPES.values())), SHAPES),
+    max_size=6,
+)
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+
+
+def write_in_parts(path, tensors, writers=3):
+    """Several writers, each with every so-many-th element's run; gives all that they wrote."""
+    layout = FileLayout.of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    create(path, layout.nbytes)
+    runs: list[ChecksummedRange] = []
+    for number in reversed(range(writers)):
+        with RangeWriter(path, layout) as writer:
+            if number == 1:
+                writer.header()
+            for name, tensor in tensors.items():
+                numel = tensor.numel()
+                low, high = numel * number // writers, numel * (number + 1) // writers
+                writer.write(name, tensor.reshape(-1)[low:high], low)
+            writer.sync()
+            runs += writer.runs
+    return sorted(runs, key=lambda run: run.start)
+
+
+@settings(max_examples=60, deadline=None)
+@given(described=TENSORS)
+def test_the_library_reads_what_was_written_in_parts(tmp_path_factory, described):
+    path = tmp_path_factory.mktemp("files") / "a.safetensors"
+    tensors = {name: filled(*about) for name, about in described.items()}
+    runs = write_in_parts(path, tensors)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    at = 0
+    for run in runs:
+        assert run.start == at
+        at += run.length
+    assert at == path.stat().st_size
+    assert wrong_run(path, runs) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(described=TENSORS, low=st.floats(0, 1), high=st.floats(0, 1))
+def test_any_range_of_the_librarys_files_is_read(tmp_path_factory, described, low, high):
+    path = tmp_path_factory.mktemp("files") / "a.safetensors"
+    tensors = {name: filled(*about) for name, about in described.items()}
+    save_file(tensors, path)
+    with RangeReader(path) as reader:
+        assert reader.layout.entries.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            start, stop = sorted((int(low * tensor.numel()), int(high * tensor.numel())))
+            assert torch.equal(reader.read(name, start, stop), tensor.reshape(-1)[start:stop])
+
+
+@pytest.fixture
+def one(tmp_path):
+    """A file of two tensors, and its runs."""
+    path = tmp_path / "a.safetensors"
+    tensors = {"w": torch.randn(7, 3), "n": torch.arange(5)}
+    return path, write_in_parts(path, tensors)
+
+
+def test_every_flipped_bit_is_noticed_and_placed(one):
+    path, runs = one
+    right = path.read_bytes()
+    chance = random.Random(1)
+    for at in range(len(right)):
+        data = bytearray(right)
+        data[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+        wrong = wrong_run(path, runs)
+        assert wrong is not None
+        assert wrong.start <= at < wrong.start + wrong.length
+
+
+def test_every_cut_is_refused(one):
+    path, _ = one
+    right = path.read_bytes()
+    for length in range(len(right)):
+        path.write_bytes(right[:length])
+        with pytest.raises(ValueError, match=r"a\.safetensors"):
+            FileLayout.read(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b'{"w": 1}',
+        b'{"w": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_foreign_header_is_refused(tmp_path, header):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    with pytest.raises(ValueError, match="header that cannot be read"):
+        FileLayout.read(path)
+
+
+def test_a_dtype_that_the_format_lacks_is_refused():
+    with pytest.raises(ValueError, match=r"w is of dtype torch\.complex64"):
+        FileLayout.of({"w": (torch.complex64, (2,))})

@@ -1,0 +1,262 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mntrain.comm.algorithms.chunk_plan import NOBODY, SMALL_BYTES, HierarchyPlan, world_slots
+from mntrain.comm.topology import Topology
+from zero.layout import split
+
+FASTER = ["flat", "leader", "lanes"]  # than the oracle, which has no plan
+
+
+@st.composite
+def topologies(draw):
+    """Nodes of 1 to 4 ranks each, which are dealt to them in any order."""
+    lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    ranks = draw(st.permutations(range(sum(lengths))))
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    nodes = [sorted(ranks[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+    return Topology(tuple(sorted(map(tuple, nodes))))
+
+
+numels = st.integers(0, 300) | st.integers(4000, 5000)
+itemsizes = st.sampled_from([1, 2, 4, 8])
+piece_lengths = st.sampled_from([1, 8, 100, 1000, 1 << 20])
+algorithms = st.sampled_from(FASTER)
+
+
+def schemes(algorithm, topology):
+    return [HierarchyPlan.of(algorithm, topology, rank) for rank in range(topology.size)]
+
+
+def same_on_all_ranks(several, plan):
+    """The plan that every rank makes alike."""
+    first, *others = [plan(scheme) for scheme in several]
+    assert all(other == first for other in others)
+    assert [piece.index for piece in first] == list(range(len(first)))
+    return first
+
+
+def covered(parts):
+    """What parts cover, each element once, as runs that do not touch."""
+    runs = []
+    for low, high in sorted(part for part in parts if part[0] < part[1]):
+        if runs and runs[-1][1] == low:
+            runs[-1][1] = high
+        else:
+            assert not runs or runs[-1][1] < low, "an element is in two parts"
+            runs.append([low, high])
+    return runs
+
+
+def all_of(low, high):
+    return [[low, high]] if low < high else []
+
+
+def lanes_take_turns(pieces, lanes):
+    """A lane's next piece comes after every other lane has had its turn, or has no more."""
+    counts = [0] * lanes
+    left = [sum(piece.lane == lane for piece in pieces) for lane in range(lanes)]
+    for piece in pieces:
+        counts[piece.lane] += 1
+        left[piece.lane] -= 1
+        behind = [lane for lane in range(lanes) if counts[lane] < counts[piece.lane] - 1]
+        assert all(left[lane] == 0 for lane in behind)
+
+
+# Schemes.
+
+
+def test_a_scheme_says_what_counts_as_a_node_and_who_owns_which_lane():
+    topology = Topology(((0, 1, 4), (2, 3)))
+    flat, leader, lanes = (HierarchyPlan.of(name, topology, 3) for name in FASTER)
+    assert flat.owners == ((0, 1, 2, 3, 4),)
+    assert (flat.node, flat.local_rank, flat.members) == (3, 0, (3,))
+    assert leader.owners == ((0, 2),)
+    assert lanes.owners == ((0, 2), (1, 3))
+    assert (lanes.node, lanes.local_rank, lanes.members) == (1, 1, (2, 3))
+
+
+@given(topologies())
+def test_every_lane_has_an_owner_on_every_node_and_no_rank_owns_two(topology):
+    for algorithm, lanes in zip(FASTER, (1, 1, topology.smallest_node), strict=True):
+        scheme = HierarchyPlan.of(algorithm, topology, 0)
+        assert scheme.lanes == len(scheme.owners) == lanes
+        for lane, owners in enumerate(scheme.owners):
+            assert len(owners) == len(scheme.nodes.nodes)
+            assert all(scheme.nodes.local_rank(owner) == lane for owner in owners)
+
+
+@given(topologies())
+def test_slots_are_a_bijection_that_the_algorithm_does_not_change(topology):
+    slots = world_slots(topology)
+    assert sorted(slots) == list(range(topology.size))
+    assert {scheme.slots for name in FASTER for scheme in schemes(name, topology)} == {slots}
+
+
+# All-reduce.
+
+
+@given(topologies(), algorithms, numels, itemsizes, piece_lengths)
+def test_sums_cover_every_element_once(topology, algorithm, numel, itemsize, length):
+    several = schemes(algorithm, topology)
+    pieces = same_on_all_ranks(several, lambda scheme: scheme.sums(numel, itemsize, length))
+    assert covered(part for piece in pieces for part in piece.parts) == all_of(0, numel)
+    nodes = len(several[0].nodes.nodes)
+    for piece in pieces:
+        assert 0 < piece.parts[-1][1] - piece.parts[0][0] <= max(1, length // itemsize)
+        assert all(before[1] == after[0] for before, after in pairwise(piece.parts))
+        assert len(piece.parts) in (1, nodes)
+        assert piece.ranks == ()
+    lanes_take_turns(pieces, several[0].lanes)
+
+
+@given(topologies(), algorithms, numels, itemsizes, piece_lengths)
+def test_lanes_and_parts_of_sums_are_cut_at_cache_lines(
+    topology, algorithm, numel, itemsize, length
+):
+    scheme = HierarchyPlan.of(algorithm, topology, 0)
+    starts, totals = {}, [0] * scheme.lanes
+    line = 64 // itemsize
+    for piece in scheme.sums(numel, itemsize, length):
+        start = piece.parts[0][0]
+        starts.setdefault(piece.lane, start)
+        totals[piece.lane] += piece.parts[-1][1] - start
+        lengths = [high - low for low, high in piece.parts]
+        # Of what begins within the piece: past its end there is nothing to align.
+        assert all((low - start) % line == 0 or low == high for low, high in piece.parts)
+        assert max(lengths) - min(lengths) <= 2 * line
+    assert all(start % line == 0 for start in starts.values())
+    assert max(totals) - min(totals) <= 2 * line
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nbytes", "parts"),
+    [(1, 1 << 20, 1), (2, 1 << 20, 1), (3, SMALL_BYTES, 1), (3, SMALL_BYTES + 4, 3), (5, 1, 1)],
+)
+def test_more_than_two_nodes_share_what_is_not_small(nodes, nbytes, parts):
+    topology = Topology(tuple((node,) for node in range(nodes)))
+    for piece in HierarchyPlan.of("leader", topology, 0).sums(-(-nbytes // 4), 4, 4096):
+        assert len(piece.parts) == parts
+
+
+def test_a_lane_is_cut_into_as_few_pieces_as_may_be_of_about_one_length():
+    topology = Topology(((0,), (1,)))
+    pieces = HierarchyPlan.of("leader", topology, 1).sums(1001, 4, 400)
+    assert [high - low for piece in pieces for low, high in piece.parts] == [91] * 11
+
+
+# Reduce-scatter and all-gather.
+
+
+@st.composite
+def cut_tensors(draw):
+    """A topology and bounds of shards, some of them empty."""
+    topology = draw(topologies())
+    numel = draw(numels)
+    inner = st.lists(st.integers(0, numel), min_size=topology.size - 1, max_size=topology.size - 1)
+    bounds = st.just(split(numel, topology.size))
+    bounds |= inner.map(lambda marks: (0, *sorted(marks), numel))
+    return topology, draw(bounds)
+
+
+@given(cut_tensors(), algorithms, itemsizes, piece_lengths)
+def test_shards_are_complete_and_every_piece_has_one_of_every_node(
+    cut_tensor, algorithm, itemsize, length
+):
+    topology, bounds = cut_tensor
+    several = schemes(algorithm, topology)
+    pieces = same_on_all_ranks(several, lambda scheme: scheme.shards(bounds, itemsize, length))
+    nodes, lanes = several[0].nodes, several[0].lanes
+    found = {rank: [] for rank in range(topology.size)}
+    for piece in pieces:
+        assert len(piece.parts) == len(piece.ranks) == len(nodes.nodes)
+        assert any(low < high for low, high in piece.parts)
+        for node, (rank, (low, high)) in enumerate(zip(piece.ranks, piece.parts, strict=True)):
+            assert high - low <= max(1, length // itemsize // len(nodes.nodes))
+            if rank == NOBODY:
+                assert low == high
+                continue
+            assert nodes.node(rank) == node
+            assert nodes.local_rank(rank) % lanes == piece.lane
+            if low < high:
+                found[rank].append((low, high))
+    for rank, parts in found.items():
+        low, high = several[0].shard(rank, bounds)
+        assert (low, high) == (
+            bounds[several[0].slots[rank]],
+            bounds[several[0].slots[rank] + 1],
+        )
+        assert covered(parts) == all_of(low, high)
+        assert parts == sorted(parts)
+    lanes_take_turns(pieces, lanes)
+
+
+def test_a_rank_beyond_the_lanes_is_served_by_one_of_them():
+    topology = Topology(((0, 1, 2), (3, 4)))
+    scheme = HierarchyPlan.of("lanes", topology, 0)
+    pieces = scheme.shards(split(50, 5), 4, 1 << 20)
+    # Slots go by lane, then by node: ranks 0 and 2, then 3, are served by lane 0.
+    assert [(p.lane, p.ranks) for p in pieces] == [(0, (0, 3)), (1, (1, 4)), (0, (2, NOBODY))]
+    assert [p.parts for p in pieces] == [
+        ((0, 10), (20, 30)),
+        ((30, 40), (40, 50)),
+        ((10, 20), (0, 0)),
+    ]
+
+
+# Broadcast.
+
+
+@given(topologies(), algorithms, numels, itemsizes, piece_lengths)
+def test_copies_cover_every_element_once_and_are_dealt_to_the_lanes(
+    topology, algorithm, numel, itemsize, length
+):
+    several = schemes(algorithm, topology)
+    pieces = same_on_all_ranks(several, lambda scheme: scheme.copies(numel, itemsize, length))
+    parts = [part for piece in pieces for part in piece.parts]
+    assert len(parts) == len(pieces)
+    assert covered(parts) == all_of(0, numel)
+    assert parts == sorted(parts)
+    assert all(0 < high - low <= max(1, length // itemsize) for low, high in parts)
+    assert [piece.lane for piece in pieces] == [n % several[0].lanes for n in range(len(pieces))]
+
+
+@given(topologies(), algorithms, st.data())
+def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
+    root = data.draw(st.integers(0, topology.size - 1))
+    pieces = data.draw(st.integers(1, 3))
+    scheme = HierarchyPlan.of(algorithm, topology, 0)
+    nodes = scheme.nodes.nodes
+    said = [each.route(root, pieces) for each in schemes(algorithm, topology)]
+    ways = [said[node[0]] for node in nodes]
+    assert said == [ways[scheme.nodes.node(rank)] for rank in range(topology.size)]
+    first = scheme.nodes.node(root)
+    depth = {first: 0}
+    waiting = [first]
+    while waiting:
+        node = waiting.pop()
+        for after in ways[node][1]:
+            assert after not in depth
+            assert ways[after][0] == node
+            depth[after] = depth[node] + 1
+            waiting.append(after)
+    assert sorted(depth) == list(range(len(nodes)))
+    assert ways[first][0] is None
+    if pieces > 1:  # a chain
+        assert sorted(depth.values()) == list(range(len(nodes)))
+    else:  # a binomial tree: in each of its rounds, who has it sends it once
+        assert max(depth.values()) <= (len(nodes) - 1).bit_length()
+        assert len(ways[first][1]) == (len(nodes) - 1).bit_length()
+
+
+def test_plans_are_made_once():
+    scheme = HierarchyPlan.of("lanes", Topology(((0, 1), (2, 3))), 0)
+    bounds = split(1000, 4)
+    size = torch.float32.itemsize
+    assert scheme.sums(1000, size, 64) is scheme.sums(1000, size, 64)
+    assert scheme.shards(bounds, size, 64) is scheme.shards(bounds, size, 64)
+    assert scheme.copies(1000, size, 64) is scheme.copies(1000, size, 64)

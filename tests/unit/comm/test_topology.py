@@ -1,0 +1,271 @@
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mntrain.comm.mpi import SIZE_VARIABLES, SilentSingletonsError, check_launcher
+from mntrain.comm.topology import LaneLayout, Topology
+
+HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
+TOPOLOGIES = st.builds(
+    Topology.from_hosts, HOSTS, st.one_of(st.none(), st.integers(min_value=1, max_value=5))
+)
+
+
+@st.composite
+def lanes(draw):
+    topology = draw(TOPOLOGIES)
+    return LaneLayout(topology, draw(st.integers(1, topology.smallest_node)))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_per_node", "nodes"),
+    [
+        ("aabb", None, ((0, 1), (2, 3))),
+        ("aaab", None, ((0, 1, 2), (3,))),
+        ("abbb", None, ((0,), (1, 2, 3))),
+        ("ababab", None, ((0, 2, 4), (1, 3, 5))),
+        ("abba", None, ((0, 3), (1, 2))),
+        ("baab", None, ((0, 3), (1, 2))),
+        ("aaaa", None, ((0, 1, 2, 3),)),
+        ("abcd", None, ((0,), (1,), (2,), (3,))),
+        ("a", None, ((0,),)),
+        ("aaaa", 2, ((0, 1), (2, 3))),
+        ("aaaaa", 2, ((0, 1), (2, 3), (4,))),
+        ("aaaaa", 3, ((0, 1, 2), (3, 4))),
+        ("aaaa", 1, ((0,), (1,), (2,), (3,))),
+        ("aaaa", 7, ((0, 1, 2, 3),)),
+        ("aaabb", 2, ((0, 1), (2,), (3, 4))),
+        ("ababab", 2, ((0, 2), (1, 3), (4,), (5,))),
+    ],
+    ids=str,
+)
+def test_hosts_become_nodes(hosts, ranks_per_node, nodes):
+    assert Topology.from_hosts(hosts, ranks_per_node).nodes == nodes
+
+
+def test_any_hashable_is_a_host():
+    assert Topology.from_hosts([("x", 1), 7, ("x", 1), None]).nodes == ((0, 2), (1,), (3,))
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, -1])
+def test_a_node_of_no_ranks_is_refused(ranks_per_node):
+    with pytest.raises(ValueError, match=f"ranks per node is {ranks_per_node}: .*at least 1"):
+        Topology.from_hosts("aa", ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        ((0, 1), (1, 2)),  # a rank twice
+        ((0,), (2,)),  # a rank left out
+        ((1, 0),),  # not ascending in a node
+        ((2, 3), (0, 1)),  # nodes not by their first rank
+        ((0, 1), ()),  # a node of no ranks
+    ],
+)
+def test_what_is_no_topology_cannot_be_made(nodes):
+    with pytest.raises(AssertionError):
+        Topology(nodes)
+
+
+@given(HOSTS)
+def test_a_node_group_is_the_ranks_of_one_host(hosts):
+    topology = Topology.from_hosts(hosts)
+    for rank, host in enumerate(hosts):
+        same = tuple(other for other, where in enumerate(hosts) if where == host)
+        assert topology.node_group(rank) == same
+        assert topology.local_rank(rank) == same.index(rank)
+    assert topology.size == len(hosts)
+    assert topology.smallest_node == min(Counter(hosts).values())
+
+
+@given(HOSTS, st.integers(1, 5))
+def test_virtual_nodes_cut_each_host_in_order(hosts, ranks_per_node):
+    topology = Topology.from_hosts(hosts, ranks_per_node)
+    for host in set(hosts):
+        ranks = [rank for rank, where in enumerate(hosts) if where == host]
+        nodes = [node for node in topology.nodes if hosts[node[0]] == host]
+        assert [rank for node in nodes for rank in node] == ranks
+        assert all(len(node) == ranks_per_node for node in nodes[:-1])
+        assert len(nodes[-1]) <= ranks_per_node
+
+
+@given(TOPOLOGIES)
+def test_node_numbers_and_node_groups_agree(topology):
+    for rank in range(topology.size):
+        assert topology.nodes[topology.node(rank)] == topology.node_group(rank)
+        assert topology.node_group(rank)[topology.local_rank(rank)] == rank
+
+
+@given(TOPOLOGIES)
+def test_a_cross_group_has_one_rank_of_each_node_that_is_large_enough(topology):
+    for rank in range(topology.size):
+        group = topology.cross_group(rank)
+        local = topology.local_rank(rank)
+        assert rank in group
+        assert {topology.local_rank(member) for member in group} == {local}
+        nodes = [topology.node(member) for member in group]
+        assert nodes == [i for i, node in enumerate(topology.nodes) if len(node) > local]
+
+
+def test_the_documented_cross_groups():
+    topology = Topology.from_hosts("aaabbb")
+    assert [topology.cross_group(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [topology.cross_group(rank) for rank in range(3, 6)] == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_cross_groups_of_unequal_nodes_shrink():
+    topology = Topology.from_hosts("aaabbc")
+    assert topology.cross_group(0) == (0, 3, 5)
+    assert topology.cross_group(4) == (1, 4)
+    assert topology.cross_group(2) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ("a", "1 rank on 1 node of 1"),
+        ("ab", "2 ranks on 2 nodes of 1"),
+        ("aaaa", "4 ranks on 1 node of 4"),
+        ("aabb", "4 ranks on 2 nodes of 2"),
+        ("aaab", "4 ranks on 2 nodes of 3+1"),
+    ],
+)
+def test_a_topology_says_what_it_is(hosts, words):
+    assert str(Topology.from_hosts(hosts)) == words
+
+
+def test_the_documented_lanes():
+    lanes = LaneLayout(Topology.from_hosts("aabb"), 2)
+    assert lanes.lane_slots == ((0, 2), (2, 4))
+    assert lanes.block_slots(0) == ((0, 1), (1, 2))
+    assert lanes.block_slots(1) == ((2, 3), (3, 4))
+    assert lanes.owners == (0, 2, 1, 3)
+    assert lanes.slots == (0, 2, 1, 3)
+
+
+def test_one_lane_goes_by_node():
+    lanes = LaneLayout(Topology.from_hosts("ababab"), 1)
+    assert lanes.owners == (0, 2, 4, 1, 3, 5)
+    assert lanes.lane_slots == ((0, 6),)
+    assert lanes.block_slots(0) == ((0, 3), (3, 6))
+
+
+def test_ranks_beyond_the_lanes_are_served_by_a_lane():
+    lanes = LaneLayout(Topology.from_hosts("aaaaabb"), 2)
+    assert [lanes.lane_of(rank) for rank in range(7)] == [0, 1, 0, 1, 0, 0, 1]
+    assert lanes.owners == (0, 2, 4, 5, 1, 3, 6)
+    assert lanes.lane_slots == ((0, 4), (4, 7))
+    assert lanes.block_slots(0) == ((0, 3), (3, 4))
+
+
+@given(lanes())
+def test_owners_and_slots_are_inverse_permutations_of_the_ranks(lanes):
+    ranks = range(lanes.topology.size)
+    assert sorted(lanes.owners) == list(ranks)
+    assert sorted(lanes.slots) == list(ranks)
+    assert [lanes.slots[lanes.owners[slot]] for slot in ranks] == list(ranks)
+
+
+@given(lanes())
+def test_runs_of_slots_are_contiguous_disjoint_and_complete(lanes):
+    assert len(lanes.lane_slots) == lanes.count
+    blocks = []
+    for lane, run in enumerate(lanes.lane_slots):
+        inside = lanes.block_slots(lane)
+        assert len(inside) == len(lanes.topology.nodes)
+        assert (inside[0][0], inside[-1][1]) == run
+        blocks += inside
+    # Each run starts where the one before it ends, from the first slot to the last; none is empty,
+    # since every lane has an owner on every node.
+    assert blocks[0][0] == 0
+    assert blocks[-1][1] == lanes.topology.size
+    assert all(before[1] == after[0] for before, after in pairwise(blocks))
+    assert all(low < high for low, high in blocks)
+
+
+@given(lanes())
+def test_a_block_holds_the_slots_of_its_nodes_ranks_on_its_lane(lanes):
+    topology = lanes.topology
+    for lane in range(lanes.count):
+        for node, (low, high) in enumerate(lanes.block_slots(lane)):
+            served = [rank for rank in topology.nodes[node] if lanes.lane_of(rank) == lane]
+            assert list(lanes.owners[low:high]) == served
+            assert topology.local_rank(served[0]) == lane  # the lane's owner comes first
+
+
+@pytest.mark.parametrize(("hosts", "count"), [("aabb", 0), ("aabb", 3), ("aaab", 2)])
+def test_a_lane_without_an_owner_on_every_node_cannot_be_made(hosts, count):
+    with pytest.raises(AssertionError):
+        LaneLayout(Topology.from_hosts(hosts), count)
+
+
+# What mpirun and srun leave in the environment, against the world that MPI sees.
+
+
+@pytest.mark.parametrize("variable", SIZE_VARIABLES)
+def test_a_launcher_that_started_more_ranks_than_mpi_sees_is_an_error(variable):
+    with pytest.raises(SilentSingletonsError) as error:
+        check_launcher({variable: "4"}, 1)
+    words = str(error.value)
+    assert f"the launcher started 4 ranks ({variable}=4), but MPI sees a world of 1" in words
+    assert "Use the mpirun of the same MPI" in words
+    assert "srun --mpi=pmix" in words
+    assert f"unset {variable}" in words
+
+
+def test_the_size_variables_are_those_of_the_launchers():
+    assert set(SIZE_VARIABLES) == {
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_SIZE",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_NTASKS",
+    }
+
+
+@pytest.mark.parametrize("variable", SIZE_VARIABLES)
+@pytest.mark.parametrize("started", ["1", "4"])
+def test_as_many_ranks_as_mpi_sees_or_fewer_are_in_order(variable, started):
+    check_launcher({variable: started}, 4)
+
+
+@pytest.mark.parametrize("value", ["", "4(x2)", "-1", "four"])
+def test_a_variable_that_is_no_number_says_nothing(value):
+    check_launcher({"SLURM_NTASKS": value}, 1)
+
+
+def test_without_a_launcher_a_world_of_one_is_in_order():
+    check_launcher({"HOME": "/"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"),
+        ("PMI_SIZE", "SLURM_NTASKS"),
+        ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    ],
+)
+def test_the_launcher_within_the_job_knows_better_than_the_job(inner, outer):
+    check_launcher({inner: "2", outer: "8"}, 2)
+    with pytest.raises(SilentSingletonsError, match=f"started 2 ranks .{inner}=2"):
+        check_launcher({inner: "2", outer: "8"}, 1)
+
+
+def test_a_pmix_rank_above_the_world_gives_the_mismatch_away():
+    with pytest.raises(SilentSingletonsError, match=r"started 4 ranks .PMIX_RANK=3.* unset PMIX"):
+        check_launcher({"PMIX_RANK": "3"}, 1)
+
+
+def test_a_pmix_rank_within_the_world_is_in_order():
+    check_launcher({"PMIX_RANK": "3"}, 4)
+    check_launcher({"PMIX_RANK": "0"}, 1)
+
+
+def test_a_stated_size_counts_for_more_than_a_pmix_rank():
+    check_launcher({"SLURM_NTASKS": "1", "PMIX_RANK": "3"}, 1)

@@ -1,0 +1,109 @@
+"""What the master's reporter writes: metrics.jsonl and summary.json."""
+
+import io
+import json
+import math
+import os
+
+import pytest
+from reports import console, finished, rank, record, reporting, run_steps, skipped, summary
+
+from mntrain.metrics.report import make_reporter
+
+
+def strict(text: str) -> dict:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_each_step_is_on_disk_at_once_as_a_line_of_json(tmp_path):
+    with reporting(tmp_path, console(False)) as reporter:
+        for number in (1, 2, 3):
+            reporter.step(record(number))
+            lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+            assert [strict(line)["step"] for line in lines] == list(range(1, number + 1))
+    assert strict(lines[0]) == record(1).to_json()
+
+
+def test_metrics_are_appended_to_those_of_an_earlier_run(tmp_path):
+    run_steps(tmp_path, console(False), range(1, 3), 4)
+    run_steps(tmp_path, console(False), range(3, 5), 4)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [strict(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path):
+    nan, inf = math.nan, math.inf
+    with reporting(tmp_path, console(False)) as reporter:
+        reporter.step(record(1, loss=nan, grad_norm=inf, metrics={"a": -inf, "b": 1.0}))
+        reporter.finish(summary(final_loss=nan, ranks=[rank(0, share=nan)]))
+    line = strict((tmp_path / "metrics.jsonl").read_text())
+    assert line["loss"] is line["grad_norm"] is line["metrics"]["a"] is None
+    assert line["metrics"]["b"] == 1.0
+    written = strict((tmp_path / "summary.json").read_text())
+    assert written["final_loss"] is written["ranks"][0]["share"] is None
+
+
+def test_skipped_step_is_json_without_what_it_has_not(tmp_path):
+    with reporting(tmp_path, console(False)) as reporter:
+        reporter.step(record(1))
+        reporter.step(skipped(2, loss=math.inf))
+    done, left_out = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert done.keys() - left_out.keys() == {"grad_norm", "clip_coef", "clipped_norm"}
+    assert (done["skipped"], left_out["skipped"]) == (False, True)
+    assert left_out["loss"] is None
+    assert left_out["lr"] == done["lr"]
+
+
+def test_step_after_close_raises(tmp_path):
+    reporter = make_reporter(True, tmp_path, 4, console(False))
+    reporter.close()
+    reporter.close()
+    with pytest.raises(RuntimeError, match="step 3 was reported after"):
+        reporter.step(record(3))
+
+
+def test_summary_is_written_after_all_else(tmp_path):
+    written = tmp_path / "summary.json"
+
+    class Watched(io.StringIO):
+        def write(self, text: str) -> int:
+            assert not written.exists()
+            return super().write(text)
+
+    on = console(True, file=Watched())
+    reporter = make_reporter(True, tmp_path, 4, on)
+    reporter.step(record(1))
+    reporter.finish(summary())
+    assert strict(written.read_text()) == summary()
+    with pytest.raises(RuntimeError):  # metrics.jsonl was closed before
+        reporter.step(record(2))
+
+
+def test_summary_replaces_an_old_one_as_a_whole(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    with path.open() as reader:
+        finished(tmp_path)
+        assert reader.read() == "old"  # who had it open keeps the old file
+    assert strict(path.read_text())["status"] == "completed"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+
+
+def test_failed_write_leaves_the_old_summary_and_nothing_else(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    (tmp_path / "summary.json").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        finished(tmp_path)
+    assert (tmp_path / "summary.json").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+
+
+def test_summary_takes_paths(tmp_path):
+    finished(tmp_path, run_dir=tmp_path)
+    assert strict((tmp_path / "summary.json").read_text())["run_dir"] == str(tmp_path)

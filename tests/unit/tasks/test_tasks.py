@@ -1,0 +1,604 @@
+import dataclasses
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mntrain.config import Config
+from mntrain.data.sampling import SamplingPlan, batches
+from mntrain.tasks import Loss, Task, corpus, load
+from mntrain.tasks.transformer import RMSNorm, Transformer
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def configured(**sections):
+    """A Config with some fields of some sections replaced."""
+    config = Config()
+    return dataclasses.replace(
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in sections.items()
+        },
+    )
+
+
+def small(path, context=4, vocab=0, glob="**/*", valid_fraction=0.25):
+    return configured(
+        data={"path": path, "glob": glob, "valid_fraction": valid_fraction},
+        model={"layers": 2, "heads": 2, "width": 16, "context": context, "vocab": vocab},
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tensors this small gain nothing from more, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(97, 123)) * 4)
+    return path
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A current directory to put modules in, forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+# ---- tasks by name ----
+
+COMPLETE = """
+from torch import nn
+from mntrain.tasks import Loss, Task
+
+class Mine(Task):
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def dataset(self, split):
+        return [1.0, 2.0]
+
+    def loss(self, model, batch):
+        return Loss(model(batch).mean(), len(batch))
+
+class Half(Task):
+    def model(self):
+        return nn.Linear(1, 1)
+
+class Foreign:
+    def model(self):
+        return nn.Linear(1, 1)
+
+class Refusing(Mine):
+    def __init__(self, config):
+        raise KeyError("the task's own error")
+
+number = 3
+"""
+
+
+def test_a_task_is_loaded_from_the_current_directory(modules):
+    (modules / "own").mkdir()
+    (modules / "own" / "part.py").write_text(COMPLETE)
+    config = Config()
+    task = load("own.part:Mine", config)
+    assert isinstance(task, Task)
+    assert task.config is config
+    assert task.collate is None
+    assert task.sample(task.model()) is None
+    assert str(modules) in sys.path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lmm", 'neither "lm" nor of the form "package.module:Class"'),
+        ("own:", "nor of the form"),
+        (":Mine", "nor of the form"),
+        (".own:Mine", "nor of the form"),
+        ("absent_module:Mine", "does not import: ModuleNotFoundError: No module named 'absent_m"),
+        ("broken:Mine", "module 'broken' does not import: ZeroDivisionError: division by zero"),
+        ("own:Other", "module 'own' has no 'Other'"),
+        ("own:number", "'number' is not a class but 3"),
+        ("own:Half", "Half lacks dataset, loss$"),
+        ("own:Foreign", "Foreign does not derive from mntrain.tasks.Task and lacks dataset, loss"),
+    ],
+)
+def test_a_name_of_no_task_says_why(modules, name, message):
+    (modules / "own.py").write_text(COMPLETE)
+    (modules / "broken.py").write_text("1 / 0")
+    with pytest.raises(ValueError, match=message):
+        load(name, Config())
+
+
+def test_what_a_tasks_constructor_raises_passes_through(modules):
+    (modules / "own.py").write_text(COMPLETE)
+    with pytest.raises(KeyError, match="the task's own error"):
+        load("own:Refusing", Config())
+
+
+def test_losses_share_no_metrics():
+    first, second = Loss(torch.zeros(()), 1), Loss(torch.zeros(()), 1)
+    first.metrics["accuracy"] = torch.ones(())
+    assert second.metrics == {}
+
+
+# ---- the corpus ----
+
+
+def tokens_of(files):
+    found = corpus.Corpus(files)
+    return found.read(0, len(found)).tolist()
+
+
+def test_files_are_read_end_to_end_in_the_order_of_their_paths(tmp_path):
+    for name, content in {"b/a": b"12", "b/b": b"", "a": b"345", "b/c": b"6"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    found = corpus.Corpus(corpus.find(tmp_path, "**/*"))
+    assert found.is_text
+    assert len(found) == 6
+    whole = b"345126"
+    for start in range(6):
+        for stop in range(start + 1, 7):
+            assert bytes(found.read(start, stop).tolist()) == whole[start:stop]
+    assert tokens_of(corpus.find(tmp_path, "b/*")) == list(b"126")
+    assert tokens_of(corpus.find(tmp_path / "a", "ignored")) == list(b"345")
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", "<u4", "<i8"])
+def test_npy_files_of_any_integers_hold_tokens(tmp_path, dtype):
+    ids = [0, 1, 255, 7]
+    np.save(tmp_path / "a.npy", np.array(ids, dtype=dtype))
+    found = corpus.Corpus([tmp_path / "a.npy"])
+    assert not found.is_text
+    assert found.read(0, 4).tolist() == ids
+    assert found.read(0, 4).dtype == np.int64
+    assert found.highest() == 255
+
+
+def test_bin_files_hold_little_endian_uint16_and_mix_with_npy(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes([1, 0, 0, 1, 255, 255]))
+    np.save(tmp_path / "b.npy", np.array([3], dtype=np.int32))
+    (tmp_path / "c.bin").write_bytes(b"")
+    found = corpus.Corpus(corpus.find(tmp_path, "*"))
+    assert found.read(0, 4).tolist() == [1, 256, 65535, 3]
+    assert found.highest() == 65535
+
+
+def test_more_files_than_may_be_mapped_at_once_are_read(tmp_path):
+    files = [tmp_path / f"{i:03}" for i in range(150)]
+    for i, file in enumerate(files):
+        file.write_bytes(bytes([i]))
+    found = corpus.Corpus(files)
+    assert found.read(0, 150).tolist() == list(range(150))
+    assert found.read(0, 2).tolist() == [0, 1]
+    assert len(found._maps) < 150
+
+
+def test_a_pickled_corpus_opens_its_files_anew(text):
+    found = corpus.Corpus([text])
+    unread = len(pickle.dumps(found))
+    expected = found.read(3, 9).tolist()
+    pickled = pickle.dumps(found)
+    assert len(pickled) == unread
+    assert pickle.loads(pickled).read(3, 9).tolist() == expected
+
+
+def test_pythons_own_sources_are_the_default():
+    files = corpus.find(None, "ignored")
+    assert files == sorted(files) == corpus.find(None, "ignored")
+    names = {file.name for file in files}
+    assert {"os.py", "dataclasses.py"} <= names
+    assert "test_os.py" not in names
+    assert not any("site-packages" in file.parts for file in files)
+    assert sum(file.stat().st_size for file in files) > 1_000_000
+
+
+# ---- the language model's data ----
+
+
+@pytest.mark.parametrize("valid_fraction", [0.01, 0.25, 0.99])
+def test_windows_share_one_token_and_the_last_are_for_validation(text, valid_fraction):
+    task = load("lm", small(text, context=10, valid_fraction=valid_fraction))
+    train, valid = task.dataset("train"), task.dataset("valid")
+    windows = [*train, *valid]
+    assert len(train) + len(valid) == len(windows) == 10  # of 104 tokens
+    assert len(valid) == {0.01: 1, 0.25: 2, 0.99: 9}[valid_fraction]
+    whole = list(text.read_bytes())
+    for i, window in enumerate(windows):
+        assert window.dtype == torch.int64
+        assert window.tolist() == whole[i * 10 : i * 10 + 11]
+    for outside in (-1, len(valid)):
+        with pytest.raises(IndexError, match=f"window {outside}"):
+            valid[outside]
+
+
+@pytest.mark.parametrize(("workers", "start_method"), [(2, "fork"), (1, "spawn")])
+def test_workers_read_the_same_windows(text, workers, start_method):
+    data = load("lm", small(text)).dataset("train")
+    data[0]  # a map is open when the dataset goes to the workers
+    plan = SamplingPlan(len(data), 8, seed=0)
+    options = {"rank": 0, "size": 1, "micro_batch_size": 3, "start": 0, "stop": 2}
+    loaded = batches(data, plan, workers=workers, start_method=start_method, **options)
+    for step, pieces in enumerate(loaded):
+        for piece, indices in zip(pieces, plan.micro_batches(step, 0, 1, 3), strict=True):
+            assert torch.equal(piece, torch.stack([data[i] for i in indices]))
+
+
+def test_the_vocabulary_is_the_datas_or_as_given(text, tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(40))
+
+    def vocabulary(path, vocab):
+        return load("lm", small(path, vocab=vocab)).model().embedding.num_embeddings
+
+    assert vocabulary(text, 0) == 256
+    assert vocabulary(text, 300) == 300
+    assert vocabulary(tmp_path / "a.npy", 0) == 40
+    assert vocabulary(tmp_path / "a.npy", 64) == 64
+
+
+@pytest.mark.parametrize("bad", [50, -1])
+def test_a_token_outside_the_vocabulary_is_named(tmp_path, bad):
+    np.save(tmp_path / "a.npy", np.array([1] * 9 + [bad] + [1] * 9))
+    data = load("lm", small(tmp_path / "a.npy", vocab=50)).dataset("train")
+    assert data[0].tolist() == [1] * 5
+    with pytest.raises(ValueError, match=rf"token id {bad}, outside the vocabulary of 50: .*give"):
+        data[2]
+
+
+def write_nothing(folder):
+    return folder / "absent"
+
+
+def write_empty(folder):
+    (folder / "empty").touch()
+    return folder / "empty"
+
+
+def write_short(folder):
+    (folder / "short").write_bytes(b"12345678")
+    return folder / "short"
+
+
+def write_floats(folder):
+    np.save(folder / "a.npy", np.zeros(50))
+    return folder / "a.npy"
+
+
+def write_table(folder):
+    np.save(folder / "a.npy", np.zeros((50, 2), dtype=np.int64))
+    return folder / "a.npy"
+
+
+def write_no_npy(folder):
+    (folder / "a.npy").write_bytes(b"not an array")
+    return folder / "a.npy"
+
+
+def write_empty_npy(folder):
+    np.save(folder / "a.npy", np.zeros(0, dtype=np.int64))
+    return folder / "a.npy"
+
+
+def write_odd(folder):
+    (folder / "a.bin").write_bytes(b"123")
+    return folder / "a.bin"
+
+
+def write_both(folder):
+    (folder / "a.bin").write_bytes(b"1234")
+    (folder / "readme.txt").write_bytes(b"1234")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (write_nothing, "--data.path .*absent: must be a file or a folder"),
+        (lambda _: Path("/dev/null"), "--data.path /dev/null: must be a file or a folder"),
+        (write_empty, "the data has 0 tokens, .* need a window each, 9 tokens .*give more data"),
+        (write_short, "the data has 8 tokens, .* need a window each, 9 tokens .*give more data"),
+        (write_floats, r"a.npy holds float64 of shape \(50,\): save .* 1-D array of integers"),
+        (write_table, r"a.npy holds int64 of shape \(50, 2\): save .* 1-D array of integers"),
+        (write_no_npy, "a.npy is no .npy file of token ids"),
+        (write_empty_npy, "the data has 0 tokens"),
+        (write_odd, "a.bin has 3 bytes, an odd number"),
+        (write_both, "readme.txt is text, other files hold token ids"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(tmp_path, write, message):
+    with pytest.raises(ValueError, match=message):
+        load("lm", small(write(tmp_path), context=4))
+
+
+def test_nine_tokens_are_two_windows_of_four(tmp_path):
+    (tmp_path / "text").write_bytes(b"123456789")
+    task = load("lm", small(tmp_path / "text", context=4))
+    assert [len(task.dataset(split)) for split in ("train", "valid")] == [1, 1]
+
+
+def test_a_glob_that_matches_nothing_is_refused(text):
+    with pytest.raises(ValueError, match=r"--data.glob '\*.md' matches no file in .*: give"):
+        load("lm", small(text.parent, glob="*.md"))
+    with pytest.raises(ValueError, match=r"--data.glob '/abs' is no pattern"):
+        load("lm", small(text.parent, glob="/abs"))
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused(text):
+    with pytest.raises(ValueError, match=r"--model.vocab 255: .* give 0 or at least 256"):
+        load("lm", small(text, vocab=255))
+
+
+# ---- the transformer ----
+
+
+def test_the_norm_is_torchs():
+    norm = RMSNorm(8)
+    nn.init.uniform_(norm.weight)
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    expected = F.rms_norm(x, (8,), norm.weight, 1e-6)
+    torch.testing.assert_close(norm(x), expected)
+    assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def transformer(seed=0):
+    torch.manual_seed(seed)
+    return Transformer(layers=2, width=16, heads=2, context=12, vocab=20)
+
+
+def test_logits_depend_on_no_later_token():
+    model = transformer()
+    tokens = torch.randint(20, (3, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 20
+    before, after = model(tokens), model(changed)
+    assert before.shape == (3, 12, 20)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7], after[:, 7])
+    torch.testing.assert_close(model(tokens[:, :5]), before[:, :5])
+
+
+def test_attention_is_the_written_out_one():
+    attention = transformer().blocks[0].attention
+    x = torch.randn(2, 12, 16)
+    q, k, v = (y.view(2, 12, 2, 8).transpose(1, 2) for y in attention.qkv(x).chunk(3, dim=-1))
+
+    def rotated(y):
+        # As complex numbers: the pair (i, i + 4) times e^(j * position * 10000^(-i/4)).
+        angles = torch.outer(torch.arange(12.0), 10_000.0 ** -(torch.arange(4) / 4))
+        turned = torch.complex(y[..., :4], y[..., 4:]) * torch.polar(torch.ones(12, 4), angles)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    scores = rotated(q) @ rotated(k).transpose(-1, -2) / 8**0.5
+    scores = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
+    y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 12, 16)
+    torch.testing.assert_close(attention(x), attention.out(y))
+
+
+def test_weights_start_as_gpt2s_and_the_embedding_is_tied():
+    torch.manual_seed(0)
+    model = Transformer(layers=8, width=128, heads=4, context=8, vocab=256)
+    spread = {name: weight.std().item() for name, weight in model.named_parameters()}
+    assert spread["embedding.weight"] == pytest.approx(0.02, rel=0.05)
+    assert spread["blocks.3.attention.qkv.weight"] == pytest.approx(0.02, rel=0.05)
+    assert spread["blocks.3.attention.out.weight"] == pytest.approx(0.005, rel=0.05)
+    assert spread["blocks.3.mlp.down.weight"] == pytest.approx(0.005, rel=0.05)
+    assert not any(name.endswith("bias") for name in spread)
+    assert [name for name in spread if "embedding" in name or "head" in name] == [
+        "embedding.weight"
+    ]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("how", ["bfloat16 weights", "autocast"])
+def test_the_model_computes_in_bfloat16(text, how):
+    task = load("lm", small(text))
+    torch.manual_seed(0)
+    model = task.model()
+    batch = torch.stack(list(task.dataset("valid")))
+    exact = task.loss(model, batch).mean
+    if how == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = task.loss(model, batch).mean
+    else:
+        loss = task.loss(model.bfloat16(), batch).mean
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_attention_is_given_16_bits_only(monkeypatch, how, dtype):
+    # Or else torch's flash kernels would not be taken.
+    attend, seen = F.scaled_dot_product_attention, []
+
+    def looking(q, k, v, **options):
+        seen.append({q.dtype, k.dtype, v.dtype})
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", looking)
+    model, tokens = transformer(), torch.randint(20, (2, 12))
+    if how == "weights":
+        model.to(dtype)(tokens)
+    else:
+        with torch.autocast("cpu", dtype):
+            model(tokens)
+    assert seen == [{dtype}] * 2
+
+
+def test_with_targets_the_model_gives_the_loss_of_its_logits():
+    model, tokens = transformer(), torch.randint(20, (2, 13))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    logits = model(tokens[:, :-1])
+    assert torch.equal(loss, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+def test_flops_are_those_of_the_matrices_that_torch_counts_and_of_causal_attention(text):
+    task = load("lm", small(text, context=8))
+    model = task.model()
+    batch = torch.stack(list(task.dataset("valid")))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss = task.loss(model, batch)
+        loss.mean.backward()
+    counted = counter.get_flop_counts()["Global"]
+    matrices = sum(flops for kind, flops in counted.items() if "bmm" not in str(kind))
+    # Two layers of width 16: scores and values, forward and twice backward, half of 8 positions.
+    attention = 2 * 2 * 3 * 2 * 16 * 8 / 2
+    assert task.flops_per_item(model) == matrices / loss.count + attention
+    assert task.flops_per_item(nn.Linear(2, 2)) is None
+
+
+class Plain(Task):
+    def model(self):
+        return nn.Linear(1, 1)
+
+    dataset = loss = model
+
+
+class Listed(nn.Module):
+    """Two lists of layers, a layer with a list of its own, and something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(1, 1)
+        self.down = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        expert = nn.Module()
+        expert.parts = nn.ModuleList([nn.Linear(1, 1)])
+        self.up = nn.ModuleList([expert, nn.ModuleList([nn.Linear(1, 1)]), self.down[0]])
+
+
+def test_what_is_compiled_by_itself_is_the_outermost_layers_or_the_whole():
+    task, model = Plain(Config()), Listed()
+    expected = [*model.down, model.up[0], *model.up[1]]
+    assert set(task.regions(model)) == set(expected)
+    assert len(task.regions(model)) == len(expected)
+    whole = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert task.regions(whole) == [whole]
+    assert task.flops_per_item(whole) is None
+
+
+def test_of_the_language_model_all_but_the_embedding_is_compiled(text):
+    task = load("lm", small(text))
+    model = task.model()
+    within = {module for region in task.regions(model) for module in region.modules()}
+    assert set(model.modules()) - within == {model, model.embedding, model.blocks}
+    other = Listed()
+    assert task.regions(other) == Plain(Config()).regions(other)
+
+
+# ---- the language model's loss and sample ----
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_token_counted_in_tokens(text):
+    task = load("lm", small(text, context=10))
+    torch.manual_seed(0)
+    model = task.model()
+    batch = torch.stack(list(task.dataset("valid")))
+    loss = task.loss(model, batch)
+    chances = model(batch[:, :-1]).double().softmax(-1)
+    expected = -torch.stack(
+        [chances[b, t, batch[b, t + 1]].log() for b in range(len(batch)) for t in range(10)]
+    ).mean()
+    assert loss.count == len(batch) * 10
+    assert loss.mean.dim() == 0
+    assert loss.mean.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss.mean.item() == pytest.approx(np.log(256), rel=0.02)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sample_leaves_the_model_and_the_random_state_as_they_were(text, training):
+    task = load("lm", small(text, context=4))
+    model = task.model().train(training)
+    state = torch.get_rng_state()
+    first = task.sample(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training is training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert first == task.sample(model)
+    assert 100 < len(first) <= 300
+
+
+def test_token_ids_have_no_sample(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(40))
+    task = load("lm", small(tmp_path / "a.npy"))
+    assert task.sample(task.model()) is None
+
+
+def test_the_language_model_learns_the_alphabet(text):
+    task = load("lm", small(text, context=8))
+    torch.manual_seed(0)
+    model = task.model()
+    batch = torch.stack(list(task.dataset("train")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch).mean
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+    assert "abcdefghijklmnopqrstuvwxyz" in task.sample(model)
+
+
+# ---- the example ----
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [(EXAMPLES.parent, "examples.digits:Digits"), (EXAMPLES, "digits:Digits")]
+)
+def test_digits_are_learnt(modules, monkeypatch, folder, name):
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(folder)
+    task = load(name, Config())
+    train, valid = task.dataset("train"), task.dataset("valid")
+    assert len(train) + len(valid) == 1797
+    assert len(valid) == round(0.05 * 1797)
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    plan = SamplingPlan(len(train), 64, seed=0)
+    options = {"rank": 0, "size": 1, "micro_batch_size": 64, "start": 0, "stop": 60}
+    for [batch] in batches(train, plan, workers=0, start_method="spawn", **options):
+        optimizer.zero_grad()
+        task.loss(model, batch).mean.backward()
+        optimizer.step()
+    model.eval()
+    images, labels = valid[:]
+    loss = task.loss(model, [images, labels])
+    assert loss.count == len(valid)
+    assert loss.metrics["accuracy"] == (model(images).argmax(1) == labels).float().mean()
+    assert loss.metrics["accuracy"] > 0.9
+
+
+def test_digits_without_scikit_learn_say_how_to_get_it(modules, monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"need scikit-learn: pip install 'mntrain\[examples\]'"):
+        load("digits:Digits", Config())

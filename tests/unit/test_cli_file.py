@@ -1,0 +1,220 @@
+"""Options read from a TOML file, and written to one."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import refused
+
+from mntrain.cli import parse, to_toml
+from mntrain.config import (
+    CommConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+)
+
+COUNTS = st.integers(1, 10**12)
+FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+FRACTIONS = st.floats(0, 1)
+TEXTS = st.text(min_size=1)
+PATHS = st.none() | st.sampled_from([Path("none"), Path()]) | TEXTS.map(Path)
+CONFIGS = st.builds(
+    Config,
+    task=TEXTS,
+    device=st.sampled_from(["auto", "cpu", "cuda"]),
+    data=st.builds(
+        DataConfig,
+        path=PATHS,
+        glob=TEXTS,
+        valid_fraction=st.floats(0, 1, exclude_min=True, exclude_max=True),
+        workers=st.integers(0, 99),
+        worker_start=st.sampled_from(["spawn", "forkserver", "fork"]),
+    ),
+    model=st.tuples(COUNTS, COUNTS, COUNTS).map(
+        lambda n: ModelConfig(layers=n[0], heads=n[1], width=2 * n[1] * n[2], context=n[2])
+    ),
+    optim=st.builds(
+        OptimConfig,
+        name=TEXTS,
+        lr=FLOATS | COUNTS,
+        weight_decay=FLOATS,
+        max_grad_norm=st.none() | FLOATS,
+        non_finite=st.sampled_from(["stop", "skip"]),
+        warmup_steps=COUNTS,
+        min_lr_fraction=FRACTIONS,
+    ),
+    train=st.builds(
+        TrainConfig,
+        steps=COUNTS,
+        batch_size=COUNTS,
+        micro_batch_size=COUNTS,
+        eval_every=COUNTS,
+        eval_samples=COUNTS,
+        precision=st.sampled_from(["fp32", "bf16", "bf16-pure", "fp16"]),
+        compile=st.booleans(),
+        check_every=COUNTS,
+    ),
+    comm=st.builds(
+        CommConfig,
+        algorithm=st.sampled_from(["auto", "lanes", "leader", "flat", "naive"]),
+        bucket_mb=FLOATS,
+        ranks_per_node=st.none() | COUNTS,
+    ),
+    zero=st.builds(
+        ZeroConfig,
+        stage=st.sampled_from([0, 1, 2]),
+        partition=st.sampled_from(["element", "parameter"]),
+    ),
+    run=st.builds(RunConfig, dir=PATHS, seed=st.integers(0, 2**32 - 1)),
+)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """A function that writes a TOML file of the given text."""
+
+    def write(text):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_command_line_wins_over_the_file(toml):
+    path = toml("[train]\nsteps = 7\nbatch_size = 16\ncompile = true\n[optim]\nlr = 1\n")
+    config = parse(["--train.steps", "9", "--config", str(path), "--train.no-compile"])
+    expected = Config(train=TrainConfig(steps=9, batch_size=16), optim=OptimConfig(lr=1))
+    assert config == dataclasses.replace(expected, config=path)
+
+
+def test_file_and_command_line_are_checked_together(toml):
+    path = toml("[model]\nheads = 3\n")
+    assert parse(["--config", str(path), "--model.width", "96"]).model == ModelConfig(
+        heads=3, width=96
+    )
+
+
+def test_none_in_a_file(toml):
+    path = toml('[optim]\nmax_grad_norm = "none"\n[data]\npath = "none"\n')
+    config = parse(["--config", str(path)])
+    assert config.optim.max_grad_norm is None
+    assert config.data.path is None
+
+
+def test_empty_file_and_empty_table_give_the_defaults(toml):
+    for text in ("", "[train]\n"):
+        path = toml(text)
+        assert parse(["--config", str(path)]) == Config(config=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            '[train]\nbatch_size = "x"',
+            'train.batch_size = "x": must be a whole number; '
+            "give the number of sequences of a whole step, over all ranks",
+        ),
+        (
+            '[train]\nsteps = "5"',
+            'train.steps = "5": must be a whole number; give the number of optimizer steps',
+        ),
+        (
+            "[train]\nsteps = 5.0",
+            "train.steps = 5.0: must be a whole number; give the number of optimizer steps",
+        ),
+        (
+            "[train]\nsteps = true",
+            "train.steps = true: must be a whole number; give the number of optimizer steps",
+        ),
+        (
+            "[train]\nsteps = 2000-01-01",
+            'train.steps = "2000-01-01": must be a whole number; '
+            "give the number of optimizer steps",
+        ),
+        (
+            "[train]\ncompile = 1",
+            "train.compile = 1: must be true or false; "
+            "give the choice to compile the model with torch.compile",
+        ),
+        (
+            "[optim]\nlr = inf",
+            "optim.lr = Infinity: must be a finite number; give the highest learning rate",
+        ),
+        ("[optim]\nlr = 0", "optim.lr = 0: must be above 0; give the highest learning rate"),
+        (
+            '[run]\ndir = ""',
+            'run.dir = "": must be a path or none; give the folder for the run\'s files',
+        ),
+        ("device = 0", "device = 0: must be one of auto, cpu, cuda; give the device of each rank"),
+        ("[trian]\nsteps = 5", "trian.steps = 5: no such option; did you mean train.steps?"),
+        (
+            "[train]\nbatch-size = 5",
+            "train.batch-size = 5: no such option; "
+            "did you mean train.batch_size or train.micro_batch_size?",
+        ),
+        ("steps = 5", "steps = 5: no such option; did you mean train.steps?"),
+        ("[[zero]]\nstage = 0", 'zero = [{"stage": 0}]: must be a table, [zero]'),
+        ("train = 5", "train = 5: must be a table, [train]"),
+        (
+            "[train.steps]\nx = 1",
+            'train.steps = {"x": 1}: must be a whole number; give the number of optimizer steps',
+        ),
+        (
+            'config = "other.toml"',
+            'config = "other.toml": no such option; python -m mntrain --help lists all',
+        ),
+    ],
+)
+def test_problem_of_a_file_is_told_with_its_name(toml, text, problem):
+    path = toml(text)
+    assert refused("--config", path) == [f"mntrain: {path}: {problem}"]
+
+
+def test_all_problems_of_a_file_are_told_at_once(toml):
+    path = toml("[train]\nsteps = 0\nbatch_size = 32\nlr = 1\n[foo]\nbar = 1")
+    names = [
+        line.removeprefix(f"mntrain: {path}: ").split(" ")[0] for line in refused("--config", path)
+    ]
+    assert names == ["train.steps", "train.lr", "foo.bar"]
+
+
+def test_file_that_cannot_be_read(toml, tmp_path):
+    missing = tmp_path / "missing.toml"
+    assert refused("--config", missing) == [
+        f"mntrain: --config {missing}: cannot be read: No such file or directory"
+    ]
+    assert refused("--config", tmp_path) == [
+        f"mntrain: --config {tmp_path}: cannot be read: Is a directory"
+    ]
+
+
+@pytest.mark.parametrize("content", [b"steps 5", b"task = '\xff'", b"a = 1\na = 2"])
+def test_file_that_is_not_toml(tmp_path, content):
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    (line,) = refused("--config", path)
+    assert line.startswith(f"mntrain: --config {path}: is not TOML: ")
+
+
+@settings(max_examples=30, deadline=None)
+@given(CONFIGS)
+def test_to_toml_gives_the_same_configuration_again(config):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.toml")
+        path.write_text(to_toml(config), encoding="utf-8")
+        assert parse(["--config", str(path)]) == dataclasses.replace(config, config=path)
+
+
+def test_to_toml_leaves_the_file_of_origin_out(toml):
+    config = parse(["--config", str(toml("[train]\nsteps = 3"))])
+    assert "run.toml" not in to_toml(config)

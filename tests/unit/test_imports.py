@@ -1,0 +1,173 @@
+"""Who imports whom, and that importing starts nothing."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# A module may import those of lower layers, and a package's modules each other.
+LAYERS = [
+    {"zero", "mntrain._version", "mntrain.config"},
+    {"mntrain.comm", "mntrain.cupy_kernels", "mntrain.data", "mntrain.cli"},
+    {"mntrain.errors", "mntrain.device", "mntrain.kernels"},
+    {"mntrain.metrics", "mntrain.rank_agreement", "mntrain.transport", "mntrain.tuning"}
+    | {"mntrain.tasks"},
+    {"mntrain.world"},
+    {"mntrain.bench", "mntrain.checkpoint", "mntrain"},
+    {"mntrain.train"},
+    {"mntrain.__main__"},
+]
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {
+    module_name(path): path for name in ("mntrain", "zero") for path in (ROOT / name).rglob("*.py")
+}
+
+
+def imports(module, *, running=False):
+    """The modules that a module imports anywhere; `running`: not those for type checkers only."""
+    tree = ast.parse(MODULES[module].read_text())
+    if running:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports by a relative name"
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                found.add(submodule if submodule in MODULES else node.module)
+    return found
+
+
+def ours(module):
+    return {name for name in imports(module) if name in MODULES}
+
+
+def layer(module):
+    """The layer of a module, or of the package that it is in."""
+    while not (found := [i for i, names in enumerate(LAYERS) if module in names]):
+        package, _, _ = module.rpartition(".")
+        # A module right under one of the two packages needs a place of its own.
+        assert package, f"{module} is in no layer: add it to LAYERS"
+        module = package
+    return found[0]
+
+
+def package(module):
+    """What the table names: the module itself, or the inner package that it is in."""
+    return "zero" if module.split(".")[0] == "zero" else ".".join(module.split(".")[:2])
+
+
+def test_all_modules_were_found():
+    assert {
+        "mntrain",
+        "mntrain.comm.mpi",
+        "mntrain.comm.algorithms.chunk_plan",
+        "zero.layout",
+    } <= set(MODULES)
+    assert {"mntrain.metrics.step", "zero.optimizer"} <= ours("mntrain.world")
+    assert "mntrain.train.trainer" in ours("mntrain.__main__")  # inside a function
+
+
+def test_the_layers_name_no_module_that_is_gone():
+    assert set().union(*LAYERS) <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_downward(module):
+    for imported in ours(module) - {module}:
+        if package(imported) != package(module):
+            assert layer(imported) < layer(module), f"{module} may not import {imported}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {module: ours(module) - {module} for module in MODULES}
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError
+    assert set(order) == set(MODULES)
+
+
+def test_nobody_imports_the_command_line():
+    assert not [module for module in MODULES if "mntrain.__main__" in imports(module)]
+
+
+def test_zero_imports_torch_and_itself_only():
+    for module in MODULES:
+        if module.split(".")[0] == "zero":
+            tops = {name.split(".")[0] for name in imports(module)}
+            assert tops <= {"zero", "torch", *sys.stdlib_module_names}, module
+
+
+def test_only_one_module_imports_mpi4py_and_only_in_functions():
+    def mpi(module):
+        return {name for name in imports(module, running=True) if name.startswith("mpi4py")}
+
+    assert [module for module in MODULES if mpi(module)] == ["mntrain.comm.mpi"]
+    top = ast.parse(MODULES["mntrain.comm.mpi"].read_text()).body
+    assert not [
+        node
+        for node in top
+        if isinstance(node, ast.Import | ast.ImportFrom) and "mpi4py" in ast.unparse(node)
+    ]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_nothing_is_kept_at_module_level(module):
+    tree = ast.parse(MODULES[module].read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            empty = ast.unparse(node.value) in ("[]", "{}", "None", "set()", "dict()", "list()")
+            assert not empty, f"{module}: what is to fill {ast.unparse(node)!r}?"
+
+
+def run(program):
+    """Run a program in a fresh interpreter, with warnings as errors, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_importing_everything_starts_neither_mpi_nor_a_thread_nor_takes_a_hook():
+    names = sorted(set(MODULES) - {"mntrain.__main__"})
+    program = f"""
+import importlib, signal, sys, threading
+signals = [signal.getsignal(number) for number in signal.valid_signals()]
+for name in {names}:
+    importlib.import_module(name)
+import mntrain
+mntrain.init, mntrain.World, mntrain.AgreedError
+print("mpi4py" in sys.modules, threading.active_count())
+print(sys.excepthook is sys.__excepthook__, threading.excepthook is threading.__excepthook__)
+print(signals == [signal.getsignal(number) for number in signal.valid_signals()])
+"""
+    assert run(program) == ["False", "1", "True", "True", "True"]
+
+
+def test_zero_needs_no_mpi_and_nothing_of_mntrain():
+    program = """
+import sys
+sys.modules["mpi4py"] = None
+import zero
+print([name for name in sys.modules if name.split(".")[0] == "mntrain"])
+"""
+    assert run(program) == ["[]"]

@@ -1,0 +1,135 @@
+"""A compiled model still sends gradients while backward runs."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from first_of_two import FirstOfTwo
+from torch import nn
+
+from mntrain.tasks.transformer import Transformer
+from mntrain.train import compiling
+from zero import ZeroOptimizer
+
+LAYERS = 3
+
+
+class Recording(FirstOfTwo):
+    """Writes down each launch of a bucket."""
+
+    def __init__(self):
+        self.log = []
+
+    def reduce_scatter(self, tensor, bounds=None, wire=None):
+        self.log.append("launch")
+        return SimpleNamespace(wait=lambda: None)
+
+
+def recorded(regions_of, backend):
+    """What a backward of a small transformer did: names of gradients, and launches; its loss."""
+    torch.manual_seed(0)
+    model = Transformer(layers=LAYERS, width=16, heads=2, context=8, vocab=20)
+    tokens = torch.randint(20, (4, 9))
+    expected = model(tokens[:, :-1], tokens[:, 1:]).item()
+    recording = Recording()
+    optimizer = ZeroOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        recording,
+        stage=1,
+        lr=0.1,
+        bucket_bytes=4096,
+        model=model,
+    )
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: recording.log.append(name)
+        )
+    compiling.compile_regions(regions_of(model), backend)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.close()
+    return recording.log, gradients
+
+
+class Own(nn.Linear):
+    """Not torch's own."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def parts(model):
+    return [*model.blocks, model.norm, model.head]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, in its compiler
+@pytest.mark.timeout(300)  # to compile takes a while on a busy machine
+def test_buckets_of_a_layer_leave_before_the_gradients_of_the_one_below():
+    backend = "aot_eager"  # which splits graphs as inductor does; a job compiles with that
+    log, gradients = recorded(parts, backend)
+    names = [name for name in log if name != "launch"]
+    assert len(names) == len(set(names)) == len(gradients)
+    for layer in range(1, LAYERS):
+        above = min(i for i, name in enumerate(log) if name.startswith(f"blocks.{layer}."))
+        below = min(i for i, name in enumerate(log) if name.startswith(f"blocks.{layer - 1}."))
+        assert "launch" in log[above:below]
+    plain, expected = recorded(lambda model: [], backend)
+    assert sorted(plain) == sorted(log)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(300)
+def test_layers_of_one_kind_are_compiled_once():
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    recorded(lambda model: list(model.blocks), counting)
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch is older than 2.6")
+@pytest.mark.parametrize("kind", [nn.Linear, Own])
+def test_what_is_run_as_written_is_not_compiled_and_the_rest_is(kind):
+    def refusing(graph, inputs):
+        raise AssertionError("it was compiled")
+
+    model = kind(2, 2)
+    compiling.compile_regions([model], refusing)
+    with compiling.as_written():
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+    with pytest.raises(Exception, match="it was compiled"):
+        model(torch.ones(1, 2))
+    assert copy.deepcopy(model)(torch.ones(1, 2)).shape == (1, 2)  # a copy is as written
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"on the CPU .* C\+\+ compiler, .*no-such-compiler.*CXX"):
+        compiling.check(torch.device("cpu"))
+
+
+def test_on_a_gpu_a_missing_triton_is_named(monkeypatch):
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"on a GPU torch\.compile needs triton: pip install"):
+        compiling.check(torch.device("cuda"))
+    monkeypatch.setattr(compiling, "find_spec", lambda name: name)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"on a GPU .* C compiler, .*no-such-compiler.*CC"):
+        compiling.check(torch.device("cuda"))

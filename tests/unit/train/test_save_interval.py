@@ -1,0 +1,86 @@
+"""How often a run is saved."""
+
+import math
+import time
+
+import pytest
+
+from mntrain.config import CheckpointConfig
+from mntrain.train.save_interval import SaveInterval, best_interval
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A monotonic clock that the test sets, by changing clock[0]."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_steps():
+    cadence = SaveInterval("3", mtbf_hours=24)
+    assert cadence.wanted
+    assert [step for step in range(1, 10) if cadence.due_after(step)] == [3, 6, 9]
+    assert not cadence.due_now()
+
+
+def test_none():
+    cadence = SaveInterval("0", mtbf_hours=24)
+    assert not cadence.wanted
+    assert not any(cadence.due_after(step) for step in range(1, 10))
+
+
+def test_minutes(clock):
+    cadence = SaveInterval("1.5min", mtbf_hours=24)
+    assert cadence.wanted
+    assert not cadence.due_after(1)
+    clock[0] += 89
+    assert not cadence.due_now()
+    clock[0] += 2
+    assert cadence.due_now()
+    cadence.saved(cost_s=0.1)
+    assert not cadence.due_now()
+    clock[0] += 91
+    assert cadence.due_now()
+
+
+def test_auto_saves_at_once_and_then_as_often_as_its_cost_allows(clock):
+    cadence = SaveInterval("auto", mtbf_hours=24)
+    assert cadence.wanted
+    assert cadence.due_now()
+    cadence.saved(cost_s=0.5)
+    interval = best_interval(0.5, 24 * 3600)
+    clock[0] += interval - 1
+    assert not cadence.due_now()
+    clock[0] += 2
+    assert cadence.due_now()
+
+
+def time_lost(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """The fraction of time lost to saves and failures: Daly's complete model, without restarts."""
+    return mtbf_s / interval_s * math.expm1((interval_s + cost_s) / mtbf_s) - 1
+
+
+@pytest.mark.parametrize(("cost", "mtbf"), [(0.1, 86400), (5, 3600), (60, 1200), (300, 600)])
+def test_no_other_interval_loses_less_time(cost, mtbf):
+    chosen = best_interval(cost, mtbf)
+    best = min(time_lost(chosen * factor / 100, cost, mtbf) for factor in range(10, 400))
+    assert time_lost(chosen, cost, mtbf) <= best * 1.001 + 1e-9
+
+
+def test_saves_that_take_longer_than_failures_are_apart():
+    assert best_interval(100, 10) == 10
+
+
+@pytest.mark.parametrize("every", ["0", "500", "10min", "0.5min", "auto"])
+def test_what_may_be_given(every):
+    assert CheckpointConfig(every=every).every == every
+
+
+@pytest.mark.parametrize(
+    "every", ["-1", "1.5", "10 min", "0min", "0.0min", "min", "often", "1h", ""]
+)
+def test_what_may_not(every):
+    with pytest.raises(ValueError, match=r"--checkpoint\.every") as error:
+        CheckpointConfig(every=every)
+    assert "must be a number of steps, minutes such as 10min, or auto" in str(error.value)

@@ -1,0 +1,194 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from mntrain.config import OptimConfig
+from mntrain.train.schedule import UNFIT, decayed_and_not, find, warmup_then_cosine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Scaled(nn.Module):
+    """A matrix, a convolution, a bias, and a gain without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.conv = nn.Conv1d(2, 3, 2, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+
+def factors(steps, warmup, least=0.1):
+    factor = warmup_then_cosine(OptimConfig(warmup_steps=warmup, min_lr_fraction=least), steps)
+    return [factor(done) for done in range(steps)]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam"])
+def test_an_optimizer_of_torch_is_found_by_its_name(name):
+    kind, options = find(OptimConfig(name=name, lr=0.25), CPU)
+    assert kind is getattr(torch.optim, name)
+    optimizer = kind([nn.Parameter(torch.ones(2, 2))], **options)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_on_a_gpu_one_kernel_makes_the_update_if_there_is_one(name):
+    assert find(OptimConfig(name=name), GPU)[1]["fused"] is True
+    kind, options = find(OptimConfig(name=name), CPU)
+    plain = kind([nn.Parameter(torch.ones(2))], lr=options["lr"])
+    assert kind([nn.Parameter(torch.ones(2))], **options).defaults == plain.defaults
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])  # Adagrad's is for the CPU
+def test_what_has_no_such_kernel_is_not_asked_for_it(name):
+    assert "fused" not in find(OptimConfig(name=name), GPU)[1]
+
+
+on_gpu = pytest.param(
+    GPU,
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", [CPU, on_gpu], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_an_update_has_the_same_bits_wherever_a_parameter_is_cut(name, dtype, device):
+    # As shards are: else stages would differ.
+    kind, options = find(OptimConfig(name=name), device)
+    options |= {"weight_decay": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
+    whole = torch.linspace(-1, 1, 1003, dtype=dtype, device=device)
+    gradients = [whole.sin() * step for step in range(1, 6)]
+
+    def updated(cuts):
+        flat = whole.clone()
+        pieces = list(flat.split(cuts))
+        optimizer = kind(pieces, **options)
+        for gradient in gradients:
+            for piece, part in zip(pieces, gradient.split(cuts), strict=True):
+                piece.grad = part
+            optimizer.step()
+        return flat
+
+    expected = updated([1003])
+    assert not torch.equal(expected, whole)
+    for cuts in ([501, 502], [7, 3, 993], [64] * 15 + [43], [1, 1001, 1], [334, 335, 334]):
+        assert torch.equal(updated(cuts), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("adamw", "AdamW"), ("AdmW", "AdamW"), ("Sgd", "SGD"), ("rmsprop", "Rprop")],
+)
+def test_a_misspelt_name_is_refused_with_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=rf"--optim.name {name}: .*nearest: .*{nearest}"):
+        find(OptimConfig(name=name), CPU)
+
+
+@pytest.mark.parametrize("name", ["Optimizer", "lr_scheduler", "no such thing"])
+def test_what_is_no_optimizer_is_refused(name):
+    with pytest.raises(ValueError, match="has no such optimizer"):
+        find(OptimConfig(name=name), CPU)
+
+
+def test_a_name_that_is_near_to_none_is_refused_with_all_there_are():
+    with pytest.raises(ValueError, match=r"AdamW.*RMSprop.*SGD"):
+        find(OptimConfig(name="?"), CPU)
+
+
+def test_weight_decay_is_refused_where_the_optimizer_takes_none():
+    with pytest.raises(ValueError, match=r"--optim.weight-decay 0\.1: Rprop .*weight-decay 0$"):
+        find(OptimConfig(name="Rprop", weight_decay=0.1), CPU)
+    assert find(OptimConfig(name="Rprop", weight_decay=0.0), CPU)[0] is torch.optim.Rprop
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = Scaled()
+    decayed, others = decayed_and_not(model, 0.3)
+    assert decayed["weight_decay"] == 0.3
+    assert {id(p) for p in decayed["params"]} == {id(model.linear.weight), id(model.conv.weight)}
+    assert others["weight_decay"] == 0.0
+    assert {id(p) for p in others["params"]} == {id(model.linear.bias), id(model.gain)}
+
+
+def test_without_decay_all_are_one_group():
+    model = Scaled()
+    [group] = decayed_and_not(model, 0.0)
+    assert group == {"params": list(model.parameters())}
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = Scaled()
+    model.linear.requires_grad_(False)
+    decayed, others = decayed_and_not(model, 0.3)
+    assert [id(p) for p in decayed["params"]] == [id(model.conv.weight)]
+    assert [id(p) for p in others["params"]] == [id(model.gain)]
+
+
+@pytest.mark.parametrize(("bias", "frozen"), [(False, False), (True, True)])
+def test_a_group_of_nothing_is_left_out(bias, frozen):
+    model = nn.Linear(2, 3, bias=bias)
+    if frozen:
+        model.bias.requires_grad_(False)
+    [group] = decayed_and_not(model, 0.3)
+    assert [id(p) for p in group["params"]] == [id(model.weight)]
+
+
+def test_the_warm_up_is_linear_and_ends_at_the_highest():
+    assert factors(steps=20, warmup=4)[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_the_cosine_starts_at_the_highest_and_ends_at_the_least():
+    # Five steps of cosine: angles of 0, 45, 90, 135 and 180 degrees.
+    half = math.sqrt(0.5)
+    cosines = [1.0, half, 0.0, -half, -1.0]
+    expected = [0.1 + 0.9 * (1 + cosine) / 2 for cosine in cosines]
+    assert factors(steps=7, warmup=2)[2:] == pytest.approx(expected)
+
+
+def test_without_a_warm_up_the_first_step_is_the_highest():
+    assert factors(steps=3, warmup=0, least=0.0) == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_least_fraction_of_one_keeps_the_rate():
+    assert factors(steps=5, warmup=0, least=1.0) == [1.0] * 5
+
+
+@pytest.mark.parametrize("warmup", [3, 7])
+def test_a_warm_up_as_long_as_training_or_longer_is_all_there_is(warmup):
+    assert factors(steps=3, warmup=warmup) == [(step + 1) / warmup for step in range(3)]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 1)])
+def test_a_single_step_of_cosine_is_the_highest(steps, warmup):
+    assert factors(steps, warmup)[-1] == 1.0
+
+
+def test_after_the_last_step_the_rate_stays_at_the_least():
+    factor = warmup_then_cosine(OptimConfig(warmup_steps=1, min_lr_fraction=0.2), 5)
+    assert [factor(done) for done in (4, 5, 50)] == pytest.approx([0.2] * 3)
+
+
+def test_a_scheduler_of_torch_takes_the_factor():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    config = OptimConfig(warmup_steps=2, min_lr_fraction=0.0)
+    scheduler = LambdaLR(optimizer, warmup_then_cosine(config, 5))
+    rates = []
+    for _ in range(5):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_cannot_train_here_is_refused_by_name_with_the_reason(name):
+    config = OptimConfig(name=name)
+    with pytest.raises(ValueError, match=f"--optim.name {name}: .*; choose another"):
+        find(config, CPU)

@@ -1,0 +1,553 @@
+"""When buckets are launched, in which order, and what a rank's gradient is said to stand for."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from first_of_two import FirstOfTwo
+from torch import nn
+
+from mntrain.data.loader import shard
+from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.step_weights import BatchWeight
+
+WIDTH = 4
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket
+
+
+class Recording(FirstOfTwo):
+    """Writes down each launch of a bucket, and each wait for one; and what it allocates."""
+
+    def __init__(self, log):
+        self.log, self.allocated = log, []
+
+    def allocate(self, *arguments):
+        self.allocated.append(super().allocate(*arguments))
+        return self.allocated[-1]
+
+    def reduce_scatter(self, tensor, bounds=None, wire=None):
+        address = tensor.data_ptr()
+        self.log.append(("launch", address))
+        return SimpleNamespace(wait=lambda: self.log.append(("wait", address)))
+
+
+class Mark(torch.autograd.Function):
+    """Writes down when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, x, log, layer):
+        ctx.log, ctx.layer = log, layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(("backward below layer", ctx.layer))
+        return gradient, None, None
+
+
+class Chain(nn.Module):
+    """Layers, used in the order given; below each, backward leaves a mark."""
+
+    def __init__(self, log, order=(0, 1, 2)):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in order)
+        self.log, self.order = log, order
+
+    def forward(self, x):
+        for layer in self.order:
+            x = self.layers[layer](Mark.apply(x, self.log, layer))
+        return x
+
+
+class Chained(SimpleNamespace):
+    """A chain under an optimizer that records: `log`, `model`, `optimizer`, `buckets`."""
+
+    def __init__(self, bucket_bytes=LAYER_BYTES, **options):
+        log = []
+        model = Chain(log, **options)
+        recording = Recording(log)
+        optimizer = ZeroOptimizer(
+            model.named_parameters(),
+            torch.optim.SGD,
+            recording,
+            stage=1,
+            lr=0.1,
+            bucket_bytes=bucket_bytes,
+        )
+        # By layer, where its bucket starts. Gradients are allocated after the parameters.
+        flats = recording.allocated[len(recording.allocated) // 2 :]
+        buckets = [flat.data_ptr() for flat in reversed(flats)]
+        super().__init__(log=log, model=model, optimizer=optimizer, buckets=buckets)
+
+    def loss(self):
+        return self.model(torch.ones(2, WIDTH, requires_grad=True)).square().mean()
+
+    def launches(self):
+        return [self.buckets.index(address) for what, address in self.log if what == "launch"]
+
+
+def linear(stage=0, world=SingleProcessCollectives):
+    """One weight of 1, whose gradient is the mean of the inputs."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    options = {"stage": stage, "partition": "parameter"}  # so it is the first rank's to update
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), lr=1.0, **options)
+    return model, optimizer
+
+
+# Gradients stay where backward made them, or are held in buckets.
+stages = pytest.mark.parametrize(
+    ("stage", "world"),
+    [(0, SingleProcessCollectives), (1, SingleProcessCollectives), (0, FirstOfTwo)],
+)
+
+
+def mean(model, *inputs):
+    return model(torch.tensor(inputs).view(-1, 1)).mean()
+
+
+def test_a_bucket_leaves_before_backward_reaches_the_next_layer():
+    chained = Chained()
+    chained.loss().backward()
+    first, second, third = chained.buckets
+    assert chained.log == [
+        ("launch", third),
+        ("backward below layer", 2),
+        ("launch", second),
+        ("backward below layer", 1),
+        ("launch", first),
+        ("backward below layer", 0),
+    ]
+
+
+def test_a_step_waits_for_the_buckets_in_the_order_of_their_launch():
+    chained = Chained()
+    chained.loss().backward()
+    chained.log.clear()
+    chained.optimizer.step()
+    assert chained.log == [("wait", address) for address in reversed(chained.buckets)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_order_of_launches_is_not_that_of_backward(order):
+    chained = Chained(order=order)
+    for _ in range(2):
+        chained.loss().backward()
+        chained.optimizer.step()
+    assert chained.launches() == [2, 1, 0] * 2
+
+
+def test_a_bucket_without_a_gradient_is_launched_by_the_step():
+    chained = Chained(order=(0, 2, 2))  # layer 1 is left out, layer 2 taken twice
+    chained.loss().backward()
+    assert chained.launches() == [2]
+    chained.optimizer.step()
+    assert chained.launches() == [2, 1, 0]
+
+
+def test_one_large_bucket_leaves_when_the_last_gradient_is_in():
+    chained = Chained(bucket_bytes=1 << 20)
+    chained.loss().backward()
+    bucket = min(chained.buckets)
+    assert chained.log == [
+        ("backward below layer", 2),
+        ("backward below layer", 1),
+        ("launch", bucket),
+        ("backward below layer", 0),
+    ]
+
+
+def test_gradients_become_views_into_what_the_collectives_allocated():
+    chained = Chained(bucket_bytes=1 << 20)
+    assert all(p.grad is None for p in chained.model.parameters())
+    chained.loss().backward()
+    storages = {p.grad.untyped_storage().data_ptr() for p in chained.model.parameters()}
+    assert storages == set(chained.buckets)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_what_one_rank_alone_needs_is_not_allocated_by_all(order):
+    model, recording = Chain([], order), Recording([])
+    optimizer = ZeroOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        recording,
+        stage=2,
+        lr=0.1,
+        bucket_bytes=LAYER_BYTES,
+    )
+    count, working = len(recording.allocated), optimizer.memory().buckets
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+    assert len(recording.allocated) == count
+    # Backward fills all three before it has filled the one that is to leave first.
+    more = LAYER_BYTES if order == (2, 1, 0) else 0
+    assert optimizer.memory().buckets == working + more
+
+
+def test_gradients_come_back_into_their_bucket():
+    model, optimizer = linear(world=FirstOfTwo)
+    mean(model, 3.0).backward()
+    place = model.weight.grad.data_ptr()
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+    mean(model, 3.0).backward()
+    assert model.weight.grad.data_ptr() == place
+    optimizer.step()
+    assert model.weight.item() == 1.0 - 3.0 - 3.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_leaves_none_or_zeros(stage, set_to_none):
+    model, optimizer = linear(stage)
+    for _ in range(2):
+        mean(model, 3.0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        gradient = model.weight.grad
+        assert gradient is None if set_to_none or stage == 2 else gradient.item() == 0.0
+    assert model.weight.item() == 1.0 - 3.0 - 3.0
+
+
+def test_no_sync_launches_nothing():
+    chained = Chained()
+    with chained.optimizer.no_sync():
+        chained.loss().backward()
+    assert chained.launches() == []
+    chained.loss().backward()
+    assert chained.launches() == [2, 1, 0]
+
+
+@stages
+def test_accumulated_micro_batches_are_those_of_torch(stage, world):
+    model, optimizer = linear(stage, world)
+    with optimizer.no_sync():
+        mean(model, 3.0).backward()
+    mean(model, 5.0).backward()
+    assert optimizer.step().grad_norm == 8.0
+    assert model.weight.item() == 1.0 - 8.0
+
+
+def test_no_sync_ends_with_an_exception():
+    chained = Chained()
+    with pytest.raises(KeyError), chained.optimizer.no_sync():
+        raise KeyError
+    chained.loss().backward()
+    assert chained.launches() == [2, 1, 0]
+
+
+def test_no_sync_may_be_nested():
+    chained = Chained()
+    with chained.optimizer.no_sync():
+        with chained.optimizer.no_sync():
+            chained.loss().backward()
+        chained.loss().backward()
+    assert chained.launches() == []
+
+
+@stages
+def test_a_second_backward_in_a_step_is_refused(stage, world):
+    model, _optimizer = linear(stage, world)
+    mean(model, 3.0).backward()
+    with pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"):
+        mean(model, 5.0).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_second_backward_is_refused_before_the_bucket_has_left(stage):
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, SingleProcessCollectives(), stage=stage
+    )
+    model[0](torch.ones(1, 1)).mean().backward()
+    with pytest.raises(RuntimeError, match=r"parameter 0\.(weight|bias) .* optimizer\.no_sync\(\)"):
+        model[0](torch.ones(1, 1)).mean().backward()
+
+
+@stages
+def test_accumulating_into_a_bucket_in_flight_is_refused(stage, world):
+    model, optimizer = linear(stage, world)
+    mean(model, 3.0).backward()
+    with (
+        optimizer.no_sync(),
+        pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"),
+    ):
+        mean(model, 5.0).backward()
+
+
+def test_close_removes_the_hooks():
+    chained = Chained()
+    chained.optimizer.close()
+    chained.loss().backward()
+    chained.loss().backward()
+    assert chained.launches() == []
+
+
+def test_synchronize_waits_once():
+    chained = Chained()
+    chained.loss().backward()
+    chained.optimizer.synchronize()
+    waits = [what for what, _ in chained.log].count("wait")
+    chained.optimizer.synchronize()
+    chained.optimizer.step()
+    assert waits == 3
+    assert [what for what, _ in chained.log].count("wait") == 3
+
+
+@stages
+def test_each_step_is_the_mean_over_its_own_weight(stage, world):
+    model, optimizer = linear(stage, world)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 1.0
+    optimizer.zero_grad()
+    optimizer.share(4)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 4.0
+    optimizer.zero_grad()
+    optimizer.backward(mean(model, 3.0), weight=5)
+    assert optimizer.step().weight == 5.0
+    assert model.weight.item() == 1.0 - 9.0
+
+
+@stages
+def test_weighted_micro_batches_make_the_mean_over_all_samples(stage, world):
+    model, optimizer = linear(stage, world)
+    with optimizer.no_sync():
+        optimizer.backward(mean(model, 1.0), weight=1)
+    optimizer.backward(mean(model, 4.0, 5.0, 6.0), weight=3)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (4.0, 4.0)
+    assert model.weight.item() == 1.0 - 4.0
+
+
+@stages
+def test_shares_of_micro_batches_add_up(stage, world):
+    model, optimizer = linear(stage, world)
+    with optimizer.no_sync():
+        optimizer.share(2)
+        (mean(model, 1.0, 3.0) / 2).backward()
+    optimizer.share(2)
+    (mean(model, 5.0, 7.0) / 2).backward()
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (4.0, 4.0)
+
+
+@stages
+def test_a_share_that_no_backward_followed_is_replaced(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.share(7)
+    optimizer.share(2)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 2.0
+
+
+@stages
+def test_a_share_that_no_backward_followed_is_taken_back(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.share(7)
+    optimizer.share(None)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 1.0
+
+
+@stages
+def test_a_share_that_a_backward_followed_is_not_taken_back(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.share(7)
+    mean(model, 3.0).backward()
+    optimizer.share(None)
+    assert optimizer.step().weight == 7.0
+
+
+@stages
+def test_taking_back_the_last_share_leaves_those_before_it(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.share(3)
+    with optimizer.no_sync():
+        mean(model, 3.0).backward()
+    optimizer.share(5)
+    optimizer.share(None)
+    assert optimizer.step().weight == 3.0
+
+
+@stages
+def test_a_share_outlives_zero_grad(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.share(7)
+    optimizer.zero_grad()
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 7.0
+
+
+@stages
+@pytest.mark.parametrize("how", ["backward", "share"])
+def test_zero_grad_drops_the_weight_of_what_it_drops(stage, world, how):
+    model, optimizer = linear(stage, world)
+    for value in (100.0, 3.0):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            if how == "backward":
+                optimizer.backward(mean(model, value), weight=4)
+            else:
+                optimizer.share(4)
+                mean(model, value).backward()
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 4.0)
+
+
+@stages
+def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage, world):
+    model, optimizer = linear(stage, world)
+
+    def batches(*sizes):
+        return shard([torch.ones(n, 1) for n in sizes], 0, 1, 0, optimizer.share)
+
+    @torch.no_grad()
+    def evaluate():
+        return sum(float(model(batch).sum()) for batch in batches(5, 2))
+
+    for batch in batches(3):
+        evaluate()
+        model(batch).mean().backward()
+        assert optimizer.step().weight == 3.0
+
+
+@stages
+def test_backward_refuses_what_a_share_stands_for(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.share(2)
+    with pytest.raises(RuntimeError, match="two ways"):
+        optimizer.backward(mean(model, 1.0), weight=2)
+
+
+@stages
+def test_a_share_refuses_what_a_weighted_backward_stands_for(stage, world):
+    model, optimizer = linear(stage, world)
+    with optimizer.no_sync():
+        optimizer.backward(mean(model, 1.0), weight=2)
+    with pytest.raises(RuntimeError, match="two ways"):
+        optimizer.share(2)
+
+
+@stages
+@pytest.mark.parametrize("count", [-1, math.nan, math.inf])
+def test_a_share_that_is_no_count_is_refused(stage, world, count):
+    model, optimizer = linear(stage, world)
+    with pytest.raises(ValueError, match=str(count)):
+        optimizer.share(count)
+    with pytest.raises(ValueError, match=str(count)):
+        optimizer.backward(mean(model, 1.0), weight=count)
+
+
+@stages
+def test_a_mean_over_no_samples_adds_nothing(stage, world):
+    model, optimizer = linear(stage, world)
+    with optimizer.no_sync():
+        optimizer.backward(mean(model), weight=0)
+    optimizer.backward(mean(model, 3.0), weight=2)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 2.0)
+
+
+@stages
+@pytest.mark.parametrize("how", ["backward", "share"])
+def test_a_step_over_no_samples_is_refused_and_changes_nothing(stage, world, how):
+    model, optimizer = linear(stage, world)
+    if how == "backward":
+        optimizer.backward(mean(model), weight=0)
+    else:
+        optimizer.share(0)
+        mean(model).backward()
+    with pytest.raises(ValueError, match=r"sum to 0\.0"):
+        optimizer.step()
+    assert model.weight.item() == 1.0
+    optimizer.zero_grad()
+    mean(model, 3.0).backward()
+    assert optimizer.step().grad_norm == 3.0
+
+
+def test_a_mean_that_needs_no_division_is_not_written_again():
+    model, optimizer = linear()
+    for weight in (3, 8, 8):
+        optimizer.zero_grad()
+        optimizer.share(weight)
+        mean(model, 3.0).backward()
+        gradient = model.weight.grad
+        version = gradient._version
+        optimizer.step()
+        assert model.weight.grad is gradient
+        assert gradient.item() == 3.0
+    assert gradient._version == version  # the unit is that of the step before: 8 of 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1000])
+def test_the_unit_is_near_what_all_ranks_had(ranks):
+    share = BatchWeight(ranks)
+    for usual in (1, 5, 4096):
+        share.reset(usual)
+        assert share.unit <= ranks * usual < 2 * share.unit
+        assert math.frexp(share.unit)[0] == 0.5
+
+
+def test_a_rank_that_counts_as_one_is_scaled_by_its_part_from_the_first_step():
+    assert BatchWeight(4).scale == 1 / 4
+    assert BatchWeight(1).scale == 1.0
+
+
+def test_in_fp16_addends_are_of_the_size_of_means():
+    class Many(SingleProcessCollectives):
+        size, slot = 4, lambda self, rank: rank
+
+    for dtype, unit in ((torch.float16, 1.0), (torch.bfloat16, 4.0), (torch.float32, 4.0)):
+        model = nn.Linear(1, 1, bias=False).to(dtype)
+        nn.init.ones_(model.weight)
+        optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Many())
+        model(torch.ones(1, 1, dtype=dtype)).mean().backward()
+        assert model.weight.grad.item() == 1.0 / unit
+        optimizer.close()
+
+
+# The wire.
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("own", "wire", "given"),
+    [
+        (torch.float32, None, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float32, torch.float32, None),
+        (torch.float64, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float16, None),
+        (torch.bfloat16, torch.float32, None),
+    ],
+    ids=str,
+)
+def test_gradients_travel_in_the_wires_dtype_where_it_is_narrower(stage, own, wire, given):
+    wires = []
+
+    class Wired(FirstOfTwo):
+        def reduce_scatter(self, tensor, bounds=None, wire=None):
+            wires.append(wire)
+            return super().reduce_scatter(tensor, bounds, wire)
+
+    model = nn.Linear(2, 2).to(own)
+    optimizer = ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, Wired(), stage=stage, wire_dtype=wire
+    )
+    model(torch.ones(1, 2, dtype=own)).mean().backward()
+    optimizer.step()
+    assert wires == [given]
+
+
+def test_a_wire_of_whole_numbers_is_refused():
+    with pytest.raises(ValueError, match=r"torch\.int8.*torch\.bfloat16"):
+        ZeroOptimizer(
+            nn.Linear(1, 1).named_parameters(),
+            torch.optim.SGD,
+            SingleProcessCollectives(),
+            wire_dtype=torch.int8,
+        )

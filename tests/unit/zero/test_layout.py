@@ -1,0 +1,323 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.layout import LEAST_BUCKETS, MIB, ParameterSpec, plan_buckets, split
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+BUCKET_BYTES = st.integers(1, 400)
+SHARDS = st.integers(1, 9)
+FEWER = settings(max_examples=40)
+
+
+def models(least):
+    """Lists of specs whose dimensions are `least` or more."""
+    shapes = st.lists(st.integers(least, 6), max_size=3).map(tuple)
+    kinds = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+    return kinds.map(lambda drawn: [ParameterSpec(f"p{i}", *kind) for i, kind in enumerate(drawn)])
+
+
+MODELS = models(least=0)
+NO_EMPTY_PARAMETERS = models(least=1)
+LOADS = st.lists(st.integers(0, 300), min_size=1, max_size=9)
+CUTS = st.one_of(  # shards and loads: by element, and by parameter
+    SHARDS.map(lambda shards: (shards, None)), LOADS.map(lambda loads: (len(loads), loads))
+)
+
+
+def names(bucket):
+    return [entry.spec.name for entry in bucket.entries]
+
+
+def owned(plan, slot):
+    """The pieces of a slot, bucket by bucket."""
+    return [bucket.pieces(*bucket.shard(slot)) for bucket in plan]
+
+
+def elements(plan, slot):
+    return sum(stop - start for start, stop in (bucket.shard(slot) for bucket in plan))
+
+
+@given(st.integers(0, 10**12), st.integers(1, 300))
+def test_split_covers_everything_in_parts_equal_to_within_one(numel, parts):
+    bounds = split(numel, parts)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    assert (bounds[0], bounds[-1], len(sizes)) == (0, numel, parts)
+    assert set(sizes) <= {numel // parts, -(-numel // parts)}
+
+
+def test_split_into_the_shards_of_the_picture():
+    assert split(8, 3) == (0, 2, 5, 8)
+
+
+@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((0,), 0), ((3, 0, 2), 0), ((2, 3, 4), 24)])
+def test_a_spec_counts_its_elements(shape, numel):
+    assert ParameterSpec("p", shape, torch.float32).numel == numel
+
+
+@given(MODELS, BUCKET_BYTES)
+def test_every_parameter_has_one_place(specs, bucket_bytes):
+    placed = [e.spec for bucket in plan_buckets(specs, bucket_bytes) for e in bucket.entries]
+    assert sorted(placed, key=lambda spec: spec.name) == sorted(specs, key=lambda spec: spec.name)
+
+
+@given(MODELS, BUCKET_BYTES)
+def test_entries_lie_side_by_side_and_fill_their_bucket(specs, bucket_bytes):
+    for bucket in plan_buckets(specs, bucket_bytes):
+        start = 0
+        for entry in bucket.entries:
+            assert (entry.start, entry.stop) == (start, start + math.prod(entry.spec.shape))
+            start = entry.stop
+        assert bucket.numel == start
+
+
+@given(MODELS, BUCKET_BYTES)
+def test_a_bucket_holds_one_dtype(specs, bucket_bytes):
+    for bucket in plan_buckets(specs, bucket_bytes):
+        assert {entry.spec.dtype for entry in bucket.entries} == {bucket.dtype}
+
+
+@given(MODELS, BUCKET_BYTES)
+def test_only_a_parameter_larger_than_a_bucket_exceeds_the_limit(specs, bucket_bytes):
+    for bucket in plan_buckets(specs, bucket_bytes):
+        if bucket.numel * bucket.dtype.itemsize > bucket_bytes:
+            assert len([entry for entry in bucket.entries if entry.spec.numel]) == 1
+
+
+@given(NO_EMPTY_PARAMETERS, BUCKET_BYTES)
+def test_a_bucket_is_closed_only_when_the_next_parameter_does_not_fit(specs, bucket_bytes):
+    plan = plan_buckets(specs, bucket_bytes)
+    for dtype in DTYPES:
+        run = [bucket for bucket in plan if bucket.dtype == dtype]
+        for bucket, following in pairwise(run):
+            next_one = max(following.entries, key=lambda entry: int(entry.spec.name[1:]))
+            both = bucket.numel + next_one.spec.numel
+            assert both * dtype.itemsize > bucket_bytes
+
+
+@given(MODELS, BUCKET_BYTES)
+def test_parameters_of_a_dtype_come_last_first(specs, bucket_bytes):
+    plan = plan_buckets(specs, bucket_bytes)
+    for dtype in DTYPES:
+        expected = [spec.name for spec in reversed(specs) if spec.dtype == dtype]
+        for bucket in plan:
+            if bucket.dtype == dtype:  # within one, what keeps the others at even addresses does
+                run, expected = expected[: len(bucket.entries)], expected[len(bucket.entries) :]
+                numels = {entry.spec.name: entry.spec.numel for entry in bucket.entries}
+                assert names(bucket) == sorted(run, key=lambda name: numels[name] % 64 != 0)
+        assert not expected
+
+
+def test_what_is_of_an_odd_length_moves_no_other_to_an_odd_address():
+    specs = [
+        ParameterSpec(f"p{i}", (numel,), torch.float32) for i, numel in enumerate((64, 3, 128, 10))
+    ]
+    (bucket,) = plan_buckets(specs, 2**20)
+    assert names(bucket) == ["p2", "p0", "p3", "p1"]
+    assert [entry.start for entry in bucket.entries] == [0, 128, 192, 202]
+
+
+@given(NO_EMPTY_PARAMETERS, BUCKET_BYTES)
+def test_buckets_come_in_the_order_in_which_backward_fills_them(specs, bucket_bytes):
+    backward = [spec.name for spec in reversed(specs)]
+    filled = [
+        max(backward.index(name) for name in names(bucket))
+        for bucket in plan_buckets(specs, bucket_bytes)
+    ]
+    assert filled == sorted(filled)
+
+
+def test_the_plan_of_the_picture():
+    specs = [
+        ParameterSpec(name, (n,), torch.float32)
+        for name, n in [("a", 5), ("b", 3), ("c", 4), ("d", 2)]
+    ]
+    assert [names(bucket) for bucket in plan_buckets(specs, 32)] == [["d", "c"], ["b", "a"]]
+
+
+def test_a_parameter_larger_than_a_bucket_has_one_of_its_own():
+    specs = [
+        ParameterSpec(name, (n,), torch.float32) for name, n in [("a", 1), ("b", 100), ("c", 1)]
+    ]
+    assert [names(bucket) for bucket in plan_buckets(specs, 16)] == [["c"], ["b"], ["a"]]
+
+
+def test_dtypes_fill_buckets_of_their_own_side_by_side():
+    kinds = [torch.float32, torch.bfloat16] * 2
+    specs = [ParameterSpec(f"p{i}", (4,), kind) for i, kind in enumerate(kinds)]
+    assert [names(bucket) for bucket in plan_buckets(specs, 1024)] == [["p3", "p1"], ["p2", "p0"]]
+
+
+def test_no_parameters_need_no_bucket():
+    assert plan_buckets([], 1024) == ()
+
+
+# Shards.
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, CUTS)
+def test_pieces_of_all_slots_cover_every_element_once(specs, bucket_bytes, cut):
+    plan = plan_buckets(specs, bucket_bytes, *cut)
+    seen = {spec.name: [0] * spec.numel for spec in specs}
+    for slot in range(cut[0]):
+        for bucket, pieces in zip(plan, owned(plan, slot), strict=True):
+            low, high = bucket.shard(slot)
+            place = low
+            for piece in pieces:  # side by side, from one end of the shard to the other
+                assert piece.start == place
+                place += piece.numel
+                for element in range(piece.low, piece.high):
+                    seen[piece.spec.name][element] += 1
+            assert place == high
+    assert all(count == 1 for counts in seen.values() for count in counts)
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, CUTS)
+def test_pieces_lie_where_their_parameter_lies(specs, bucket_bytes, cut):
+    for bucket in plan_buckets(specs, bucket_bytes, *cut):
+        entries = {entry.spec.name: entry for entry in bucket.entries}
+        for slot in range(cut[0]):
+            for piece in bucket.pieces(*bucket.shard(slot)):
+                entry = entries[piece.spec.name]
+                assert piece.start - entry.start == piece.low
+                assert 0 <= piece.low < piece.high <= entry.spec.numel
+                assert piece.whole == ((piece.low, piece.high) == (0, entry.spec.numel))
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, CUTS)
+def test_bounds_rise_from_nothing_to_the_whole_bucket(specs, bucket_bytes, cut):
+    for bucket in plan_buckets(specs, bucket_bytes, *cut):
+        assert len(bucket.bounds) == cut[0] + 1
+        assert (bucket.bounds[0], bucket.bounds[-1]) == (0, bucket.numel)
+        assert list(bucket.bounds) == sorted(bucket.bounds)
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, CUTS)
+def test_the_cut_moves_no_parameter_to_another_bucket(specs, bucket_bytes, cut):
+    uncut = plan_buckets(specs, bucket_bytes)
+    plan = plan_buckets(specs, bucket_bytes, *cut)
+    assert [sorted(names(bucket)) for bucket in plan] == [sorted(names(bucket)) for bucket in uncut]
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, SHARDS)
+def test_by_element_every_bucket_is_cut_to_within_one_element(specs, bucket_bytes, shards):
+    for bucket in plan_buckets(specs, bucket_bytes, shards):
+        lengths = [stop - start for start, stop in pairwise(bucket.bounds)]
+        assert max(lengths) - min(lengths) <= 1
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, LOADS)
+def test_by_parameter_every_piece_is_whole(specs, bucket_bytes, loads):
+    plan = plan_buckets(specs, bucket_bytes, len(loads), loads)
+    pieces = [p for slot in range(len(loads)) for found in owned(plan, slot) for p in found]
+    assert all(piece.whole for piece in pieces)
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, LOADS)
+def test_by_parameter_no_slot_exceeds_the_mean_by_the_largest(specs, bucket_bytes, loads):
+    plan = plan_buckets(specs, bucket_bytes, len(loads), loads)
+    totals = [load + elements(plan, slot) for slot, load in enumerate(loads)]
+    largest = max(spec.numel for spec in specs)
+    for total, load in zip(totals, loads, strict=True):
+        # Who got a parameter had the least before it, so no more than the mean.
+        assert total == load or total <= sum(totals) / len(totals) + largest
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, LOADS)
+def test_by_parameter_the_slot_with_the_most_gets_nothing_that_another_could_bear(
+    specs, bucket_bytes, loads
+):
+    plan = plan_buckets(specs, bucket_bytes, len(loads), loads)
+    totals = [load + elements(plan, slot) for slot, load in enumerate(loads)]
+    for slot, total in enumerate(totals):
+        pieces = [piece.numel for found in owned(plan, slot) for piece in found]
+        if pieces:  # the last one dealt is the smallest, and nobody had less then
+            assert total - min(pieces) <= min(totals)
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
+def test_by_parameter_equal_ones_are_dealt_evenly(shards, count, numel):
+    specs = [ParameterSpec(f"p{i}", (numel,), torch.float32) for i in range(count)]
+    plan = plan_buckets(specs, 64, shards, [0] * shards)
+    dealt = [elements(plan, slot) // numel for slot in range(shards)]
+    assert max(dealt) - min(dealt) <= 1
+
+
+def test_by_parameter_new_ones_go_to_who_has_the_least():
+    plan = plan_buckets([ParameterSpec("p", (6,), torch.float32)], 64, 3, [9, 4, 5])
+    assert [elements(plan, slot) for slot in range(3)] == [0, 6, 0]
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, CUTS)
+def test_equal_specs_are_cut_alike(specs, bucket_bytes, cut):
+    again = [ParameterSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in specs]
+    assert plan_buckets(specs, bucket_bytes, *cut) == plan_buckets(again, bucket_bytes, *cut)
+
+
+@pytest.mark.parametrize("loads", [None, [0, 0, 0, 0]], ids=["element", "parameter"])
+def test_fewer_elements_than_shards_leave_slots_with_none(loads):
+    specs = [ParameterSpec("p", (2,), torch.float32), ParameterSpec("empty", (0, 3), torch.float32)]
+    plan = plan_buckets(specs, 64, 4, loads)
+    counts = sorted(elements(plan, slot) for slot in range(4))
+    assert counts == ([0, 0, 1, 1] if loads is None else [0, 0, 0, 2])
+    assert sum(len(found) for slot in range(4) for found in owned(plan, slot)) == (
+        2 if loads is None else 1
+    )
+
+
+@pytest.mark.parametrize("loads", [None, [0, 0]], ids=["element", "parameter"])
+def test_a_scalar_is_one_element_and_one_piece(loads):
+    [bucket] = plan_buckets([ParameterSpec("scale", (), torch.float32)], 64, 2, loads)
+    pieces = [piece for slot in range(2) for piece in bucket.pieces(*bucket.shard(slot))]
+    assert [(piece.low, piece.high, piece.whole) for piece in pieces] == [(0, 1, True)]
+
+
+@pytest.mark.parametrize("loads", [None, [0, 0]], ids=["element", "parameter"])
+def test_a_model_of_nothing_but_empty_parameters_has_no_pieces(loads):
+    plan = plan_buckets(
+        [ParameterSpec("a", (0,), torch.float32), ParameterSpec("b", (2, 0), DTYPES[1])],
+        64,
+        2,
+        loads,
+    )
+    assert [bucket.nbytes for bucket in plan] == [0, 0]
+    assert [owned(plan, slot) for slot in range(2)] == [[[], []], [[], []]]
+
+
+def test_the_cuts_of_the_picture():
+    specs = [ParameterSpec(name, (n,), torch.float32) for name, n in [("a", 5), ("b", 3)]]
+    [by_element] = plan_buckets(specs, 32, 3)
+    assert by_element.bounds == (0, 2, 5, 8)
+    assert [(p.spec.name, p.low, p.high) for p in by_element.pieces(*by_element.shard(1))] == [
+        ("b", 2, 3),
+        ("a", 0, 2),
+    ]
+    [by_parameter] = plan_buckets(specs, 32, 3, [0, 0, 0])
+    lengths = [stop - start for start, stop in pairwise(by_parameter.bounds)]
+    assert sorted(lengths) == [0, 3, 5]
+
+
+def test_a_small_model_is_laid_into_several_buckets_so_that_they_overlap():
+    layers = [ParameterSpec(f"p{i}", (MIB // 4,), torch.float32) for i in range(16)]  # a MiB each
+    plan = plan_buckets(layers, 25 * MIB)
+    # Of those at the ends one half: what waits to leave first, and what is waited for last.
+    assert [bucket.nbytes for bucket in plan] == [MIB, *[2 * MIB] * (LEAST_BUCKETS - 1), MIB]
+    assert len(plan_buckets(layers[:4], 25 * MIB)) == 4
+    assert len(plan_buckets(layers[:4], 2 * MIB)) == 4  # not below a MiB, nor above an eighth
+    [tiny] = plan_buckets(
+        [ParameterSpec(f"p{i}", (8,), torch.float32) for i in range(16)], 25 * MIB
+    )
+    assert len(tiny.entries) == 16

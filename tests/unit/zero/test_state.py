@@ -1,0 +1,539 @@
+"""The state of ZeroOptimizer in a world of one: saved, loaded, and refused."""
+
+import copy
+import io
+from functools import partial
+from itertools import cycle, pairwise
+
+import pytest
+import torch
+from handmade import Decaying, Lamb, Lion
+from torch import nn
+
+from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.layout import split
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+OPTIMIZERS = {
+    "AdamW": ADAMW,
+    "AMSGrad": partial(torch.optim.Adam, lr=0.05, amsgrad=True),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "ASGD": partial(torch.optim.ASGD, lr=0.1, t0=1),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
+    "Lamb": partial(Lamb, lr=0.01),
+    "Lion": partial(Lion, lr=0.01),
+    "Decaying": partial(Decaying, lr=0.3),
+}
+
+
+class Zoo(nn.Module):
+    """A channels-last convolution, a pointwise one, a scalar, a turned matrix, and nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+        self.point = nn.Conv2d(4, 3, 1).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(5, 12).T)
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.point(torch.tanh(self.conv(self.scale * x))))
+        return hidden.flatten(1) @ self.turned
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def images(steps):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, 2, 3, 3, generator=generator) for _ in range(steps)]
+
+
+def rows(steps):
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(6, 4, generator=generator) for _ in range(steps)]
+
+
+def zero(model, optimizer_class=ADAMW, **options):
+    named = model.named_parameters()
+    return ZeroOptimizer(
+        named, optimizer_class, SingleProcessCollectives(), bucket_bytes=100, **options
+    )
+
+
+def train(model, optimizer, data, scale=1.0):
+    results = []
+    for x in data:
+        loss = model(x.to(next(model.parameters()).dtype)).square().mean() * scale
+        (optimizer.scale(loss) if isinstance(optimizer, ZeroOptimizer) else loss).backward()
+        results.append(optimizer.step())
+        optimizer.zero_grad()
+    return results
+
+
+def saved(optimizer):
+    """A state that has been a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same_weights(first, second):
+    for (name, ours), theirs in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def assert_same(mine, theirs):
+    """The same containers of the same tensors, to the bit."""
+    if isinstance(mine, torch.Tensor):
+        assert isinstance(theirs, torch.Tensor)
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(mine, theirs)
+    elif isinstance(mine, dict):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert_same(value, theirs[key])
+    elif isinstance(mine, list | tuple):
+        assert type(mine) is type(theirs)
+        for first, second in zip(mine, theirs, strict=True):
+            assert_same(first, second)
+    else:
+        assert mine == theirs
+
+
+def partition_of(name, stage):
+    return "parameter" if name in ("Adafactor", "Lamb") and stage else "element"
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize(("name", "stage"), [*zip(OPTIMIZERS, cycle(range(3)), strict=False)])
+def test_a_resumed_run_has_the_bits_of_plain_torch(name, stage):
+    options = {"stage": stage, "partition": partition_of(name, stage)}
+    data = images(6)
+    theirs = Zoo()
+    first, second = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    optimizer = zero(first, OPTIMIZERS[name], **options)
+    train(first, optimizer, data[:3])
+    state = saved(optimizer)
+    second.load_state_dict(first.state_dict())
+    resumed = zero(second, OPTIMIZERS[name], **options)
+    resumed.load_state_dict(state)
+    train(second, resumed, data[3:])
+    train(theirs, OPTIMIZERS[name](theirs.parameters()), data)
+    assert_same_weights(second, theirs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_was_loaded_is_what_is_saved(name):
+    options = {"stage": 1, "partition": "parameter", "loss_scale": "dynamic"}
+    model = Zoo()
+    optimizer = zero(model, OPTIMIZERS[name], **options)
+    train(model, optimizer, images(2))
+    other = zero(Zoo(), OPTIMIZERS[name], **options)
+    state = saved(optimizer)
+    other.load_state_dict(state)
+    assert_same(other.state_dict(), state)
+
+
+@pytest.mark.parametrize("stages", [(a, b) for a in range(3) for b in range(3) if a != b], ids=str)
+def test_the_state_of_one_stage_is_that_of_another(stages):
+    before, after = stages
+    data = images(4)
+    theirs = Zoo()
+    first, second = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    optimizer = zero(first, stage=before)
+    train(first, optimizer, data[:2])
+    second.load_state_dict(first.state_dict())
+    resumed = zero(second, stage=after)
+    resumed.load_state_dict(saved(optimizer))
+    train(second, resumed, data[2:])
+    train(theirs, ADAMW(theirs.parameters()), data)
+    assert_same_weights(second, theirs)
+
+
+class Mastered:
+    """Plain torch on an fp32 copy of a 16-bit model's parameters."""
+
+    def __init__(self, model):
+        self.model = model
+        self.masters = [p.detach().float() for p in model.parameters()]
+        self.optimizer = ADAMW(self.masters)
+
+    def train(self, data):
+        for x in data:
+            self.model(x.to(torch.bfloat16)).square().mean().backward()
+            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+            self.optimizer.step()
+            with torch.no_grad():
+                for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                    parameter.copy_(master)
+
+
+@STAGES
+def test_masters_resume_to_the_bit(stage):
+    data = rows(8)
+    theirs = net(torch.bfloat16)
+    first, second = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    optimizer = zero(first, stage=stage)
+    train(first, optimizer, data[:4])
+    second.load_state_dict(first.state_dict())
+    resumed = zero(second, stage=stage)
+    resumed.load_state_dict(saved(optimizer))
+    train(second, resumed, data[4:])
+    alone = Mastered(theirs)
+    alone.train(data)
+    assert_same_weights(second, theirs)
+    for piece, master in zip(resumed.slices(), reversed(alone.masters), strict=True):
+        assert torch.equal(piece.tensors["master"], master.flatten())
+
+
+def test_without_masters_in_the_state_they_stay_those_of_the_weights():
+    model = net(torch.bfloat16)
+    optimizer = zero(model)
+    train(model, optimizer, rows(2))
+    state = saved(optimizer)
+    for piece in state["slices"]:
+        del piece["tensors"]["master"]
+    other = net(torch.bfloat16)
+    resumed = zero(other)
+    resumed.load_state_dict(state)
+    for piece in resumed.slices():
+        weights = dict(other.named_parameters())[piece.name]
+        assert torch.equal(piece.tensors["master"], weights.detach().float().flatten())
+
+
+def test_masters_that_are_not_needed_are_passed_over():
+    narrow, wide = net(torch.bfloat16), net()
+    optimizer, other = zero(narrow), zero(wide)
+    train(narrow, optimizer, rows(2))
+    other.load_state_dict(saved(optimizer))
+    assert "master" not in other.state[wide[0].weight]
+    train(wide, other, rows(1))
+
+
+def test_a_dynamic_loss_scale_goes_on_where_it_was():
+    first = net()
+    optimizer = zero(first, loss_scale="dynamic")
+    results = train(first, optimizer, rows(4), scale=1e35)
+    assert any(result.skipped for result in results)
+    second = copy.deepcopy(first)
+    resumed = zero(second, loss_scale="dynamic")
+    resumed.load_state_dict(saved(optimizer))
+    assert train(second, resumed, rows(3)) == train(first, optimizer, rows(3))
+    assert resumed.state_dict()["loss_scale"] == optimizer.state_dict()["loss_scale"]
+    assert float(resumed.scale(torch.tensor(1.0))) < 2.0**16
+
+
+def test_a_fixed_loss_scale_stays_what_was_asked_for():
+    model = net()
+    optimizer = zero(model, loss_scale="dynamic")
+    other = zero(net(), loss_scale=8.0)
+    other.load_state_dict(optimizer.state_dict())
+    assert float(other.scale(torch.tensor(1.0))) == 8.0
+
+
+def test_a_dynamic_loss_scale_learns_nothing_from_a_run_without():
+    model = net()
+    optimizer = zero(model)
+    train(model, optimizer, rows(1))
+    other = zero(net(), loss_scale="dynamic")
+    other.load_state_dict(optimizer.state_dict())
+    assert float(other.scale(torch.tensor(1.0))) == 2.0**16
+
+
+def test_options_that_a_user_changed_are_kept_by_group():
+    def groups(model):
+        named = list(model.named_parameters())
+        return [{"params": named[:2], "lr": 0.3}, {"params": named[2:]}]
+
+    model, other = net(), net()
+    optimizer = ZeroOptimizer(groups(model), ADAMW, SingleProcessCollectives())
+    optimizer.param_groups[1]["lr"] = 0.7
+    resumed = ZeroOptimizer(groups(other), ADAMW, SingleProcessCollectives())
+    resumed.load_state_dict(saved(optimizer))
+    assert [group["lr"] for group in resumed.param_groups] == [0.3, 0.7]
+
+
+def test_a_loaded_state_shares_nothing_with_where_it_came_from():
+    tensor_lr = partial(torch.optim.AdamW, lr=torch.tensor(0.1), foreach=False)
+    model, other = net(), net()
+    optimizer, resumed = zero(model, tensor_lr), zero(other, tensor_lr)
+    train(model, optimizer, rows(1))
+    resumed.load_state_dict(optimizer.state_dict())
+    before = copy.deepcopy(resumed.state_dict())
+    train(model, optimizer, rows(2))
+    optimizer.param_groups[0]["lr"].fill_(9.0)
+    assert_same(resumed.state_dict(), before)
+
+
+def test_a_state_in_another_float_is_cast_as_torch_casts_it():
+    wide, narrow = Zoo().double(), Zoo()
+    optimizer, other = zero(wide), zero(narrow)
+    train(wide, optimizer, images(2))
+    other.load_state_dict(saved(optimizer))
+    source, theirs = ADAMW(wide.parameters()), copy.deepcopy(narrow)
+    source.state.update(optimizer.state)
+    plain = ADAMW(theirs.parameters())
+    plain.load_state_dict(source.state_dict())
+    train(narrow, other, images(2))
+    train(theirs, plain, images(2))
+    assert_same_weights(narrow, theirs)
+
+
+# Slices.
+
+
+def test_slices_say_what_they_are_of():
+    model = Zoo()
+    optimizer = zero(model, stage=1)
+    assert all(piece.tensors == {} and piece.others == {} for piece in optimizer.slices())
+    train(model, optimizer, images(1))
+    pieces = {piece.name: piece for piece in optimizer.slices()}
+    assert pieces.keys() == dict(model.named_parameters()).keys() - {"nothing"}
+    for name, piece in pieces.items():
+        parameter = dict(model.named_parameters())[name]
+        assert (piece.shape, piece.low, piece.high) == (parameter.shape, 0, parameter.numel())
+        assert piece.whole
+        assert all(tensor.shape == (parameter.numel(),) for tensor in piece.tensors.values())
+    assert pieces["scale"].others.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert pieces["conv.weight"].tensors.keys() == {"exp_avg", "exp_avg_sq"}
+    in_memory = optimizer.state[model.conv.weight]["exp_avg"].permute(0, 2, 3, 1).flatten()
+    assert torch.equal(pieces["conv.weight"].tensors["exp_avg"], in_memory)
+
+
+def test_slices_are_the_optimizers_own_memory():
+    model = net()
+    optimizer = zero(model)
+    train(model, optimizer, rows(1))
+    for piece in optimizer.slices():
+        piece.tensors["exp_avg"].fill_(7.0)
+    assert all(bool((optimizer.state[p]["exp_avg"] == 7.0).all()) for p in model.parameters())
+
+
+def cut(piece, parts):
+    """A slice as several."""
+    bounds = split(piece.high - piece.low, parts)
+    for start, stop in pairwise(bounds):
+        if start < stop:
+            tensors = {key: tensor[start:stop] for key, tensor in piece.tensors.items()}
+            low = piece.low + start
+            yield piece._replace(low=low, high=piece.low + stop, tensors=tensors)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7])
+@STAGES
+def test_slices_load_however_they_are_cut_and_in_any_order(stage, parts):
+    model, other = Zoo(), Zoo()
+    optimizer, resumed = zero(model, stage=stage), zero(other, stage=stage)
+    train(model, optimizer, images(2))
+    pieces = [part for piece in optimizer.slices() for part in cut(piece, parts)]
+    resumed.load_slices(reversed(pieces))
+    assert_same(list(resumed.slices()), list(optimizer.slices()))
+
+
+def test_whole_slices_of_rows_and_columns_load():
+    adafactor = OPTIMIZERS["Adafactor"]
+    model, other = net(), net()
+    optimizer, resumed = zero(model, adafactor), zero(other, adafactor)
+    train(model, optimizer, rows(2))
+    resumed.load_slices(optimizer.slices())
+    assert_same(list(resumed.slices()), list(optimizer.slices()))
+    assert resumed.state[other[0].weight]["row_var"].shape == (8, 1)
+
+
+def test_a_state_is_gathered_as_it_is_sliced():
+    model = Zoo()
+    for stage in range(3):
+        optimizer = zero(copy.deepcopy(model), stage=stage)
+        train(model, optimizer, images(1))
+        gathered = sorted(optimizer.gather_slices(), key=lambda piece: piece.name)
+        assert_same(gathered, sorted(optimizer.slices(), key=lambda piece: piece.name))
+
+
+# Refusals.
+
+
+def trained(stage=0, model=None, optimizer_class=ADAMW):
+    model = model or net()
+    optimizer = zero(model, optimizer_class, stage=stage)
+    train(model, optimizer, rows(1))
+    return model, optimizer
+
+
+def refuse(optimizer, load, *given):
+    """Load what must be refused, with nothing changed; give the words."""
+    before = copy.deepcopy(optimizer.state_dict())
+    weights = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    with pytest.raises(ValueError, match="state") as error:
+        load(*given)
+    assert_same(optimizer.state_dict(), before)
+    after = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(map(torch.equal, weights, after))
+    return str(error.value)
+
+
+@STAGES
+def test_a_state_of_another_model_is_refused_naming_each_mismatch(stage):
+    _, optimizer = trained(stage)
+    pieces = {piece.name: piece for piece in optimizer.slices()}
+    del pieces["0.bias"]
+    pieces["2.bias"] = pieces["2.bias"]._replace(shape=(4,))
+    pieces["9.weight"] = pieces["2.weight"]._replace(name="9.weight")
+    words = refuse(optimizer, optimizer.load_slices, list(pieces.values()))
+    assert words.startswith("the state does not fit this optimizer: ")
+    assert "9.weight is no parameter of this model" in words
+    assert "2.bias is (4,) there, (3,) here" in words
+    assert "0.bias needs the elements 0 to 8" in words
+    assert "0.weight" not in words
+
+
+def renamed(groups, old, new):
+    for group in groups:
+        group["params"] = [new if name == old else name for name in group["params"]]
+
+
+def split_in_two(groups):
+    groups.append({**groups[0], "params": groups[0]["params"][2:]})
+    groups[0]["params"] = groups[0]["params"][:2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda groups: renamed(groups, "0.bias", "bias"), ["lacks 0.bias", "has bias besides"]),
+        (lambda groups: groups[0]["params"].pop(), ["group 0 lacks 2.bias"]),
+        (lambda groups: groups[0]["params"].append("x"), ["group 0 has x besides"]),
+        (lambda groups: groups[0]["params"].reverse(), ["group 0 come in another order"]),
+        (split_in_two, ["it has 2 and the optimizer 1"]),
+        (lambda groups: groups.clear(), ["it has 0 and the optimizer 1"]),
+    ],
+    ids=["renamed", "fewer", "more", "reversed", "more groups", "no groups"],
+)
+def test_a_state_of_other_groups_is_refused_saying_how_they_differ(change, words):
+    _, optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())
+    change(state["param_groups"])
+    said = refuse(optimizer, optimizer.load_state_dict, state)
+    assert said.startswith("the state's groups differ: ")
+    assert all(word in said for word in words)
+
+
+def test_a_state_of_plain_torch_is_refused():
+    model, optimizer = trained()
+    plain = ADAMW(model.parameters())
+    refuse(optimizer, optimizer.load_state_dict, plain.state_dict())
+
+
+@pytest.mark.parametrize("key", ["slices", "param_groups", "loss_scale"])
+def test_a_state_that_lacks_a_part_is_refused(key):
+    _, optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())
+    train(net(), optimizer, [])
+    del state[key]
+    assert key in refuse(optimizer, optimizer.load_state_dict, state)
+
+
+@STAGES
+def test_another_memory_format_is_refused(stage):
+    torch.manual_seed(5)
+    conv = nn.Conv2d(2, 3, 2)
+    other = copy.deepcopy(conv).to(memory_format=torch.channels_last)
+    optimizer, resumed = zero(conv, stage=stage), zero(other, stage=stage)
+    train(conv, optimizer, images(1))
+    train(other, resumed, images(2))
+    words = refuse(resumed, resumed.load_slices, list(optimizer.slices()))
+    assert "weight lies in memory" in words
+    assert "memory format" in words
+    assert "bias" not in words
+
+
+def test_a_memory_format_that_orders_elements_alike_is_none():
+    pointwise = nn.Conv2d(2, 3, 1)
+    other = copy.deepcopy(pointwise).to(memory_format=torch.channels_last)
+    optimizer, resumed = zero(pointwise), zero(other)
+    train(pointwise, optimizer, images(1))
+    resumed.load_slices(optimizer.slices())
+    first, second = optimizer.state[pointwise.weight], resumed.state[other.weight]
+    assert torch.equal(first["exp_avg"], second["exp_avg"])
+
+
+def change_of(name, change):
+    """Slices of which those of one parameter, cut into halves, are changed."""
+
+    def changed(pieces):
+        pieces = list(pieces)
+        [found] = [piece for piece in pieces if piece.name == name]
+        return [
+            *(piece for piece in pieces if piece.name != name),
+            *change(*cut(found, 2)),
+        ]
+
+    return changed
+
+
+def without(piece, key):
+    return piece._replace(tensors={k: t for k, t in piece.tensors.items() if k != key})
+
+
+def shortened(piece, length):
+    return piece._replace(tensors={k: t[:length] for k, t in piece.tensors.items()})
+
+
+BAD_SLICES = {
+    "one half": lambda low, high: [low],
+    "the other half": lambda low, high: [high],
+    "an overlap": lambda low, high: [low, high, high],
+    "an overlap and a gap": lambda low, high: [low, low],
+    "tensors of one element": lambda low, high: [low, shortened(high, 1)],
+    "tensors too short": lambda low, high: [low, shortened(high, 3)],
+    "a tensor missing in one": lambda low, high: [low, without(high, "exp_avg_sq")],
+    "a master missing in one": lambda low, high: [low, without(high, "master")],
+    "another step in one": lambda low, high: [
+        low,
+        high._replace(others={"step": torch.tensor(5.0)}),
+    ],
+}
+
+
+@STAGES
+@pytest.mark.parametrize("change", BAD_SLICES.values(), ids=BAD_SLICES)
+def test_slices_that_make_no_whole_are_refused(change, stage):
+    _, optimizer = trained(stage, net(torch.bfloat16))
+    pieces = change_of("0.weight", change)(optimizer.slices())
+    words = refuse(optimizer, optimizer.load_slices, copy.deepcopy(pieces))
+    assert "0.weight" in words
+    assert "2.weight" not in words
+
+
+def test_what_is_of_rows_is_refused_for_a_piece():
+    _, optimizer = trained(optimizer_class=OPTIMIZERS["Adafactor"])
+    pieces = change_of("0.weight", lambda low, high: [low, high])(optimizer.slices())
+    words = refuse(optimizer, optimizer.load_slices, pieces)
+    assert "0.weight is cut" in words
+    assert "of the whole parameter" in words
+
+
+def test_slices_that_break_off_change_nothing():
+    _, optimizer = trained()
+
+    def broken():
+        yield from list(optimizer.slices())[:2]
+        raise OSError("the file ends")
+
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(OSError, match="the file ends"):
+        optimizer.load_slices(broken())
+    assert_same(optimizer.state_dict(), before)
