@@ -14,7 +14,6 @@ import torch
 from launch import mpirun
 from rich.console import Console
 
-from mntrain import comm
 from mntrain.bench import limits
 from mntrain.bench.bench_options import ALGORITHMS, VERBS, BenchOptions, parse, size_label
 from mntrain.bench.candidates import LibraryCandidate
@@ -24,6 +23,7 @@ from mntrain.bench.printing import footer, header, short_time, show, speed
 from mntrain.bench.results import BenchResults, SkippedCase, TimedCase, WrongCase
 from mntrain.bench.run import files_problem
 from mntrain.bench.timing import in_turns
+from mntrain.comm.algorithms import selection
 from mntrain.comm.link_speed import copy_speed, link_speed
 from mntrain.comm.topology import Topology
 from zero.collectives import SingleProcessCollectives
