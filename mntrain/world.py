@@ -21,7 +21,7 @@ from mntrain.comm.pending import Future
 from mntrain.comm.topology import Topology
 from mntrain.data.loader import ShardedLoader, shard
 from mntrain.errors import AgreedError, ExceptionWatch
-from mntrain.metrics.step import Place, Usage, device_memory, peak_device_memory, peak_memory
+from mntrain.rank_info import Place, Usage, device_memory, peak_device_memory, peak_memory
 from mntrain.transport import setup
 from zero.layout import MIB
 from zero.optimizer import ZeroOptimizer
