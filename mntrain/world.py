@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from mntrain import device, kernels, rank_agreement, transport, tuning
+from mntrain import device, errors, kernels, transport, tuning
 from mntrain.comm import mpi
 from mntrain.comm.algorithms.selection import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
@@ -194,9 +194,7 @@ class World:
         self._expect_same(**shared)
         with self.agreement():
             named = _named_groups(model, groups)
-        rank_agreement.expect_same_model(
-            self.gather(rank_agreement.describe_model(model)), self.rank
-        )
+        errors.expect_same_model(self.gather(errors.describe_model(model)), self.rank)
         with self.agreement():  # before memory is made together
             check_trainable(named, sharded=stage != 0)
         kept = model.state_dict().keys()  # tables of constants need not travel in every step
@@ -260,7 +258,7 @@ class World:
             refusal = error
         said = self.gather(None if refusal is None else str(refusal) or type(refusal).__name__)
         if any(said):
-            raise AgreedError(rank_agreement.combined_refusals(said), self.rank) from refusal
+            raise AgreedError(errors.combined_refusals(said), self.rank) from refusal
 
     def usage(self) -> list[Usage]:
         """What every rank has used so far, by rank. Collective."""
@@ -322,7 +320,7 @@ class World:
 
     def _expect_same(self, **values: Any) -> None:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
-        rank_agreement.expect_same(self.gather(values), self.rank)
+        errors.expect_same(self.gather(values), self.rank)
 
     def _tuned(self, node: mpi.Communicator, devices: Devices | None) -> tuning.Tuning:
         """What `auto` is here. Collective."""
