@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -148,3 +149,23 @@ def combined_refusals(refusals: Sequence[str | None]) -> str:
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {message}"
         for message, ranks in ranks_by_message.items()
     )
+
+
+@contextmanager
+def agreement(gather: Callable[[str | None], Sequence[str | None]], rank: int) -> Iterator[None]:
+    """Run a block that may fail on any rank, and fail on all ranks together. Collective.
+
+    `gather` returns every rank's object, by rank. A ValueError, OSError, ImportError or
+    RuntimeError of the block becomes an AgreedError on every rank, which names the failed ranks
+    unless all failed alike. Collectives within the block must come before all that can raise.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except AgreedError:
+        raise
+    except (ValueError, OSError, ImportError, RuntimeError) as raised:
+        error = raised
+    refusals = gather(None if error is None else str(error) or type(error).__name__)
+    if any(refusals):
+        raise AgreedError(combined_refusals(refusals), rank) from error
