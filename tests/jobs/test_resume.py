@@ -89,6 +89,7 @@ def ckpt(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_listed_and_shown(tmp_path, stopped):
     listed = ckpt("list", stopped / "run")
     assert listed.returncode == 0
@@ -110,6 +111,7 @@ def stopped(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
     small = tmp_path / "run"
