@@ -3,8 +3,8 @@
 import pytest
 from launch import MPI_TESTS, run_suite
 
-# On one rank, the tests whose subject differs there. On two and three ranks together, every test. On
-# four, the tests that depend on which rank is on which node; parity and wire dtypes also run on
+# On one rank, the tests whose subject differs there. On two and three ranks together, every test.
+# On four, the tests that depend on which rank is on which node; parity and wire dtypes also run on
 # emulated nodes of two ranks each.
 OF_ONE = ("checkpoint", "collectives", "shared_memory", "parity", "state", "trainer", "world")
 OF_NODES = ("collectives", "state", "transports")
