@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mntrain import rank_agreement
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
 from mntrain.checkpoint.discovery import losses_of, step_of, steps_in
@@ -32,7 +31,7 @@ from mntrain.checkpoint.shards import RankContents, RankShare, kept, shapes
 from mntrain.checkpoint.snapshot import ByteRange, Snapshot, SnapshotBuffer
 from mntrain.checkpoint.writer import CheckpointFolder
 from mntrain.comm.pending import Future as CommFuture
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, combined_refusals
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -243,9 +242,7 @@ class Saver:
         try:
             told = _heard(everyone)
             if any(theirs.refusal for theirs in told):
-                raise ValueError(
-                    rank_agreement.combined_refusals([theirs.refusal for theirs in told])
-                )
+                raise ValueError(combined_refusals([theirs.refusal for theirs in told]))
             begun.content = replace(begun.content, kept=kept(told))
             begun.place.partial = begun.target.with_name(f".{begun.target.name}.{told[0].token}")
             begun.place.layouts = mine.layouts(told)
@@ -277,7 +274,7 @@ class Saver:
         """Make a checkpoint of what all have written, on the master. In the thread."""
         told = _heard(everyone)
         if any(theirs.refusal for theirs in told):
-            raise OSError(rank_agreement.combined_refusals([theirs.refusal for theirs in told]))
+            raise OSError(combined_refusals([theirs.refusal for theirs in told]))
         if not self._world.master:
             return
         runs = _merged([theirs.runs for theirs in told])
