@@ -305,7 +305,7 @@ def test_each_task_of_an_array_has_a_run_of_its_own(launched):
     assert "seed = 1\n" in configurations[0]
     assert "seed = 2\n" in configurations[1]
     assert "lr = 0.001\n" in configurations[1]
-    assert "sweep.txt has lines 1 to 2, and none for task 3" in (folder / "log-3").read_text()
+    assert "sweep.txt has lines 1 to 2, but this is task 3" in (folder / "log-3").read_text()
     assert again.log.strip() == "array.sbatch: sweep/2 is complete: nothing to do"
 
 
