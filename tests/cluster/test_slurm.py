@@ -307,8 +307,8 @@ def test_each_task_of_an_array_has_a_run_of_its_own(launched):
     assert "seed = 1\n" in configurations[0]
     assert "seed = 2\n" in configurations[1]
     assert "lr = 0.001\n" in configurations[1]
-    assert "sweep.txt has lines 1 to 2, and none for task 3" in (folder / "log-3").read_text()
-    assert again.log.strip() == "array.sbatch: sweep/2 has completed: nothing is left to do"
+    assert "sweep.txt has lines 1 to 2, but this is task 3" in (folder / "log-3").read_text()
+    assert again.log.strip() == "array.sbatch: sweep/2 is complete: nothing to do"
 
 
 def check_same(job, uninterrupted) -> None:
@@ -323,14 +323,14 @@ def check_same(job, uninterrupted) -> None:
 def test_a_signal_to_the_shell_or_to_the_tasks_saves_and_requeues(signalled, uninterrupted):
     assert "start 1: preempted, after USR1" in signalled.log
     assert "start 2: preempted (" in signalled.log
-    assert signalled.log.count("back in the queue: SIG") == 2
+    assert signalled.log.count("requeueing: SIG") == 2
     check_same(signalled, uninterrupted)
 
 
 @pytest.mark.thorough
 def test_a_job_ends_itself_before_its_allocation_and_requeues(out_of_time, uninterrupted):
     assert "start 1: preempted (" in out_of_time.log
-    assert "back in the queue: the allocation ends " in out_of_time.log
+    assert "requeueing: the allocation ends " in out_of_time.log
     assert "TIME LIMIT" not in out_of_time.log
     assert summary(out_of_time.folder)["resumed_from"] is not None
     ours, theirs = (
@@ -340,7 +340,7 @@ def test_a_job_ends_itself_before_its_allocation_and_requeues(out_of_time, unint
 
 
 def test_scancel_saves_and_ends_for_good(out_of_time):
-    assert out_of_time.log.count("back in the queue") == 1
+    assert out_of_time.log.count("requeueing") == 1
     assert out_of_time.facts["Restarts"] == "1"
     end = summary(out_of_time.folder)
     assert end["status"] == "preempted"
