@@ -283,7 +283,7 @@ def test_clock(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 ms"), (0.01234, "12.3 ms"), (0.42, "0.42 s"), (75.0, "75.00 s")]
+    ("seconds", "text"), [(0.0, "0 us"), (0.01234, "12.3 ms"), (0.42, "0.42 s"), (75.0, "75.00 s")]
 )
 def test_short_time(seconds, text):
     assert units.short_time(seconds) == text
