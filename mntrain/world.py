@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from mntrain import device, kernels, rank_agreement, transport, tuning
-from mntrain.comm import mpi
+from mntrain import device, kernels, rank_agreement
+from mntrain.comm import autotune, mpi, transport
 from mntrain.comm.algorithms.selection import AlgorithmTable
-from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.pending import Future
 from mntrain.comm.topology import Topology
+from mntrain.comm.tuning_cache import Tuning
 from mntrain.data.loader import ShardedLoader, shard
 from mntrain.errors import AgreedError, ExceptionWatch
 from mntrain.metrics.step import Place, Usage, device_memory, peak_device_memory, peak_memory
-from mntrain.transport import setup
 from zero.layout import MIB
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import check_trainable
@@ -67,7 +67,7 @@ class World:
         self._watch.install()
         self._progress = ProgressEngine()
         self._node: mpi.Communicator | None = None
-        self._route = setup.SelectedTransport()
+        self._route = transport.SelectedTransport()
         self._optimizers: list[ZeroOptimizer] = []
         try:
             self._settle(wanted)
@@ -114,30 +114,26 @@ class World:
         self._share_cores(on_host)
         self.kernels = kernels.choose(self.device)
         kinds = self.gather(self.device.type)
-        devices = setup.devices(kinds, self.device, self.kernels, self._progress)
+        devices = transport.make_devices(kinds, self.device, self.kernels, self._progress)
+        context = transport.TransportContext(
+            self._world, node, self.topology, self._progress, devices, self._gpus
+        )
+        try:
+            self._route = transport.select_transport(wanted.transport, context)
+        except transport.TransportError as error:
+            raise AgreedError(str(error), self.rank) from None
         self.collectives = self._progress.call(
             lambda: WorldCollectives(self._world, node, self.topology, self._progress, devices)
         ).wait()
-        try:
-            self._route = setup.set_up(
-                wanted.transport,
-                world=self._world,
-                node=node,
-                topology=self.topology,
-                progress=self._progress,
-                collectives=self.collectives,
-                devices=devices,
-                gpus=self._gpus,
-                library=self.library.build,
-                bucket_bytes=self._bucket_bytes,
-            )
-        except transport.UnusableError as error:
-            raise AgreedError(str(error), self.rank) from None
-        self.transport, self.transport_line = self._route.transport, self._route.line
+        self.collectives.transport = self._route.name or "host"
+        self.collectives.node_first = self._route.node_first
+        warnings = [devices.copier.warning] if devices else []
+        self.transport = self._route.name
+        self.transport_line = "; ".join(filter(None, [self._route.line, *warnings]))
         self.tuning = ""
         if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
-            tuned = self._tuned(node, devices) if wanted.tune else tuning.untuned()
-            table, self.tuning = tuned.table, tuned.line
+            tuning = self._tuned() if wanted.tune else autotune.untuned()
+            table, self.tuning = tuning.table, tuning.line
         self.collectives.table = table
         self.algorithm = table.of(self._bucket_bytes).algorithm
         self.places: list[Place] = self.gather(
@@ -284,8 +280,7 @@ class World:
         """Finish what is under way and free the communicators. Collective; once."""
         for optimizer in self._optimizers:
             optimizer.close()
-        if self._route.near is not None:
-            self._route.near.close()
+        self._route.close()
         self._progress.close()
         if self._node is not None:
             self._node.free()
@@ -324,23 +319,12 @@ class World:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
         rank_agreement.expect_same(self.gather(values), self.rank)
 
-    def _tuned(self, node: mpi.Communicator, devices: Devices | None) -> tuning.Tuning:
-        """What `auto` is here. Collective."""
-        return tuning.tune(
-            tuning.Rig(
-                self._world,
-                node,
-                self.topology,
-                self._progress,
-                self.device,
-                devices,
-                self.collectives.transport,
-            ),
-            library=self.library.name,
-            host=self._watch.host,
-            bucket_bytes=self._bucket_bytes,
-            shared=not any(self.gather(self.collectives.why_messages)),
+    def _tuned(self) -> Tuning:
+        """Return the algorithm table for `auto`, measured or cached. Collective."""
+        tuner = autotune.Autotuner(
+            self.collectives, self._world, self.topology, self._progress, self.device
         )
+        return tuner.tune(self._bucket_bytes, library=self.library.name, host=self._watch.host)
 
     def _share_cores(self, on_host: list[int]) -> None:
         """Let torch compute with this rank's part of the host's cores, unless the user said."""
@@ -368,10 +352,10 @@ def init(
     Collective. `comm` is duplicated and stays the caller's. `device` is auto, cpu or cuda;
     `algorithm` is auto, lanes, leader, flat or naive; `bucket_mb` the size of a gradient bucket in
     MiB; `ranks_per_node` makes virtual nodes of that many ranks. With algorithm auto the candidates
-    are timed, which takes up to about two seconds and is kept in a cache; without `tune`, auto is
+    are timed, which takes up to about one second and is kept in a cache; without `tune`, auto is
     lanes. `wire_dtype` (fp32, bf16, fp16) is the dtype in which gradients travel between nodes, if
     it is narrower than their own. `transport` (auto, host, cuda-aware, nccl) is how tensors of GPUs
-    travel: see `mntrain.transport`.
+    travel: see `mntrain.comm.transport`.
 
     Raises AgreedError (a ValueError) on all ranks for a bad argument on any, and
     mpi.SilentSingletonsError when the launcher started more ranks than MPI sees.

@@ -15,8 +15,7 @@ LAYERS = [
     {"zero", "mntrain._version", "mntrain.config"},
     {"mntrain.comm", "mntrain.cupy_kernels", "mntrain.data", "mntrain.cli"},
     {"mntrain.errors", "mntrain.device", "mntrain.kernels"},
-    {"mntrain.metrics", "mntrain.rank_agreement", "mntrain.transport", "mntrain.tuning"}
-    | {"mntrain.tasks"},
+    {"mntrain.metrics", "mntrain.rank_agreement"} | {"mntrain.tasks"},
     {"mntrain.world"},
     {"mntrain.bench", "mntrain.checkpoint", "mntrain"},
     {"mntrain.train"},
