@@ -118,21 +118,20 @@ class World:
         context = transport.TransportContext(
             self._world, node, self.topology, self._progress, devices, self._gpus
         )
-        try:
-            self._route = transport.select_transport(wanted.transport, context)
-        except transport.TransportError as error:
-            raise AgreedError(str(error), self.rank) from None
-        self.collectives = self._progress.call(
-            lambda: WorldCollectives(self._world, node, self.topology, self._progress, devices)
-        ).wait()
-        self.collectives.transport = self._route.name or "host"
-        self.collectives.node_first = self._route.node_first
+        self._route = self._select_transport(wanted.transport, context)
+
+        def make_collectives(comm: mpi.Communicator) -> WorldCollectives:
+            made = WorldCollectives(comm, node, self.topology, self._progress, devices)
+            made.transport, made.node_first = self._route.name or "host", self._route.node_first
+            return made
+
+        self.collectives = self._progress.call(lambda: make_collectives(self._world)).wait()
         warnings = [devices.copier.warning] if devices else []
         self.transport = self._route.name
         self.transport_line = "; ".join(filter(None, [self._route.line, *warnings]))
         self.tuning = ""
         if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
-            tuning = self._tuned() if wanted.tune else autotune.untuned()
+            tuning = self._tuned(make_collectives) if wanted.tune else autotune.untuned()
             table, self.tuning = tuning.table, tuning.line
         self.collectives.table = table
         self.algorithm = table.of(self._bucket_bytes).algorithm
@@ -319,12 +318,20 @@ class World:
         """Raise AgreedError on all ranks unless all gave the same values. Collective."""
         rank_agreement.expect_same(self.gather(values), self.rank)
 
-    def _tuned(self) -> Tuning:
+    def _select_transport(
+        self, requested: str, context: transport.TransportContext
+    ) -> transport.SelectedTransport:
+        """Return the transport, or raise AgreedError where it cannot work. Collective."""
+        try:
+            return transport.select_transport(requested, context)
+        except transport.TransportError as error:
+            raise AgreedError(str(error), self.rank) from None
+
+    def _tuned(self, make: Callable[[mpi.Communicator], WorldCollectives]) -> Tuning:
         """Return the algorithm table for `auto`, measured or cached. Collective."""
-        tuner = autotune.Autotuner(
-            self.collectives, self._world, self.topology, self._progress, self.device
-        )
-        return tuner.tune(self._bucket_bytes, library=self.library.name, host=self._watch.host)
+        tuner = autotune.Autotuner(make, self._world, self.topology, self._progress, self.device)
+        facts = self._watch.host, self.library.name, self.transport
+        return tuner.tune(self._bucket_bytes, facts)
 
     def _share_cores(self, on_host: list[int]) -> None:
         """Let torch compute with this rank's part of the host's cores, unless the user said."""

@@ -8,7 +8,7 @@ cache; every rank gets its result.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from statistics import median
 from typing import TypeVar
@@ -21,7 +21,7 @@ from mntrain.comm import tuning_cache
 from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.mpi import Communicator, Traffic
+from mntrain.comm.mpi import Communicator
 from mntrain.comm.topology import Topology
 from mntrain.comm.tuning_cache import Tuning
 
@@ -44,29 +44,40 @@ def untuned() -> Tuning:
 
 
 class Autotuner:
-    """Times all-reduces of a world's collectives on tensors on `device`.
+    """Times all-reduces on the ranks of `comm`, of tensors on `device`.
 
-    Messages sent meanwhile are not counted as traffic of the world.
+    `make_collectives` makes collectives over a communicator, on the communication thread. The tuner
+    uses collectives and a communicator of its own: it leaves no memory and no counted traffic.
     """
 
     def __init__(
         self,
-        collectives: WorldCollectives,
+        make_collectives: Callable[[Communicator], WorldCollectives],
         comm: Communicator,
         topology: Topology,
         progress: ProgressEngine,
         device: torch.device,
     ) -> None:
-        self._collectives, self._comm, self._topology = collectives, comm, topology
+        self._make, self._comm, self._topology = make_collectives, comm, topology
         self._progress, self._device = progress, device
 
-    def tune(self, bucket_bytes: int, *, library: str, host: str) -> Tuning:
+    def tune(self, bucket_bytes: int, facts: Sequence[str]) -> Tuning:
         """Return the tuning for buckets of `bucket_bytes`, cached or measured. Collective.
 
-        `library` names the MPI library, `host` the host of this rank. The result is the same on all
-        ranks. A measurement takes about a second.
+        `facts` are strings of this rank that the result depends on, such as its host and its MPI
+        library. The result is the same on all ranks. A measurement takes about a second.
         """
-        key = tuning_cache.key_of(self._facts(bucket_bytes, library, host))
+        affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count()
+        key = tuning_cache.key_of(
+            {
+                "ranks": self._gather((*facts, cores, self._device.type)),
+                "nodes": self._topology.nodes,
+                "bucket_bytes": bucket_bytes,
+                "algorithms": candidates(),
+                "versions": [__version__, torch.__version__],
+            }
+        )
         master = self._comm.rank == 0
         cached = self._gather(tuning_cache.find(key) if master else None)[0]
         if cached is not None:
@@ -78,48 +89,38 @@ class Autotuner:
             tuning_cache.store(key, tuning)
         return tuning
 
-    def _facts(self, bucket_bytes: int, library: str, host: str) -> dict[str, object]:
-        """Return everything the result depends on. Collective."""
-        affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count()
-        return {
-            "ranks": self._gather((host, cores, self._device.type)),
-            "nodes": self._topology.nodes,
-            "shared_memory": not any(self._gather(self._collectives.why_messages)),
-            "bucket_bytes": bucket_bytes,
-            "transport": self._collectives.transport,
-            "algorithms": candidates(),
-            "versions": [library, __version__, torch.__version__],
-        }
-
     def measure(self, bucket_bytes: int) -> dict[int, Times]:
         """Time every candidate at each size, in bytes, ascending. Collective.
 
         Each time is that of the slowest rank. The result is the same on all ranks.
         """
-        traffic = self._replace_traffic(Traffic())
-        try:
-            times: dict[int, Times] = {}
-            start, elapsed = time.perf_counter(), 0.0
-            for size in sizes(bucket_bytes):
-                affordable = affordable_size(size, times, BUDGET_S - elapsed)
-                if affordable is None:
-                    break
-                deadline = start + (BUDGET_S if size > SMALL_SIZES[-1] else BUDGET_S / 3)
-                times[affordable], elapsed = self._time_size(affordable, start, deadline)
-            return times
-        finally:
-            self._replace_traffic(traffic)
+        comm = self._run(lambda: self._comm.split(0, self._comm.rank, "tuning"))
+        collectives = self._run(lambda: self._make(comm))
+        times: dict[int, Times] = {}
+        start, elapsed = time.perf_counter(), 0.0
+        for size in sizes(bucket_bytes):
+            affordable = affordable_size(size, times, BUDGET_S - elapsed)
+            if affordable is None:
+                break
+            deadline = start + (BUDGET_S if size > SMALL_SIZES[-1] else BUDGET_S / 3)
+            times[affordable], elapsed = self._time_size(collectives, affordable, start, deadline)
+        self._run(comm.free)
+        return times
 
-    def _time_size(self, nbytes: int, start: float, deadline: float) -> tuple[Times, float]:
+    def _time_size(
+        self, collectives: WorldCollectives, nbytes: int, start: float, deadline: float
+    ) -> tuple[Times, float]:
         """Time each candidate in turn, so that noise falls on all; the first round warms up.
 
         Return the medians, and the seconds since `start` on rank 0's clock.
         """
-        tensor = self._collectives.allocate(max(1, nbytes // 4), torch.float32, self._device)
+        tensor = collectives.allocate(max(1, nbytes // 4), torch.float32, self._device)
         rounds: list[list[float]] = []
         while len(rounds) <= REPETITIONS:
-            local = [self._time_once(name, tensor) for name in candidates()]
+            local = [
+                self._time_once(collectives.using(AlgorithmTable.always(name)), tensor)
+                for name in candidates()
+            ]
             now = time.perf_counter()
             by_rank = self._gather((local, now - start, now > deadline))
             rounds.append(
@@ -131,8 +132,7 @@ class Autotuner:
         medians = [median(column) for column in zip(*rounds[1:], strict=True)]
         return dict(zip(candidates(), medians, strict=True)), elapsed
 
-    def _time_once(self, algorithm: str, tensor: Tensor) -> float:
-        collectives = self._collectives.using(AlgorithmTable.always(algorithm))
+    def _time_once(self, collectives: WorldCollectives, tensor: Tensor) -> float:
         self._gather(None)
         start = time.perf_counter()
         collectives.all_reduce(tensor).wait()
@@ -140,17 +140,11 @@ class Autotuner:
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
 
-    def _replace_traffic(self, traffic: Traffic) -> Traffic:
-        """Count messages in `traffic` from now on, and return the counter used so far. Local."""
-
-        def swap() -> Traffic:
-            before, self._comm.traffic = self._comm.traffic, traffic
-            return before
-
-        return self._progress.call(swap).wait()
-
     def _gather(self, value: T) -> list[T]:
-        return self._progress.call(lambda: self._comm.gather_objects(value)).wait()
+        return self._run(lambda: self._comm.gather_objects(value))
+
+    def _run(self, function: Callable[[], T]) -> T:
+        return self._progress.call(function).wait()
 
 
 def candidates() -> tuple[str, ...]:
