@@ -112,9 +112,10 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._share_cores(on_host)
-        self.kernels = kernels.choose(self.device)
-        kinds = self.gather(self.device.type)
-        devices = transport.make_devices(kinds, self.device, self.kernels, self._progress)
+        self.kernels = kernels.DeviceKernels(self.device)
+        devices = transport.make_devices(
+            self.gather(self.device.type), self.device, self.kernels, self._progress
+        )
         context = transport.TransportContext(
             self._world, node, self.topology, self._progress, devices, self._gpus
         )
@@ -126,9 +127,9 @@ class World:
             return made
 
         self.collectives = self._progress.call(lambda: make_collectives(self._world)).wait()
-        warnings = [devices.copier.warning] if devices else []
+        warning = devices.copier.warning if devices else ""
         self.transport = self._route.name
-        self.transport_line = "; ".join(filter(None, [self._route.line, *warnings]))
+        self.transport_line = "; ".join(filter(None, [self._route.line, warning]))
         self.tuning = ""
         if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
             tuning = self._tuned(make_collectives) if wanted.tune else autotune.untuned()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # A module may import those of lower layers, and a package's modules each other.
 LAYERS = [
     {"zero", "mntrain._version", "mntrain.config"},
-    {"mntrain.comm", "mntrain.cupy_kernels", "mntrain.data", "mntrain.cli"},
+    {"mntrain.comm", "mntrain.data", "mntrain.cli"},
     {"mntrain.errors", "mntrain.device", "mntrain.kernels"},
     {"mntrain.metrics", "mntrain.rank_agreement"} | {"mntrain.tasks"},
     {"mntrain.world"},
