@@ -81,6 +81,6 @@ def test_what_may_be_given(every):
     "every", ["-1", "1.5", "10 min", "0min", "0.0min", "min", "often", "1h", ""]
 )
 def test_what_may_not(every):
-    with pytest.raises(ValueError, match=r"--checkpoint\.every") as error:
+    with pytest.raises(ValueError, match=r"\nevery\n") as error:
         CheckpointConfig(every=every)
     assert "must be a number of steps, minutes such as 10min, or auto" in str(error.value)
