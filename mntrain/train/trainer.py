@@ -28,7 +28,8 @@ from mntrain.train.means import GlobalMeans, MeanReducer
 from mntrain.train.precision import PRECISIONS
 from mntrain.train.signals import SignalRequests
 from mntrain.world import World, init
-from zero.optimizer import NonFiniteGradientError, StepResult, ZeroOptimizer
+from zero.norms import NonFiniteGradientError
+from zero.optimizer import StepResult, ZeroOptimizer
 
 # Exit codes of what may go on later: as a shell says of a command that Ctrl-C ended, and
 # EX_TEMPFAIL of sysexits.h, which asks to try again.

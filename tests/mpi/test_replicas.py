@@ -94,12 +94,13 @@ def test_buckets_leave_during_backward_whatever_the_groups():
     model = net()
     with init() as world:
         optimizer = world.optimizer(model, ADAMW, groups=decayed_and_not(model, 0.1))
-        launch = optimizer._stage.gradients.launch
+        gradients = optimizer._stage.gradients
+        launch = gradients.launched
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                optimizer._stage.gradients,
-                "launch",
-                lambda index: launched.append(index) or launch(index),
+                gradients,
+                "launched",
+                lambda index, work: launched.append(index) or launch(index, work),
             )
             model[0].register_full_backward_pre_hook(lambda *_: launched.append("first layer"))
             model(inputs(seed=0).requires_grad_()).square().mean().backward()
