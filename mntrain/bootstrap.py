@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The dtypes in which gradients cross nodes; None: their own.
-WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Dtypes in which gradients or updated parameters travel; None: their own.
+TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class WorldSettings:
     ranks_per_node: int | None = None
     tune: bool = True
     wire_dtype: str = "fp32"
+    gather_dtype: str = "fp32"
     transport: str = "auto"
 
     @property
@@ -59,10 +60,9 @@ class WorldSettings:
             AlgorithmTable.always(self.algorithm)
         if not 1 / MIB <= self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb is {self.bucket_mb}: a bucket must hold at least one byte")
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise ValueError(
-                f"wire_dtype {self.wire_dtype!r} is unknown: choose {', '.join(WIRE_DTYPES)}"
-            )
+        for name in ("wire_dtype", "gather_dtype"):
+            if (dtype := getattr(self, name)) not in TRAVEL_DTYPES:
+                raise ValueError(f"{name} {dtype!r} is unknown: choose {', '.join(TRAVEL_DTYPES)}")
         transport.expect_known(self.transport)
 
 
