@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
 from mntrain.bench.results import BenchResults
-from mntrain.metrics import units
+from mntrain.metrics.registry import format_duration
 from mntrain.metrics.terminal import plain
 
 _PADDING = 2  # columns of the terminal that rich puts around a cell
@@ -114,7 +114,7 @@ def _share(share: float) -> str:
 
 def short_time(seconds: float) -> str:
     """A time, also one much shorter than a step's: 21.3 us, 12.3 ms, 0.42 s."""
-    return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else units.short_time(seconds)
+    return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else format_duration(seconds)
 
 
 def speed(bytes_per_s: float) -> str:

@@ -14,7 +14,7 @@ from mntrain.comm.algorithms.selection import CHUNK_BYTES, AlgorithmChoice, Algo
 from mntrain.comm.topology import Topology
 from mntrain.comm.tuning_cache import MOST_ENTRIES, key_of
 from mntrain.config import CommConfig
-from mntrain.train.summary import without_memory
+from mntrain.train.summary import shared_memory_warning
 from mntrain.tuning import Tuning, choosing, untuned
 from mntrain.tuning.cache import CACHE
 from mntrain.tuning.choosing import Findings
@@ -188,18 +188,18 @@ def test_flags_turn_tuning_off_and_on():
 
 
 def test_where_all_nodes_share_memory_nothing_is_of_concern():
-    assert without_memory(["", "", "", ""], TWO_NODES) == ""
+    assert shared_memory_warning(["", "", "", ""], TWO_NODES) == ""
 
 
 def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
-    said = without_memory(["", "", "no room", "no room"], TWO_NODES)
+    said = shared_memory_warning(["", "", "no room", "no room"], TWO_NODES)
     assert "(node 1: no room)" in said
     assert "messages" in said
     assert said.endswith(
         "Run all ranks of a node as one user, in one container, with memory to spare"
     )
-    assert "(nodes 0, 1: no room)" in without_memory(["no room"] * 4, TWO_NODES)
-    both = without_memory(["no room", "no room", "denied", "denied"], TWO_NODES)
+    assert "(nodes 0, 1: no room)" in shared_memory_warning(["no room"] * 4, TWO_NODES)
+    both = shared_memory_warning(["no room", "no room", "denied", "denied"], TWO_NODES)
     assert "(node 0: no room; node 1: denied)" in both
 
 
