@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from mntrain.metrics.registry import format_count
+from mntrain.metrics import units
 
 # Peak dense TFLOP/s by torch's name of the GPU: bf16 and fp16 matrices summed in fp32, then fp32
 # without TF32, which is torch's default; None where the GPU has no such unit. From NVIDIA's data
@@ -58,7 +58,7 @@ def peak_of_job(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:
 
 def describe_utilisation(summary: Mapping[str, Any]) -> str:
     """Return a summary's model FLOP/s, and their share of the peak if it is known, as a text."""
-    text = format_count(summary["model_flops_per_s"])
+    text = units.count(summary["model_flops_per_s"])
     number, prefix = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
     flops = f"{number} {prefix}FLOP/s of the model"
     if summary["utilisation"] is None:

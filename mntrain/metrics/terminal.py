@@ -18,15 +18,12 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from mntrain.metrics import units
 from mntrain.metrics.flops import describe_utilisation
 from mntrain.metrics.registry import (
     METRICS,
     PHASES,
     StepRecord,
-    format_bytes,
-    format_clock,
-    format_count,
-    format_duration,
 )
 from mntrain.rank_info import Place
 
@@ -122,13 +119,13 @@ class ProgressPanel:
         items = statistics.fmean(record.tokens_per_s * record.step_s for record in self.recent)
         seconds = self._mean_s()
         speed = items / seconds if seconds else 0.0
-        return f"{format_count(speed)} {self.unit}/s", f"{format_duration(seconds)}/step"
+        return f"{units.count(speed)} {self.unit}/s", f"{units.short_time(seconds)}/step"
 
     def _left(self) -> str:
         seconds = self._progress.tasks[0].time_remaining
         if seconds is None:  # after the first step, which the estimate leaves out as a warm-up
             seconds = (self.steps - self.recent[-1].step) * self._mean_s()
-        return format_clock(seconds)
+        return units.clock(seconds)
 
     def _shares(self) -> list[tuple[str, float, str]]:
         """Return label, share of the recent steps' time and style of each phase and of the rest."""
@@ -161,8 +158,8 @@ def result_table(summary: Mapping[str, Any], steps: int, unit: str, encoding: st
     facts = {
         "steps": f"{summary['steps']} of {steps}{skipped}",
         **_summarized(summary),
-        "wall time": format_clock(summary["wall_s"]),
-        f"{unit}/s": f"{format_count(summary['tokens_per_s'])} on average",
+        "wall time": units.clock(summary["wall_s"]),
+        f"{unit}/s": f"{units.count(summary['tokens_per_s'])} on average",
     }
     if summary["model_flops_per_s"]:
         facts["computing"] = describe_utilisation(summary)
@@ -196,9 +193,9 @@ def memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
     table = _table("memory of a rank", "expected", "least", "median", "most", "on rank")
     for role, label in _MEMORY_LABELS.items():
         sizes = memory[role]
-        expected = format_bytes(sizes["expected"]) if "expected" in sizes else ""
+        expected = units.size(sizes["expected"]) if "expected" in sizes else ""
         if sizes["most"] or sizes.get("expected"):
-            spread = (format_bytes(sizes[key]) for key in ("least", "median", "most"))
+            spread = (units.size(sizes[key]) for key in ("least", "median", "most"))
             table.add_row(label, expected, *spread, str(sizes["peak_rank"]))
     return table
 
@@ -209,7 +206,7 @@ def traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     for label, level in (("within nodes", "node"), ("between nodes", "cross")):
         messages = sum(rank[f"{level}_messages"] for rank in ranks)
         sent = sum(rank[f"{level}_bytes"] for rank in ranks)
-        table.add_row(label, format_count(messages), format_bytes(sent))
+        table.add_row(label, units.count(messages), units.size(sent))
     return table
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mntrain.checkpoint import FoundCheckpoint, SavedCheckpoint, Saver, TrainingState
+from mntrain.checkpoint import FoundCheckpoint, RunProgress, SavedCheckpoint, Saver
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.registry import StepRecord
@@ -128,7 +128,7 @@ class Checkpointing:
     def save_now(self, record: StepRecord, skipped_steps: int) -> None:
         """Save and wait until that is complete. Collective. Raises AgreedError on failure."""
         self.wait(record.step)
-        self._report(self._saver.save(self._state(record, skipped_steps)), record.step)
+        self._report(self._saver.save(self._progress(record, skipped_steps)), record.step)
 
     def wait(self, step: int) -> None:
         """Wait for the save that is being written, if any. Collective."""
@@ -170,13 +170,13 @@ class Checkpointing:
                 f"training waited {waited:.1f} s after step {record.step}, since the checkpoint "
                 "before was still being written: save less often, or to a faster disk"
             )
-        self._saver.begin(self._state(record, skipped_steps))
+        self._saver.begin(self._progress(record, skipped_steps))
         end = time.perf_counter()
         self._interval.saved(end - copy_start)
         self._waited_s += end - start
 
-    def _state(self, record: StepRecord, skipped_steps: int) -> TrainingState:
-        return TrainingState(
+    def _progress(self, record: StepRecord, skipped_steps: int) -> RunProgress:
+        return RunProgress(
             step=record.step,
             config=to_json(self._config),
             samples=self._samples,

@@ -35,24 +35,22 @@ class JobData:
             len(cast(Sized, self._valid)),
         )
         self._plan = sampling.SamplingPlan(self.samples, config.train.batch_size, config.run.seed)
-        self._options: dict[str, Any] = {
-            "rank": world.rank,
-            "size": world.size,
-            "micro_batch_size": config.train.micro_batch_size,
-            "workers": config.data.workers,
-            "start_method": config.data.worker_start,
-            "collate": task.collate,
-        }
+        self._options = sampling.LoaderOptions(
+            rank=world.rank,
+            size=world.size,
+            micro_batch_size=config.train.micro_batch_size,
+            workers=config.data.workers,
+            start_method=config.data.worker_start,
+            collate=task.collate,
+        )
 
     def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`."""
-        return sampling.batches(
-            self._train, self._plan, start=done, stop=last_step, **self._options
-        )
+        return sampling.batches(self._train, self._plan, self._options, range(done, last_step))
 
     def validation_batches(self) -> Iterator[Any]:
         """Yield this rank's micro-batches of validation samples."""
-        return sampling.validation_batches(self._valid_subset, **self._options)
+        return sampling.validation_batches(self._valid_subset, self._options)
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""

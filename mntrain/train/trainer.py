@@ -52,7 +52,7 @@ def run(config: Config) -> int:
         ) as world:
             return Trainer(world, config).fit()
     except AgreedError as error:
-        error.tell()
+        error.report()
         return 1 if isinstance(error, TrainingStoppedError) else 2
 
 

@@ -5,13 +5,10 @@ import math
 import pytest
 from reports import record, skipped
 
+from mntrain.metrics import units
 from mntrain.metrics.registry import (
     METRICS,
     PHASES,
-    format_bytes,
-    format_clock,
-    format_count,
-    format_duration,
 )
 
 
@@ -58,7 +55,7 @@ def test_keys_of_the_summary_are_unique():
     ],
 )
 def test_count(value, text):
-    assert format_count(value) == text
+    assert units.count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,7 @@ def test_count(value, text):
     [(0, "0 B"), (512, "512 B"), (1023, "1.00 KiB"), (5 * 2**18, "1.25 MiB"), (2**60, "1024 PiB")],
 )
 def test_bytes(value, text):
-    assert format_bytes(value) == text
+    assert units.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -74,11 +71,25 @@ def test_bytes(value, text):
     [(0, "0:00"), (66.6, "1:07"), (3599.6, "1:00:00"), (43267, "12:01:07"), (360000, "100:00:00")],
 )
 def test_clock(seconds, text):
-    assert format_clock(seconds) == text
+    assert units.clock(seconds) == text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 ms"), (0.01234, "12.3 ms"), (0.42, "0.42 s"), (75.0, "75.00 s")]
+    ("seconds", "text"),
+    [
+        (0.0, "0 us"),
+        (2.13e-5, "21.3 us"),
+        (0.01234, "12.3 ms"),
+        (0.42, "0.42 s"),
+        (75.0, "75.00 s"),
+    ],
+    [
+        (0.0, "0 us"),
+        (2.13e-5, "21.3 us"),
+        (0.01234, "12.3 ms"),
+        (0.42, "0.42 s"),
+        (75.0, "75.00 s"),
+    ],
 )
 def test_short_time(seconds, text):
-    assert format_duration(seconds) == text
+    assert units.short_time(seconds) == text
