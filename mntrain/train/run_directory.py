@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain import checkpoint
-from mntrain.checkpoint import FoundCheckpoint, checkpoints_of, describe_writers, set_aside
+from mntrain.checkpoint import FoundCheckpoint, describe_writers, list_checkpoints, set_aside
 from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
@@ -90,7 +90,7 @@ def prepare(
             begun = (run_dir / "config.toml").exists()
             goes_on = found is not None and run_dir.resolve() in found.path.resolve().parents
             anew = saves and not goes_on and not (run_dir / "summary.json").exists()
-            anew = anew and not checkpoints_of(run_dir)
+            anew = anew and not list_checkpoints(run_dir)
             if begun and not goes_on and not anew:
                 raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
             lock = _made(run_dir)
