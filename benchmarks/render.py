@@ -10,6 +10,7 @@ from pathlib import Path
 
 import checkpoint
 import collectives
+import compare_checkouts
 import loss_curves
 import step_page
 from emulated import HERE
@@ -17,6 +18,7 @@ from emulated import HERE
 PUBLISHERS = {
     "checkpoint": checkpoint.publish,
     "collectives": collectives.publish,
+    "refactor": compare_checkouts.publish,
     "step": step_page.publish,
     "wire": loss_curves.publish,
 }
