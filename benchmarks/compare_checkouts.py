@@ -4,8 +4,8 @@
 
 OLD and NEW are directories of checkouts. Each job runs the rank scripts and packages of its
 checkout. A round runs every job with both checkouts, one right after the other, in an order that
-alternates between rounds. Prints a table, and writes it and all figures to docs/results/refactor.md.
-Takes about 3 minutes per round.
+alternates between rounds. Prints a table, and writes it and all figures to docs/results/. Takes
+about 3 minutes per round.
 """
 
 import argparse
