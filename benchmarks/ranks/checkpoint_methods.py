@@ -25,9 +25,9 @@ from variants import gloo, gloo_and_deepspeed
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import Saver, TrainingState
-from mntrain.data.sampling import part
+from mntrain.checkpoint import RunProgress, Saver
 from mntrain.tasks.transformer import Transformer
+from zero.layout import split
 
 MNTRAIN = ("mntrain", "mntrain, in the background")
 CONTEXT, LAYERS = 16, 6
@@ -129,17 +129,16 @@ def mntrain_methods(
     )
 
     def save(path: Path, times: SaveTimes) -> None:
-        blocking.save(MOMENT)
+        blocking.save(PROGRESS)
 
     def begin(path: Path, times: SaveTimes) -> None:
         start = time.perf_counter()
-        background.begin(MOMENT)
+        background.begin(PROGRESS)
         times.pause_s = time.perf_counter() - start
         done, times.later_s = None, 0.0
         while done is None:
-            while (
-                comm.allreduce(background.ready()) < comm.size
-            ):  # as training does after each step
+            # As training does after each step.
+            while comm.allreduce(background.ready()) < comm.size:
                 time.sleep(2e-3)
             start = time.perf_counter()
             done = background.advance()
@@ -155,7 +154,10 @@ def mntrain_methods(
         return [*(p.detach() for p in model.parameters()), *state]
 
     flat = [p.detach().reshape(-1) for p in model.parameters()]
-    state = [tensor[slice(*part(tensor.numel(), world.rank, world.size))] for tensor in flat]
+    state = [
+        tensor[slice(*split(tensor.numel(), world.size)[world.rank : world.rank + 2])]
+        for tensor in flat
+    ]
     state += [tensor for it in optimizer.slices() for tensor in it.tensors.values()]
     return {
         MNTRAIN[0]: Method(save, f"stage {stage}, Saver.save", load, tensors),
@@ -284,7 +286,7 @@ def disk(comm: MPI.Intracomm, nbytes: int, count: int) -> DiskWrite:
     def write(path: Path) -> None:
         if comm.rank >= count:
             return
-        low, high = part(nbytes, comm.rank, count)
+        low, high = split(nbytes, count)[comm.rank : comm.rank + 2]
         command = ["dd", "if=/dev/zero", f"of={path / str(comm.rank)}", "bs=4M", "conv=fsync"]
         command += [f"count={high - low}", "iflag=count_bytes", "status=none"]
         subprocess.run(command, check=True)
@@ -316,5 +318,5 @@ def barrier(comm: MPI.Intracomm) -> None:
         time.sleep(POLL_S)
 
 
-MOMENT = TrainingState(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
+PROGRESS = RunProgress(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
 TAG = "state"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from mntrain import rank_agreement
 from mntrain._version import __version__
 from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.limits import HardwareLimits
@@ -22,7 +21,7 @@ from mntrain.bench.plot import missing, plot
 from mntrain.bench.printing import show
 from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.comm import link_speed, mpi
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, expect_same
 from mntrain.metrics.terminal import stdout
 from mntrain.metrics.units import short_time
 from mntrain.world import World, init
@@ -43,13 +42,13 @@ def run(options: BenchOptions, words: Sequence[str]) -> int:
         ) as world:
             return _bench(world, options, words)
     except AgreedError as error:
-        error.tell()
+        error.report()
         return 2
 
 
 def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     start = time.perf_counter()
-    rank_agreement.expect_same(world.gather(asdict(options)), world.rank)
+    expect_same(world.gather(asdict(options)), world.rank)
     problem = world.gather(files_problem(options) if world.master else "")[0]
     if problem:
         raise AgreedError(problem, world.rank)

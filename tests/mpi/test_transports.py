@@ -35,19 +35,19 @@ class Rig:
 
     def __init__(self, ranks_per_node, device, *, mixed=False):
         self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
-        self.device, self.progress = device, self.world._progress
+        self.device, self.progress = device, self.world._parts.engine
         self.devices = Devices(
             torch.device("cpu"), device, TorchKernels(), mixed=mixed, slot_bytes=SLOT_BYTES
         )
-        self.comm = self.on_thread(lambda: self.world._world.split(0, self.world.rank, "test"))
+        self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
-                self.comm, self.world._node, self.world.topology, self.progress, self.devices
+                self.comm, self.world._parts.node, self.world.topology, self.progress, self.devices
             )
         )
         self.near = NodeGroupFactory(
             self.comm,
-            self.world._node,
+            self.world._parts.node,
             self.world.topology,
             self.progress,
             self.devices,

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import RenderableType
 
 from mntrain.metrics import terminal, units
-from mntrain.metrics.step import StepRecord, Usage, memory_by_role
+from mntrain.metrics.step import StepRecord, memory_by_role
 from mntrain.metrics.terminal import (
     ProgressPanel,
     memory_table,
@@ -18,6 +18,7 @@ from mntrain.metrics.terminal import (
     result_table,
     traffic_table,
 )
+from mntrain.rank_info import Usage
 from zero.memory import Memory
 
 
