@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import option_types
+from collectives import ms, size_label
 from emulated import HERE, Layout, environment_line, facts, folders, need_nodes, nodes, write
 
 VARIANTS = ("mntrain stage 0", "mntrain stage 1", "mntrain stage 2", "mntrain stage 0, bf16 wire")
@@ -82,7 +83,7 @@ def figures_of(job: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
     """Return the time in seconds of each case of a job, and its multiple of compute only."""
     if "rows" in job:
         return {
-            f"all-reduce, {row['mib']:g} MiB": (row["median_s"], None)
+            f"all-reduce, {size_label(row['mib'])}": (row["median_s"], None)
             for row in job["rows"]
             if row["what"] == CANDIDATE
         }
@@ -106,7 +107,7 @@ def report(page: dict[str, Any]) -> str:
         "",
         f"    {page['command']}",
         "",
-        f"{page['rounds']} rounds. In each round, every job runs with both checkouts, one right "
+        f"Rounds: {page['rounds']}. In each round, every job runs with both checkouts, one right "
         "after the other. Times are medians over the rounds, in milliseconds. A step is compared "
         "by its multiple of compute only, which alternates with it in the same job; an all-reduce "
         "(lanes, fp32) by its time. new / old is the median of the ratios within a round, with the "
@@ -122,7 +123,7 @@ def report(page: dict[str, Any]) -> str:
             cases.setdefault(case, {"old": [], "new": []})[job["checkout"]].append(figure)
     for case, found in cases.items():
         cells = [
-            f"{statistics.median(s for s, _ in found[name]) * 1e3:.3g}" for name in ("old", "new")
+            ms(statistics.median(seconds for seconds, _ in found[name])) for name in ("old", "new")
         ]
         for name in ("old", "new"):
             ratios = [ratio for _, ratio in found[name] if ratio is not None]
