@@ -1,6 +1,6 @@
 """Construction of a world over the ranks of a communicator, in named steps.
 
-MPI -> topology -> devices -> threads -> collectives -> transport -> tuning -> placements
+MPI -> topology -> devices -> threads -> transport -> collectives and tuning -> placements
 
 Every step is collective. `bootstrap` can be called again over a smaller communicator, for example
 after a world was abandoned because a rank was lost.
@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from mntrain import device, kernels, transport, tuning
-from mntrain.comm import mpi
+from mntrain import device
+from mntrain.comm import autotune, mpi, transport
 from mntrain.comm.algorithms.selection import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.topology import Topology
 from mntrain.errors import AgreedError, ExceptionWatch, agreement, expect_same
-from mntrain.kernels import SelectedKernels
+from mntrain.kernels import DeviceKernels
 from mntrain.rank_info import Place
-from mntrain.transport import setup
 from zero.layout import MIB
 
 if TYPE_CHECKING:
@@ -84,11 +83,11 @@ class WorldParts:
     gpus: list[str] = field(init=False)  # identifier of each rank's GPU, by rank; empty for a CPU
     device: torch.device = field(init=False)
     sharing: str = field(init=False)  # warning about GPUs that several ranks share, or empty
-    kernels: SelectedKernels = field(init=False)
+    kernels: DeviceKernels = field(init=False)
     engine: ProgressEngine = field(init=False)
     devices: Devices | None = field(init=False)
     collectives: WorldCollectives = field(init=False)
-    transport: setup.SelectedTransport = field(init=False)
+    transport: transport.SelectedTransport = field(init=False)
     tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
     places: list[Place] = field(init=False)
 
@@ -151,7 +150,7 @@ def _assign_devices(parts: WorldParts) -> None:
     parts.device = assigned[comm.rank].device
     if parts.device.type == "cuda":
         torch.cuda.set_device(parts.device)
-    parts.kernels = kernels.choose(parts.device)
+    parts.kernels = DeviceKernels(parts.device)
 
 
 def _set_threads(parts: WorldParts) -> None:
@@ -166,68 +165,41 @@ def _set_threads(parts: WorldParts) -> None:
     torch.set_num_threads(max(1, int(share)))
 
 
-def _make_collectives(parts: WorldParts) -> None:
-    """Start the communication thread, and make the collectives that it runs."""
+def _select_transport(parts: WorldParts) -> None:
+    """Start the communication thread, and choose how tensors of GPUs travel."""
     kinds = parts.comm.gather_objects(parts.device.type)
     parts.engine = engine = ProgressEngine()
     parts.resources.callback(engine.close)
-    parts.devices = setup.devices(kinds, parts.device, parts.kernels, engine)
-    parts.collectives = engine.call(
-        lambda: WorldCollectives(parts.comm, parts.node, parts.topology, engine, parts.devices)
-    ).wait()
-
-
-def _select_transport(parts: WorldParts) -> None:
-    """Choose how tensors of GPUs travel."""
+    parts.devices = transport.make_devices(kinds, parts.device, parts.kernels, engine)
+    context = transport.TransportContext(
+        parts.comm, parts.node, parts.topology, engine, parts.devices, parts.gpus
+    )
     try:
-        parts.transport = setup.set_up(
-            parts.settings.transport,
-            world=parts.comm,
-            node=parts.node,
-            topology=parts.topology,
-            progress=parts.engine,
-            collectives=parts.collectives,
-            devices=parts.devices,
-            gpus=parts.gpus,
-            library=parts.library.build,
-            bucket_bytes=parts.settings.bucket_bytes,
-        )
-    except transport.UnusableError as error:
+        parts.transport = transport.select_transport(parts.settings.transport, context)
+    except transport.TransportError as error:
         raise AgreedError(str(error), parts.comm.rank) from None
-    if parts.transport.near is not None:
-        parts.resources.callback(parts.transport.near.close)
+    parts.resources.callback(parts.transport.close)
 
 
-def _tune(parts: WorldParts) -> None:
-    """Choose the all-reduce algorithm for every size: as set, or by measurement for `auto`."""
-    settings = parts.settings
+def _make_collectives(parts: WorldParts) -> None:
+    """Make the collectives, with the all-reduce algorithm as set, or measured for `auto`."""
+    settings, engine = parts.settings, parts.engine
+
+    def make(comm: mpi.Communicator) -> WorldCollectives:
+        made = WorldCollectives(comm, parts.node, parts.topology, engine, parts.devices)
+        made.transport, made.node_first = parts.transport.name or "host", parts.transport.node_first
+        return made
+
+    parts.collectives = engine.call(lambda: make(parts.comm)).wait()
     if settings.algorithm != "auto":
         parts.collectives.table = AlgorithmTable.always(settings.algorithm)
-        return
-    if parts.comm.size == 1 or parts.transport.transport == "nccl":
-        parts.collectives.table = AlgorithmTable.always("lanes")
-        return
-    tuned = _measure(parts) if settings.tune else tuning.untuned()
-    parts.collectives.table, parts.tuning = tuned.table, tuned.line
-
-
-def _measure(parts: WorldParts) -> tuning.Tuning:
-    rig = tuning.Rig(
-        parts.comm,
-        parts.node,
-        parts.topology,
-        parts.engine,
-        parts.device,
-        parts.devices,
-        parts.collectives.transport,
-    )
-    return tuning.tune(
-        rig,
-        library=parts.library.name,
-        host=parts.watch.host,
-        bucket_bytes=parts.settings.bucket_bytes,
-        shared=not any(parts.gather(parts.collectives.why_messages)),
-    )
+    elif parts.comm.size > 1 and parts.transport.name != "nccl":
+        tuning = autotune.untuned()
+        if settings.tune:
+            tuner = autotune.Autotuner(make, parts.comm, parts.topology, engine, parts.device)
+            facts = parts.watch.host, parts.library.name, parts.transport.name
+            tuning = tuner.tune(settings.bucket_bytes, facts)
+        parts.collectives.table, parts.tuning = tuning.table, tuning.line
 
 
 def _gather_places(parts: WorldParts) -> None:
@@ -251,8 +223,7 @@ STEPS = (
     _find_topology,
     _assign_devices,
     _set_threads,
-    _make_collectives,
     _select_transport,
-    _tune,
+    _make_collectives,
     _gather_places,
 )

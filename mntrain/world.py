@@ -54,7 +54,9 @@ class World:
         self.cross_rank, self.cross_size = cross_group.index(self.rank), len(cross_group)
         self.device, self.kernels, self.sharing = parts.device, parts.kernels, parts.sharing
         self.collectives, self.places, self.library = parts.collectives, parts.places, parts.library
-        self.transport, self.transport_line = parts.transport.transport, parts.transport.line
+        warning = parts.devices.copier.warning if parts.devices else ""
+        self.transport = parts.transport.name
+        self.transport_line = "; ".join(filter(None, [parts.transport.line, warning]))
         self.algorithm = parts.collectives.table.of(settings.bucket_bytes).algorithm
         self.tuning = parts.tuning
 
@@ -257,11 +259,11 @@ def init(
         algorithm: auto, lanes, leader, flat or naive, for all-reduces.
         bucket_mb: size of a gradient bucket in MiB.
         ranks_per_node: cut every node into virtual nodes of this many ranks.
-        tune: for algorithm auto, time the candidates. Takes up to about two seconds; the result is
+        tune: for algorithm auto, time the candidates. Takes about one second; the result is
             cached. If False, auto means lanes.
         wire_dtype: fp32, bf16 or fp16; the dtype in which gradients cross nodes, if it is narrower
             than their own.
-        transport: auto, host, cuda-aware or nccl, for tensors on GPUs; see `mntrain.transport`.
+        transport: auto, host, cuda-aware or nccl, for tensors on GPUs; see `mntrain.comm.transport`.
 
     All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
     ValueError) on all ranks for an argument that any rank cannot accept, and

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 # A module may import those of lower layers, and a package's modules each other.
 LAYERS = [
     {"zero", "mntrain._version", "mntrain.config"},
-    {"mntrain.comm", "mntrain.cupy_kernels", "mntrain.data", "mntrain.cli"},
+    {"mntrain.comm", "mntrain.data", "mntrain.cli"},
     {"mntrain.errors", "mntrain.device", "mntrain.kernels", "mntrain.rank_info"},
-    {"mntrain.metrics", "mntrain.transport", "mntrain.tuning", "mntrain.tasks"},
+    {"mntrain.metrics", "mntrain.tasks"},
     {"mntrain.bootstrap"},
     {"mntrain.world"},
     {"mntrain.bench", "mntrain.checkpoint", "mntrain"},

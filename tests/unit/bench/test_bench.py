@@ -16,7 +16,14 @@ from launch import mpirun
 from rich.console import Console
 
 from mntrain.bench import limits
-from mntrain.bench.bench_options import ALGORITHMS, VERBS, BenchOptions, parse, size_label
+from mntrain.bench.bench_options import (
+    ALGORITHMS,
+    VERBS,
+    BenchCommOptions,
+    BenchOptions,
+    parse,
+    size_label,
+)
 from mntrain.bench.candidates import Candidate, LibraryCandidate, Pattern, fill, matches
 from mntrain.bench.measure import take_turns, turn_order
 from mntrain.bench.plot import missing, plot
@@ -60,7 +67,7 @@ def refused(*argv):
         ),
         (["--json", "a.json", "--json", "none"], BenchOptions()),
         (["--device=cpu"], BenchOptions(device="cpu")),
-        (["--comm.ranks-per-node", "2"], BenchOptions(ranks_per_node=2)),
+        (["--comm.ranks-per-node", "2"], BenchOptions(comm=BenchCommOptions(ranks_per_node=2))),
     ],
 )
 def test_options_of_the_command_line(argv, expected):
@@ -72,49 +79,45 @@ def test_options_of_the_command_line(argv, expected):
     [
         (
             "--sizes 64K 4Q",
-            "--sizes 64K 4Q: '4Q' must be a whole number above 0, a multiple of 8 bytes; "
-            "give the sizes of the tensor in bytes, such as 64K or 1M",
+            "--sizes 64K 4Q: '4Q' must be a positive multiple of 8 bytes, such as 64K "
+            "(sizes of the tensor in bytes, such as 64K or 1M)",
         ),
         (
             "--sizes 12",
-            "--sizes 12: '12' must be a whole number above 0, a multiple of 8 bytes; "
-            "give the sizes of the tensor in bytes, such as 64K or 1M",
+            "--sizes 12: '12' must be a positive multiple of 8 bytes, such as 64K "
+            "(sizes of the tensor in bytes, such as 64K or 1M)",
         ),
-        (
-            "--sizes",
-            "--sizes: must be at least one; "
-            "give the sizes of the tensor in bytes, such as 64K or 1M",
-        ),
+        ("--sizes", "--sizes: expected at least one argument"),
         (
             "--verbs gather",
-            "--verbs gather: 'gather' must be one of "
-            "all_reduce, reduce_scatter, all_gather, broadcast; give the verbs to measure",
+            "--verbs gather: must be 'all_reduce', 'reduce_scatter', 'all_gather' or 'broadcast' "
+            "(verbs to measure, of all_reduce, reduce_scatter, all_gather, broadcast)",
         ),
         (
             "--dtype fp8",
-            "--dtype fp8: must be one of fp32, bf16, fp16, fp64; give the dtype of the tensor",
+            "--dtype fp8: must be 'fp32', 'bf16', 'fp16' or 'fp64' (dtype of the tensor)",
         ),
         (
             "--repeats 0",
-            "--repeats 0: must be at least 1; give the number of times that each is measured",
+            "--repeats 0: must be greater than or equal to 1 (repetitions of each measurement)",
         ),
+        ("--repeats 1 2", "2: no option takes it; see python -m mntrain bench --help"),
         (
-            "--repeats 1 2",
-            "--repeats 1 2: must be a whole number; give the number of times that each is measured",
+            "--seconds nan",
+            "--seconds nan: must be a finite number (time limit in seconds)",
         ),
-        ("--seconds nan", "--seconds nan: must be a finite number; give the seconds for the whole"),
         (
             "--comm.ranks-per-node 0",
-            "--comm.ranks-per-node 0: must be at least 1 or none; "
-            "give the number of ranks of a virtual node",
+            "--comm.ranks-per-node 0: must be greater than or equal to 1 or none "
+            "(ranks per virtual node)",
         ),
-        ("--plot a.pdf", "--plot a.pdf: must end in .png; give the PNG file for a picture"),
+        ("--plot a.pdf", "--plot a.pdf: must end in .png or none (PNG file for a plot)"),
         ("--size 1M", "--size: no such option; did you mean --sizes?"),
         (
             "--train.steps 5",
             "--train.steps: no such option; python -m mntrain bench --help lists all",
         ),
-        ("1M", "1M: belongs to no option; python -m mntrain bench --help lists all"),
+        ("1M", "1M: no option takes it; see python -m mntrain bench --help"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(argv, message):
@@ -381,8 +384,10 @@ def test_unwritable_files_are_refused_before_the_measurement(tmp_path):
     lost = tmp_path / "none" / "a.json"
     message = f"--json {lost}: directory {lost.parent} does not exist; create it first"
     assert files_problem(BenchOptions(json=lost)) == message
-    message = f"--plot {tmp_path}: is a directory; give a file in it"
-    assert files_problem(BenchOptions(plot=tmp_path)) == message
+    taken = tmp_path / "a.png"
+    taken.mkdir()
+    message = f"--plot {taken}: is a directory; give a file in it"
+    assert files_problem(BenchOptions(plot=taken)) == message
 
 
 def test_a_plot_without_matplotlib_is_refused_with_the_fix(monkeypatch, tmp_path):
