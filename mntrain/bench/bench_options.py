@@ -81,10 +81,12 @@ class BenchOptions:
         description="dtype of the tensor. The MPI library's own verbs use fp32 of the same size.",
     )
     repeats: int = Field(
-        default=5, ge=1, description="number of times that each case is measured. Below 1 MiB: four times as many."
+        default=5, ge=1, description="repetitions of each case. Below 1 MiB: four times as many."
     )
     seconds: float = Field(
-        default=60.0, gt=0, description="time limit in seconds. Cases that would start later are skipped."
+        default=60.0,
+        gt=0,
+        description="time limit in seconds. Cases that would start later are skipped.",
     )
     json: OptionalPath = Field(default=None, description="file for all figures. none: no file.")
     plot: Annotated[OptionalPath, AfterValidator(_check_png)] = Field(
