@@ -27,7 +27,7 @@ from pathlib import Path
 import option_types
 import torch
 
-from mntrain.checkpoint.discovery import check, checkpoints_of, opened
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
 JOB = ["--model.layers", "2", "--model.width", "128", "--model.context", "32", "--device", "cpu"]
 JOB += ["--train.steps", "100000", "--train.batch-size", "4", "--train.eval-every", "0"]
@@ -125,10 +125,10 @@ def _end_all(token: str) -> None:
 
 def _left(run: Path) -> Kill:
     newest, corrupt = 0, 0
-    for path in checkpoints_of(run):
+    for path in list_checkpoints(run):
         try:
-            content = opened(path)
-            check(path, content)
+            content = inspect(path)
+            verify(path, content)
         except ValueError:
             corrupt += 1
             continue

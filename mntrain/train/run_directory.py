@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain import checkpoint
-from mntrain.checkpoint import FoundCheckpoint, checkpoints_of, describe_writers, set_aside
+from mntrain.checkpoint import FoundCheckpoint, describe_writers, list_checkpoints, set_aside
 from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
@@ -88,7 +88,7 @@ def prepare(
             exists = (run_dir / "config.toml").exists()
             continued = found is not None and run_dir.resolve() in found.path.resolve().parents
             if exists and not continued:
-                ended = (run_dir / "summary.json").exists() or bool(checkpoints_of(run_dir))
+                ended = (run_dir / "summary.json").exists() or bool(list_checkpoints(run_dir))
                 if ended or not saves:
                     raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
             lock = _make_and_lock(run_dir)

@@ -11,17 +11,17 @@ import pytest
 from job import SMALL, completed, losses, metrics, summary, train, write_corpus
 from launch import TESTS, mpirun
 
-from mntrain.checkpoint.discovery import check, checkpoints_of, opened
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
 ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
 
 
 def steps_kept(folder: Path) -> list[int]:
     """The steps of the run's checkpoints, the newest first; every byte of them is right."""
-    paths = checkpoints_of(folder / "run")
+    paths = list_checkpoints(folder / "run")
     for path in paths:
-        check(path, opened(path))
-    return [opened(path).step for path in paths]
+        verify(path, inspect(path))
+    return [inspect(path).step for path in paths]
 
 
 @pytest.fixture
