@@ -21,6 +21,7 @@ from mntrain.comm.algorithms.selection import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.topology import Topology
+from mntrain.comm.transport import SelectedTransport
 from mntrain.errors import AgreedError, ExceptionWatch, agreement, expect_same
 from mntrain.kernels import DeviceKernels
 from mntrain.rank_info import Place
@@ -87,7 +88,7 @@ class WorldParts:
     engine: ProgressEngine = field(init=False)
     devices: Devices | None = field(init=False)
     collectives: WorldCollectives = field(init=False)
-    transport: transport.SelectedTransport = field(init=False)
+    transport: SelectedTransport = field(init=False)
     tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
     places: list[Place] = field(init=False)
 
