@@ -23,7 +23,7 @@ import gpu_page
 import torch
 from emulated import HERE, facts, folders, printed, reported, write
 
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
 from launch import find_mpirun, is_open_mpi
 
 PARTS = ("step", "transports", "kernels")

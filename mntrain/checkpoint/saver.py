@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mntrain import rank_agreement
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
 from mntrain.checkpoint.format import ChecksummedRange, FileLayout
@@ -32,7 +31,7 @@ from mntrain.checkpoint.shards import CheckpointShard, ShardOutline, parameter_s
 from mntrain.checkpoint.snapshot import Snapshot, SnapshotBuffer, TensorRange
 from mntrain.checkpoint.writer import CheckpointFolder
 from mntrain.comm.pending import Future as CommFuture
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, combined_refusals
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -309,7 +308,7 @@ def _poll(future: CommFuture[T]) -> T:
 def _raise_any(errors: Sequence[str | None], kind: type[Exception]) -> None:
     """Raise one exception for the errors of all ranks, if there are any."""
     if any(errors):
-        raise kind(rank_agreement.combined_refusals(errors))
+        raise kind(combined_refusals(errors))
 
 
 def _raise_when_read(error: Exception) -> Iterator[TensorRange]:

@@ -20,7 +20,7 @@ from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.intranode import CommTools, no_fence
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.node_first import NodeFirstCollectives
+from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.pending import Future, Operation
 from mntrain.comm.reduction import HostAdder
 from mntrain.comm.shared_flags import SharedFlags
@@ -260,7 +260,7 @@ class WorldCollectives:
             self.transport == "nccl"
             and self.node_first is not None
             and self._devices is not None
-            and self._devices.copier.has(tensor)
+            and self._devices.copier.owns(tensor)
             and call.verb in self.node_first.verbs
             and call.choice.algorithm != "naive"
         )

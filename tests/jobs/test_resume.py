@@ -89,6 +89,7 @@ def ckpt(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_listed_and_shown(tmp_path, stopped):
     listed = ckpt("list", stopped / "run")
     assert listed.returncode == 0
@@ -135,6 +136,7 @@ def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path, ranks):
     assert losses(tmp_path) == pytest.approx(expected, rel=5e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
     small = tmp_path / "run"

@@ -115,7 +115,7 @@ def told(folder: Path) -> dict:
 def test_one_ranks_signal_ends_all_after_the_same_step(world, tmp_path, signals, status, code):
     Signalling.signals = signals
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
-    config = small(tmp_path, "test_trainer:Signalling", steps=50)
+    config = small(tmp_path, f"{__name__}:Signalling", steps=50)
     assert Trainer(world, config).fit() == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
@@ -132,7 +132,7 @@ def test_a_signal_while_the_last_checkpoint_is_written_does_not_end_it(
     world, tmp_path, monkeypatch
 ):
     Signalling.signals = [signal.SIGINT]
-    config = small(tmp_path, "test_trainer:Signalling", steps=50)
+    config = small(tmp_path, f"{__name__}:Signalling", steps=50)
     save = Saver.save
 
     def slow(*args):
@@ -192,7 +192,7 @@ class Slow(LanguageModel):
     ],
 )
 def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most):
-    config = replace(small(tmp_path, "test_trainer:Slow", steps=12), checkpoint=checkpoint)
+    config = replace(small(tmp_path, f"{__name__}:Slow", steps=12), checkpoint=checkpoint)
     assert Trainer(world, config).fit() == 0
     if world.master:
         summary = told(tmp_path)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mntrain.config import CheckpointConfig
-from mntrain.train.save_interval import SaveInterval, best_interval
+from mntrain.train.checkpointing import SaveInterval, optimal_interval
 
 
 @pytest.fixture
@@ -18,42 +18,41 @@ def clock(monkeypatch):
 
 
 def test_steps():
-    cadence = SaveInterval("3", mtbf_hours=24)
-    assert cadence.wanted
-    assert [step for step in range(1, 10) if cadence.due_after(step)] == [3, 6, 9]
-    assert not cadence.due_now()
+    interval = SaveInterval("3", mtbf_hours=24)
+    assert interval.wanted
+    assert [step for step in range(1, 10) if interval.due_after(step)] == [3, 6, 9]
+    assert not interval.due_now()
 
 
 def test_none():
-    cadence = SaveInterval("0", mtbf_hours=24)
-    assert not cadence.wanted
-    assert not any(cadence.due_after(step) for step in range(1, 10))
+    interval = SaveInterval("0", mtbf_hours=24)
+    assert not interval.wanted
+    assert not any(interval.due_after(step) for step in range(1, 10))
 
 
 def test_minutes(clock):
-    cadence = SaveInterval("1.5min", mtbf_hours=24)
-    assert cadence.wanted
-    assert not cadence.due_after(1)
+    interval = SaveInterval("1.5min", mtbf_hours=24)
+    assert interval.wanted
+    assert not interval.due_after(1)
     clock[0] += 89
-    assert not cadence.due_now()
+    assert not interval.due_now()
     clock[0] += 2
-    assert cadence.due_now()
-    cadence.saved(cost_s=0.1)
-    assert not cadence.due_now()
+    assert interval.due_now()
+    interval.saved(cost_s=0.1)
+    assert not interval.due_now()
     clock[0] += 91
-    assert cadence.due_now()
+    assert interval.due_now()
 
 
 def test_auto_saves_at_once_and_then_as_often_as_its_cost_allows(clock):
-    cadence = SaveInterval("auto", mtbf_hours=24)
-    assert cadence.wanted
-    assert cadence.due_now()
-    cadence.saved(cost_s=0.5)
-    interval = best_interval(0.5, 24 * 3600)
-    clock[0] += interval - 1
-    assert not cadence.due_now()
+    interval = SaveInterval("auto", mtbf_hours=24)
+    assert interval.wanted
+    assert interval.due_now()
+    interval.saved(cost_s=0.5)
+    clock[0] += optimal_interval(0.5, 24 * 3600) - 1
+    assert not interval.due_now()
     clock[0] += 2
-    assert cadence.due_now()
+    assert interval.due_now()
 
 
 def time_lost(interval_s: float, cost_s: float, mtbf_s: float) -> float:
@@ -63,13 +62,13 @@ def time_lost(interval_s: float, cost_s: float, mtbf_s: float) -> float:
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(0.1, 86400), (5, 3600), (60, 1200), (300, 600)])
 def test_no_other_interval_loses_less_time(cost, mtbf):
-    chosen = best_interval(cost, mtbf)
+    chosen = optimal_interval(cost, mtbf)
     best = min(time_lost(chosen * factor / 100, cost, mtbf) for factor in range(10, 400))
     assert time_lost(chosen, cost, mtbf) <= best * 1.001 + 1e-9
 
 
 def test_saves_that_take_longer_than_failures_are_apart():
-    assert best_interval(100, 10) == 10
+    assert optimal_interval(100, 10) == 10
 
 
 @pytest.mark.parametrize("every", ["0", "500", "10min", "0.5min", "auto"])
@@ -81,6 +80,6 @@ def test_what_may_be_given(every):
     "every", ["-1", "1.5", "10 min", "0min", "0.0min", "min", "often", "1h", ""]
 )
 def test_what_may_not(every):
-    with pytest.raises(ValueError, match=r"--checkpoint\.every") as error:
+    with pytest.raises(ValueError, match=r"\nevery\n") as error:
         CheckpointConfig(every=every)
     assert "must be a number of steps, minutes such as 10min, or auto" in str(error.value)

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from mntrain.train.deadline import Deadline
+from mntrain.train.signals import Deadline
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_there_is_none_outside_of_an_allocation():
 
 def test_minutes_count_from_now(clock):
     deadline = Deadline.of(10, {})
-    assert deadline.why == "--run.max-minutes 10"
+    assert deadline.reason == "--run.max-minutes 10"
     clock[0] += 600 - 30 - 2 * (4 + 3) - 1  # 30 s are 5 % of it
     assert not deadline.near(step_s=4, save_s=3)
     clock[0] += 2
@@ -35,9 +35,9 @@ def test_minutes_count_from_now(clock):
 
 def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock):
     late, early = slurm(3600), slurm(60)
-    assert Deadline.of(10, late).why == "--run.max-minutes 10"
+    assert Deadline.of(10, late).reason == "--run.max-minutes 10"
     deadline = Deadline.of(10, early)
-    assert deadline.why.startswith("the allocation ends 20")
+    assert deadline.reason.startswith("the allocation ends 20")
     clock[0] += 60 - 5 - 4 - 2  # a second of which its own clock does not know
     assert not deadline.near(1, 1)
     clock[0] += 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mntrain.train.replica_check import digest, odd_ranks
+from mntrain.train.consensus import differing_ranks, model_digest
 
 
 class Holding(nn.Module):
@@ -31,46 +31,46 @@ def flip_a_bit(tensor):
 
 def test_equal_models_have_equal_digests():
     first = model()
-    assert digest(first) == digest(copy.deepcopy(first)) == digest(model())
+    assert model_digest(first) == model_digest(copy.deepcopy(first)) == model_digest(model())
 
 
 @pytest.mark.parametrize("name", model().state_dict())
 def test_one_bit_of_any_parameter_or_buffer_shows(name):
     first, second = model(), model()
     flip_a_bit(second.state_dict()[name])
-    assert digest(first) != digest(second)
+    assert model_digest(first) != model_digest(second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.complex64])
 def test_every_dtype_shows(dtype):
     ones = torch.ones(3, dtype=dtype)
-    assert digest(Holding(ones)) == digest(Holding(ones.clone()))
-    assert digest(Holding(ones)) != digest(Holding(ones + ones))
+    assert model_digest(Holding(ones)) == model_digest(Holding(ones.clone()))
+    assert model_digest(Holding(ones)) != model_digest(Holding(ones + ones))
 
 
 def test_bits_count_rather_than_values():
-    assert digest(Holding(torch.tensor([0.0]))) != digest(Holding(torch.tensor([-0.0])))
+    assert model_digest(Holding(torch.tensor([0.0]))) != model_digest(Holding(torch.tensor([-0.0])))
     nan = torch.tensor([float("nan")])
-    assert digest(Holding(nan)) == digest(Holding(nan.clone()))
+    assert model_digest(Holding(nan)) == model_digest(Holding(nan.clone()))
 
 
 def test_tensors_without_elements_or_dimensions_are_taken():
     first = Holding(torch.zeros(0, 3), nn.Parameter(torch.tensor(1.0)), torch.tensor(True))
     second = Holding(torch.zeros(0, 3), nn.Parameter(torch.tensor(1.0)), torch.tensor(False))
-    assert digest(first) == digest(copy.deepcopy(first)) != digest(second)
+    assert model_digest(first) == model_digest(copy.deepcopy(first)) != model_digest(second)
 
 
 def test_the_order_in_memory_does_not_count():
     first = model()
     second = copy.deepcopy(first).to(memory_format=torch.channels_last)
     assert second[0].weight.stride() != first[0].weight.stride()
-    assert digest(first) == digest(second)
+    assert model_digest(first) == model_digest(second)
 
 
 def test_a_digest_leaves_the_model_alone():
     module = model()
     before = copy.deepcopy(module.state_dict())
-    digest(module)
+    model_digest(module)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
 
@@ -91,4 +91,4 @@ def test_a_digest_leaves_the_model_alone():
     ],
 )
 def test_odd_ranks_are_those_against_the_commonest(digests, odd):
-    assert odd_ranks(list(digests)) == odd
+    assert differing_ranks(list(digests)) == odd
