@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from emulated import imprint
+from emulated import environment_line
 
 OVERHEAD = 0.01  # of a step beside bare torch, at the most
 UTILISATION = 0.45  # of the dense bf16 peak, at the least
@@ -17,7 +17,7 @@ def report(page: dict[str, Any]) -> str:
         where = f"one {used['gpu']}, CUDA {used['cuda']}"
     parts = [
         f"# On {where}",
-        f"{imprint(page, used['versions'])}. By:",
+        f"{environment_line(page, used['versions'])}. By:",
         f"    {page['command']}",
     ]
     if "step" in page:

@@ -1,6 +1,6 @@
 """Results on the terminal: a few lines of facts, then a table for each collective."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
@@ -8,11 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
-from mntrain.bench.results import BenchResults
+from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.metrics.terminal import plain
 from mntrain.metrics.units import short_time
 
-_PADDING = 2  # columns that rich adds to a cell
 _LOG_WIDTH = 110  # columns if the output is not a terminal
 
 
@@ -22,7 +21,7 @@ def show(results: BenchResults, console: Console) -> None:
         console.width = max(console.width, _LOG_WIDTH)
     for line in header(results):
         console.print(plain(line, console.encoding), soft_wrap=True)
-    for table in tables(results, console.width):
+    for table in tables(results):
         console.print()
         console.print(table)
     for line in footer(results):
@@ -51,65 +50,37 @@ def footer(results: BenchResults) -> list[str]:
     lines = [
         f"{case.verb} {size_label(case.size_bytes)} by {case.algorithm}: a wrong result "
         f"on rank {', '.join(map(str, case.wrong_ranks))}"
-        for case in results.wrong
+        for case in results.cases
+        if case.wrong_ranks
     ]
-    if results.skipped:
+    if any(case.skipped for case in results.cases):
         lines.append("-: skipped for lack of time; increase --seconds")
     return [""] * bool(lines) + lines
 
 
-def tables(results: BenchResults, width: int) -> Iterator[Table]:
-    """Yield tables of algorithms by sizes, one or more for each collective, to fit `width`."""
-    cases = results.cases
-    for verb in dict.fromkeys(case.verb for case in cases):
-        names = list(dict.fromkeys(case.algorithm for case in cases if case.verb == verb))
-        sizes = sorted({case.size_bytes for case in cases if case.verb == verb})
-        columns = {nbytes: _column(results, verb, nbytes, names) for nbytes in sizes}
-        available = width - _PADDING - max(map(len, [verb, *names]))
-        widths = [_PADDING + max(map(len, columns[nbytes])) for nbytes in sizes]
-        for group in _groups(widths, available):
-            yield _table(verb, names, [columns[sizes[index]] for index in group])
+def tables(results: BenchResults) -> Iterator[Table]:
+    """Yield a table of sizes by algorithms for each collective, the fastest of a size in bold."""
+    for verb in dict.fromkeys(case.verb for case in results.cases):
+        cases = [case for case in results.cases if case.verb == verb]
+        table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
+        table.add_column(verb, no_wrap=True)
+        for name in dict.fromkeys(case.algorithm for case in cases):
+            table.add_column(name, justify="right")
+        for nbytes in dict.fromkeys(case.size_bytes for case in cases):
+            row = [case for case in cases if case.size_bytes == nbytes]
+            best_s = min((case.median_s for case in row if case.timed), default=0.0)
+            table.add_row(size_label(nbytes), *(_cell(case, best_s) for case in row))
+        yield table
 
 
-def _column(results: BenchResults, verb: str, nbytes: int, names: Sequence[str]) -> list[Text]:
-    """Return the size and a cell for each algorithm, the fastest in bold."""
-    cases = {c.algorithm: c for c in results.cases if (c.verb, c.size_bytes) == (verb, nbytes)}
-    best_s = min((case.median_s for case in cases.values() if case.timed), default=0.0)
-    cells = [Text(size_label(nbytes))]
-    for case in map(cases.get, names):
-        if case is None or not (case.times_s or case.wrong_ranks):
-            cells.append(Text("-"))
-        elif case.wrong_ranks:
-            cells.append(Text("wrong", "red"))
-        else:
-            text = f"{short_time(case.median_s)} ({_percent(case.share)})"
-            cells.append(Text(text, "bold" if case.median_s == best_s else ""))
-    return cells
-
-
-def _groups(widths: Sequence[int], available: int) -> Iterator[list[int]]:
-    """Yield indices of columns that fit together into the available width, at least one."""
-    group: list[int] = []
-    for index, width in enumerate(widths):
-        if group and sum(widths[i] for i in group) + width > available:
-            yield group
-            group = []
-        group.append(index)
-    yield group
-
-
-def _table(verb: str, names: Sequence[str], columns: Sequence[Sequence[Text]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
-    table.add_column(verb, no_wrap=True)
-    for size, *_ in columns:
-        table.add_column(size, justify="right", no_wrap=True)
-    for name, *cells in zip(names, *(cells for _, *cells in columns), strict=True):
-        table.add_row(name, *cells)
-    return table
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
+def _cell(case: BenchCase, best_s: float) -> Text:
+    if case.wrong_ranks:
+        return Text("wrong", "red")
+    if case.skipped:
+        return Text("-")
+    percent = f"{case.share:.0%}" if case.share >= 0.0995 else f"{case.share:.1%}"
+    style = "bold" if case.median_s == best_s else ""
+    return Text(f"{short_time(case.median_s)} ({percent})", style)
 
 
 def speed(bytes_per_s: float) -> str:

@@ -1,7 +1,7 @@
 """The results of a benchmark run and their JSON form, in which names carry units."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -10,10 +10,7 @@ from mntrain.bench.limits import HardwareLimits
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One collective by one algorithm, or by the MPI library, at one size.
-
-    A case without times was skipped. A case with wrong ranks has no valid times.
-    """
+    """One collective by one algorithm, or by the MPI library, at one size."""
 
     verb: str
     algorithm: str
@@ -21,12 +18,18 @@ class BenchCase:
     dtype: str
     limit_s: float
     times_s: tuple[float, ...] = ()
-    """Each is the time of the slowest rank."""
+    """Of the slowest rank, by round; empty if the case was skipped."""
     wrong_ranks: tuple[int, ...] = ()
+    """The ranks with a wrong result, which makes the times invalid."""
+
+    @property
+    def skipped(self) -> bool:
+        """True if there was no time to run it."""
+        return not (self.times_s or self.wrong_ranks)
 
     @property
     def timed(self) -> bool:
-        """Whether it was measured, with correct results on all ranks."""
+        """True if it has valid times."""
         return bool(self.times_s) and not self.wrong_ranks
 
     @property
@@ -53,23 +56,14 @@ class BenchResults:
     limits: HardwareLimits
     cases: tuple[BenchCase, ...]
 
-    @property
-    def timed(self) -> tuple[BenchCase, ...]:
-        """The cases that have a valid time."""
-        return tuple(case for case in self.cases if case.timed)
-
-    @property
-    def skipped(self) -> tuple[BenchCase, ...]:
-        """The cases for which there was no time."""
-        return tuple(c for c in self.cases if not c.times_s and not c.wrong_ranks)
-
-    @property
-    def wrong(self) -> tuple[BenchCase, ...]:
-        """The cases with a wrong result."""
-        return tuple(case for case in self.cases if case.wrong_ranks)
-
     def to_json(self) -> dict[str, Any]:
         """Return everything as a JSON object."""
+        names = ("verb", "algorithm", "size_bytes")
+        without_time = [
+            {name: getattr(case, name) for name in names} | {"ranks": list(case.wrong_ranks)}
+            for case in self.cases
+            if not case.timed
+        ]
         return {
             **self.facts,
             "link_bytes_per_s": self.limits.link,
@@ -79,21 +73,15 @@ class BenchResults:
             ],
             "limit": self.limits.description,
             "results": [
-                {
-                    **_name(case),
-                    "dtype": case.dtype,
+                asdict(case)
+                | {
                     "median_s": case.median_s,
                     "bandwidth_bytes_per_s": case.bandwidth,
-                    "limit_s": case.limit_s,
                     "share_of_limit": case.share,
-                    "times_s": list(case.times_s),
                 }
-                for case in self.timed
+                for case in self.cases
+                if case.timed
             ],
-            "skipped": [_name(case) for case in self.skipped],
-            "wrong": [_name(case) | {"ranks": list(case.wrong_ranks)} for case in self.wrong],
+            "skipped": [case for case in without_time if not case["ranks"]],
+            "wrong": [case for case in without_time if case["ranks"]],
         }
-
-
-def _name(case: BenchCase) -> dict[str, Any]:
-    return {"verb": case.verb, "algorithm": case.algorithm, "size_bytes": case.size_bytes}

@@ -1,18 +1,18 @@
-"""What the options of benchmarks may be: argparse says so in one sentence where one is not."""
+"""Types of command-line options, with one-sentence errors."""
 
 import argparse
 import math
 
 
 def count(text: str) -> int:
-    """An option's value that is a number of something."""
+    """Parse a positive whole number."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """An option's value that is an amount of something."""
+    """Parse a positive finite number."""
     try:
         number = float(text)
     except ValueError:
@@ -23,14 +23,14 @@ def positive(text: str) -> float:
 
 
 def layout(text: str) -> str:
-    """An option's value that is the ranks of each node."""
+    """Check the number of ranks on each node: 2,2."""
     if not all(ranks.isdecimal() and int(ranks) for ranks in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r}: give the ranks of each node, such as 2,2")
     return text
 
 
 def rate(text: str) -> str:
-    """An option's value that is the rate of a link."""
+    """Check the rate of a link: 1gbit."""
     number = text.removesuffix("gbit")
     if number == text or not number.replace(".", "", 1).isdecimal() or not float(number):
         raise argparse.ArgumentTypeError(f"{text!r}: give a rate above 0 in gbit, such as 1gbit")

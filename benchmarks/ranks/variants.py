@@ -1,4 +1,4 @@
-"""The ways to train that step.py compares: this project's, torch's, DeepSpeed's and Horovod's."""
+"""The variants that step.py compares: baselines, mntrain, torch, DeepSpeed and Horovod."""
 
 import math
 import os
@@ -24,29 +24,27 @@ import mntrain
 from mntrain.bench.measure import rendezvous
 
 
-class Way(NamedTuple):
-    """One way to train: a step on a batch, which returns its loss, and how it is set.
+class Variant(NamedTuple):
+    """One way to train."""
 
-    `state` gives the bytes of the model's state by role, measured and expected; `clocks` the
-    seconds so far in which collectives were waited for, and were under way. Where known. `settle`
-    waits for what a step has left under way for the next one to wait for. Where it leaves any.
-    """
-
-    step: Callable[[Batch], Tensor]
+    step: Callable[[Batch], Tensor]  # returns the loss
     settings: str
+    # Bytes of the model state by role, measured and expected.
     state: Callable[[], dict[str, dict[str, int]]] | None = None
+    # Seconds so far in which the caller waited for collectives, and any was in progress.
     clocks: Callable[[], tuple[float, float]] | None = None
-    settle: Callable[[], None] | None = None
+    # Waits for communication that a step leaves in progress.
+    finish: Callable[[], None] | None = None
 
 
-def alone(model: nn.Module, _: None) -> Way:
-    """Forward, backward and update with no communication: what every other way adds to."""
+def compute_only(model: nn.Module, _: None) -> Variant:
+    """Forward, backward and update without communication."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return Way(plain_step(model, optimizer), "as many ranks at once, each for itself")
+    return Variant(plain_step(model, optimizer), "as many ranks, each for itself")
 
 
-def normed(model: nn.Module, _: None) -> Way:
-    """The same, looking at the whole gradient's norm before the update, as who clips does."""
+def compute_with_norm(model: nn.Module, _: None) -> Variant:
+    """The same, computing the gradient norm before the update, as for clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     parameters = list(model.parameters())
 
@@ -60,35 +58,35 @@ def normed(model: nn.Module, _: None) -> Way:
         optimizer.zero_grad()
         return loss.detach()
 
-    return Way(step, "computing alone that takes the gradient's norm")
+    return Variant(step, "compute only, with the gradient norm")
 
 
-def in_step(model: nn.Module, _: None) -> Way:
-    """The same, waiting for all ranks after every step: what any training together waits."""
-    step = alone(model, None).step
+def compute_with_barriers(model: nn.Module, _: None) -> Variant:
+    """The same, with a barrier after every step, as any synchronous training needs."""
+    step = compute_only(model, None).step
 
-    def step_together(batch: Batch) -> Tensor:
+    def step_with_barrier(batch: Batch) -> Tensor:
         loss = step(batch)
         rendezvous(MPI.COMM_WORLD)
         return loss
 
-    return Way(step_together, "the same, and after every step all wait for the last one")
+    return Variant(step_with_barrier, "the same, with a barrier after every step")
 
 
-def bare_sockets(model: nn.Module, connections: Ring) -> Way:
-    """The same, while as many bytes travel as an all-reduce sends: what they alone take."""
-    words = "the same, and as many bytes sent and received by blocking sockets, of which nothing is"
-    return Way(exchanged(model, connections), f"{words} made or added: TCP's own part")
+def compute_with_sockets(model: nn.Module, connections: Ring) -> Variant:
+    """The same, sending as many bytes as an all-reduce over raw sockets."""
+    settings = "the same, sending and receiving as many bytes over blocking sockets, unused"
+    return Variant(exchanged(model, connections), settings)
 
 
-def own(stage: int) -> Callable[[nn.Module, mntrain.World], Way]:
-    """This project as it comes."""
+def mntrain_stage(stage: int) -> Callable[[nn.Module, mntrain.World], Variant]:
+    """Return a maker of mntrain with default settings."""
 
-    def make(model: nn.Module, world: mntrain.World) -> Way:
+    def make(model: nn.Module, world: mntrain.World) -> Variant:
         optimizer = world.optimizer(model, torch.optim.AdamW, stage=stage, **ADAMW)
-        return Way(
+        return Variant(
             plain_step(model, optimizer),
-            f"as it comes; {world.tuning or 'nothing to choose'}",
+            f"defaults; {world.tuning or 'nothing to tune'}",
             lambda: {
                 "measured": asdict(optimizer.memory()),
                 "expected": asdict(optimizer.expected_memory()),
@@ -100,10 +98,10 @@ def own(stage: int) -> Callable[[nn.Module, mntrain.World], Way]:
     return make
 
 
-def ddp(bucket_mb: int, *, sharded: bool = False) -> Callable[[nn.Module, None], Way]:
-    """Torch's data parallelism, with AdamW whole or sharded by ZeroRedundancyOptimizer."""
+def ddp(bucket_mb: int, *, sharded: bool = False) -> Callable[[nn.Module, None], Variant]:
+    """Return a maker of DDP, with AdamW or with ZeroRedundancyOptimizer."""
 
-    def make(model: nn.Module, _: None) -> Way:
+    def make(model: nn.Module, _: None) -> Variant:
         wrapped = DistributedDataParallel(
             model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
         )
@@ -116,31 +114,35 @@ def ddp(bucket_mb: int, *, sharded: bool = False) -> Callable[[nn.Module, None],
             )
         else:
             optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        return Way(plain_step(wrapped, optimizer), f"{bucket_mb} MB buckets, gradients as views")
+        return Variant(
+            plain_step(wrapped, optimizer), f"{bucket_mb} MB buckets, gradients as views"
+        )
 
     return make
 
 
-def fsdp(*, again: bool) -> Callable[[nn.Module, None], Way]:
-    """Torch's fully sharded data parallelism, a group a block.
+def fsdp(*, reshard: bool) -> Callable[[nn.Module, None], Variant]:
+    """Return a maker of FSDP2 with one group per block.
 
-    again: backward gathers the parameters once more (ZeRO-3), else forward's stay (ZeRO-2).
+    reshard: backward gathers the parameters again (ZeRO-3); otherwise they stay (ZeRO-2).
     """
 
-    def make(model: nn.Module, _: None) -> Way:
+    def make(model: nn.Module, _: None) -> Variant:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh, reshard_after_forward=again)
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        return Way(plain_step(model, optimizer), f"a group a block, reshard_after_forward={again}")
+        return Variant(
+            plain_step(model, optimizer), f"one group per block, reshard_after_forward={reshard}"
+        )
 
     return make
 
 
-def deepspeed(stage: int) -> Callable[[nn.Module, Any], Way]:
-    """DeepSpeed with torch's AdamW."""
+def deepspeed(stage: int) -> Callable[[nn.Module, Any], Variant]:
+    """Return a maker of DeepSpeed with torch's AdamW."""
 
-    def make(model: nn.Module, package: Any) -> Way:
+    def make(model: nn.Module, package: Any) -> Variant:
         engine, *_ = package.initialize(
             model=model,
             optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
@@ -148,7 +150,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module, Any], Way]:
                 "train_micro_batch_size_per_gpu": MICRO_BATCH,
                 "zero_optimization": {"stage": stage},
                 "zero_allow_untested_optimizer": True,
-                "gradient_clipping": 0.0,  # nobody else clips, and it does by default
+                "gradient_clipping": 0.0,  # on by default, unlike in the other variants
             },
         )
 
@@ -158,23 +160,23 @@ def deepspeed(stage: int) -> Callable[[nn.Module, Any], Way]:
             engine.step()
             return loss.detach()
 
-        return Way(step, "as it comes, but torch's AdamW and no clipping")
+        return Variant(step, "defaults, except torch's AdamW and no clipping")
 
     return make
 
 
-def horovod(model: nn.Module, hvd: Any) -> Way:
+def horovod(model: nn.Module, hvd: Any) -> Variant:
     """Horovod's optimizer around torch's AdamW."""
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), **ADAMW),
         named_parameters=model.named_parameters(),
     )
-    return Way(plain_step(model, optimizer), "as it comes, over MPI")
+    return Variant(plain_step(model, optimizer), "defaults, over MPI")
 
 
 @contextmanager
 def gloo() -> Iterator[None]:
-    """A gloo group of all ranks."""
+    """Use a gloo group of all ranks."""
     start_gloo(MPI.COMM_WORLD)
     yield
     stop_gloo(MPI.COMM_WORLD)
@@ -182,15 +184,15 @@ def gloo() -> Iterator[None]:
 
 @contextmanager
 def gloo_and_deepspeed() -> Iterator[Any]:
-    """The package, on a gloo group. AbsentError where it cannot be imported."""
+    """Yield DeepSpeed, on a gloo group. Raises AbsentError if it cannot be imported."""
     comm = MPI.COMM_WORLD
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
     os.environ["LOCAL_RANK"] = str(comm.Split_type(MPI.COMM_TYPE_SHARED).rank)
     try:
         package = import_module("deepspeed")
-    except Exception as error:  # whatever its parts raise where something is missing
+    except Exception as error:  # its modules raise all kinds of errors
         raise absence(error) from error
-    # Or it would look for a compiler, for a sum through shared memory that training does not use.
+    # Otherwise it looks for a compiler, for a shared-memory all-reduce that training does not use.
     import_module("deepspeed.ops").__compatible_ops__ = {}
     with gloo():
         package.init_distributed("gloo")
@@ -199,27 +201,27 @@ def gloo_and_deepspeed() -> Iterator[Any]:
 
 @contextmanager
 def started_horovod() -> Iterator[Any]:
-    """The package. AbsentError where it cannot be had."""
+    """Yield Horovod. Raises AbsentError if it is not available."""
     hvd = start_horovod()
     yield hvd
     hvd.shutdown()
 
 
 Group = Callable[[], AbstractContextManager[Any]]
-Make = Callable[[nn.Module, Any], Way]
+Make = Callable[[nn.Module, Any], Variant]
 STAGES = (0, 1, 2)
 bf16_wire = partial(mntrain.init, wire_dtype="bf16")
-WAYS: dict[str, tuple[Group, Make]] = {
-    "computing alone": (nullcontext, alone),
-    "computing in step": (nullcontext, in_step),
-    "computing and bare sockets": (ring, bare_sockets),
-    **{f"mntrain stage {stage}": (mntrain.init, own(stage)) for stage in STAGES},
-    **{f"mntrain stage {stage}, bf16 wire": (bf16_wire, own(stage)) for stage in STAGES},
+VARIANTS: dict[str, tuple[Group, Make]] = {
+    "compute only": (nullcontext, compute_only),
+    "compute only, barriers": (nullcontext, compute_with_barriers),
+    "compute, raw sockets": (ring, compute_with_sockets),
+    **{f"mntrain stage {stage}": (mntrain.init, mntrain_stage(stage)) for stage in STAGES},
+    **{f"mntrain stage {stage}, bf16 wire": (bf16_wire, mntrain_stage(stage)) for stage in STAGES},
     "DDP": (gloo, ddp(25)),
     "DDP, 4 MB buckets": (gloo, ddp(4)),
     "DDP, ZeroRedundancyOptimizer": (gloo, ddp(25, sharded=True)),
-    "FSDP2, ZeRO-2": (gloo, fsdp(again=False)),
-    "FSDP2, ZeRO-3": (gloo, fsdp(again=True)),
+    "FSDP2, ZeRO-2": (gloo, fsdp(reshard=False)),
+    "FSDP2, ZeRO-3": (gloo, fsdp(reshard=True)),
     **{f"DeepSpeed stage {stage}": (gloo_and_deepspeed, deepspeed(stage)) for stage in STAGES},
     "Horovod": (started_horovod, horovod),
 }
