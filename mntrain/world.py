@@ -14,7 +14,7 @@ from torch import nn
 
 from mntrain import device, kernels, rank_agreement, transport, tuning
 from mntrain.comm import mpi
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.pending import Future
@@ -133,12 +133,13 @@ class World:
             )
         except transport.UnusableError as error:
             raise AgreedError(str(error), self.rank) from None
+        self.collectives = self._route.collectives or self.collectives
         self.transport, self.transport_line = self._route.transport, self._route.line
         self.tuning = ""
         if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
             tuned = self._tuned(node, devices) if wanted.tune else tuning.untuned()
             table, self.tuning = tuned.table, tuned.line
-        self.collectives.table = table
+        self.collectives = self.collectives.replace(table=table)
         self.algorithm = table.of(self._bucket_bytes).algorithm
         self.places: list[Place] = self.gather(
             Place(
@@ -204,7 +205,7 @@ class World:
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
-                self.collectives.using(self.collectives.table.among_others()),
+                self.collectives.replace(table=self.collectives.table.among_others()),
                 bucket_bytes=self._bucket_bytes,
                 buffers=[b for name, b in model.named_buffers() if name in kept],
                 order=[name for name, _ in model.named_parameters()],
@@ -339,7 +340,7 @@ class World:
             library=self.library.name,
             host=self._watch.host,
             bucket_bytes=self._bucket_bytes,
-            shared=not any(self.gather(self.collectives.why_messages)),
+            shared=not any(self.gather(self.collectives.no_shared_memory_reason)),
         )
 
     def _share_cores(self, on_host: list[int]) -> None:

@@ -25,12 +25,12 @@ import mntrain
 from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate
 from mntrain.bench.pattern import Pattern
 from mntrain.bench.timing import in_turns, rendezvous, sample
-from mntrain.comm import link_speed
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm import algorithms, link_speed
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
 
 MIB = 2**20
-ALGORITHMS = ("lanes", "leader", "flat")
+ALGORITHMS = algorithms.candidates()
 WIRED = ("all_reduce", "reduce_scatter")
 CASE_S = 6.0  # a verb at one size, all candidates: as many rounds as fit,
 ROUNDS = (3, 20)  # within these bounds;
@@ -90,7 +90,8 @@ def ours(world: mntrain.World, verb: str, memory: torch.Tensor) -> list[Candidat
 
     ways = [way("", world.collectives)]
     ways += [
-        way(f" {name}", world.collectives.using(AlgorithmTable.always(name))) for name in ALGORITHMS
+        way(f" {name}", world.collectives.replace(table=AlgorithmTable.always(name)))
+        for name in ALGORITHMS
     ]
     if verb in WIRED and len(world.topology.nodes) > 1:
         ways.append(way(", bf16 wire", Wired(world.collectives, torch.bfloat16)))

@@ -15,7 +15,7 @@ from mntrain.bench.pattern import Pattern
 from mntrain.bench.printing import short_time
 from mntrain.bench.results import BenchCase, BenchResults, SkippedCase, TimedCase, WrongCase
 from mntrain.bench.timing import in_turns, sample
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.world import World
 
@@ -32,7 +32,7 @@ Sample = tuple[float, bool]  # seconds on this rank, and whether its result is r
 
 def by(world: World, algorithm: str) -> WorldCollectives:
     """The collectives of a world by one algorithm, whatever the size. Local."""
-    return world.collectives.using(AlgorithmTable.always(algorithm))
+    return world.collectives.replace(table=AlgorithmTable.always(algorithm))
 
 
 class Measurement:

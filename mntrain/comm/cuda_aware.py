@@ -6,15 +6,12 @@ collective of MPI's on device memory, which crashes in Open MPI; and nobody wait
 steps ask for a mark where MPI is to read what was computed, or to write where something was read.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from mntrain.comm.device_copy import DeviceCopy, DeviceEvent
-from mntrain.comm.intranode import Steps
+from mntrain.comm.pending import Steps
 from mntrain.comm.staging import StreamOrderedWork
 from zero.collectives import Work
-from zero.kernels import Kernels
 
 
 class DeviceAccess:
@@ -36,17 +33,6 @@ class DeviceAccess:
         """See `Loan.give_back`."""
         with self._copier.beside():
             return StreamOrderedWork([self._copier.mark()])
-
-
-class DeviceAdder:
-    """Sums of device tensors, with one kernel where there is one."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def add(self, addends: Sequence[Tensor], total: Tensor, place: int | None) -> None:
-        """See `Sums.add`."""
-        self._kernels.add(addends, total)
 
 
 class SideStream:

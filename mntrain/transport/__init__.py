@@ -53,7 +53,7 @@ CACHE = TuningCache(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Site:
     """Where a transport is to be chosen.
 
@@ -124,9 +124,9 @@ def choose(site: Site, wanted: str, bucket_bytes: int) -> str:
 
 
 def _use(site: Site, name: Transport, line: str) -> str:
-    site.collectives.transport = name
+    site.collectives = site.collectives.replace(transport=name)
     if name != "nccl":
-        site.collectives.node_first = None
+        site.collectives = site.collectives.replace(node_first=None)
         site.near.close()
     return line
 
@@ -157,7 +157,7 @@ def _why_no_nccl(site: Site) -> str:
         why = selection.all_or_none(site.gather(why))
         if why:
             return why
-    site.collectives.node_first = site.near.join()
+    site.collectives = site.collectives.replace(node_first=site.near.join())
     return ""
 
 
@@ -218,8 +218,4 @@ def _timed(site: Site, name: Transport, bucket_bytes: int) -> float:
 @contextmanager
 def _using(site: Site, name: Transport) -> Iterator[WorldCollectives]:
     """The world's collectives by a transport, for now."""
-    before, site.collectives.transport = site.collectives.transport, name
-    try:
-        yield site.collectives
-    finally:
-        site.collectives.transport = before
+    yield site.collectives.replace(transport=name)

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mntrain.comm.algorithms.chunk_plan import world_slots
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
@@ -56,15 +55,20 @@ class NodeGroupFactory:
         cross.traffic = self.world.traffic
         singles = Topology(tuple((node,) for node in range(nodes)))
         collectives = self.progress.call(
-            lambda: WorldCollectives(cross, alone, singles, self.progress, self.devices)
+            lambda: WorldCollectives(
+                cross,
+                alone,
+                singles,
+                self.progress,
+                self.devices,
+                table=AlgorithmTable.always("flat"),
+            )
         ).wait()
-        collectives.table = AlgorithmTable.always("flat")
-        slots = world_slots(self.topology)
         return NodeFirstCollectives(
             group,
             collectives,
             self.topology,
-            slots=slots,
+            slots=self.topology.slots,
             copier=self.devices.copier,
             kernels=self.devices.kernels,
         )

@@ -35,6 +35,7 @@ class SelectedTransport:
     transport: str = ""
     line: str = ""
     near: NodeGroupFactory | None = None  # which its owner closes
+    collectives: WorldCollectives | None = None
 
 
 def set_up(
@@ -80,4 +81,5 @@ def set_up(
         near.close()
         raise
     concern = devices.copier.concern
-    return SelectedTransport(collectives.transport, f"{line}; {concern}" if concern else line, near)
+    line = f"{line}; {concern}" if concern else line
+    return SelectedTransport(site.collectives.transport, line, near, site.collectives)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from mntrain._version import __version__
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, Transport, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
@@ -96,9 +96,10 @@ def tune(rig: Rig, *, library: str, host: str, bucket_bytes: int, shared: bool) 
 def _measured(rig: Rig, bucket_bytes: int) -> Tuning:
     comm = rig.on_thread(lambda: rig.world.split(0, rig.world.rank, "tuning"))
     collectives = rig.on_thread(
-        lambda: WorldCollectives(comm, rig.node, rig.topology, rig.progress, rig.devices)
+        lambda: WorldCollectives(
+            comm, rig.node, rig.topology, rig.progress, rig.devices, transport=rig.transport
+        )
     )
-    collectives.transport = rig.transport
     findings = Measuring(collectives, comm, rig.topology, rig.progress, rig.device).run(
         bucket_bytes
     )

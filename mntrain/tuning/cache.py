@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.comm import algorithms
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 from mntrain.comm.tuning_cache import TuningCache
 
 _MOST_BYTES = 1 << 40  # of a size or a piece; more is nonsense
@@ -19,7 +20,7 @@ class Tuning:
 
 
 def _to_json(tuning: Tuning) -> dict[str, Any]:
-    steps = [[most, choice.algorithm, choice.piece_bytes] for most, choice in tuning.table.steps]
+    steps = [[most, choice.algorithm, choice.chunk_bytes] for most, choice in tuning.table.steps]
     return {"steps": steps, "line": tuning.line}
 
 
@@ -35,7 +36,7 @@ def _from_json(value: Mapping[str, Any]) -> Tuning:
 
 
 def _choice(algorithm: Any, piece_bytes: Any) -> AlgorithmChoice:
-    if algorithm not in ALGORITHMS:
+    if algorithm not in algorithms.names():
         raise ValueError(f"no algorithm: {algorithm}")
     return AlgorithmChoice(algorithm, _bytes(piece_bytes, 1))
 

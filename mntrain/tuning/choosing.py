@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from math import isqrt, log2, sqrt
 from statistics import median, quantiles
 
-from mntrain.comm.algorithms.chunk_plan import Chunk, HierarchyPlan
-from mntrain.comm.algorithms.selection import (
-    ALGORITHMS,
+from mntrain.comm import algorithms as registry
+from mntrain.comm.algorithm_table import (
     CHUNK_BYTES,
     AlgorithmChoice,
     AlgorithmTable,
 )
+from mntrain.comm.chunk_plan import Chunk
 from mntrain.comm.topology import Topology
 
 ITEM = 4  # bytes of an element: fp32 is timed
@@ -48,10 +48,10 @@ def algorithms(topology: Topology) -> tuple[str, ...]:
 
 def pieces(algorithm: str, topology: Topology, nbytes: int) -> list[AlgorithmChoice]:
     """An algorithm in pieces of every length that cuts so many bytes otherwise, default first."""
-    scheme = HierarchyPlan.of(algorithm, topology, 0)
+    scheme = registry.load(algorithm).plan(topology, 0)
     plans: dict[tuple[Chunk, ...], AlgorithmChoice] = {}
     for piece_bytes in PIECES:
-        plan = scheme.sums(max(1, nbytes // ITEM), ITEM, piece_bytes)
+        plan = scheme.all_reduce(max(1, nbytes // ITEM), ITEM, piece_bytes)
         plans.setdefault(plan, AlgorithmChoice(algorithm, piece_bytes))
     return list(plans.values())
 
@@ -145,8 +145,8 @@ def needed(topology: Topology) -> float:
 
 
 def _order(choice: AlgorithmChoice) -> tuple[int, float]:
-    distance = abs(log2(choice.piece_bytes / CHUNK_BYTES))
-    return ALGORITHMS.index(choice.algorithm), distance
+    distance = abs(log2(choice.chunk_bytes / CHUNK_BYTES))
+    return ("lanes", "leader", "flat").index(choice.algorithm), distance
 
 
 def _doubt(took: Sequence[float]) -> float:

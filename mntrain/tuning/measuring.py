@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mntrain.comm import link_speed
-from mntrain.comm.algorithms.selection import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
@@ -150,7 +150,7 @@ class Measuring:
         """All-reduce by each choice so often in a row: the seconds of one, on the slowest rank."""
         mine = []
         for choice, count in zip(choices, often, strict=True):
-            collectives = self._collectives.using(AlgorithmTable(((0, choice),)))
+            collectives = self._collectives.replace(table=AlgorithmTable(((0, choice),)))
             self._gather(None)
             start = time.perf_counter()
             for _ in range(count):

@@ -9,7 +9,8 @@ from mpi4py import MPI
 from worlds import RANKS, refusal
 
 import mntrain
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.comm import algorithms
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 from mntrain.tuning import Tuning, choosing, measuring
 from mntrain.tuning.cache import CACHE
 from mntrain.tuning.measuring import Measuring
@@ -65,7 +66,7 @@ def test_all_ranks_choose_alike_and_among_the_candidates(layout):
         names = choosing.algorithms(world.topology)
         for _, choice in table.steps:
             assert choice.algorithm in names
-            assert choice.piece_bytes in choosing.PIECES
+            assert choice.chunk_bytes in choosing.PIECES
         chosen = table.of(1 << 19)
         assert world.algorithm == chosen.algorithm
         assert world.tuning.startswith(str(chosen))
@@ -166,7 +167,7 @@ def test_without_tuning_auto_is_lanes(runs):
     assert COMM.rank or not CACHE.place().exists()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 def test_an_algorithm_by_name_is_not_questioned(runs, algorithm):
     with tuned(algorithm=algorithm) as world:
         assert world.collectives.table == AlgorithmTable.always(algorithm)

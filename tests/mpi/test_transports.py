@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mntrain
 from mntrain import transport
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.transport import probe
 from mntrain.transport.node_group import NodeGroupFactory
@@ -64,8 +64,8 @@ class Rig:
             if len(sizes) > 1:
                 pytest.skip("nodes of different sizes, which this transport refuses")
             self.near.connect()
-            self.collectives.node_first = self.near.join()
-        self.collectives.transport = name
+            self.collectives = self.collectives.replace(node_first=self.near.join())
+        self.collectives = self.collectives.replace(transport=name)
         return self.collectives
 
     def site(self, **changes):
@@ -126,8 +126,10 @@ def test_every_verb_gives_what_it_promises(rig, name, ranks_per_node, dtype):
     every = ranks_per_node == 2 and dtype == torch.float32
     algorithms = ("lanes", "leader", "flat", "naive", "gathered") if every else ("lanes",)
     for algorithm, numel in itertools.product(algorithms, SIZES):
-        collectives.gathered_bytes = 1 << 30 if algorithm == "gathered" else 0
-        collectives.table = AlgorithmTable.always(algorithm.replace("gathered", "lanes"), 1 << 10)
+        collectives = collectives.replace(
+            small_message_bytes=1 << 30 if algorithm == "gathered" else 0,
+            table=AlgorithmTable.always(algorithm.replace("gathered", "lanes"), 1 << 10),
+        )
         bounds = uneven(numel, size)
         slot = collectives.slot(rank)
         mine = slice(bounds[slot], bounds[slot + 1])

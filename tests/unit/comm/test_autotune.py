@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.cli import parse
-from mntrain.comm.algorithms.selection import CHUNK_BYTES, AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithm_table import CHUNK_BYTES, AlgorithmChoice, AlgorithmTable
 from mntrain.comm.topology import Topology
 from mntrain.comm.tuning_cache import MOST_ENTRIES, key_of
 from mntrain.config import CommConfig
