@@ -1,12 +1,12 @@
-"""Collectives on emulated nodes: every algorithm, beside the MPI library's own and gloo.
+"""Benchmark collectives on emulated nodes: every algorithm, the MPI library's own, and gloo.
 
     sudo python benchmarks/collectives.py [--layouts 2,2 2] [--link 1gbit] [--other-python PATH]
 
-A layout is the ranks of each node: nodes are network namespaces joined by links of the given rate,
-one node has no network. A layout is one job, in which all candidates take turns; with
-`--other-python`, the Python of an environment with another MPI, a second job does the same there,
-and its rows stand below. Prints tables; writes them and every figure to docs/results/, and a
-picture of the first layout to docs/img/. Takes about 7 minutes, and as many more with a second MPI.
+A layout is the number of ranks on each node. Nodes are network namespaces connected by links of the
+given rate; a single node has no network. Each layout is one job in which all candidates take turns.
+With `--other-python`, the Python of an environment with another MPI, a second job does the same
+there. Prints tables, writes them and all figures to docs/results/, and plots to docs/img/. Takes
+about 7 minutes per MPI.
 """
 
 import argparse
@@ -15,94 +15,102 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-import svg
-import values
-from emulated import HERE, Layout, facts, folders, imprint, need_nodes, nodes, write
+import figures
+import option_types
+from emulated import HERE, Layout, environment_line, facts, folders, need_nodes, nodes, write
 
 from mntrain.bench.limits import HardwareLimits
 
 MIB = 2**20
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 PEERS = ("mpi", "gloo", "horovod")
-LARGE_MIB = 128  # what is larger takes long between nodes: in the first layout only
+LARGE_MIB = 128  # larger tensors take long between nodes: first layout only
 
 
 def main() -> int:
-    """Measure every layout, and write what came out."""
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    default = ["2,2", "2", "1,1,1,1", "2,1,3"]
-    options.add_argument("--layouts", nargs="+", type=values.layout, default=default, metavar="N,N")
-    options.add_argument(
-        "--link", type=values.rate, default="1gbit", help="rate of each node's link, in gbit"
-    )
+    """Measure every layout, and write pages and plots."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    layouts = ["2,2", "2", "1,1,1,1", "2,1,3"]
     sizes = [4 / 1024, 64 / 1024, 1, 16, 64, 256]
-    options.add_argument(
-        "--mib", type=values.positive, nargs="*", default=sizes, help="for all_reduce"
+    positive = option_types.positive
+    parser.add_argument(
+        "--layouts", nargs="+", type=option_types.layout, default=layouts, metavar="N,N"
     )
-    options.add_argument("--other-mib", type=values.positive, nargs="*", default=[1, 16, 64])
-    options.add_argument("--verbs", nargs="+", choices=VERBS, default=VERBS, metavar="VERB")
-    options.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, metavar="PEER")
-    options.add_argument("--other-python", type=Path, help="of an environment with another MPI")
-    options.add_argument(
-        "--case-s", type=values.positive, default=6, help="for each verb at each size"
+    parser.add_argument(
+        "--link", type=option_types.rate, default="1gbit", help="rate of each node's link, in gbit"
     )
-    options.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
-    given = options.parse_args()
+    parser.add_argument("--mib", type=positive, nargs="*", default=sizes, help="for all_reduce")
+    parser.add_argument("--other-mib", type=positive, nargs="*", default=[1, 16, 64])
+    parser.add_argument("--verbs", nargs="+", choices=VERBS, default=VERBS, metavar="VERB")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, metavar="PEER")
+    parser.add_argument("--other-python", type=Path, help="of an environment with another MPI")
+    parser.add_argument(
+        "--case-s", type=positive, default=6, help="seconds per collective and size"
+    )
+    parser.add_argument("--suffix", default="", help="of the names of the results files")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
+    options = parser.parse_args()
     need_nodes()
-    results, images = folders(given.output)
-    for number, text in enumerate(given.layouts):
-        layout = Layout.of(text, given.link)
-        page = measure(layout, given, first=number == 0)
-        page["pictured"] = number == 0 and "all_reduce" in given.verbs and bool(given.mib)
-        write(results, f"collectives-{layout.name}", page, report(page))
-        if page["pictured"]:
-            (images / "collectives.svg").write_text(picture(page))
+    for number, text in enumerate(options.layouts):
+        layout = Layout.of(text, options.link)
+        page = measure(layout, options, first=number == 0)
+        publish(page, f"collectives-{layout.name}{options.suffix}", options.output)
     return 0
 
 
-def measure(layout: Layout, given: argparse.Namespace, *, first: bool) -> dict[str, Any]:
-    """One layout under every MPI: a page of figures, one row a candidate, verb and size."""
-    small = [mib for mib in given.mib if first or not layout.link or mib <= LARGE_MIB]
-    arguments = ["--mib", *small, "--other-mib", *given.other_mib, "--case-s", given.case_s]
-    arguments += ["--verbs", *given.verbs, "--peers", *given.peers]
+def measure(layout: Layout, options: argparse.Namespace, *, first: bool) -> dict[str, Any]:
+    """Measure one layout under every MPI. Returns all figures, one row per candidate and size."""
+    sizes = [mib for mib in options.mib if first or not layout.link or mib <= LARGE_MIB]
+    arguments = ["--mib", *sizes, "--other-mib", *options.other_mib, "--case-s", options.case_s]
+    arguments += ["--verbs", *options.verbs, "--peers", *options.peers]
     before = facts()
-    pythons = [Path(sys.executable)] + ([given.other_python] if given.other_python else [])
+    pythons = [Path(sys.executable)] + ([options.other_python] if options.other_python else [])
     jobs = []
     for python in pythons:
         print(f"{layout}: {python}", file=sys.stderr)
-        with nodes(layout) as up:
-            jobs.append(up.run("collectives.py", arguments, python.absolute()))
+        with nodes(layout) as running:
+            jobs.append(running.run("collectives.py", arguments, python.absolute()))
     copy = {int(c["mib"] * MIB): c["mib"] * MIB / c["together_s"] for c in jobs[0]["copies"]}
     limits = HardwareLimits(layout.ranks, layout.bytes_per_s, copy)
     for job in jobs:
         for row in job["rows"]:
             row["limit_s"] = limits.seconds(row["verb"], int(row["mib"] * MIB))
             row["share_of_limit"] = row["limit_s"] / row["median_s"]
-    return {**before, "layout": str(layout), "limit": meaning(layout, limits), "jobs": jobs}
+    limit = limit_description(layout, limits)
+    return {**before, "layout": str(layout), "limit": limit, "jobs": jobs}
 
 
-def meaning(layout: Layout, limits: HardwareLimits) -> str:
-    """What shares are of."""
+def limit_description(layout: Layout, limits: HardwareLimits) -> str:
+    """Describe the limit in words."""
     if layout.bytes_per_s is None:
-        return f"{limits.meaning}. Another row says what it takes while one rank alone copies"
+        return f"{limits.description}. A separate row has the time of a copy by one rank alone"
     return (
-        f"{limits.meaning.replace('measured', 'shaped')}. A link of {layout.link} carries "
-        f"{layout.bytes_per_s / 1e6:g} MB/s of the tensor each way. The bf16 wire carries half "
-        "the bytes, and is measured against the limit of fp32: its own is at 200 %. A link lets "
-        "128 KiB through at once, which a short message profits from"
+        f"{limits.description.replace('measured', 'shaped')}. A link of {layout.link} carries "
+        f"{layout.bytes_per_s / 1e6:g} MB/s of payload in each direction. The bf16 wire is "
+        "compared with the limit of fp32, so its own limit is 200 %. A link passes bursts of 128 "
+        "KiB without delay, so short messages can exceed the limit"
     )
 
 
-def report(page: dict[str, Any]) -> str:
-    """The results as a page of Markdown."""
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page as Markdown and JSON, and plot all_reduce."""
+    results, images = folders(output)
+    write(results, name, page, report(page, name))
+    if any(row["verb"] == "all_reduce" for row in page["jobs"][0]["rows"]):
+        plot(page, images / f"{name}.svg")
+
+
+def report(page: dict[str, Any], name: str) -> str:
+    """Return the page as Markdown."""
     jobs = page["jobs"]
     verbs = list(dict.fromkeys(row["verb"] for row in jobs[0]["rows"]))
     lines = [
         f"# Collectives, {page['layout']}",
         "",
-        f"{imprint(page, jobs[0]['versions'])}. fp32; median milliseconds of the slowest rank, and "
-        "the share of the limit's speed. All candidates of one MPI take turns in one job, in an "
-        "order that changes, and every result is checked; by:",
+        f"{environment_line(page, jobs[0]['versions'])}. fp32. Each figure is the median time of "
+        "the slowest rank in milliseconds, with the speed as a percentage of the limit's. All "
+        "candidates of one MPI take turns in one job, in random order, and every result is "
+        "verified. Command:",
         "",
         f"    {page['command']}",
         "",
@@ -110,78 +118,78 @@ def report(page: dict[str, Any]) -> str:
     ]
     for verb in verbs:
         lines += ["", f"## {verb}", "", *table(jobs, verb)]
-    if page["pictured"]:
-        lines += ["", "![share of the limit against size](../img/collectives.svg)"]
-    lines += ["", "mntrain without more words is as it comes; that was, by its own measurement:"]
-    lines += ["", *(f"- on {job['library']}: {job['auto'] or 'nothing to choose'}" for job in jobs)]
+    if "all_reduce" in verbs:
+        lines += ["", f"![all_reduce: % of the limit against size](../img/{name}.svg)"]
+    lines += ["", '"mntrain" without an algorithm uses `auto`, which chose:', ""]
+    lines += [f"- with {job['library']}: {job['auto'] or 'nothing to choose from'}" for job in jobs]
     absent = [(job, *peer) for job in jobs for peer in job["absent"].items()]
     if absent:
-        lines += ["", "Absent:", ""]
-        lines += [f"- {peer} on {job['library']}: {reason}" for job, peer, reason in absent]
+        lines += ["", "Not available:", ""]
+        lines += [f"- {peer} with {job['library']}: {reason}" for job, peer, reason in absent]
     return "\n".join(lines) + "\n"
 
 
 def table(jobs: list[dict[str, Any]], verb: str) -> list[str]:
-    """Lines of Markdown: a candidate a row, a size a column, and the limit at the end."""
+    """Return a Markdown table: candidates by sizes, and the limit in the last row."""
     rows = [row for row in jobs[0]["rows"] if row["verb"] == verb]
     sizes = sorted({row["mib"] for row in rows})
-    lines = ["| | " + " | ".join(size_of(size) for size in sizes) + " |"]
+    lines = ["| | " + " | ".join(size_label(size) for size in sizes) + " |"]
     lines.append("|---|" + "--:|" * len(sizes))
     for job in jobs:
         if len(jobs) > 1:
             lines.append(f"| **{job['library']}** |" + " |" * len(sizes))
-        found = [row for row in job["rows"] if row["verb"] == verb]
-        cells = {(row["what"], row["mib"]): row for row in found}
-        for what in dict.fromkeys(row["what"] for row in found):
+        job_rows = [row for row in job["rows"] if row["verb"] == verb]
+        cells = {(row["what"], row["mib"]): row for row in job_rows}
+        for what in dict.fromkeys(row["what"] for row in job_rows):
             row = (cells[what, size] for size in sizes)
             lines.append(f"| {what} | " + " | ".join(map(cell, row)) + " |")
     limits = {row["mib"]: row["limit_s"] for row in rows}
     lines.append("| *limit* | " + " | ".join(ms(limits[size]) for size in sizes) + " |")
     if alone := {copy["mib"]: copy["alone_s"] for copy in jobs[0]["copies"]}:
-        figures = " | ".join(ms(alone[size]) for size in sizes)
-        lines.append(f"| *a copy by one rank alone* | {figures} |")
+        cells = " | ".join(ms(alone[size]) for size in sizes)
+        lines.append(f"| *copy by one rank alone* | {cells} |")
     return lines
 
 
 def cell(row: dict[str, Any]) -> str:
-    """One figure of the table."""
+    """Format the time and the percentage of the limit."""
     return f"{ms(row['median_s'])} ({row['share_of_limit']:.0%})"
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, to three digits."""
+    """Format milliseconds with three digits."""
     figure = seconds * 1e3
     return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
-def size_of(mib: float) -> str:
-    """A size in the unit that suits it."""
+def size_label(mib: float) -> str:
+    """Format a size in KiB or MiB."""
     return f"{mib:g} MiB" if mib >= 1 else f"{mib * 1024:g} KiB"
 
 
-def picture(page: dict[str, Any]) -> str:
-    """The share of the limit against size, a line a candidate, of all-reduce."""
+def plot(page: dict[str, Any], path: Path) -> None:
+    """Plot the percentage of the limit against size, one line per candidate of all_reduce."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    whats: dict[str, str] = {}  # what a line shows, whichever MPI
+    candidates: dict[str, str] = {}  # by line: the candidate, whichever MPI it ran with
     for job in page["jobs"]:
-        other = "" if job is page["jobs"][0] else f", {job['library'].rpartition(' ')[0]}"
+        suffix = "" if job is page["jobs"][0] else f", {job['library'].rpartition(' ')[0]}"
         for row in job["rows"]:
             if row["verb"] == "all_reduce":
-                point = log2(row["mib"]), row["share_of_limit"]
-                lines.setdefault(row["what"] + other, []).append(point)
-                whats[row["what"] + other] = row["what"]
-    shades = svg.shades(list(dict.fromkeys(whats.values())))
+                line = row["what"] + suffix
+                lines.setdefault(line, []).append((log2(row["mib"]), row["share_of_limit"]))
+                candidates[line] = row["what"]
+    colors = figures.line_colors(list(dict.fromkeys(candidates.values())))
     sizes = sorted({x for points in lines.values() for x, _ in points})
-    highest = max(y for points in lines.values() for _, y in points)
-    marks = [quarter / 4 for quarter in range(int(4 * max(1, highest)) + 2)]
-    return svg.curves(
-        f"All-reduce, {page['layout']}: share of the limit against size",
+    figures.line_chart(
+        path,
+        f"All-reduce, {page['layout']}",
         lines,
-        colors={name: shades[what] for name, what in whats.items()},
-        dashed=[name for name, what in whats.items() if name != what],
-        x_marks={size_of(2**x): x for x in sizes},
-        y_marks={f"{y:.0%}": y for y in marks},
-        mark=1.0,
+        colors={line: colors[what] for line, what in candidates.items()},
+        dashed=[line for line, what in candidates.items() if line != what],
+        x_label="tensor size",
+        y_label="% of the limit",
+        x_ticks={x: size_label(2**x) for x in sizes},
+        percent=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Jobs on emulated nodes: where they run, what their ranks report, and what is said of it."""
+"""Benchmark jobs on emulated nodes, and the files that hold their results."""
 
 import json
 import os
@@ -19,43 +19,42 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "cluster"))
 from nodes import Cluster, available  # noqa: E402
 
-# Of 1 Gbit/s as tc counts it, what is left for bytes after Ethernet, IP and TCP headers.
+# Payload of 1 Gbit/s, as tc counts it, without Ethernet, IP and TCP headers.
 PAYLOAD_BYTES_PER_GBIT = 119e6
 LIMIT_S = 900  # for one job
-# What glibc's own thresholds become once a program has freed 32 MiB at once. Before that, it gives
-# memory back to the kernel in every step, and takes it again page by page: so the same computation
-# would take longer or not by what else its process has freed.
+# glibc's own thresholds after a program has freed a block of 32 MiB. Before that, glibc returns
+# memory to the kernel in every step and takes it back page by page, so that the same computation
+# would be faster or slower depending on what else its process has freed.
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-MARK = "RESULT "  # the line with which a rank's script reports: this, then JSON
+MARK = "RESULT "  # a rank script prints this and then its result as JSON
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each node has, and the rate of each node's link: none on one node."""
+    """The number of ranks on each node, and the rate of each node's link (None on one node)."""
 
     ranks: tuple[int, ...]
     link: str | None
 
     @classmethod
     def of(cls, text: str, link: str) -> "Layout":
-        """The layout "2,2": two nodes of two ranks."""
+        """Parse "2,2": two nodes of two ranks."""
         ranks = tuple(int(number) for number in text.split(","))
         return cls(ranks, link if len(ranks) > 1 else None)
 
     @property
     def name(self) -> str:
-        """For files: 2+2."""
+        """The name for files: 2+2."""
         return "+".join(map(str, self.ranks))
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What a link carries of the tensor each way; None without a network."""
+        """The payload rate of a link in each direction; None without a network."""
         if self.link is None:
             return None
         return float(self.link.removesuffix("gbit")) * PAYLOAD_BYTES_PER_GBIT
 
     def __str__(self) -> str:
-        """In words."""
         if len(self.ranks) == 1:
             return f"{sum(self.ranks)} rank{'s' * (sum(self.ranks) > 1)} on one node"
         each = " + ".join(map(str, self.ranks))
@@ -66,44 +65,54 @@ class Layout:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Emulated nodes that are up, for one job after the other."""
+    """Running emulated nodes, for one job after the other."""
 
     cluster: Cluster
     cache: str
 
     def run(
-        self, script: str, arguments: Sequence[object], python: Path = Path(sys.executable)
+        self,
+        script: str,
+        arguments: Sequence[object],
+        python: Path = Path(sys.executable),
+        checkout: Path = HERE.parent,
     ) -> dict[str, Any]:
-        """Run a script of ranks/ under the mpirun beside `python`: the object that it reports.
+        """Run a script of a checkout's benchmarks/ranks under `python` and its mpirun.
 
-        Ends this program with what the ranks said if they fail, or take longer than LIMIT_S.
+        Returns the result that the script reports. Exits with the output of the ranks if they fail
+        or exceed LIMIT_S.
         """
-        command = [str(python), str(HERE / "ranks" / script), *map(str, arguments)]
-        return reported(self.output(command, python), command)
+        path = checkout / "benchmarks" / "ranks" / script
+        command = [str(python), str(path), *map(str, arguments)]
+        return parse_report(self.output(command, python, checkout), command)
 
-    def output(self, command: Sequence[str], python: Path = Path(sys.executable)) -> str:
-        """Run any command so: what it prints."""
-        line, environment = self.cluster.mpirun(
-            command, bin=python.parent, env={"XDG_CACHE_HOME": self.cache, **HEAP}
-        )
-        return printed(line, environment, LIMIT_S)
+    def output(
+        self,
+        command: Sequence[str],
+        python: Path = Path(sys.executable),
+        checkout: Path = HERE.parent,
+    ) -> str:
+        """Run a command under mpirun, with a checkout's packages, and return its output."""
+        environment = {"XDG_CACHE_HOME": self.cache, "PYTHONPATH": str(checkout), **HEAP}
+        line, environment = self.cluster.mpirun(command, bin=python.parent, env=environment)
+        return output_of(line, environment, LIMIT_S)
 
 
-def reported(text: str, command: Sequence[str]) -> dict[str, Any]:
-    """The object that a script of ranks/ has printed; ends this program if there is none."""
+def parse_report(text: str, command: Sequence[str]) -> dict[str, Any]:
+    """Return the result in the output of a rank script; exits if there is none."""
     for line in text.splitlines():
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
-    sys.exit(f"{shlex.join(command)} has reported nothing")
+    sys.exit(f"{shlex.join(command)} printed no result")
 
 
-def printed(words: Sequence[str], environment: dict[str, str], limit_s: float) -> str:
-    """What a job prints. Whatever happens, it has ended when this returns.
+def output_of(command: Sequence[str], environment: dict[str, str], limit_s: float) -> str:
+    """Run a job and return its output. The job never outlives this call.
 
-    Ends this program with what the job said if it fails, or takes longer than the limit.
+    Exits with the job's output if it fails or exceeds the time limit.
     """
     process = subprocess.Popen(
-        words,
+        command,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -113,16 +122,16 @@ def printed(words: Sequence[str], environment: dict[str, str], limit_s: float) -
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        sys.exit(f"{shlex.join(words)} took longer than {limit_s:g} s")
+        sys.exit(f"{shlex.join(command)} took longer than {limit_s:g} s")
     finally:
         _stop(process)
     if process.returncode:
-        sys.exit(f"{out}{err}{shlex.join(words)}: code {process.returncode}")
+        sys.exit(f"{out}{err}{shlex.join(command)}: code {process.returncode}")
     return out
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End mpirun, which removes its temporary files when it is asked to and has the time."""
+    """Terminate mpirun, and give it time to remove its temporary files."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -134,27 +143,27 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def nodes(layout: Layout) -> Iterator[Nodes]:
-    """The layout's nodes, with a cache of their own: what is tuned is tuned here and now."""
+    """Start the nodes of a layout, with an empty cache: `auto` measures anew."""
     with tempfile.TemporaryDirectory() as cache, Cluster(layout.ranks, layout.link) as cluster:
         yield Nodes(cluster, cache)
 
 
 def need_nodes() -> None:
-    """End this program, with the reason, where nodes cannot be emulated.
+    """Exit with the reason if nodes cannot be emulated here.
 
-    From here on a request to end is an exit, which takes down what is up.
+    Also turns SIGTERM and SIGHUP into exits, which stop running nodes.
     """
-    for stop in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(stop, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     if reason := available():
-        sys.exit(f"{Path(sys.argv[0]).name}: emulated nodes cannot be made here: {reason}")
+        sys.exit(f"{Path(sys.argv[0]).name}: cannot emulate nodes here: {reason}")
 
 
 def facts() -> dict[str, Any]:
-    """When, where and by which command this runs, and how busy the machine was just before.
+    """Return the date, the machine, its load, and the command.
 
-    Call it before the jobs: what else runs slows who polls more than who sleeps, and so a busy
-    machine changes not only times but also their order.
+    Call it before the jobs: the load then tells whether the machine was idle. Other work slows
+    candidates that poll more than candidates that sleep, so it may change their order.
     """
     return {
         "load": os.getloadavg()[0],
@@ -164,16 +173,16 @@ def facts() -> dict[str, Any]:
     }
 
 
-def imprint(facts: dict[str, Any], versions: dict[str, str]) -> str:
-    """One line of a page: when, where and with what."""
-    where = f"{facts['machine']}, load {facts['load']:.1f} before"
-    return f"{facts['date']}; {where}; " + ", ".join(
+def environment_line(facts: dict[str, Any], versions: dict[str, str]) -> str:
+    """Return one line with date, machine, load and versions."""
+    machine = f"{facts['machine']}, load before: {facts['load']:.1f}"
+    return f"{facts['date']}; {machine}; " + ", ".join(
         f"{name} {number}" for name, number in versions.items()
     )
 
 
 def folders(output: Path) -> tuple[Path, Path]:
-    """Where pages and pictures go: made if need be."""
+    """Return the directories of pages and figures; create them if necessary."""
     results, images = output / "results", output / "img"
     for folder in (results, images):
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +190,7 @@ def folders(output: Path) -> tuple[Path, Path]:
 
 
 def write(results: Path, name: str, page: dict[str, Any], report: str) -> None:
-    """Keep a page and all its figures, and show it."""
+    """Write a page and its figures as Markdown and JSON, and print the page."""
     (results / f"{name}.json").write_text(json.dumps(page, indent=1) + "\n")
     (results / f"{name}.md").write_text(report)
     print(report, flush=True)

@@ -21,9 +21,9 @@ from typing import Any
 
 import gpu_page
 import torch
-from emulated import HERE, facts, folders, printed, reported, write
+from emulated import HERE, facts, folders, output_of, parse_report, write
 
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
 from launch import find_mpirun, is_open_mpi
 
 PARTS = ("step", "transports", "kernels")
@@ -110,9 +110,9 @@ def job(ranks: int, script: str, arguments: Sequence[object]) -> dict[str, Any]:
         as_root = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
         paths = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
         found = {"XDG_CACHE_HOME": cache, "PYTHONPATH": paths}
-        out = printed(words, {**os.environ, **as_root, **found}, LIMIT_S)
+        out = output_of(words, {**os.environ, **as_root, **found}, LIMIT_S)
     print(f"{script} on {ranks}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    return reported(out, command)
+    return parse_report(out, command)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from emulated import imprint
+from emulated import environment_line
 
 OVERHEAD = 0.01  # of a step beside bare torch, at the most
 UTILISATION = 0.45  # of the dense bf16 peak, at the least
@@ -17,7 +17,7 @@ def report(page: dict[str, Any]) -> str:
         where = f"one {used['gpu']}, CUDA {used['cuda']}"
     parts = [
         f"# On {where}",
-        f"{imprint(page, used['versions'])}. By:",
+        f"{environment_line(page, used['versions'])}. By:",
         f"    {page['command']}",
     ]
     if "step" in page:
@@ -97,21 +97,20 @@ def short(mib: float) -> str:
 
 
 def kernels(found: dict[str, Any]) -> str:
-    """CuPy's kernels beside torch's."""
-    title = "## CuPy's kernels beside torch's"
+    """Return the table of sums by CuPy's kernel and by torch."""
+    title = "## Sums of several addends by CuPy's kernel and by torch"
     if "absent" in found:
         return f"{title}\n\nNot measured: {found['absent']}"
     lines = [
-        f"| | torch, us | {found['other']}, us | times torch's speed | same result |",
+        f"| sum | torch, us | {found['other']}, us | x torch's speed | same bits |",
         "|---|--:|--:|--:|---|",
     ]
     lines += [
-        f"| {row['operation']} {row['what']} | {row['torch_s'] * 1e6:.1f} | "
-        f"{row['cupy_s'] * 1e6:.1f} | {row['torch_s'] / row['cupy_s']:.2f} | "
-        f"{'yes' if row['same'] else 'no'} |"
+        f"| {row['what']} | {row['torch_s'] * 1e6:.1f} | {row['cupy_s'] * 1e6:.1f} | "
+        f"{row['torch_s'] / row['cupy_s']:.2f} | {'yes' if row['same'] else 'no'} |"
         for row in found["rows"]
     ]
-    said = f"A job here takes: {found['chosen']}."
+    note = ""
     if found["other"] == "torch":
-        said = "There is no CuPy on the CPU: both are torch's, and differ by chance."
-    return "\n\n".join([title, said, "\n".join(lines)])
+        note = "On the CPU both columns are torch's and differ by chance.\n\n"
+    return f"{title}\n\n{note}" + "\n".join(lines)

@@ -1,11 +1,11 @@
-"""Kill a whole job at random instants while it saves, again and again, and count what is lost.
+"""Kill a whole job at random instants while it saves, and count the lost steps.
 
     python benchmarks/kills.py [--kills 100] [--ranks 2]
 
-Every job goes on with the run of the one before, saves after every step, and is killed by SIGKILL,
-mpirun and all ranks, at a random instant after its first step. Then: is there a checkpoint of which
-every byte is right, and how many steps does the run go back? In the end the losses of the run are
-compared with those of a run that nobody disturbed.
+Every job resumes the run of the previous one and saves after every step. SIGKILL ends mpirun and
+all ranks at a random instant after the job's first step. The benchmark then checks that a
+checkpoint is intact and counts how many steps the run goes back. At the end it compares the losses
+of the run with those of an uninterrupted run.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+import option_types
 import torch
-import values
 
-from mntrain.checkpoint.discovery import check, checkpoints_of, opened
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
 JOB = ["--model.layers", "2", "--model.width", "128", "--model.context", "32", "--device", "cpu"]
 JOB += ["--train.steps", "100000", "--train.batch-size", "4", "--train.eval-every", "0"]
@@ -40,23 +40,23 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "kills.md"
 
 @dataclass(frozen=True)
 class Kill:
-    """What a kill left."""
+    """The state of a run after a kill."""
 
-    steps: int  # that the run had taken
-    newest: int  # step of the newest checkpoint of which every byte is right; 0 for none
-    unsound: int  # newer ones that are not
-    saving: bool  # whether one was being written
+    steps: int  # taken before the kill
+    newest: int  # step of the newest intact checkpoint; 0 for none
+    corrupt: int  # newer checkpoints that are not intact
+    saving: bool  # whether a checkpoint was being written
 
 
 def main() -> None:
-    """Kill, finish, compare, and write the page."""
+    """Kill jobs, compare the losses, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=values.count, default=100)
-    parser.add_argument("--ranks", type=values.count, default=2)
+    parser.add_argument("--kills", type=option_types.count, default=100)
+    parser.add_argument("--ranks", type=option_types.count, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    # Beside the sources, since the temporary directory may not be on a disk.
+    # In the current directory, since the temporary directory may be in memory.
     with tempfile.TemporaryDirectory(prefix=".kills-", dir=".") as name:
         run = Path(name) / "run"
         kills: list[Kill] = []
@@ -64,14 +64,14 @@ def main() -> None:
             done = kills[-1].newest if kills else 0
             kills.append(_kill(options.ranks, run, done, chance.uniform(0, LONGEST_S)))
             print(number, kills[-1], flush=True)
-        left, last = _losses(run), kills[-1].newest
+        losses, last = _losses(run), kills[-1].newest
         subprocess.run(
             [*_command(options.ranks, Path(name) / "whole"), "--run.stop-after", str(last)],
             check=True,
             stdout=subprocess.DEVNULL,
         )
         undisturbed = _losses(Path(name) / "whole")
-        same = sum(left[step] == loss for step, loss in undisturbed.items())
+        same = sum(losses[step] == loss for step, loss in undisturbed.items())
     page = _page(options.ranks, options.seed, kills, same, last)
     PAGE.write_text(page)
     print(page)
@@ -84,7 +84,7 @@ def _command(ranks: int, run: Path) -> list[str]:
 
 
 def _kill(ranks: int, run: Path, done: int, delay_s: float) -> Kill:
-    """Go on with the run after `done` steps, and kill it so long after the next one."""
+    """Resume the run after `done` steps, and kill it `delay_s` seconds after the next one."""
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     start = time.time()
     with (run.parent / "output").open("w") as output:
@@ -95,10 +95,10 @@ def _kill(ranks: int, run: Path, done: int, delay_s: float) -> Kill:
             stderr=output,
         )
         try:
-            # At its start the job writes the file anew, up to the step that it goes on after.
+            # The job first rewrites the file up to the step that it resumes from.
             while not _written_after(run / "metrics.jsonl", start) or max(_losses(run)) == done:
                 if job.poll() is not None or time.time() > start + FIRST_STEP_S:
-                    raise RuntimeError(f"no step: {(run.parent / 'output').read_text()}")
+                    raise RuntimeError(f"no step was taken: {(run.parent / 'output').read_text()}")
                 time.sleep(0.02)
             time.sleep(delay_s)
         finally:
@@ -112,7 +112,7 @@ def _written_after(file: Path, when: float) -> bool:
 
 
 def _end_all(token: str) -> None:
-    """Kill every process of a job, wherever it is in the tree of processes."""
+    """Kill every process of a job, found by a mark in its environment."""
     mark = f"{MARK}={token}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -121,22 +121,22 @@ def _end_all(token: str) -> None:
 
 
 def _left(run: Path) -> Kill:
-    newest, unsound = 0, 0
-    for path in checkpoints_of(run):
+    newest, corrupt = 0, 0
+    for path in list_checkpoints(run):
         try:
-            content = opened(path)
-            check(path, content)
+            content = inspect(path)
+            verify(path, content)
         except ValueError:
-            unsound += 1
+            corrupt += 1
             continue
         newest = content.step
         break
     saving = any((run / "checkpoints").glob(".step-*"))
-    return Kill(max(_losses(run)), newest, unsound, saving)
+    return Kill(max(_losses(run)), newest, corrupt, saving)
 
 
 def _losses(run: Path) -> dict[int, float]:
-    """Losses by step; a line that the kill has cut is none."""
+    """Return the losses by step. A line that the kill truncated is ignored."""
     found = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         with suppress(ValueError):
@@ -146,32 +146,32 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 def _page(ranks: int, seed: int, kills: list[Kill], same: int, last: int) -> str:
-    """The page of results."""
+    """Return the page as Markdown."""
     back = Counter(kill.steps - kill.newest for kill in kills)
     lines = [
-        "# Killed at random instants",
+        "# Jobs killed at random instants",
         "",
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, torch {torch.__version__}. Command: `python "
         f"benchmarks/kills.py --kills {len(kills)} --ranks {ranks} --seed {seed}`.",
-        f"{ranks} ranks save after every step, in the background. SIGKILL of mpirun and all ranks "
-        "at a random instant within a second after a job's first step; the next job goes on.",
+        f"{ranks} ranks save after every step, in the background. SIGKILL ends mpirun and all "
+        "ranks at a random instant within a second after a job's first step. The next job resumes "
+        "the run.",
         "",
-        f"- Kills: {len(kills)}; while a checkpoint was being written: "
-        f"{sum(kill.saving for kill in kills)}.",
-        "- With a checkpoint of which every byte is right: "
+        f"- Kills: {len(kills)}, of which {sum(kill.saving for kill in kills)} while a checkpoint "
+        "was being written.",
+        "- Kills after which an intact checkpoint existed: "
         f"{sum(kill.newest > 0 for kill in kills)}.",
-        "- Checkpoints that were there, and were not sound: "
-        f"{sum(kill.unsound for kill in kills)}.",
-        f"- Steps in the end: {last}; losses that are those of a run that nobody disturbed, bit "
-        f"for bit: {same}.",
+        f"- Corrupt checkpoints: {sum(kill.corrupt for kill in kills)}.",
+        f"- Steps of the run: {last}, of which {same} have bitwise the loss of an uninterrupted "
+        "run.",
         "",
-        "| steps that the run went back | kills |",
+        "| steps lost | kills |",
         "|--:|--:|",
         *(f"| {steps} | {count} |" for steps, count in sorted(back.items())),
         "",
-        "A checkpoint is on its way while the next step is taken: with an interval of one step, a "
-        "kill costs two at most.",
+        "A checkpoint is completed during the following step, so with an interval of one step a "
+        "kill loses at most two steps.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,159 +1,149 @@
-"""A training step of one GPT, in time and memory: every stage beside torch's and DeepSpeed's.
+"""Benchmark a training step of a GPT, in time and memory: every stage, torch's and DeepSpeed's.
 
     sudo python benchmarks/step.py [--layouts 1 2 2,2] [--link 1gbit] [--steps 3] [--turns 5]
 
-A layout is the ranks of each node: nodes are network namespaces joined by links of the given rate,
-one node has no network. Every way to train is a job of its own, with a peak of memory of its own,
-which then takes turns with as many ranks that only compute: a machine's speed changes from one job
-to the next, and so a way's step is told as a multiple of computing alone in the same job. The
-layout 1 is a world of one beside a bare torch loop, by turns in one job. At the end the built-in
-task trains with every wire dtype, and their losses are put side by side (`--no-curves`: not).
-Prints tables; writes them and every figure to docs/results/, and pictures to docs/img/. Takes about
-25 minutes.
+A layout is the number of ranks on each node. Nodes are network namespaces connected by links of the
+given rate; a single node has no network. Every variant is a job of its own, so that its memory peak
+is its own. In the job it alternates with as many ranks that only compute, and its step time is
+given as a multiple of theirs, because the machine's speed differs between jobs. Layout 1 compares a
+single process with a plain torch loop, in turns in one job. At the end the built-in task trains
+with each wire dtype, and their losses are compared (`--no-curves` skips this). Prints tables,
+writes them and all figures to docs/results/, and plots to docs/img/. Takes about 25 minutes.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import curves
+import loss_curves
+import option_types
 import step_page
-import values
-from emulated import HERE, Layout, facts, folders, need_nodes, nodes, write
+from emulated import HERE, Layout, facts, need_nodes, nodes
 
-ALONE = "computing alone"
-SOCKETS = "computing and bare sockets"
-APART = (ALONE, "computing in step", SOCKETS)  # which learn alone
+SOCKETS = "compute, raw sockets"
+BASELINES = ("compute only", "compute only, barriers", SOCKETS)  # each rank trains alone
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
-WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # where there is a network
+WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # with a network only
 PEERS = (
     *("DDP", "DDP, 4 MB buckets", "DDP, ZeroRedundancyOptimizer"),
     *("FSDP2, ZeRO-2", "FSDP2, ZeRO-3"),
     *(f"DeepSpeed stage {stage}" for stage in (0, 1, 2)),
     "Horovod",
 )
-WIRED_LOSS = 5e-3  # what 16 bits on the wire may change in a loss after so few steps
-WAYS = (*APART, *STAGES, *WIRED, *PEERS)
+VARIANTS = (*BASELINES, *STAGES, *WIRED, *PEERS)
+WIRED_LOSS = 5e-3  # by how much a 16-bit wire may change the loss after so few steps
 
 
 def main() -> int:
-    """Measure every way in every layout, and write what came out."""
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument(
-        "--layouts", nargs="*", type=values.layout, default=["1", "2", "2,2"], metavar="N,N"
+    """Measure every variant in every layout, and write pages and plots."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    count = option_types.count
+    parser.add_argument(
+        "--layouts", nargs="*", type=option_types.layout, default=["1", "2", "2,2"], metavar="N,N"
     )
-    options.add_argument(
-        "--link", type=values.rate, default="1gbit", help="rate of each node's link, in gbit"
+    parser.add_argument(
+        "--link", type=option_types.rate, default="1gbit", help="rate of each node's link, in gbit"
     )
-    options.add_argument(
-        "--steps", type=values.count, default=3, help="of a turn, after one that warms up"
+    parser.add_argument("--steps", type=count, default=3, help="per turn, after a warm-up step")
+    parser.add_argument("--turns", type=count, default=5, help="of every variant")
+    parser.add_argument("--solo-steps", type=count, default=40, help="steps in layout 1")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT"
     )
-    options.add_argument("--turns", type=values.count, default=5, help="of every way")
-    options.add_argument(
-        "--solo-steps", type=values.count, default=40, help="the same of the layout 1"
-    )
-    options.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY")
-    options.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)
-    options.add_argument("--curve-steps", type=values.count, default=120)
-    options.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
-    given = options.parse_args()
+    parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--curve-steps", type=count, default=120)
+    parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
+    options = parser.parse_args()
     need_nodes()
-    results, images = folders(given.output)
-    pages = []
-    for text in given.layouts:
-        layout = Layout.of(text, given.link)
+    for text in options.layouts:
+        layout = Layout.of(text, options.link)
         if sum(layout.ranks) == 1:
-            page = solo(layout, given)
-            write(results, "step-1", page, step_page.solo_report(page))
-            continue
-        page = measure(layout, given)
-        write(results, f"step-{layout.name}", page, step_page.report(page))
-        pages.append(page)
-    if pages:
-        (images / "step.svg").write_text(step_page.picture(pages))
-    if given.curves:
-        page = curves.measure(given.curve_steps)
-        write(results, "wire-dtype", page, curves.report(page))
-        (images / "wire-dtype.svg").write_text(curves.picture(page))
+            page = measure_solo(layout, options.solo_steps)
+        else:
+            page = measure(layout, options)
+        step_page.publish(page, f"step-{layout.name}", options.output)
+    if options.curves:
+        page = loss_curves.measure(options.curve_steps)
+        loss_curves.publish(page, "wire-dtype", options.output)
     return 0
 
 
-def solo(layout: Layout, given: argparse.Namespace) -> dict[str, Any]:
-    """A world of one beside bare torch: a page of figures."""
+def measure_solo(layout: Layout, steps: int) -> dict[str, Any]:
+    """Compare a single process with a plain torch loop."""
     before = facts()
-    with nodes(layout) as up:
-        job = up.run("step.py", ["--solo", "--steps", given.solo_steps])
-    check(job["ways"], [way["loss"] for way in job["ways"].values()])
-    return {**before, "layout": str(layout), "steps": given.solo_steps, **job}
+    with nodes(layout) as running:
+        job = running.run("step.py", ["--solo", "--steps", steps])
+    check_losses([way["loss"] for way in job["ways"].values()])
+    return {**before, "layout": str(layout), "steps": steps, **job}
 
 
-def measure(layout: Layout, given: argparse.Namespace) -> dict[str, Any]:
-    """Every way in one layout: a page of figures, one row a way."""
-    ways = [what for what in given.ways if layout.link or what not in (*WIRED, SOCKETS)]
+def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every variant in one layout. Returns all figures, one row per variant."""
+    variants = [it for it in options.variants if layout.link or it not in (*WIRED, SOCKETS)]
     before = facts()
     jobs: dict[str, dict[str, Any]] = {}
-    with nodes(layout) as up:
-        for what in ways:
+    with nodes(layout) as running:
+        for variant in variants:
             start = time.perf_counter()
-            sizes = ["--steps", given.steps, "--turns", given.turns]
-            jobs[what] = up.run("step.py", ["--what", what, *sizes])
-            print(f"{layout.name}: {what}, {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    found = losses(jobs, WIRED)
-    wired = losses({what: jobs[what] for what in WIRED if what in jobs}, ())
-    check(jobs, found)
-    assert not found or all(abs(loss - found[0]) < WIRED_LOSS for loss in wired), (found, wired)
-    any_job = jobs[ways[0]]
-    page = {
-        **before,
-        "layout": str(layout),
-        "versions": any_job["versions"],
-        "steps": given.steps,
-        "turns": given.turns,
-        "gradient_bytes": any_job["gradient_bytes"],
-        "losses": found,
-        "wired_losses": wired,
-        "floor_s": None,
-        "alone_s": statistics.median(all_of(jobs, "alone_s")),
-        "rows": [row_of(what, job, layout) for what, job in jobs.items()],
-        "jobs": jobs,
-    }
+            arguments = ["--what", variant, "--steps", options.steps, "--turns", options.turns]
+            jobs[variant] = running.run("step.py", arguments)
+            seconds = time.perf_counter() - start
+            print(f"{layout.name}: {variant}, {seconds:.1f} s", file=sys.stderr)
+    losses = losses_of(jobs, (*STAGES, *PEERS))
+    wired_losses = losses_of(jobs, WIRED)
+    check_losses(losses)
+    if losses:
+        assert all(abs(loss - losses[0]) < WIRED_LOSS for loss in wired_losses), wired_losses
+    alone_s = statistics.median(
+        seconds for job in jobs.values() for seconds in job.get("alone_s", ())
+    )
+    rows = [row_of(variant, job, layout) for variant, job in jobs.items()]
+    add_comparisons(rows, alone_s)
+    gradient_bytes, floor_s = jobs[variants[0]]["gradient_bytes"], None
     if layout.bytes_per_s:
         count = len(layout.ranks)
-        sent = 2 * (count - 1) / count * page["gradient_bytes"]
-        page["floor_s"] = sent / layout.bytes_per_s
-    compare(page["rows"], page["alone_s"])
-    return page
-
-
-def all_of(jobs: dict[str, dict[str, Any]], times: str) -> list[float]:
-    """The times of all turns of all jobs."""
-    return [taken for job in jobs.values() for taken in job.get(times, ())]
-
-
-def check(jobs: dict[str, Any], found: list[float]) -> None:
-    """A way that learns something else has no speed: losses agree to 4 decimals."""
-    assert not found or max(found) - min(found) < 0.5e-4, (list(jobs), found)
-
-
-def losses(jobs: dict[str, dict[str, Any]], without: tuple[str, ...]) -> list[float]:
-    """The losses of every way that communicates, but some."""
-    some = [job for what, job in jobs.items() if what not in (*APART, *without)]
-    return [job["loss"] for job in some if "loss" in job]
-
-
-def row_of(what: str, job: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """One way: medians of time over its turns, extremes of memory over the nodes."""
-    if "absent" in job:
-        return {"what": what, "absent": job["absent"]}
-    by_node = per_node(job["peak_bytes"], layout)
-    peak, ranks = max((sum(peaks), len(peaks)) for peaks in by_node)
-    turns = [taken / bare for taken, bare in zip(job["step_s"], job["alone_s"], strict=True)]
+        floor_s = 2 * (count - 1) / count * gradient_bytes / layout.bytes_per_s
     return {
-        "what": what,
+        **before,
+        "layout": str(layout),
+        "versions": jobs[variants[0]]["versions"],
+        "steps": options.steps,
+        "turns": options.turns,
+        "gradient_bytes": gradient_bytes,
+        "losses": losses,
+        "wired_losses": wired_losses,
+        "floor_s": floor_s,
+        "alone_s": alone_s,
+        "rows": rows,
+        "jobs": jobs,
+    }
+
+
+def check_losses(losses: list[float]) -> None:
+    """Check that all losses agree to 4 decimals: a variant that learns less has no valid time."""
+    assert not losses or max(losses) - min(losses) < 0.5e-4, losses
+
+
+def losses_of(jobs: dict[str, dict[str, Any]], variants: Iterable[str]) -> list[float]:
+    """Return the losses of the variants that have run."""
+    return [jobs[name]["loss"] for name in variants if "loss" in jobs.get(name, ())]
+
+
+def row_of(variant: str, job: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Summarize a variant: the median time over its turns, the highest memory of a node."""
+    if "absent" in job:
+        return {"what": variant, "absent": job["absent"]}
+    ends = [sum(layout.ranks[:node]) for node in range(len(layout.ranks) + 1)]
+    by_node = [job["peak_bytes"][low:high] for low, high in pairwise(ends)]
+    peak, ranks = max((sum(peaks), len(peaks)) for peaks in by_node)
+    turns = [step / alone for step, alone in zip(job["step_s"], job["alone_s"], strict=True)]
+    return {
+        "what": variant,
         "step_s": statistics.median(job["step_s"]),
         "alone_s": statistics.median(job["alone_s"]),
         "ratio": statistics.median(turns),
@@ -164,32 +154,26 @@ def row_of(what: str, job: dict[str, Any], layout: Layout) -> dict[str, Any]:
         "node_peak_bytes": peak,
         "rank_peak_bytes": peak / ranks,
         "settings": job["settings"],
-        "state": most_state(job["state"]),
+        "state": largest_state(job["state"]),
     }
 
 
-def per_node(by_rank: list[int], layout: Layout) -> list[list[int]]:
-    """What ranks have, by node: world ranks fill the nodes in order."""
-    starts = [sum(layout.ranks[:node]) for node in range(len(layout.ranks) + 1)]
-    return [by_rank[low:high] for low, high in pairwise(starts)]
-
-
-def compare(rows: list[dict[str, Any]], alone_s: float) -> None:
-    """Add to each row its step where computing alone takes so long, and beside the best peer."""
+def add_comparisons(rows: list[dict[str, Any]], alone_s: float) -> None:
+    """Add to each row its step time scaled to the median of compute only, and vs. the best peer."""
     present = [row for row in rows if "absent" not in row]
     best = min((row["ratio"] for row in present if row["what"] in PEERS), default=None)
     for row in present:
         row["scaled_s"] = row["ratio"] * alone_s
-        if row["what"] not in APART and best is not None:
+        if row["what"] not in BASELINES and best is not None:
             row["to_best_peer"] = row["ratio"] / best
 
 
-def most_state(ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-    """The state of the rank that holds most of it, totals added."""
+def largest_state(ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    """Return the model state, with totals, of the rank that holds most."""
     if ranks is None:
         return None
-    most = max(ranks, key=lambda rank: sum(rank["measured"].values()))
-    return {kind: sizes | {"total": sum(sizes.values())} for kind, sizes in most.items()}
+    largest = max(ranks, key=lambda rank: sum(rank["measured"].values()))
+    return {kind: sizes | {"total": sum(sizes.values())} for kind, sizes in largest.items()}
 
 
 if __name__ == "__main__":

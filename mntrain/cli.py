@@ -1,24 +1,28 @@
-"""Options read from the command line and from a TOML file, and written to one.
+"""Options from the command line and from a TOML file, for the dataclasses of `mntrain.config`.
 
-The names, types, help and checks are those that `config` declares.
+argparse splits the command line; the dataclasses validate the values.
 """
 
 import json
+import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, field, make_dataclass
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import tomli_w
-import tyro
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from mntrain.config import Config, annotations_of, flag_of, kinds_of, refusal, words_of
+from mntrain.config import Config, flag_of, words_of
+
+T = TypeVar("T")
 
 _PROGRAM = "python -m mntrain"
 _DESCRIPTION = f"""Train a PyTorch model over the ranks of mpirun or srun. For example:
@@ -27,26 +31,37 @@ _DESCRIPTION = f"""Train a PyTorch model over the ranks of mpirun or srun. For e
   mpirun -n 4 {_PROGRAM} --train.steps 1000
       the same over four ranks
   mpirun -n 4 {_PROGRAM} --config run.toml --optim.lr 1e-3
-      options from a file, in tables such as [optim]; the command line wins over it
+      options from a file, in tables such as [optim]; the command line overrides it
   mpirun -n 4 {_PROGRAM} --task my_package.my_module:MyTask
-      a model and data of your own"""
+      your own model and data"""
 
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> Config:
-    """Return the configuration of a command line and of the file that its --config names.
+    """Return the configuration of a training job; arguments and errors as in `parse_options`."""
+    return parse_options(
+        Config, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
+    )
 
-    Local: every rank parses for itself, and `print_errors` picks the one that talks. Raises
-    SystemExit: with 2 for what the user gave wrong, told on stderr, or with 0 after --help.
+
+def parse_options(
+    model: type[T], argv: Sequence[str], *, prog: str, description: str, print_errors: bool = True
+) -> T:
+    """Return `model` with the values of a command line and of the file that its --config names.
+
+    `model` is a frozen pydantic dataclass of options and of sections, which are such dataclasses
+    themselves. Local: every rank parses for itself, and `print_errors` selects the one that
+    prints. Raises SystemExit: with 2 and one line per problem on stderr, or with 0 after --help.
     """
+    options = _options(model)
+    if {"-h", "--help"} & set(argv):
+        if print_errors:
+            _parser(model, prog, description).print_help()
+        raise SystemExit(0)
     try:
-        values = _read_command_line(argv, _flat(asdict(Config())), print_errors)
-        if isinstance(values["config"], Path):
-            values = _read_command_line(argv, _read_file(values["config"]), print_errors)
-        nested = _nested(values)
-        for name, annotation in annotations_of(Config).items():
-            if isinstance(annotation, type):
-                nested[name] = annotation(**nested[name])
-        return Config(**nested)
+        given = _read_command_line(_parser(model, prog, description), argv, options)
+        if "config" in options and (config := given.get("config")) and config.value != "none":
+            given = _read_file(config.value, options, prog) | given
+        return cast(T, _construct(model, given))
     except ValueError as error:
         if print_errors:
             print("mntrain:", str(error).replace("\n", "\nmntrain: "), file=sys.stderr)
@@ -54,7 +69,7 @@ def parse(argv: Sequence[str], *, print_errors: bool = True) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Return a TOML file that gives `config` again, all but its option `config`.
+    """Return a TOML file that reproduces `config`, except for its option `config`.
 
     None is left out where it is the default, and written "none" elsewhere.
     """
@@ -64,93 +79,163 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(_nested({name: _to_toml(value) for name, value in given.items()}))
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    """Return all options by name: those of the file, and the defaults of the others."""
+@dataclass(frozen=True)
+class _Given:
+    """A value and its source in the user's words, such as "--train.steps 5"."""
+
+    value: Any
+    source: str
+
+
+def _options(model: Any, prefix: str = "") -> dict[str, FieldInfo]:
+    """Return the field of each option by its name in a file: task, train.batch_size."""
+    options: dict[str, FieldInfo] = {}
+    for name, info in model.__pydantic_fields__.items():
+        if is_dataclass(info.annotation):
+            options |= _options(info.annotation, f"{prefix}{name}.")
+        else:
+            options[prefix + name] = info
+    return options
+
+
+class _Parser(ArgumentParser):
+    """An argument parser that raises ValueError instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _parser(model: Any, prog: str, description: str) -> ArgumentParser:
+    """Return a parser of all options, in one group per section."""
+    parser = _Parser(
+        prog,
+        usage=f"{prog} [options]",
+        description=description,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=SUPPRESS,
+    )
+    groups: dict[str, Any] = {"": parser}
+    for name, info in _options(model).items():
+        section, _, key = name.rpartition(".")
+        if section not in groups:
+            doc = model.__pydantic_fields__[section].annotation.__doc__
+            groups[section] = parser.add_argument_group(f"{section} options", doc)
+        default = " ".join(words_of(info.default))
+        about = f"{info.description} (default: {default})".replace("%", "%%")
+        add = groups[section].add_argument
+        if info.annotation is bool:
+            add(flag_of(name), dest=name, action="store_true", help=about)
+            negated = f"{section}.no_{key}".lstrip(".")
+            add(
+                flag_of(negated), dest=name, action="store_false", help=f"turn {flag_of(name)} off."
+            )
+        else:
+            several = get_origin(info.annotation) is tuple
+            metavar = key.removesuffix("s").upper() if several else _metavar(info.annotation)
+            nargs = "+" if several else None
+            add(flag_of(name), dest=name, nargs=nargs, metavar=metavar, help=about)
+    return parser
+
+
+def _read_command_line(
+    parser: ArgumentParser, argv: Sequence[str], options: Mapping[str, FieldInfo]
+) -> dict[str, _Given]:
+    typed, unknown = parser.parse_known_args([re.sub("^--[^=]+", _with_dashes, w) for w in argv])
+    if wrong := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
+        flags = [flag_of(name) for name in options]
+        raise ValueError("\n".join(f"{f}: {_unknown(f, flags, parser.prog)}" for f in wrong))
+    if unknown:
+        raise ValueError(f"{shlex.join(unknown)}: no option takes it; see {parser.prog} --help")
+    return {
+        name: _Given(_from_words(options[name].annotation, value), _typed(name, value))
+        for name, value in vars(typed).items()
+    }
+
+
+def _with_dashes(flag: re.Match[str]) -> str:
+    return flag[0].replace("_", "-")
+
+
+def _typed(name: str, value: Any) -> str:
+    return shlex.join([flag_of(name), *([] if isinstance(value, bool) else words_of(value))])
+
+
+def _from_words(kind: Any, words: Any) -> Any:
+    """Return a typed number as a number, and all else as it is, for validation to accept or not."""
+    kinds = {kind, *get_args(kind), *map(type, get_args(kind))}
+    for number in (int, float):
+        if number in kinds and isinstance(words, str):
+            try:
+                return number(words)
+            except ValueError:
+                return words
+    return tuple(words) if isinstance(words, list) else words
+
+
+def _read_file(path: str, options: Mapping[str, FieldInfo], prog: str) -> dict[str, _Given]:
+    """Return the options in a TOML file. Raises ValueError for names that are no options."""
     try:
-        with path.open("rb") as file:
-            given = _flat(tomllib.load(file))
+        with Path(path).open("rb") as file:
+            values = _flat(tomllib.load(file))
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"--config {path}: is not TOML: {error}") from error
-    values, options, problems = _flat(asdict(Config())), _options(), []
-    del options["config"]  # a file names no other file
-    for name, value in given.items():
-        if name in options:
-            values[name] = _from_toml(options[name], value)
-            why = refusal(options[name], values[name])
-        elif name in _nested(options):
-            why = f"must be a table, [{name}]"
-        else:
-            why = _unknown(name, options)
-        if why:
-            shown = json.dumps(value, default=str, ensure_ascii=False)
-            problems.append(f"{path}: {name} = {shown}: {why}")
+    names = [name for name in options if name != "config"]  # a file cannot include another one
+    sections = {name.rpartition(".")[0] for name in names}
+    given, problems = {}, []
+    for name, value in values.items():
+        source = f"{path}: {name} = {json.dumps(value, default=str, ensure_ascii=False)}"
+        if name in sections:
+            problems.append(f"{source}: must be a table, [{name}]")
+        elif name not in names:
+            problems.append(f"{source}: {_unknown(name, names, prog)}")
+        given[name] = _Given(value, source)
     if problems:
         raise ValueError("\n".join(problems))
-    return values
+    return given
 
 
-def _read_command_line(
-    argv: Sequence[str], values: dict[str, Any], print_help: bool
-) -> dict[str, Any]:
-    """Return all options by name: those typed, and `values` for the others.
-
-    Words that make no value of an option's type stay words, for the option's check to refuse.
-    """
-    typed, unknown = tyro.cli(
-        _form(values),
-        prog=_PROGRAM,
-        description=_DESCRIPTION,
-        args=argv,
-        return_unknown_args=True,
-        console_outputs=print_help,
-    )
-    flags = [flag_of(name) for name in _options()]
-    if wrong := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
-        raise ValueError("\n".join(f"{flag}: {_unknown(flag, flags)}" for flag in wrong))
-    if unknown:
-        raise ValueError(
-            f"{shlex.join(unknown)}: belongs to no option; options are typed --train.steps 100, "
-            "flags --train.compile or --train.no-compile"
-        )
-    return _flat(asdict(typed))
+def _construct(model: Any, given: Mapping[str, _Given]) -> Any:
+    """Return `model` with the given values. Raises ValueError with one line per problem."""
+    problems: list[str] = []
+    sections = {
+        name: _validated(info.annotation, f"{name}.", given, problems)
+        for name, info in model.__pydantic_fields__.items()
+        if is_dataclass(info.annotation)
+    }
+    made = _validated(model, "", given, problems, **sections)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return made
 
 
-def _form(values: dict[str, Any]) -> Any:
-    """Return a dataclass for tyro to fill in: all options, with `values` and without checks.
-
-    An option takes any number of words here, so that its own check refuses too many and too few.
-    """
-    entries: dict[str, list[Any]] = {}
-    for name, annotation in _options().items():
-        kind, option = get_args(annotation)
-        words = tyro.constructors.PrimitiveConstructorSpec(
-            nargs="*",
-            metavar=_metavar(annotation),
-            instance_from_str=partial(_from_words, annotation),
-            is_instance=lambda _: True,
-            str_from_instance=words_of,
-        )
-        about = tyro.conf.arg(help=option.help)
-        typed = Annotated[bool, about] if kind is bool else Annotated[kind, about, words]
-        section, _, key = name.rpartition(".")
-        entries.setdefault(section, []).append((key, typed, values[name]))
-    form = entries.pop("")
-    for section, inner in entries.items():
-        doc = annotations_of(Config)[section].__doc__
-        made = make_dataclass(section, inner, namespace={"__doc__": doc})
-        form.append((section, made, field(default_factory=made)))
-    return make_dataclass("Form", form)
+def _validated(
+    cls: Any, prefix: str, given: Mapping[str, _Given], problems: list[str], **sections: Any
+) -> Any:
+    """Return a dataclass with the given values under `prefix`, or add to `problems`."""
+    options = cls.__pydantic_fields__
+    values = {name: given[prefix + name].value for name in options if prefix + name in given}
+    try:
+        return cls(**values, **sections)
+    except ValidationError as error:
+        for details in error.errors():
+            message = re.sub("^(Input|String) should", "must", details["msg"])
+            message = message.removeprefix("Value error, ")
+            if not details["loc"]:  # of several options together
+                problems.append(message)
+                continue
+            name = str(details["loc"][0])
+            if NoneType in get_args(options[name].annotation) and "none" not in message:
+                message += " or none"
+            about = options[name].description.partition(". ")[0].rstrip(".")
+            problems.append(f"{given[prefix + name].source}: {message} ({about})")
+        return cls()
 
 
-def _options() -> dict[str, Any]:
-    """Return the annotation of each option, by its name in a file: task, train.batch_size."""
-    annotations = annotations_of(Config).items()
-    return _flat({k: annotations_of(v) if isinstance(v, type) else v for k, v in annotations})
-
-
-def _flat(nested: dict[str, Any]) -> dict[str, Any]:
+def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Return options by name: {"train": {"steps": 5}} becomes {"train.steps": 5}."""
     flat: dict[str, Any] = {}
     for name, value in nested.items():
@@ -161,23 +246,13 @@ def _flat(nested: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return options by section: {"train.steps": 5} becomes {"train": {"steps": 5}}."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         section, _, key = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[key] = value
     return nested
-
-
-def _from_toml(annotation: Any, value: Any) -> Any:
-    """Return the value of an option from a TOML value, which stays as it is if it makes none."""
-    kinds = kinds_of(annotation)
-    if value == "none" and NoneType in kinds:
-        return None
-    if type(value) is int and get_args(annotation)[1].pattern:
-        return str(value)
-    return Path(value) if Path in kinds and isinstance(value, str) and value else value
 
 
 def _to_toml(value: Any) -> Any:
@@ -187,30 +262,19 @@ def _to_toml(value: Any) -> Any:
     return "none" if value is None else value
 
 
-def _from_words(annotation: Any, words: list[str]) -> Any:
-    """Return the value of an option from the words typed, which stay words if they make none."""
-    if len(words) != 1:
-        return tuple(words)
-    kind = kinds_of(annotation)[0]
-    try:
-        return _from_toml(annotation, kind(words[0]) if kind in (int, float) else words[0])
-    except ValueError:
-        return _from_toml(annotation, words[0])
+def _metavar(kind: Any) -> str:
+    """Return the placeholder of an option's value in --help: FLOAT|none, {fp32,bf16}."""
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    names = {NoneType: "none", str: "TEXT"}
+    kinds = [k for k in get_args(kind) if k is not Ellipsis] or [kind]
+    return "|".join(names.get(k) or k.__name__.upper() for k in kinds)
 
 
-def _metavar(annotation: Any) -> str:
-    """Return how --help shows an option's value: FLOAT|none, {fp32,bf16}."""
-    kind, option = get_args(annotation)
-    if choices := option.choices or (get_args(kind) if get_origin(kind) is Literal else ()):
-        return "{" + ",".join(map(str, choices)) + "}"
-    names = (kind.__name__.upper() for kind in kinds_of(annotation))
-    return "|".join(names).replace("NONETYPE", "none")
-
-
-def _unknown(name: str, allowed: Iterable[str]) -> str:
-    """Return a clause that refuses `name` and offers the allowed names that it may mean."""
+def _unknown(name: str, allowed: Iterable[str], prog: str) -> str:
+    """Return a clause that refuses `name` and suggests similar names among the allowed ones."""
     allowed, last = list(allowed), name.lstrip("-").rpartition(".")[2]
     near = [other for other in allowed if other.lstrip("-").rpartition(".")[2] == last]
     near = near or get_close_matches(name, allowed, n=2)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"{_PROGRAM} --help lists all"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{prog} --help lists all"
     return f"no such option; {hint}"

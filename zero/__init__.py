@@ -1,12 +1,13 @@
-"""What is reduced, and who owns which shard: buckets, stages and the optimizer step.
+"""Sharded optimizer states and gradients for data-parallel training (ZeRO), on PyTorch alone.
 
-Torch only. How bytes move is the caller's: anything that satisfies `zero.collectives.Collectives`
-will do, and `zero.collectives.SingleProcessCollectives` is a world of one.
+`ZeroOptimizer` wraps any torch optimizer. It communicates through any object that satisfies
+`zero.collectives.Collectives`; `SingleProcessCollectives` is a group of one rank.
 """
 
 from zero.collectives import Collectives, SingleProcessCollectives, Work
 from zero.memory import Memory
-from zero.optimizer import NonFiniteGradientError, StepResult, ZeroOptimizer
+from zero.norms import NonFiniteGradientError
+from zero.optimizer import StepResult, ZeroOptimizer
 from zero.state import StateSlice
 
 __all__ = [

@@ -1,43 +1,44 @@
-"""The seam between what is reduced and how bytes move."""
+"""The `Collectives` protocol between this package and a communication library."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 class Work(Protocol):
-    """A collective under way."""
+    """An asynchronous operation that was started."""
 
     def wait(self) -> None:
-        """Return when the result may be used by the caller's thread and its current CUDA stream.
+        """Block until the result may be used by the calling thread and its current CUDA stream.
 
-        Raises what the collective raised. May be called again: it returns at once.
+        Raises the error of the operation. A second call returns at once.
         """
 
 
 class Collectives(Protocol):
-    """Four verbs over the world, each in place on one flat tensor.
+    """Asynchronous in-place collectives on flat tensors, over a group of ranks.
 
-    Every method but `slot` is collective: all ranks make the same calls in the same order, the
-    verbs with tensors of the same length and dtype. Verbs return at once; the tensor belongs to the
-    collective until its `Work` has been waited for. Sums accumulate in fp32 or wider. Nothing
-    divides: collectives sum.
+    Every method except `slot` is collective: all ranks make the same calls in the same order, with
+    tensors of equal length and dtype. A call returns at once; the tensor belongs to the collective
+    until `wait` of its `Work` returns. Sums accumulate in fp32 or wider. No collective divides.
 
-    A tensor of n elements is cut into `size` shards: at the elements ``i * n // size``, or where
-    the caller says. `bounds` are size + 1 element indices that never decrease, from 0 to n: slot s
-    is the elements bounds[s] to bounds[s + 1]. Shards may be empty, and of any lengths; all ranks
-    give the same bounds. Shards lie in the order of slots, and the rank that owns a slot is given
-    by `slot`: after a two-level reduce-scatter the natural order of shards is not the order of
-    ranks.
+    A tensor of n elements consists of `size` shards. Slot s is the elements bounds[s] to
+    bounds[s + 1], by default ``s * n // size`` to ``(s + 1) * n // size``. `bounds` are size + 1
+    non-decreasing indices from 0 to n, the same on all ranks; shards may be empty and of any
+    lengths. `slot` maps a rank to the slot that it owns: after a two-level reduce-scatter, shards
+    are not in the order of ranks.
 
-    `wire` is the dtype in which a sum travels between nodes; None: the tensor's own. A 16-bit wire
-    rounds each node's sum to it; these are summed in fp32 in the order of nodes, and the result is
-    rounded to it once more, the same bits on every rank.
+    `wire` is the dtype in which a sum travels between nodes, by default the tensor's own. With a
+    16-bit wire dtype each node rounds its sum, the rounded sums are added in fp32 in the order of
+    nodes, and the result is rounded again, to the same bits on every rank.
 
-    The same data leave the same bits from `all_reduce` and from `reduce_scatter`, whatever the
-    bounds, and wherever in a tensor an element lies.
+    Equal data give equal bits in `all_reduce` and in `reduce_scatter`, for any bounds and any
+    position of an element in the tensor.
     """
 
     @property
@@ -49,17 +50,17 @@ class Collectives(Protocol):
         """The number of ranks."""
 
     def slot(self, rank: int) -> int:
-        """The place of a rank's shard among the shards: a bijection of 0 to size - 1."""
+        """Return the index of a rank's shard: a bijection of 0 to size - 1. Local."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make a flat tensor of zeros, in memory from which these collectives move fastest.
+        """Return a new flat tensor of zeros, in memory that these collectives access fastest.
 
-        Collective, with the same arguments on every rank. The caller owns it and what it holds; it
-        keeps its memory for as long as it is referred to.
+        Collective, with the same arguments on every rank. The caller owns the tensor, which keeps
+        its memory alive.
         """
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
-        """Sum over all ranks; afterwards every rank holds the sum, the same bits on each."""
+        """Replace the tensor by its sum over ranks, with the same bits on every rank."""
 
     def reduce_scatter(
         self,
@@ -67,44 +68,44 @@ class Collectives(Protocol):
         bounds: Sequence[int] | None = None,
         wire: torch.dtype | None = None,
     ) -> Work:
-        """Sum over all ranks; afterwards this rank's shard is the sum, the rest is undefined.
+        """Replace this rank's shard by its sum over ranks; the other elements become undefined.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
 
     def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        """Hand this rank's shard to all; afterwards every rank holds every shard.
+        """Replace every shard by that of the rank that owns it.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        """Hand root's tensor to all."""
+        """Replace the tensor by root's."""
 
 
 class CompletedWork:
-    """Work that had nothing to do."""
+    """A `Work` that has finished."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class SingleProcessCollectives:
-    """A world of one: the sum of one tensor is that tensor."""
+    """`Collectives` of one rank: no collective changes or copies anything."""
 
     rank = 0
     size = 1
 
     def slot(self, rank: int) -> int:
-        """See `Collectives.slot`."""
+        """Return the rank."""
         return rank
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Collectives.allocate`."""
+        """Return zeros in ordinary memory."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
-        """See `Collectives.all_reduce`."""
+        """Leave the tensor as it is."""
         return CompletedWork()
 
     def reduce_scatter(
@@ -113,13 +114,50 @@ class SingleProcessCollectives:
         bounds: Sequence[int] | None = None,
         wire: torch.dtype | None = None,
     ) -> Work:
-        """See `Collectives.reduce_scatter`."""
+        """Leave the tensor as it is."""
         return CompletedWork()
 
     def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        """See `Collectives.all_gather`."""
+        """Leave the tensor as it is."""
         return CompletedWork()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        """See `Collectives.broadcast`."""
+        """Leave the tensor as it is."""
         return CompletedWork()
+
+
+@torch.no_grad()
+def broadcast_from_rank_0(collectives: Collectives, tensors: Iterable[Tensor]) -> None:
+    """Overwrite each tensor, in place, with rank 0's. Collective; waits for the result.
+
+    Tensors of equal dtype and device travel together, in one broadcast of a flat copy.
+    """
+    if collectives.size == 1:
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in by_kind.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        collectives.broadcast(flat).wait()
+        parts = torch.split(flat, [tensor.numel() for tensor in group])
+        for tensor, part in zip(group, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def gather_objects(collectives: Collectives, local_object: T) -> list[T]:
+    """Return the objects of all ranks, by rank, on every rank. Collective.
+
+    Objects are pickled, and should be small.
+    """
+    packed = torch.frombuffer(bytearray(pickle.dumps(local_object)), dtype=torch.uint8)
+    slots = [collectives.slot(rank) for rank in range(collectives.size)]
+    lengths = torch.zeros(collectives.size, dtype=torch.int64)
+    lengths[slots[collectives.rank]] = len(packed)
+    collectives.all_reduce(lengths).wait()
+    bounds = [0, *torch.cumsum(lengths, 0).tolist()]
+    parts = [slice(bounds[slot], bounds[slot + 1]) for slot in slots]
+    gathered = torch.empty(bounds[-1], dtype=torch.uint8)
+    gathered[parts[collectives.rank]] = packed
+    collectives.all_gather(gathered, bounds).wait()
+    return [pickle.loads(gathered[part].numpy().tobytes()) for part in parts]

@@ -1,4 +1,4 @@
-"""What this rank updates: pieces of parameters, and fp32 masters of those that are 16 bits wide."""
+"""The slices of parameters that this rank updates, and their fp32 master weights."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.gradients import Gradients, rescale_all
+from zero.gradients import Gradients, rescale
 from zero.kernels import Kernels
 from zero.layout import Bucket, ParameterSlice
-from zero.precision import needs_master
+from zero.precision import is_16_bit, master_dtype, narrower
 from zero.tensor_views import flattened, nbytes, view
 
 ParamGroup = dict[str, Any]
@@ -19,46 +19,49 @@ ParamGroup = dict[str, Any]
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """A piece that this rank owns, as the torch optimizer sees it."""
+    """A slice of a parameter that this rank updates, as the torch optimizer sees it."""
 
     piece: ParameterSlice
     index: int  # of its bucket
-    offset: int  # where it starts in what this rank owns of the bucket
+    offset: int  # of its first element in the owned part of the bucket
     parameter: Parameter
-    home: Tensor  # the piece in the parameter's memory
-    tensor: Tensor  # what is updated: the same memory, or its fp32 master
+    home: Tensor  # the slice in the parameter's memory
+    tensor: Tensor  # what the torch optimizer updates: `home`, or its master weights
+    published: torch.dtype  # to which master weights are rounded in `home`
 
     @property
     def has_master(self) -> bool:
-        """Whether the update is made on a master copy."""
-        return self.tensor.dtype != self.home.dtype
+        """Whether there are master weights."""
+        return self.tensor is not self.home
 
-    def in_memory_of(self, flat: Tensor) -> Tensor:
-        """This piece of a flat tensor that holds what this rank owns of the bucket. A view."""
-        return self.in_shape(flat[self.offset : self.offset + self.piece.numel])
+    def rounded(self) -> Tensor:
+        """Return the values that master weights have in the parameter."""
+        return self.tensor.to(self.published).to(self.home.dtype)
 
     def in_shape(self, flat: Tensor) -> Tensor:
-        """A flat tensor of the piece's elements, shaped and ordered as the piece. A view."""
+        """Return a view of a flat tensor of the slice's elements, in the slice's shape."""
         return view(flat, 0, self.parameter) if self.piece.whole else flat
 
     def flattened(self, tensor: Tensor) -> Tensor:
-        """A tensor shaped as the piece, flat: a view where it lies in memory as the piece does."""
+        """Return a tensor of the slice's shape as a flat one: a view, or a copy if needed."""
         if not self.piece.whole or (tensor.is_contiguous() and self.parameter.is_contiguous()):
             return tensor.reshape(-1)
         return flattened(tensor, self.parameter)
 
 
 class OptimizerShard:
-    """The pieces that this rank owns, by bucket, and what the torch optimizer is to see of them.
+    """The parameter slices that this rank owns, in the order of buckets, with master weights.
 
-    A parameter that is owned whole keeps its shape, and is itself what is updated unless it needs a
-    master; what is cut is one-dimensional. Masters are fp32, and exist for owned pieces only.
+    A parameter that is owned whole keeps its shape, and is updated itself unless it has master
+    weights; a slice of one is flat. Parameters of 16 bits have fp32 master weights, and so have
+    those that travel in a narrower `gather_dtype`, since they are rounded after an update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gather_dtype: torch.dtype | None) -> None:
+        self._gather_dtype = gather_dtype
         self.pieces: list[OwnedSlice] = []
-        self._before: list[Tensor | None] = []  # the gradients that `feed` took the place of
-        self.masters: list[Tensor] = []  # flat, by bucket where there is one
+        self._user_gradients: list[Tensor | None] = []  # which `set_gradients` replaced
+        self._masters: list[Tensor] = []  # flat, of buckets
         self.device = torch.device("cpu")  # of the parameters
 
     def add(
@@ -71,28 +74,31 @@ class OptimizerShard:
     ) -> None:
         """Own the elements `part` (from, to) of a bucket.
 
-        `flat` is the bucket's parameters in one tensor, needed where pieces may be cut.
+        `flat` is the memory of the bucket's parameters; None where they are owned whole.
         """
         start, stop = part
         self.device = parameters[bucket.entries[0].spec.name].device
         master = None
-        if needs_master(bucket.dtype):
-            master = torch.empty(stop - start, dtype=torch.float32, device=self.device)
-            self.masters.append(master)
+        if dtype := master_dtype(bucket.dtype, self._gather_dtype):
+            master = torch.empty(stop - start, dtype=dtype, device=self.device)
+            self._masters.append(master)
+        published = narrower(self._gather_dtype, bucket.dtype) or bucket.dtype
         for piece in bucket.pieces(start, stop):
             parameter = parameters[piece.spec.name]
             home: Tensor = parameter
             if not piece.whole:
-                assert flat is not None, "what is not flat is owned whole"
+                assert flat is not None, "parameters that are not flat are owned whole"
                 home = flat[piece.start : piece.start + piece.numel]
-            owned = OwnedSlice(piece, index, piece.start - start, parameter, home, home)
+            offset = piece.start - start
+            owned = OwnedSlice(piece, index, offset, parameter, home, home, published)
             if master is not None:
-                owned = replace(owned, tensor=owned.in_memory_of(master))
+                tensor = owned.in_shape(master[offset : offset + piece.numel])
+                owned = replace(owned, tensor=tensor)
             self.pieces.append(owned)
-        self.refresh()
+        self.copy_from_parameters()
 
     def groups(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-        """The groups of parameters as groups of what this rank updates of them."""
+        """Return groups of parameters as groups of the tensors that this rank updates."""
         by_parameter: dict[Parameter, list[Tensor]] = {}
         for owned in self.pieces:
             by_parameter.setdefault(owned.parameter, []).append(owned.tensor)
@@ -101,57 +107,76 @@ class OptimizerShard:
             for group in groups
         ]
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the masters from the parameters."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the torch optimizer updates."""
+        return [owned.tensor for owned in self.pieces]
+
+    def reduced(self, gradients: Gradients) -> Iterable[tuple[str, Tensor]]:
+        """Yield the sum over ranks of each slice's gradient, with its parameter's name."""
         for owned in self.pieces:
-            if owned.has_master:
-                owned.tensor.copy_(owned.home)
+            yield owned.piece.spec.name, gradients.reduced(owned.index, owned.piece)
 
     @torch.no_grad()
-    def heed(self) -> None:
-        """Take into the masters what somebody has written into the parameters since `write_back`.
+    def copy_from_parameters(self) -> None:
+        """Overwrite the master weights with the parameters."""
+        for owned in self._with_master():
+            owned.tensor.copy_(owned.home)
 
-        Weights that were loaded or clamped, say. Waits for the device, if there are masters.
+    @torch.no_grad()
+    def sync_from_parameters(self) -> None:
+        """Copy parameters that were changed since `copy_to_parameters` to the master weights.
+
+        Loaded or clamped weights, say. Waits for the device, if there are master weights.
         """
-        with_master = [owned for owned in self.pieces if owned.has_master]
-        written = [o.home != o.tensor.to(o.home.dtype) for o in with_master]
-        if written and bool(torch.stack([where.any() for where in written]).any()):
-            for owned, where in zip(with_master, written, strict=True):
-                owned.tensor.copy_(torch.where(where, owned.home.float(), owned.tensor))
+        with_master = self._with_master()
+        changed = [owned.home != owned.rounded() for owned in with_master]
+        if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
+            for owned, mask in zip(with_master, changed, strict=True):
+                wide = owned.home.to(owned.tensor.dtype)
+                owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
 
     @torch.no_grad()
-    def feed(
+    def set_gradients(
         self, gradients: Gradients, factor: float, unused: Collection[str], kernels: Kernels
     ) -> None:
-        """Give every piece its gradient: its sum times `factor`, in place, and in fp32 or wider.
+        """Point the `grad` of every tensor at its sum times `factor`, in fp32 or wider.
 
-        Pieces of parameters in `unused` get none, so that the torch optimizer leaves them alone.
+        Slices of parameters in `unused` get None, so that the torch optimizer skips them.
         """
         wide: dict[int, Tensor] = {}
-        parts = []
-        self._before = [owned.tensor.grad for owned in self.pieces]
+        in_place = []
+        self._user_gradients = [owned.tensor.grad for owned in self.pieces]
         for owned in self.pieces:
-            if not owned.has_master:
-                part = gradients.part(owned.index, owned.piece)
-                parts.append(part)
-            else:
+            if is_16_bit(owned.piece.spec.dtype):
                 if owned.index not in wide:
                     wide[owned.index] = gradients.widened(owned.index, factor, kernels)
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
+            else:
+                part = gradients.reduced(owned.index, owned.piece)
+                in_place.append(part)
             owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
-        rescale_all(parts, factor)
+        rescale(in_place, factor)
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Round the masters into the parameters, and take the gradients back that were fed."""
-        for owned, before in zip(self.pieces, self._before, strict=True):
-            if owned.has_master:
-                owned.home.copy_(owned.tensor)
-            owned.tensor.grad = before
-        self._before.clear()
+    def restore_gradients(self) -> None:
+        """Undo what `set_gradients` did to `grad`."""
+        for owned, gradient in zip(self.pieces, self._user_gradients, strict=True):
+            owned.tensor.grad = gradient
+        self._user_gradients.clear()
+
+    @torch.no_grad()
+    def copy_to_parameters(self) -> None:
+        """Round the master weights into the parameters."""
+        for owned in self._with_master():
+            owned.home.copy_(
+                owned.rounded() if owned.published != owned.home.dtype else owned.tensor
+            )
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of all masters."""
-        return sum(nbytes(master) for master in self.masters)
+        """Bytes of all master weights."""
+        return sum(map(nbytes, self._masters))
+
+    def _with_master(self) -> list[OwnedSlice]:
+        return [owned for owned in self.pieces if owned.has_master]

@@ -1,14 +1,16 @@
-"""What an optimizer holds on a rank, in bytes by role: predicted from the plan, and measured.
+"""Bytes that an optimizer holds on a rank, by role: predicted from the plan, and measured.
 
-Bytes a parameter with Adam on N ranks, besides the working tensors of stage 2:
+Bytes for each parameter with Adam on N ranks, without the working tensors of stage 2:
 
-    stage   fp32            16 bits, fp32 masters
+    stage   fp32            16 bits, fp32 master weights
     0       4 + 4 + 8       2 + 6 + 12
-    1       4 + 4 + 8/N     2 + 2 + 12/N              (N of 2 and more; of 1 as at stage 0)
+    1       4 + 4 + 8/N     2 + 2 + 12/N              (N of 2 and more; 1 as at stage 0)
     2       4 + 12/N        2 + 14/N, in the update and with accumulation 2 + 16/N
 
 The torch optimizer reads fp32 gradients. At stage 1 they are made in the memory of the 16-bit ones,
-where a rank owns no more than half of a bucket. A world of one has no working tensors.
+where a rank owns no more than half of a bucket. A `gather_dtype` of 16 bits adds 4/N for master
+weights of fp32 parameters, and 2 for the copies that travel. One rank has no working tensors and no
+such copies.
 """
 
 import math
@@ -20,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.alone import alone_bytes
-from zero.flat_gradients import held_bytes
+from zero.gradients import flat_bytes
 from zero.layout import MIB, Bucket, ParameterSlice, ParameterSpec, plan_buckets
 from zero.param_groups import check_partition
-from zero.precision import needs_master
-from zero.sharded_gradients import working_bytes
+from zero.parameters import gather_copy_dtype
+from zero.precision import check_travel_dtype, is_16_bit, master_dtype
+from zero.sharded_gradients import working_sizes
+from zero.stages import check_stage
 from zero.tensor_views import nbytes
 
 FP32 = torch.float32.itemsize
@@ -33,17 +36,17 @@ FP32 = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. `total` is their sum: the roles do not overlap."""
+    """Bytes on one rank. The roles do not overlap."""
 
     parameters: int  # those that are trained
-    gradients: int  # what is kept of them, at the worst moment
-    buckets: int  # working tensors that gradients pass through
-    master: int  # fp32 masters of 16-bit parameters
-    state: int  # the torch optimizer's tensors
+    gradients: int  # kept, at the peak
+    buckets: int  # tensors through which gradients and parameters travel
+    master: int  # master weights
+    state: int  # tensors of the torch optimizer
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all roles."""
         return sum(astuple(self))
 
 
@@ -56,23 +59,26 @@ def predict(
     slot: int = 0,
     partition: str = "element",
     bucket_bytes: int = 25 * MIB,
+    gather_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> Memory:
-    """The bytes on the rank that owns a slot, of a job that has not begun. Local.
+    """Return the bytes of the rank that owns a slot, before a job has started. Local.
 
-    `specs` are the model's trained parameters; the rest is as for `ZeroOptimizer`, and refused with
-    ValueError as there. What an optimizer keeps is found by trying it on small tensors (see
-    `tried_bytes`).
+    `specs` describe the model's trained parameters; the other arguments are those of
+    `ZeroOptimizer`, and raise its ValueErrors. The optimizer's state is measured on small tensors
+    (see `trial_bytes`).
     """
-    if stage not in (0, 1, 2):
-        raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of 0, 1, 2")
+    check_stage(stage)
+    check_travel_dtype("gather_dtype", gather_dtype)
     if not 0 <= slot < size:
         raise ValueError(f"slot {slot} is none of {size} ranks': 0 to {size - 1}")
     check_partition(partition, optimizer_class, sharded=stage > 0)
     loads = [0] * size if partition == "parameter" else None
     plan = plan_buckets(specs, bucket_bytes, size, loads)
     make = partial(optimizer_class, **kwargs)
-    return predict_for_plan(plan, make, stage, slot, {spec.name: {} for spec in specs})
+    options: dict[str, dict[str, Any]] = {spec.name: {} for spec in specs}
+    gather_dtype = gather_dtype if stage else None
+    return predict_for_plan(plan, make, stage, slot, options, gather_dtype=gather_dtype)
 
 
 def predict_for_plan(
@@ -81,46 +87,51 @@ def predict_for_plan(
     stage: int,
     slot: int,
     options: Mapping[str, dict[str, Any]],
+    *,
+    gather_dtype: torch.dtype | None = None,
 ) -> Memory:
-    """The same for buckets as they were laid, with the groups' options by parameter name."""
+    """Return the bytes for planned buckets, with the options of groups by parameter name."""
     parts = [(0, b.numel) if stage == 0 else b.shard(slot) for b in plan]
-    owned = [stop - start for start, stop in parts]
-    alone = all(len(bucket.bounds) == 2 for bucket in plan)
-    masters = sum(n * FP32 for n, b in zip(owned, plan, strict=True) if needs_master(b.dtype))
-    if stage == 2:
-        kept = sum(n * max(FP32, b.dtype.itemsize) for n, b in zip(owned, plan, strict=True))
-    elif alone:
-        kept = sum(map(alone_bytes, plan))
-    else:
-        kept = sum(held_bytes(bucket, n) for n, bucket in zip(owned, plan, strict=True))
+    owned = [(stop - start, bucket) for (start, stop), bucket in zip(parts, plan, strict=True)]
+    size = len(plan[0].bounds) - 1
     pieces = [p for b, part in zip(plan, parts, strict=True) for p in b.pieces(*part)]
+    if stage == 2:
+        gradients = sum(n * max(FP32, bucket.dtype.itemsize) for n, bucket in owned)
+        travelling = sum(working_sizes(plan, size))
+    else:
+        gradients = sum(flat_bytes(bucket, n) for n, bucket in owned)
+        travelling = 0
+    for bucket in plan:
+        if dtype := gather_copy_dtype(bucket, gather_dtype, size):
+            travelling += bucket.numel * dtype.itemsize
+    masters = [(n, master_dtype(bucket.dtype, gather_dtype)) for n, bucket in owned]
     return Memory(
         parameters=sum(bucket.nbytes for bucket in plan),
-        gradients=kept,
-        buckets=sum(working_bytes(plan)) if stage == 2 and not alone else 0,
-        master=masters,
-        state=sum(tried_bytes(optimizer_class, p, options[p.spec.name]) for p in pieces),
+        gradients=gradients,
+        buckets=travelling,
+        master=sum(n * dtype.itemsize for n, dtype in masters if dtype),
+        state=sum(trial_bytes(optimizer_class, p, options[p.spec.name]) for p in pieces),
     )
 
 
 def state_bytes(states: Iterable[dict[str, Any]]) -> int:
-    """The bytes of all tensors in the states of a torch optimizer."""
+    """Return the bytes of all tensors in the states of a torch optimizer."""
     values = [value for state in states for value in state.values()]
     return sum(nbytes(value) for value in values if isinstance(value, Tensor))
 
 
-def tried_bytes(
+def trial_bytes(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     piece: ParameterSlice,
     options: dict[str, Any],
 ) -> int:
-    """The bytes of state of one piece, found by a step on a few elements of as many dimensions.
+    """Return the bytes of a slice's state, from a step on a few elements of equal dimensions.
 
-    What is as long as the trial along a dimension, is taken to be as long as the piece there.
+    A state tensor that is as long as the trial along a dimension counts as long as the slice there.
     """
     shape = piece.spec.shape if piece.whole else (piece.numel,)
     trial = tuple(map(min, shape, (2, 3, 5, *[2] * len(shape))))
-    wide = torch.float32 if needs_master(piece.spec.dtype) else piece.spec.dtype
+    wide = torch.float32 if is_16_bit(piece.spec.dtype) else piece.spec.dtype
     tensor = torch.zeros(trial, dtype=wide)
     optimizer = optimizer_class([{"params": [tensor], **options}])
     tensor.grad = torch.ones_like(tensor)
@@ -129,8 +140,8 @@ def tried_bytes(
     for value in optimizer.state[tensor].values():
         if isinstance(value, Tensor) and value.dim() == len(trial):
             sides = zip(value.shape, trial, shape, strict=True)
-            grown = [full if side == tried else side for side, tried, full in sides]
-            total += value.element_size() * math.prod(grown)
+            full_shape = [full if side == tried else side for side, tried, full in sides]
+            total += value.element_size() * math.prod(full_shape)
         elif isinstance(value, Tensor):
             total += nbytes(value)
     return total

@@ -1,4 +1,4 @@
-"""Norms of what lies in shards, the same number however it is cut."""
+"""Norms of sharded gradients, clipping, and the search for non-finite values."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,56 +6,80 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero.collectives import Collectives
+from zero.collectives import Collectives, gather_objects
 from zero.kernels import Kernels
+from zero.param_groups import is_positive
 
-# On the CPU elements are widened in runs that stay in the cache.
+# Elements that the CPU widens at a time, so that they stay in its cache.
 RUN = 1 << 16
-# So many squares are summed in fp32, and their sums in fp64: the norm is right to about 1e-7, as
-# elements are, in less than half the time.
+# Squares that are summed in fp32 before fp64 takes over: the norm is right to about 1e-7, as the
+# elements are, in less than half the time of fp64 alone.
 ROW = 128
-# Where fp32 is not enough: root mean squares below this vanish in part, as squares.
+# The root mean square below which squares underflow in fp32.
 LEAST_RMS = 2.0**-48
 
 
-def global_norm(
-    collectives: Collectives,
-    shards: Iterable[Tensor],
-    p: float,
-    kernels: Kernels,
-) -> float:
-    """The p-norm of all ranks' shards together; p may be infinite. Collective.
+class NonFiniteGradientError(ArithmeticError):
+    """The gradient holds an infinity or a NaN. Raised by every rank alike; nothing was updated."""
 
-    Each rank tells its part in fp64, so the number of ranks does not show. Waits for the device.
-    `kernels` sum squares on a device other than the CPU.
+
+class Clipping:
+    """The norm of the mean gradient, and the coefficient that limits it.
+
+    Raises ValueError for a norm or a limit that is not above 0.
+    """
+
+    def __init__(self, max_norm: float | None, norm_type: float, kernels: Kernels) -> None:
+        if not is_positive(norm_type):
+            raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
+        if max_norm is not None and not is_positive(max_norm):
+            raise ValueError(f"max_grad_norm is {max_norm!r}: give a number above 0, or None")
+        self._max_norm, self._p, self._kernels = max_norm, float(norm_type), kernels
+
+    def norm(self, group: Collectives, shards: Iterable[Tensor], divisor: float) -> float:
+        """Return the norm of gradients whose sums over ranks lie in shards. Collective."""
+        return global_norm(group, shards, self._p, self._kernels) / divisor
+
+    def coefficient(self, norm: float) -> float:
+        """Return the factor that brings a norm to the limit: 1.0 if it is below."""
+        return 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
+
+
+def global_norm(
+    collectives: Collectives, shards: Iterable[Tensor], p: float, kernels: Kernels
+) -> float:
+    """Return the p-norm of all ranks' shards together; p may be infinite. Collective.
+
+    Ranks exchange their parts in fp64, so the result depends on the number of ranks by rounding
+    only. Waits for the device. `kernels` sum squares on a device other than the CPU.
     """
     shards = [shard for shard in shards if shard.numel()]
-    mine = None
+    parts = None
     if p == 2 and any(shard.device.type != "cpu" for shard in shards):
-        mine = [kernels.square_sums(shards).sum()]
+        parts = [kernels.square_sums(shards).sum()]
     elif p == 2:
-        mine = _in_fp32(shards)
-    if mine is None:
-        mine = [_power(run, p) for shard in shards for run in _runs(shard)]
+        parts = _square_sum_in_fp32(shards)
+    if parts is None:
+        parts = [_power_sum(run, p) for shard in shards for run in _runs(shard)]
     if math.isinf(p):
-        # Collectives sum: every rank tells its own maximum in a place of its own.
+        # Collectives sum, so every rank writes its maximum into an element of its own.
         maxima = torch.zeros(collectives.size, dtype=torch.float64)
-        if mine:
-            maxima[collectives.rank] = torch.stack(mine).max()
+        if parts:
+            maxima[collectives.rank] = torch.stack(parts).max()
         collectives.all_reduce(maxima).wait()
         return float(maxima.max())
     total = torch.zeros(1, dtype=torch.float64)
-    if mine:
-        total += torch.stack(mine).sum().cpu()
+    if parts:
+        total += torch.stack(parts).sum().cpu()
     collectives.all_reduce(total).wait()
     return math.pow(float(total), 1 / p)
 
 
-def _in_fp32(shards: Sequence[Tensor]) -> list[Tensor] | None:
-    """The sum of squares of shards on the CPU, in one fp64 number; None where fp32 will not do."""
+def _square_sum_in_fp32(shards: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the sum of squares of shards on the CPU; None where fp32 is not accurate enough."""
     if any(shard.dtype == torch.float64 for shard in shards):
         return None
-    rows = [row for shard in shards for row in _rows(shard)]
+    rows = [row for shard in shards for row in _row_norms(shard)]
     if not rows:
         return []
     norm = torch.linalg.vector_norm(torch.cat(rows).double())
@@ -63,13 +87,13 @@ def _in_fp32(shards: Sequence[Tensor]) -> list[Tensor] | None:
     return [norm.square()] if least < float(norm) < math.inf else None
 
 
-def _rows(shard: Tensor) -> Iterator[Tensor]:
-    """The 2-norms of the rows that a shard is cut into, in fp32, with what is left over."""
+def _row_norms(shard: Tensor) -> Iterator[Tensor]:
+    """Yield the fp32 2-norms of rows of `ROW` elements, and of the remainder."""
     for run in (shard,) if shard.dtype == torch.float32 else _runs(shard):
-        wide, left = run.float(), run.numel() % ROW
-        if left:
-            yield torch.linalg.vector_norm(wide[-left:]).view(1)
-            wide = wide[:-left]
+        wide, remainder = run.float(), run.numel() % ROW
+        if remainder:
+            yield torch.linalg.vector_norm(wide[-remainder:]).view(1)
+            wide = wide[:-remainder]
         if len(wide):
             yield torch.linalg.vector_norm(wide.view(-1, ROW), dim=1)
 
@@ -78,7 +102,68 @@ def _runs(shard: Tensor) -> Iterable[Tensor]:
     return shard.split(RUN) if shard.device.type == "cpu" else (shard,)
 
 
-def _power(run: Tensor, p: float) -> Tensor:
-    """The sum of p-th powers of a run's elements, or their maximum: fp64, 0-dim."""
+def _power_sum(run: Tensor, p: float) -> Tensor:
+    """Return the sum of p-th powers of a run's elements, or their maximum: fp64, 0-dim."""
     norm: Tensor = torch.linalg.vector_norm(run.double(), p)
     return norm if math.isinf(p) else norm.pow(p)
+
+
+class FiniteCheck:
+    """Records whether this rank's gradients were finite before the sum over ranks.
+
+    Gradients are checked one by one, while they are in the cache. The result only tells on which
+    rank a step failed, so a check that is not `enabled` does nothing.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._finite = True  # of tensors on the CPU
+        self._device_flag: Tensor | None = None  # 0 or NaN, on the device, so as not to wait for it
+
+    def add(self, gradient: Tensor) -> None:
+        """Check one more gradient."""
+        if not self._enabled:
+            return
+        if gradient.device.type != "cpu":
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            flag = gradient.sum(dtype=wide) * 0
+            self._device_flag = flag if self._device_flag is None else self._device_flag + flag
+        elif not math.isfinite(float(gradient.sum())):  # a finite sum needs finite addends
+            self._finite = self._finite and bool(gradient.isfinite().all())
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self._finite, self._device_flag = True, None
+
+    def __bool__(self) -> bool:
+        """Whether all gradients since `reset` were finite. Waits for the device."""
+        return self._finite and (self._device_flag is None or not float(self._device_flag))
+
+
+def find_non_finite(
+    collectives: Collectives,
+    reduced: Iterable[tuple[str, Tensor]],
+    names: Iterable[str],
+    *,
+    local_finite: bool,
+) -> str:
+    """Describe which parameters are not finite, and on which ranks. Collective.
+
+    `reduced` are the sums over ranks of slices that this rank owns, with their parameters' names;
+    `names` are those of all parameters, in order. `local_finite` tells whether this rank's own
+    gradients were finite. Returns the same text on every rank.
+    """
+    local_names = {name for name, tensor in reduced if not bool(tensor.isfinite().all())}
+    if collectives.size == 1:
+        local_finite = not local_names
+    reports = gather_objects(collectives, (local_names, local_finite))
+    nonfinite = [name for name in names if any(name in of_rank for of_rank, _ in reports)]
+    ranks = [str(rank) for rank, (_, finite) in enumerate(reports) if not finite]
+    if not nonfinite:
+        return "finite everywhere, but its powers overflow"
+    shown = ", ".join(nonfinite[:5])
+    if len(nonfinite) > 5:
+        shown += f" and {len(nonfinite) - 5} more"
+    if not ranks:
+        return f"every rank's own is finite, but their sum overflows in {shown}"
+    return f"not finite in {shown}, on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

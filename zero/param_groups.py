@@ -1,4 +1,4 @@
-"""What a user gives as parameters: names, groups, and the checks on them."""
+"""Parameter groups with names, and the checks on what a user passes."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -13,8 +13,8 @@ Named: TypeAlias = tuple[str, Parameter]
 
 PARTITIONS = ("element", "parameter")
 
-# Optimizers whose update of an element needs others of its parameter: the rows of a matrix, or the
-# norm of the whole.
+# Optimizers whose update of an element depends on others of its parameter: on rows of a matrix, or
+# on the norm of the whole.
 NEED_WHOLE_PARAMETERS = frozenset(
     {"Muon", "Adafactor", "Lamb", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "CAME"}
     | {"Adam_mini", "AdamMini", "NovoGrad", "SM3", "GaLore", "GaLoreAdamW", "Kron"}
@@ -24,10 +24,10 @@ NEED_WHOLE_PARAMETERS = frozenset(
 def named_groups(
     parameters: Iterable[Named] | Iterable[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Parameter groups whose "params" are pairs (name, parameter), of which each can be trained.
+    """Return parameter groups whose "params" are pairs (name, parameter) that require a gradient.
 
-    Raises ValueError for parameters without names, for names that are not unique, for what is no
-    real floating point, and for parameters on different devices.
+    Raises ValueError for parameters without names, for names that are not unique, for dtypes that
+    are not real floating point, and for parameters on different devices.
     """
     given = list(parameters)
     groups = [{**g, "params": list(g["params"])} for g in given if isinstance(g, dict)]
@@ -54,7 +54,10 @@ def named_groups(
 
 
 def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:
-    """The parameters of groups of pairs. ValueError where two have one name, or one has two."""
+    """Return the parameters of named groups by name.
+
+    Raises ValueError where two parameters have one name, or one parameter has two.
+    """
     named: dict[str, Parameter] = {}
     for group in groups:
         for name, parameter in group["params"]:
@@ -71,11 +74,11 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:
 def check_trainable(
     parameters: Iterable[Named] | Iterable[dict[str, Any]], *, sharded: bool
 ) -> list[dict[str, Any]]:
-    """What `named_groups` gives, if an optimizer can have it. Local.
+    """Return `named_groups`, if an optimizer can be constructed with them. Local.
 
-    Construction is collective: where ranks could differ in what they refuse, ask this first and
-    agree on the answer. Raises ValueError as `named_groups`, when there is nothing to train, and
-    where two parameters share memory, if it is to be `sharded`: both cannot be moved.
+    Construction is collective: where ranks could differ in what they refuse, call this first and
+    agree on the result. Raises ValueError as `named_groups`, if there is nothing to train, and,
+    with `sharded`, if parameters share memory, since both cannot be moved to flat memory.
     """
     groups = named_groups(parameters)
     named = by_name(groups)
@@ -87,7 +90,7 @@ def check_trainable(
 
 
 def refuse_shared_memory(parameters: Mapping[str, Parameter]) -> None:
-    """Raise ValueError where two parameters lie in one memory: both cannot be moved."""
+    """Raise ValueError if two parameters overlap in memory."""
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in parameters.items()
@@ -101,6 +104,31 @@ def refuse_shared_memory(parameters: Mapping[str, Parameter]) -> None:
             )
 
 
+def check_added(
+    param_group: dict[str, Any],
+    known: Mapping[str, Parameter],
+    device: torch.device,
+    *,
+    sharded: bool,
+) -> tuple[dict[str, Any], dict[str, Parameter]]:
+    """Return a group that is to be added, and its parameters by name. Local.
+
+    Raises ValueError as `named_groups`, and for names that are `known` or another device.
+    """
+    (group,) = named_groups([param_group])
+    named = by_name([group])
+    if repeated := [name for name in named if name in known]:
+        raise ValueError(f"the optimizer has parameters named {', '.join(repeated)} already")
+    if far := [name for name, p in named.items() if p.device != device]:
+        raise ValueError(
+            f"parameters lie on different devices ({', '.join(far)} not on "
+            f"{device}): move the model to one"
+        )
+    if sharded:
+        refuse_shared_memory(named)
+    return group, named
+
+
 def _is_pair(pair: Any) -> bool:
     return (
         isinstance(pair, tuple)
@@ -111,17 +139,17 @@ def _is_pair(pair: Any) -> bool:
 
 
 def unnamed(group: dict[str, Any]) -> dict[str, Any]:
-    """A group of pairs as torch's optimizers take it."""
+    """Return a named group as torch's optimizers take it."""
     return {**group, "params": [parameter for _, parameter in group["params"]]}
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
+    """Return a group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def needs_whole_parameters(optimizer_class: Callable[..., torch.optim.Optimizer]) -> str | None:
-    """The name under which an optimizer is known to need whole parameters, if it is."""
+    """Return the name under which an optimizer is known to need whole parameters, or None."""
     while isinstance(optimizer_class, functools.partial):
         optimizer_class = optimizer_class.func
     known = {name.lower() for name in NEED_WHOLE_PARAMETERS}
@@ -130,14 +158,14 @@ def needs_whole_parameters(optimizer_class: Callable[..., torch.optim.Optimizer]
 
 
 def is_positive(value: object) -> bool:
-    """Whether a user gave a number above 0, infinity included; True is none."""
+    """Return whether a value is a number above 0, including infinity; True does not count."""
     return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
 
 
 def check_partition(
     partition: str, optimizer_class: Callable[..., torch.optim.Optimizer], *, sharded: bool
 ) -> None:
-    """ValueError for an unknown partition, or for one that an optimizer is known not to bear."""
+    """Raise ValueError for an unknown partition, or one that an optimizer does not allow."""
     if partition not in PARTITIONS:
         raise ValueError(f"partition {partition!r} is unknown: choose {' or '.join(PARTITIONS)}")
     name = needs_whole_parameters(optimizer_class)
@@ -148,17 +176,18 @@ def check_partition(
         )
 
 
-def difference(theirs: list[list[Any]], mine: list[list[str]]) -> str:
-    """How two lists of groups of names differ, in words."""
-    if len(theirs) != len(mine):
-        return f"it has {len(theirs)} and the optimizer {len(mine)}"
+def difference(saved: list[list[Any]], own: list[list[str]]) -> str:
+    """Describe how two lists of groups of names differ."""
+    if len(saved) != len(own):
+        return f"it has {len(saved)} and the optimizer {len(own)}"
     words = []
-    for index, (their, my) in enumerate(zip(theirs, mine, strict=True)):
-        lacks, extra = [n for n in my if n not in their], [n for n in their if n not in my]
-        if lacks:
-            words.append(f"group {index} lacks {', '.join(lacks)}")
+    for index, (saved_names, own_names) in enumerate(zip(saved, own, strict=True)):
+        lacking = [name for name in own_names if name not in saved_names]
+        extra = [name for name in saved_names if name not in own_names]
+        if lacking:
+            words.append(f"group {index} lacks {', '.join(lacking)}")
         if extra:
             words.append(f"group {index} has {', '.join(map(str, extra))} besides")
-        if their != my and not lacks and not extra:
+        if saved_names != own_names and not lacking and not extra:
             words.append(f"the parameters of group {index} come in another order")
     return "; ".join(words)

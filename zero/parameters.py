@@ -1,11 +1,11 @@
-"""Parameters in flat buckets, and the all-gathers that bring updated shards to every rank.
+"""Flat parameters, and the all-gathers that bring updated shards to every rank.
 
     step:     update own shards | launch the all-gathers, in the order of the next forward
-    forward:  wait(1) layer 1   | wait(2) layer 2 | ...        while the rest is still on its way
+    forward:  wait(1) layer 1   | wait(2) layer 2 | ...        while the others are in flight
 
-A parameter must not be read before it is whole. So a module's forward waits for its own parameters,
-and while any of them is on its way, so does whoever asks the module for one (`module.weight`,
-`model.parameters()`, `model.state_dict()`).
+A parameter must not be read before its all-gather has finished. So a module's forward waits for the
+module's own parameters, and so does any access through the module (`module.weight`,
+`model.parameters()`, `model.state_dict()`) while one of them is in flight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -18,74 +18,96 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
-from zero.hooks import ModuleHook
+from zero.comm_hooks import ChainedWork
 from zero.layout import Bucket
-from zero.tensor_views import view
+from zero.precision import narrower
+from zero.tensor_views import nbytes, view
 
 
-class StorageGuard:
-    """Where parameters lie: they are to stay there for as long as they are trained."""
+class FlatParameters:
+    """The parameters of buckets, each a view of its bucket's flat tensor.
 
-    def __init__(self) -> None:
-        self._homes: list[tuple[str, Parameter, int]] = []  # with the address that they are at
+    With a `gather_dtype` narrower than a bucket, its all-gather goes through a copy of that dtype.
+    """
 
-    def add(self, name: str, parameter: Parameter) -> None:
-        """Note where a parameter lies."""
-        self._homes.append((name, parameter, parameter.data_ptr()))
+    def __init__(self, collectives: Collectives, gather_dtype: torch.dtype | None) -> None:
+        self._collectives, self._gather_dtype = collectives, gather_dtype
+        self._slot = collectives.slot(collectives.rank)
+        self._addresses: list[tuple[str, Parameter, int]] = []
+        self._narrow: list[Tensor | None] = []  # copies in the gather dtype, by bucket
+        self.buckets: list[Bucket] = []
+        self.flats: list[Tensor] = []
+        self.bucket_of: dict[Parameter, int] = {}
 
-    def check(self) -> None:
-        """RuntimeError for a parameter that has been moved elsewhere since."""
-        for name, parameter, address in self._homes:
+    @torch.no_grad()
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> list[Tensor]:
+        """Move parameters, by name, into flat memory; return it, a tensor a bucket. Collective.
+
+        One bucket at a time, so that no more than one is in memory twice. No two parameters may
+        share memory.
+        """
+        added = []
+        for bucket in buckets:
+            device = parameters[bucket.entries[0].spec.name].device
+            flat = self._collectives.allocate(bucket.numel, bucket.dtype, device)
+            for entry in bucket.entries:
+                parameter = parameters[entry.spec.name]
+                slot = view(flat, entry.start, parameter)
+                slot.copy_(parameter)
+                parameter.data = slot
+                self.bucket_of[parameter] = len(self.buckets)
+                self._addresses.append((entry.spec.name, parameter, parameter.data_ptr()))
+            narrow = None
+            if dtype := gather_copy_dtype(bucket, self._gather_dtype, self._collectives.size):
+                narrow = self._collectives.allocate(bucket.numel, dtype, device)
+            self._narrow.append(narrow)
+            self.buckets.append(bucket)
+            self.flats.append(flat)
+            added.append(flat)
+        return added
+
+    def all_gather(self, index: int) -> Work:
+        """Start the all-gather of a bucket. Collective."""
+        if (narrow := self._narrow[index]) is not None:
+            return ChainedWork(self._all_gather_narrow(index, narrow))
+        return self._collectives.all_gather(self.flats[index], self.buckets[index].bounds)
+
+    def check_addresses(self) -> None:
+        """Raise RuntimeError for a parameter that was moved to other memory."""
+        for name, parameter, address in self._addresses:
             if parameter.data_ptr() != address:
                 raise RuntimeError(
                     f"parameter {name} has other memory than when the optimizer was made: move the "
                     "model to its device and dtype first, and make the optimizer after"
                 )
 
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of the copies in the gather dtype."""
+        return sum(nbytes(narrow) for narrow in self._narrow if narrow is not None)
 
-class FlatParameters:
-    """The parameters of buckets, each a view into its bucket's flat tensor."""
+    def _all_gather_narrow(self, index: int, narrow: Tensor) -> Iterator[Work]:
+        """Gather in the narrow dtype, to which the owners have rounded their shards."""
+        flat, bucket = self.flats[index], self.buckets[index]
+        shard = slice(*bucket.shard(self._slot))
+        narrow[shard].copy_(flat[shard])
+        yield self._collectives.all_gather(narrow, bucket.bounds)
+        flat.copy_(narrow)
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._homes = StorageGuard()
-        self.buckets: list[Bucket] = []
-        self.flats: list[Tensor] = []
-        self.index: dict[Parameter, int] = {}  # of the bucket that a parameter is in
 
-    @torch.no_grad()
-    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> list[Tensor]:
-        """Move more parameters, by name, into flat memory; give it, a tensor a bucket.
-
-        One bucket at a time, so no more than one is held twice. No two may share memory.
-        """
-        added = []
-        for bucket in buckets:
-            first = parameters[bucket.entries[0].spec.name]
-            flat = self._collectives.allocate(bucket.numel, bucket.dtype, first.device)
-            for entry in bucket.entries:
-                parameter = parameters[entry.spec.name]
-                home = view(flat, entry.start, parameter)
-                home.copy_(parameter)
-                parameter.data = home
-                self.index[parameter] = len(self.buckets)
-                self._homes.add(entry.spec.name, parameter)
-            self.buckets.append(bucket)
-            self.flats.append(flat)
-            added.append(flat)
-        return added
-
-    def check(self) -> None:
-        """See `StorageGuard.check`."""
-        self._homes.check()
+def gather_copy_dtype(
+    bucket: Bucket, gather_dtype: torch.dtype | None, ranks: int
+) -> torch.dtype | None:
+    """Return the dtype of the copy through which a bucket is gathered; None for no copy."""
+    return narrower(gather_dtype, bucket.dtype) if ranks > 1 else None
 
 
 class ParameterGathers:
     """The all-gathers of flat parameters: launched together, waited for where they are needed.
 
-    With a `model`, its modules wait for what they use; without one, `launch` waits for all. Under
-    torch.compile, which looks at parameters once and for all, `launch` waits too. Who has a
-    parameter from elsewhere (a list of his own) has to `wait` himself.
+    The modules of `model` wait for the parameters that they use; without a model, `launch` waits
+    for all. It also does under torch.compile, which reads parameters outside of their modules. Code
+    that holds parameters from elsewhere (a list of its own) has to call `wait` itself.
     """
 
     def __init__(
@@ -93,75 +115,76 @@ class ParameterGathers:
     ) -> None:
         self._collectives, self._parameters = collectives, parameters
         self._model = model
-        self._lazy = model is not None
-        self._works: dict[int, Work] = {}  # of buckets on their way
-        self._guarded: dict[nn.Module, dict[str, Parameter | None]] = {}  # with their own
+        self._overlaps_forward = model is not None
+        self._works: dict[int, Work] = {}  # in flight, by bucket
+        self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
         self._hooks: dict[nn.Module, RemovableHandle] = {}
 
     def watch(self) -> None:
-        """Have the modules wait that have parameters of their own, those added since too."""
+        """Add a hook to every module that has parameters of its own and no hook yet."""
         for module in self._model.modules() if self._model is not None else ():
-            if self._needs(module._parameters.values()) and module not in self._hooks:
-                hook = module.register_forward_pre_hook(ModuleHook(self._before), prepend=True)
-                self._hooks[module] = hook
+            if self._buckets_of(module._parameters.values()) and module not in self._hooks:
+                hook = ModuleHook(self._before_forward)
+                self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
 
     def launch(self) -> None:
         """Start an all-gather of every bucket, in the order of the next forward. Collective."""
-        flats, buckets = self._parameters.flats, self._parameters.buckets
-        for index in reversed(range(len(flats))):
-            self._works[index] = self._collectives.all_gather(flats[index], buckets[index].bounds)
-        if not self._lazy:
+        if self._collectives.size == 1:
+            return
+        for index in reversed(range(len(self._parameters.buckets))):
+            self._works[index] = self._parameters.all_gather(index)
+        if not self._overlaps_forward:
             self.wait()
             return
         self.watch()
         for module in self._hooks:
-            if self._needs(module._parameters.values()):
-                self._guarded[module] = module._parameters
-                guard = WaitingParameterDict(module._parameters, partial(self._release, module))
-                module.__dict__["_parameters"] = guard
+            if self._buckets_of(module._parameters.values()):
+                self._original[module] = module._parameters
+                waiting = WaitingParameterDict(module._parameters, partial(self._release, module))
+                module.__dict__["_parameters"] = waiting
 
     def wait(self) -> None:
-        """Return when every parameter is whole."""
-        for module in list(self._guarded):
+        """Return when every parameter is complete."""
+        for module in list(self._original):
             self._release(module)
         for index in list(self._works):
             self._works.pop(index).wait()
 
     def close(self) -> None:
-        """Wait for what is on its way, and leave the modules alone."""
+        """Wait for what is in flight, and remove all hooks."""
         self.wait()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        """Wait for what a module uses itself, also by references that it keeps (as nn.LSTM)."""
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Wait for a module's parameters, also those that it refers to directly (as nn.LSTM)."""
         if torch.compiler.is_compiling():
-            self._lazy = False
+            self._overlaps_forward = False
         else:
             self._release(module)
 
     def _release(self, module: nn.Module) -> None:
-        """Wait for a module's parameters, if it is guarded, and let it have them."""
-        parameters = self._guarded.pop(module, None)
+        """Wait for a module's parameters, and give it its own dictionary back."""
+        parameters = self._original.pop(module, None)
         if parameters is None:
             return
-        for index in self._needs(parameters.values()):
+        for index in self._buckets_of(parameters.values()):
             if index in self._works:
                 self._works.pop(index).wait()
         module.__dict__["_parameters"] = parameters
 
-    def _needs(self, parameters: Iterable[Parameter | None]) -> list[int]:
-        """The buckets that parameters are in, the first one in forward first."""
-        index = self._parameters.index
-        return sorted({index[p] for p in parameters if p in index}, reverse=True)
+    def _buckets_of(self, parameters: Iterable[Parameter | None]) -> list[int]:
+        """Return the buckets of parameters, in the order of forward."""
+        bucket_of = self._parameters.bucket_of
+        return sorted({bucket_of[p] for p in parameters if p in bucket_of}, reverse=True)
 
 
 class WaitingParameterDict(MutableMapping[str, Parameter | None]):
-    """Stands in for a module's dictionary of parameters while some are on their way.
+    """Replacement of a module's parameter dictionary while some of them are in flight.
 
-    Who asks for one waits: `release` does, and gives the module its own dictionary back. Not a
-    dict, of which C code would take the values without asking.
+    Any access to a value calls `release`, which waits and gives the module its own dictionary back.
+    Not a subclass of dict, whose values C code would read without a call.
     """
 
     def __init__(
@@ -191,9 +214,28 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
         return len(self._parameters)
 
     def copy(self) -> dict[str, Parameter | None]:
-        """As that of a dict."""
+        """Return a plain dictionary."""
         return dict(self)
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        """What copies and pickles are made of: a plain dictionary."""
+        """Copy and pickle as a plain dictionary."""
         return dict, (dict(self),)
+
+
+class ModuleHook:
+    """A module hook that does nothing in copies of the module, whose memory is not the optimizer's.
+
+    Copies and pickles of a module copy its hooks.
+    """
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        if self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
+        """Copy and pickle as a hook without a function."""
+        return ModuleHook, ()

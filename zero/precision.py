@@ -1,48 +1,54 @@
-"""What 16-bit parameters need besides: fp32 master weights, fp32 gradients, a scaled loss."""
+"""Dtypes of gradients and master weights, and the loss scale.
+
+Source of the dynamic loss scale and of its defaults: Micikevicius et al., "Mixed Precision
+Training", 2018 (arXiv 1710.03740), and torch.amp.GradScaler.
+"""
 
 import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from zero.kernels import Kernels
 from zero.param_groups import is_positive
-from zero.tensor_views import nbytes
 
-# Source of the dynamic scale and of its defaults: Micikevicius et al., "Mixed Precision Training",
-# 2018 (arXiv 1710.03740), and torch.amp.GradScaler.
 FIRST_SCALE = 2.0**16
-GROWTH_INTERVAL = 2000  # good steps in a row after which the scale doubles
-LEAST_SCALE = 2.0**-24  # an overflow at a smaller one is none of the scale's
+GROWTH_INTERVAL = 2000  # consecutive steps without overflow after which the scale doubles
+LEAST_SCALE = 2.0**-24  # an overflow at a smaller scale is not caused by the scale
+TRAVEL_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
-def needs_master(dtype: torch.dtype) -> bool:
-    """Whether parameters of a dtype are updated through a master copy in fp32."""
+def is_16_bit(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is too narrow to update parameters in."""
     return dtype.itemsize < torch.float32.itemsize
 
 
-def widened(shard: Tensor, factor: float, room: Tensor, kernels: Kernels) -> Tensor:
-    """A flat 16-bit tensor times a factor, in fp32: in the memory of `room` if it fits, or new.
+def narrower(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype | None:
+    """Return `dtype` if its elements are smaller than those of `own`, else None."""
+    return dtype if dtype is not None and dtype.itemsize < own.itemsize else None
 
-    `room` is flat, and what it held is lost; `shard` may be a part of it.
+
+def master_dtype(own: torch.dtype, gather_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of master weights; None for parameters that are updated in place.
+
+    Parameters have master weights where they are of 16 bits, or rounded to `gather_dtype`.
     """
-    size = shard.numel() * torch.float32.itemsize
-    if nbytes(room) < size:
-        wide = torch.empty_like(shard, dtype=torch.float32)
-    else:
-        wide = room.view(torch.uint8)[:size].view(torch.float32)
-        shard = shard.clone()
-    kernels.pack(shard, factor, wide)
-    return wide
+    if is_16_bit(own) or narrower(gather_dtype, own):
+        return torch.promote_types(own, torch.float32)
+    return None
+
+
+def check_travel_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless gradients or parameters can travel in a dtype."""
+    if dtype not in TRAVEL_DTYPES:
+        raise ValueError(f"{name} is {dtype!r}: choose one of {', '.join(map(str, TRAVEL_DTYPES))}")
 
 
 class LossScale:
-    """By what a loss is multiplied before backward, so that small fp16 gradients do not vanish.
+    """The factor of the loss that keeps small fp16 gradients from vanishing.
 
-    None: by nothing. A number: always by that. "dynamic": by as much as does not overflow: halved
-    (and the step skipped) after an overflow, doubled after 2000 good steps in a row. What it is
-    told is agreed on, so it is the same on every rank.
+    None is a factor of 1, and a number is constant. "dynamic" halves the scale after an overflow,
+    and doubles it after 2000 consecutive steps without one. Every rank sees the same overflows, so
+    the scale is the same on every rank.
     """
 
     def __init__(self, setting: float | Literal["dynamic"] | None) -> None:
@@ -55,12 +61,13 @@ class LossScale:
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
         self._good_steps = 0
 
-    def forgives(self) -> bool:
-        """Whether an overflow is to be expected, and answered by a smaller scale."""
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow is expected, and answered by a smaller scale."""
         return self.dynamic and self.value > LEAST_SCALE
 
     def shrink(self) -> None:
-        """Answer an overflow."""
+        """Halve the scale after an overflow."""
         self.value /= 2
         self._good_steps = 0
 
@@ -72,10 +79,10 @@ class LossScale:
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, and how long it has lasted."""
+        """Return the scale and the number of steps without overflow."""
         return {"dynamic": self.dynamic, "value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; between a fixed scale and another nothing changes."""
+        """Restore a dynamic scale; constant scales ignore the state."""
         if self.dynamic and state["dynamic"]:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,46 +1,47 @@
-"""The optimizer's state by parameter name and element range, never by rank.
+"""The optimizer's state by parameter name and element range, independent of ranks.
 
     parameter w of 8 elements, on two ranks:
 
     rank 0   slice(w, 0 to 5)   exp_avg (5)   exp_avg_sq (5)   step
     rank 1   slice(w, 5 to 8)   exp_avg (3)   exp_avg_sq (3)   step
 
-Any set of slices that covers what a rank owns can be loaded there: of another number of ranks,
-another stage, or one slice a parameter as `gathered_slices` gives them.
+A rank can load any set of slices that covers what it owns: those of another number of ranks or
+another stage, or one slice a parameter as `gathered_slices` returns them.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero.collectives import Collectives
+from zero.collectives import Collectives, gather_objects
 from zero.layout import Bucket
-from zero.master_weights import OptimizerShard, OwnedSlice
-from zero.objects import gather_objects
+from zero.master_weights import OptimizerShard, OwnedSlice, ParamGroup
+from zero.param_groups import difference, hyperparameters
 from zero.tensor_views import order
 
-MASTER = "master"  # the key of the fp32 master weights
+MASTER = "master"  # the key of the master weights
 
 
 class StateSlice(NamedTuple):
-    """What the optimizer keeps for elements low to high of one parameter.
+    """The optimizer's state of elements low to high of one parameter.
 
-    Elements are counted in the order in which the parameter lies in memory.
+    Elements are numbered in the order in which the parameter lies in memory.
     """
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
-    order: tuple[int, ...]  # its dimensions in that order: see `zero.tensor_views.order`
+    order: tuple[int, ...]  # its dimensions in memory order, as `zero.tensor_views.order`
     low: int
     high: int
     tensors: dict[str, Tensor]  # flat, high - low elements each
-    others: dict[str, Any]  # whatever is not by element: step counts, statistics of rows
+    others: dict[str, Any]  # state that is not by element: step counts, statistics of rows
 
     @property
     def whole(self) -> bool:
-        """Whether it is of all of the parameter."""
+        """Whether it covers the whole parameter."""
         return self.high - self.low == torch.Size(self.shape).numel()
 
 
@@ -48,60 +49,70 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 def own_slices(owned: OptimizerShard, state: State) -> Iterator[StateSlice]:
-    """The slices of what this rank owns, in the order of its pieces. Local.
+    """Yield a slice for each slice that this rank owns, in their order. Local.
 
-    Tensors are the optimizer's own memory, where they lie in it as they do in the parameter.
+    Tensors are the optimizer's own memory, where it has the memory format of the parameter.
     """
     for piece in owned.pieces:
-        yield _slice(piece, state)
+        yield _state_slice(piece, state)
 
 
 def gathered_slices(
     collectives: Collectives, plan: Sequence[Bucket], owned: OptimizerShard, state: State, root: int
 ) -> Iterator[StateSlice]:
-    """Whole slices, one a parameter, on root; nothing on other ranks. Collective throughout.
+    """Yield a whole slice for each parameter, on root only. Collective throughout.
 
-    Bucket by bucket, so that besides its own no rank holds the state of more than one.
+    Goes bucket by bucket, so no rank holds the state of more than one beside its own.
     """
     for index, bucket in enumerate(plan):
-        mine = {p.piece.start: _slice(p, state) for p in owned.pieces if p.index == index}
-        yield from _gathered_bucket(collectives, bucket, mine, root, owned.device)
+        local = {p.piece.start: _state_slice(p, state) for p in owned.pieces if p.index == index}
+        # State that is not by element is small, and travels with the outlines.
+        outlines = [
+            (
+                piece._replace(tensors={}, others={k: _on_cpu(v) for k, v in piece.others.items()}),
+                {key: tensor.dtype for key, tensor in piece.tensors.items()},
+            )
+            for piece in local.values()
+        ]
+        gathered = [o for of_rank in gather_objects(collectives, outlines) for o in of_rank]
+        kinds = sorted({kind for _, dtypes in gathered for kind in dtypes.items()}, key=str)
+        whole: dict[tuple[str, torch.dtype], Tensor] = {}
+        for kind in kinds:
+            flat = _gather_tensor(collectives, bucket, local, kind, owned.device)
+            if collectives.rank == root:
+                whole[kind] = flat
+        if collectives.rank == root:
+            yield from _whole_slices(bucket, gathered, whole)
 
 
-def _gathered_bucket(
+def _gather_tensor(
     collectives: Collectives,
     bucket: Bucket,
-    mine: Mapping[int, StateSlice],
-    root: int,
+    local: Mapping[int, StateSlice],
+    kind: tuple[str, torch.dtype],
     device: torch.device,
+) -> Tensor:
+    """Gather one state tensor (key, dtype) of a bucket; `local` slices are by first element."""
+    key, dtype = kind
+    flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+    for start, piece in local.items():
+        if key in piece.tensors and piece.tensors[key].dtype == dtype:
+            flat[start : start + piece.high - piece.low] = piece.tensors[key]
+    collectives.all_gather(flat, bucket.bounds).wait()
+    return flat
+
+
+def _whole_slices(
+    bucket: Bucket,
+    outlines: Sequence[tuple[StateSlice, dict[str, torch.dtype]]],
+    whole: Mapping[tuple[str, torch.dtype], Tensor],
 ) -> Iterator[StateSlice]:
-    """The slices of one bucket; `mine` are this rank's, by where they start in it."""
-    # What is not by element is small, and travels with the list of what is.
-    outlines = [
-        (
-            one._replace(tensors={}, others={k: _on_cpu(v) for k, v in one.others.items()}),
-            {key: tensor.dtype for key, tensor in one.tensors.items()},
-        )
-        for one in mine.values()
-    ]
-    everyone = [one for theirs in gather_objects(collectives, outlines) for one in theirs]
-    kinds = sorted({kind for _, dtypes in everyone for kind in dtypes.items()}, key=str)
-    whole: dict[tuple[str, torch.dtype], Tensor] = {}
-    for key, dtype in kinds:
-        flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
-        for start, one in mine.items():
-            if key in one.tensors and one.tensors[key].dtype == dtype:
-                flat[start : start + one.high - one.low] = one.tensors[key]
-        collectives.all_gather(flat, bucket.bounds).wait()
-        if collectives.rank == root:
-            whole[key, dtype] = flat
-    if collectives.rank != root:
-        return
-    by_name = {outline.name: (outline, dtypes) for outline, dtypes in reversed(everyone)}
+    """Yield a slice for each parameter of a bucket, from gathered tensors."""
+    by_name = {outline.name: (outline, dtypes) for outline, dtypes in reversed(outlines)}
     for entry in bucket.entries:
-        if entry.spec.name in by_name:  # it has elements
+        if entry.spec.name in by_name:  # parameters without elements have no slices
             outline, dtypes = by_name[entry.spec.name]
-            tensors = {  # copies: who keeps one does not keep the bucket
+            tensors = {  # copies, so that a slice does not keep its bucket in memory
                 kind[0]: whole[kind][entry.start : entry.stop].clone() for kind in dtypes.items()
             }
             yield outline._replace(low=0, high=entry.spec.numel, tensors=tensors)
@@ -111,33 +122,71 @@ def _on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def take_slices(
+def _state_slice(owned: OwnedSlice, state: State) -> StateSlice:
+    piece, tensors, others = owned.piece, {}, {}
+    for key, value in state.get(owned.tensor, {}).items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == owned.tensor.shape:
+            tensors[key] = owned.flattened(value.detach())
+        else:
+            others[key] = value
+    if owned.has_master:
+        tensors[MASTER] = owned.flattened(owned.tensor)
+    memory_order = order(owned.parameter)
+    name, shape = piece.spec.name, piece.spec.shape
+    return StateSlice(name, shape, memory_order, piece.low, piece.high, tensors, others)
+
+
+def check_groups(state: Mapping[str, Any], names: list[list[str]]) -> list[ParamGroup]:
+    """Return the groups of a state dictionary, if they hold these parameter names. Local.
+
+    Raises ValueError for other groups, and for a dictionary that lacks a key.
+    """
+    if lacking := {"slices", "param_groups", "loss_scale"} - state.keys():
+        raise ValueError(
+            f"this is no state_dict of a ZeroOptimizer: it lacks {', '.join(sorted(lacking))}"
+        )
+    groups: list[ParamGroup] = state["param_groups"]
+    saved = [list(group["params"]) for group in groups]
+    if names != saved:
+        raise ValueError(f"the state's groups differ: {difference(saved, names)}")
+    return groups
+
+
+def load_groups(groups: Iterable[ParamGroup], saved: Iterable[ParamGroup]) -> None:
+    """Copy saved hyperparameters into groups."""
+    for group, saved_group in zip(groups, saved, strict=True):
+        group.update(copy.deepcopy(hyperparameters(saved_group)))
+
+
+def load_slices(
     owned: OptimizerShard,
     optimizer: torch.optim.Optimizer,
     slices: Iterable[StateSlice],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Copy what this rank owns out of slices, which are looked at one by one. Local.
+    """Copy what this rank owns out of slices, which are read one by one. Local.
 
-    `shapes` are those of all the model's parameters. A master that slices lack is left as it is,
-    one that is not needed is passed over. The torch optimizer loads the rest, and casts and moves
-    it as it does. ValueError, before anything is changed, that names all that does not fit.
+    `shapes` are those of all parameters of the model. Master weights that slices lack keep their
+    values, and those that are not needed are ignored. The torch optimizer loads, casts and moves
+    the rest. Raises ValueError with every mismatch, before anything is changed.
     """
-    takers = {piece.piece.spec.name: _Taker(piece) for piece in owned.pieces}
-    wrong: dict[str, str] = {}
-    for one in slices:
-        if one.name not in shapes:
-            wrong[one.name] = f"{one.name} is no parameter of this model"
-        elif tuple(one.shape) != shapes[one.name]:
-            wrong[one.name] = f"{one.name} is {tuple(one.shape)} there, {shapes[one.name]} here"
-        elif one.name in takers:
-            takers[one.name].take(one)
-    for name, taker in takers.items():
-        if problem := taker.problem():
-            wrong.setdefault(name, problem)
-    if wrong:
-        raise ValueError(f"the state does not fit this optimizer: {'; '.join(wrong.values())}")
-    states = {id(t.owned.tensor): state for t in takers.values() if (state := t.give())}
+    assemblers = {piece.piece.spec.name: _SliceAssembler(piece) for piece in owned.pieces}
+    mismatches: dict[str, str] = {}
+    for part in slices:
+        if part.name not in shapes:
+            mismatches[part.name] = f"{part.name} is no parameter of this model"
+        elif tuple(part.shape) != shapes[part.name]:
+            mismatches[part.name] = (
+                f"{part.name} has shape {tuple(part.shape)} in the state, {shapes[part.name]} here"
+            )
+        elif part.name in assemblers:
+            assemblers[part.name].add(part)
+    for name, assembler in assemblers.items():
+        if problem := assembler.problem():
+            mismatches.setdefault(name, problem)
+    if mismatches:
+        raise ValueError(f"the state does not fit this optimizer: {'; '.join(mismatches.values())}")
+    states = {id(a.owned.tensor): state for a in assemblers.values() if (state := a.assemble())}
     numbers: dict[int, int] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -147,106 +196,86 @@ def take_slices(
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-class _Taker:
-    """The state of one piece, while it is put together out of slices."""
+class _SliceAssembler:
+    """The state of one owned slice, assembled from saved slices of any extent."""
 
     def __init__(self, owned: OwnedSlice) -> None:
         self.owned = owned
-        self._found: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._covered: list[tuple[int, int]] = []
         self._keys: set[str] | None = None
         self._by_element: set[str] = set()
         self._problem = ""
 
-    def take(self, one: StateSlice) -> None:
-        """Copy what a slice of this piece's parameter has of the piece."""
+    def add(self, part: StateSlice) -> None:
+        """Copy the elements that a slice of the same parameter has in common with this one."""
         piece = self.owned.piece
-        low, high = max(piece.low, one.low), min(piece.high, one.high)
+        low, high = max(piece.low, part.low), min(piece.high, part.high)
         if low >= high:
             return
         self._covered.append((low, high))
-        self._problem = self._problem or self._mismatch(one)
+        self._problem = self._problem or self._mismatch(part)
         if self._problem:
             return
-        for key, value in one.others.items():
-            self._found.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
-        for key, value in one.tensors.items():
-            if key not in self._found:
+        for key, value in part.others.items():
+            self._values.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+        for key, value in part.tensors.items():
+            if key not in self._values:
                 device = self.owned.tensor.device
-                self._found[key] = torch.empty(piece.numel, dtype=value.dtype, device=device)
+                self._values[key] = torch.empty(piece.numel, dtype=value.dtype, device=device)
                 self._by_element.add(key)
-            part = value[low - one.low : high - one.low]
-            self._found[key][low - piece.low : high - piece.low] = part
+            elements = value[low - part.low : high - part.low]
+            self._values[key][low - piece.low : high - piece.low] = elements
 
     def problem(self) -> str:
-        """What hinders `give`, or nothing."""
-        piece, at = self.owned.piece, self.owned.piece.low
+        """Return why the state cannot be assembled, or an empty string."""
+        piece, covered_to = self.owned.piece, self.owned.piece.low
         for low, high in sorted(self._covered):
-            if low != at:
+            if low != covered_to:
                 break
-            at = high
+            covered_to = high
         else:
-            if at == piece.high:
+            if covered_to == piece.high:
                 return self._problem
-        held = ", ".join(f"{low} to {high}" for low, high in sorted(self._covered)) or "none"
+        covered = ", ".join(f"{low} to {high}" for low, high in sorted(self._covered)) or "none"
         return (
             f"{piece.spec.name} needs the elements {piece.low} to {piece.high}, each once, and the "
-            f"slices hold of them {held}"
+            f"slices hold of them {covered}"
         )
 
-    def _mismatch(self, one: StateSlice) -> str:
-        """Why a slice does not go with the piece or with those before it; or nothing."""
-        if tuple(one.order) != order(self.owned.parameter):
+    def _mismatch(self, part: StateSlice) -> str:
+        """Return why a slice does not fit the parameter or earlier slices, or an empty string."""
+        if tuple(part.order) != order(self.owned.parameter):
             return (
-                f"{one.name} lies in memory in the order {tuple(one.order)} of its dimensions "
-                f"there, {order(self.owned.parameter)} here: use the same memory format"
+                f"{part.name} lies in memory in the order {tuple(part.order)} of its dimensions "
+                f"in the state, {order(self.owned.parameter)} here: use the same memory format"
             )
-        for key, value in one.others.items():
+        for key, value in part.others.items():
             if not isinstance(value, Tensor) or not value.dim():
-                if key in self._found and self._found[key] != value:
-                    return f"the slices of {one.name} have {key} {self._found[key]} and {value}"
-            elif not (self.owned.piece.whole and one.whole):
-                return f"{one.name} is cut, and its {key} is of the whole parameter"
-        for key, value in one.tensors.items():
-            if value.shape != (one.high - one.low,):
+                if key in self._values and self._values[key] != value:
+                    return f"the slices of {part.name} have {key} {self._values[key]} and {value}"
+            elif not (self.owned.piece.whole and part.whole):
+                return f"{part.name} is cut, and its {key} is of the whole parameter"
+        for key, value in part.tensors.items():
+            if value.shape != (part.high - part.low,):
                 return (
-                    f"{key} of {one.name} is {tuple(value.shape)}, for the elements {one.low} to "
-                    f"{one.high}"
+                    f"{key} of {part.name} is {tuple(value.shape)}, for the elements {part.low} to "
+                    f"{part.high}"
                 )
-        keys = {*one.others, *one.tensors}
+        keys = {*part.others, *part.tensors}
         if self._keys is not None and keys != self._keys:
-            odd = ", ".join(sorted(keys ^ self._keys))
-            return f"not all slices of {one.name} have {odd}"
+            differing = ", ".join(sorted(keys ^ self._keys))
+            return f"not all slices of {part.name} have {differing}"
         self._keys = keys
         return ""
 
-    def give(self) -> dict[str, Any]:
-        """The state, as the torch optimizer has it; the master goes to its place."""
-        found = {
+    def assemble(self) -> dict[str, Any]:
+        """Return the state for the torch optimizer, and copy the master weights in place."""
+        state = {
             key: self.owned.in_shape(value) if key in self._by_element else value
-            for key, value in self._found.items()
+            for key, value in self._values.items()
         }
-        master = found.pop(MASTER, None)
+        master = state.pop(MASTER, None)
         if master is not None and self.owned.has_master:
             self.owned.tensor.copy_(master)
-        return found
-
-
-def _slice(owned: OwnedSlice, state: State) -> StateSlice:
-    piece, tensors, others = owned.piece, {}, {}
-    for key, value in state.get(owned.tensor, {}).items():
-        if isinstance(value, Tensor) and value.dim() and value.shape == owned.tensor.shape:
-            tensors[key] = owned.flattened(value.detach())
-        else:
-            others[key] = value
-    if owned.has_master:
-        tensors[MASTER] = owned.flattened(owned.tensor)
-    return StateSlice(
-        piece.spec.name,
-        piece.spec.shape,
-        order(owned.parameter),
-        piece.low,
-        piece.high,
-        tensors,
-        others,
-    )
+        return state

@@ -1,15 +1,14 @@
-"""Tensors of a parameter's shape inside flat memory."""
+"""Views of flat memory in a parameter's shape and memory format."""
 
 import torch
 from torch import Tensor
 
 
 def view(flat: Tensor, start: int, like: Tensor) -> Tensor:
-    """The elements of `flat` from `start` on, shaped as `like` and in its order. A view.
+    """Return the elements of `flat` from `start` on, in the shape and strides of `like`. A view.
 
-    torch wants a gradient to lie in memory as its parameter does (channels last, say): so the
-    elements stand in the order in which `like` holds them in memory. A tensor that does not fill
-    one run of memory counts as contiguous.
+    PyTorch wants a gradient in its parameter's memory format (channels last, say), so elements are
+    in the order in which `like` holds them in memory. A tensor with gaps counts as contiguous.
     """
     run = flat[start : start + like.numel()]
     if like.is_contiguous() or not _is_dense(like):
@@ -17,29 +16,15 @@ def view(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return run.as_strided(like.shape, like.stride())
 
 
-def lies_as(tensor: Tensor, like: Tensor) -> bool:
-    """Whether a tensor is what `view` could give: one run of memory, in the order of `like`."""
-    if tensor.is_contiguous() and like.is_contiguous():
-        return True
-    return tensor.stride() == like.stride() and _is_dense(tensor)
-
-
-def run_of(tensor: Tensor) -> Tensor:
-    """The run of memory that a tensor fills, flat. A view."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def flattened(tensor: Tensor, like: Tensor) -> Tensor:
-    """A new flat tensor that holds `tensor` (of the shape of `like`) in the order of `like`."""
+    """Copy `tensor` (of the shape of `like`) into a new flat tensor, in the order of `like`."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     view(flat, 0, like).copy_(tensor)
     return flat
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions longer than 1 in the order in which `view` lays them, the outermost first."""
+    """Return the dimensions longer than 1 in the order of `view`, the outermost first."""
     long = [place for place, length in enumerate(tensor.shape) if length > 1]
     if tensor.is_contiguous() or not _is_dense(tensor):
         return tuple(long)
@@ -47,12 +32,12 @@ def order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills one run of memory, in whatever order of its dimensions."""
+    """Return whether a tensor fills a range of memory without gaps, in any order of dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1:

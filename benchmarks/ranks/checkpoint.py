@@ -1,4 +1,4 @@
-"""The ranks' part of checkpoint.py: save and load one state in every way, by turns, and report."""
+"""The rank script of checkpoint.py: save and load by every method, print one JSON object."""
 
 import argparse
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
 import numpy as np
 import torch
-from checkpoint_ways import Absent, Disk, Saved, Way, together, ways
+from checkpoint_methods import Absent, DiskWrite, Method, SaveTimes, barrier, methods
 from common import report, versions
 from memory import Peak
 from mpi4py import MPI
@@ -25,132 +25,133 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Say how long every way to save took in every round, and what memory it needed."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--stage", type=int, required=True)
-    options.add_argument("--millions", type=float, required=True)
-    options.add_argument("--repeats", type=int, required=True)
-    options.add_argument("--folder", type=Path, required=True)
-    given = options.parse_args()
+    """Measure time and memory of every method in every round, and report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--millions", type=float, required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
-    with ways(comm, given.folder, given.stage, given.millions) as found:
-        memcpy = Memcpy(found.state)
+    with methods(comm, options.folder, options.stage, options.millions) as setup:
+        memcpy = Memcpy(setup.state)
         turns: list[dict[str, Any]] = []
-        present = {name: way for name, way in found.ways.items() if not isinstance(way, Absent)}
-        for number in range(1 + given.repeats):
-            for name in in_turn(list(present), number):
-                place = given.folder / name
-                turn = take(comm, present[name], place)
+        present = {name: it for name, it in setup.methods.items() if not isinstance(it, Absent)}
+        for number in range(1 + options.repeats):
+            for name in order(list(present), number):
+                turn = take_turn(comm, present[name], options.folder / name)
                 turn["memcpy_s"] = timed(comm, memcpy)
                 turns.append({"what": name, "round": number, **turn})
         page = {
-            "parameters": found.parameters,
-            "state_bytes": found.state_bytes,
+            "parameters": setup.parameters,
+            "state_bytes": setup.state_bytes,
             "turns": turns,
-            "ways": {name: way.settings for name, way in present.items()},
-            "absent": {n: way.why for n, way in found.ways.items() if isinstance(way, Absent)},
+            "ways": {name: method.settings for name, method in present.items()},
+            "absent": {
+                name: it.reason for name, it in setup.methods.items() if isinstance(it, Absent)
+            },
             "versions": versions(["deepspeed"]),
         }
     if comm.rank == 0:
         report(page)
 
 
-def in_turn(names: list[str], number: int) -> list[str]:
-    """The order of a round: each begins further on, and every other one goes backwards."""
-    at = number // 2 % len(names)
-    order = names[at:] + names[:at]
-    return order[::-1] if number % 2 else order
+def order(names: list[str], number: int) -> list[str]:
+    """Return the order of a round: rotated, and reversed in every other round."""
+    first = number // 2 % len(names)
+    rotated = names[first:] + names[:first]
+    return rotated[::-1] if number % 2 else rotated
 
 
-def take(comm: MPI.Intracomm, way: Way | Disk, place: Path) -> dict[str, Any]:
-    """One save, and where the way can, a load from memory and one from the disk. Collective.
+def take_turn(comm: MPI.Intracomm, method: Method | DiskWrite, path: Path) -> dict[str, Any]:
+    """Save once, load from the page cache and from the disk if possible, and remove the files.
 
-    What is left of it is removed, from the disk also.
+    Collective.
     """
     if comm.rank == 0:
-        place.mkdir()
-    together(comm)
+        path.mkdir()
+    barrier(comm)
     try:
-        if isinstance(way, Disk):
-            return {"save_s": timed(comm, lambda: way.write(place))}
-        return save(comm, way, place) | load(comm, way, place)
+        if isinstance(method, DiskWrite):
+            return {"save_s": timed(comm, lambda: method.write(path))}
+        return save(comm, method, path) | load(comm, method, path)
     finally:
-        together(comm)
+        barrier(comm)
         if comm.rank == 0:
-            shutil.rmtree(place)
+            shutil.rmtree(path)
             os.sync()
-        together(comm)
+        barrier(comm)
 
 
-def save(comm: MPI.Intracomm, way: Way, place: Path) -> dict[str, Any]:
-    """Save: seconds until all is safe, those of them that training waits for, and memory."""
+def save(comm: MPI.Intracomm, method: Method, path: Path) -> dict[str, Any]:
+    """Save, and return the time until all is on disk, the pause of training, and peak memory."""
     gc.collect()
-    LIBC.malloc_trim(0)  # what is free already would hide what the save takes
-    together(comm)
-    peak, saved = Peak(), Saved()
-    seconds = timed(comm, lambda: way.save(place, saved))
+    LIBC.malloc_trim(0)  # free memory that is not returned would hide what the save allocates
+    barrier(comm)
+    peak, times = Peak(), SaveTimes()
+    seconds = timed(comm, lambda: method.save(path, times))
     peaks = comm.allgather(peak.bytes())
-    together(comm)
+    barrier(comm)
     return {
         "save_s": seconds,
-        "pause_s": seconds if saved.pause_s is None else comm.allreduce(saved.pause_s, MPI.MAX),
-        "later_s": None if saved.later_s is None else comm.allreduce(saved.later_s, MPI.MAX),
+        "pause_s": seconds if times.pause_s is None else comm.allreduce(times.pause_s, MPI.MAX),
+        "later_s": None if times.later_s is None else comm.allreduce(times.later_s, MPI.MAX),
         "peak_bytes": peaks,
-        "file_bytes": sum(path.stat().st_size for path in files(place)),
+        "file_bytes": sum(file.stat().st_size for file in files(path)),
     }
 
 
-def load(comm: MPI.Intracomm, way: Way, place: Path) -> dict[str, Any]:
-    """Load what was saved: seconds with all of it in the page cache, and with nothing there."""
-    if way.load is None:
+def load(comm: MPI.Intracomm, method: Method, path: Path) -> dict[str, Any]:
+    """Load the state, and return the time with files in the page cache, and without."""
+    if method.load is None:
         return {}
-    before = [one.sum(dtype=torch.float64).item() for one in way.tensors()]
-    found: dict[str, Any] = {}
+    before = [tensor.sum(dtype=torch.float64).item() for tensor in method.tensors()]
+    times: dict[str, Any] = {}
     for key in ("warm_s", "cold_s"):
-        if key == "cold_s" and not dropped(comm, place):
-            found[key] = None
+        if key == "cold_s" and not evict(comm, path):
+            times[key] = None
             continue
         with torch.no_grad():
-            for tensor in way.tensors():
+            for tensor in method.tensors():
                 tensor.zero_()
-        found[key] = timed(comm, lambda: way.load(place))
-        after = [one.sum(dtype=torch.float64).item() for one in way.tensors()]
-        assert all(map(math.isclose, before, after)), "what was loaded is not what was saved"
-    return found
+        times[key] = timed(comm, lambda: method.load(path))
+        after = [tensor.sum(dtype=torch.float64).item() for tensor in method.tensors()]
+        assert all(map(math.isclose, before, after)), "the loaded state differs from the saved one"
+    return times
 
 
-def timed(comm: MPI.Intracomm, act: Callable[[], None]) -> float:
-    """Seconds from when all begin until the last has ended. Collective."""
-    together(comm)
-    comm.Barrier()  # all come within a moment: they begin together
+def timed(comm: MPI.Intracomm, work: Callable[[], None]) -> float:
+    """Return the seconds from a common start until the last rank has finished. Collective."""
+    barrier(comm)
+    comm.Barrier()  # all ranks arrive at almost the same time, and so start together
     start = time.perf_counter()
-    act()
+    work()
     seconds = time.perf_counter() - start
-    together(comm)
+    barrier(comm)
     return comm.allreduce(seconds, MPI.MAX)
 
 
-def files(place: Path) -> Iterator[Path]:
-    """All files below."""
-    return (path for path in sorted(place.rglob("*")) if path.is_file())
+def files(folder: Path) -> Iterator[Path]:
+    """Yield all files below a directory."""
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def dropped(comm: MPI.Intracomm, place: Path) -> bool:
-    """Take the files out of the page cache; whether they have left it. Collective."""
-    gone = True
+def evict(comm: MPI.Intracomm, folder: Path) -> bool:
+    """Remove the files from the page cache, and return whether that worked. Collective."""
+    evicted = True
     if comm.rank == 0:
-        for path in files(place):
+        for path in files(folder):
             file = os.open(path, os.O_RDONLY)
-            os.fsync(file)  # for what no load needs, and no save has made safe
+            os.fsync(file)  # dirty pages cannot be evicted
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
-            gone = gone and cached(path) < 0.01
-    return comm.bcast(gone)
+            evicted = evicted and cached(path) < 0.01
+    return comm.bcast(evicted)
 
 
 def cached(path: Path) -> float:
-    """The share of a file that is in the page cache."""
+    """Return the fraction of a file that is in the page cache."""
     size = path.stat().st_size
     if not size:
         return 0.0
@@ -159,22 +160,22 @@ def cached(path: Path) -> float:
         view = np.frombuffer(mapped, np.uint8)
         start = ctypes.c_void_p(view.ctypes.data)
         failed = LIBC.mincore(start, ctypes.c_size_t(size), pages)
-        del view  # or the file could not be unmapped
+        del view  # the file cannot be unmapped while it exists
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
     return float(np.mean(np.frombuffer(pages, np.uint8) & 1))
 
 
 class Memcpy:
-    """A copy of a rank's part of the state into memory that it has."""
+    """A copy of a rank's part of the state into existing memory."""
 
     def __init__(self, state: list[Tensor]) -> None:
         self._pairs = [(torch.zeros_like(tensor), tensor) for tensor in state]
 
     def __call__(self) -> None:
-        """Copy all."""
-        for room, tensor in self._pairs:
-            room.copy_(tensor)
+        """Copy all tensors."""
+        for target, tensor in self._pairs:
+            target.copy_(tensor)
 
 
 if __name__ == "__main__":

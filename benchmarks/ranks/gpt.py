@@ -1,4 +1,4 @@
-"""What every way of step.py trains: one GPT, its data, and the plain loop around it."""
+"""The GPT that every variant of step.py trains, its data, and a plain training step."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,17 +12,17 @@ MODEL = {"layers": 6, "width": 384, "heads": 6, "context": 64, "vocab": 704}
 MICRO_BATCH = 4
 ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 
-Batch = tuple[Tensor, Tensor]  # tokens and the ones that follow, (b, t) each
+Batch = tuple[Tensor, Tensor]  # inputs and targets, (b, t) each
 
 
 def gpt() -> Transformer:
-    """The model, with the same parameters every time."""
+    """Return the model, always with the same parameters."""
     torch.manual_seed(0)
     return Transformer(**MODEL)
 
 
 def data(rank: int, count: int) -> Iterator[Batch]:
-    """This rank's batches, the same for every way: each token all but decides the next."""
+    """Yield this rank's batches, the same for every variant. Each token nearly fixes the next."""
     draw = torch.Generator().manual_seed(rank)
     vocab, length = MODEL["vocab"], MODEL["context"] + 1
     for _ in range(count):
@@ -33,15 +33,15 @@ def data(rank: int, count: int) -> Iterator[Batch]:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the next tokens."""
-    tokens, following = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+    """Return the mean cross-entropy of the next tokens."""
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
-    """The loop that every way but DeepSpeed shares.
+    """Return the step that all variants but DeepSpeed share.
 
-    A step leaves no gradients behind, so that ways by turns find memory alike.
+    It frees the gradients, so that variants that take turns find the same memory.
     """
 
     def step(batch: Batch) -> Tensor:

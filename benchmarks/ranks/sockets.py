@@ -1,6 +1,7 @@
-"""Computing, and as many bytes over plain sockets as gradients need: nothing is packed or added.
+"""A training step that sends as many bytes as an all-reduce over raw sockets, without using them.
 
-What no way over TCP can do without: the kernel's work, and the cores that it takes from computing.
+It measures the cost that no communication over TCP can avoid: the kernel's work, and the CPU time
+that it takes from computation.
 """
 
 import queue
@@ -16,27 +17,29 @@ from gpt import ADAMW, Batch, plain_step
 from mpi4py import MPI
 from torch import Tensor, nn
 
-PORTION_BYTES = 1 << 20  # that are handed to the kernel at once, and taken
-BUFFER_BYTES = 1 << 19  # of the kernel: more than a link holds, and not so much that packets drop
+PORTION_BYTES = 1 << 20  # of one send or receive call
+BUFFER_BYTES = (
+    1 << 19
+)  # in the kernel: more than the link buffers, but few enough that no packets drop
 
 
 class Ring(NamedTuple):
-    """This rank's connections: to its like on the next node, and from that on the one before."""
+    """Connections to the same local rank on the next node, and from it on the previous node."""
 
     after: socket.socket
     before: socket.socket
-    share: float  # of a gradient's bytes, which this rank sends and receives
+    share: float  # of the gradient's bytes that this rank sends and receives
 
 
 @contextmanager
 def ring() -> Iterator[Ring]:
-    """Connections between nodes. AbsentError where ranks have no like on every node."""
+    """Connect the nodes in a ring. Raises AbsentError if nodes have different numbers of ranks."""
     comm = MPI.COMM_WORLD
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     sizes = set(comm.allgather(node.size))
     nodes = comm.size // node.size
     if len(sizes) > 1 or nodes == 1:
-        raise AbsentError("it is for several nodes of equal numbers of ranks")
+        raise AbsentError("it needs several nodes with equal numbers of ranks")
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         places = comm.allgather((socket.gethostbyname(socket.gethostname()), port))
@@ -47,12 +50,12 @@ def ring() -> Iterator[Ring]:
                 yield Ring(after, before, 2 * (nodes - 1) / nodes / node.size)
 
 
-class Line:
-    """Bytes that go out and come in meanwhile, by a thread each way."""
+class Exchange:
+    """A sending and a receiving thread."""
 
     def __init__(self, ring: Ring, nbytes: int) -> None:
         self._ring = ring
-        self._leaving, self._arriving = (memoryview(bytearray(nbytes)) for _ in range(2))
+        self._outgoing, self._incoming = (memoryview(bytearray(nbytes)) for _ in range(2))
         self._portions: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._receives: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._arrived = threading.Semaphore(0)
@@ -60,59 +63,59 @@ class Line:
             threading.Thread(target=work, daemon=True).start()
 
     def expect(self) -> None:
-        """Receive a gradient's bytes."""
-        self._receives.put(len(self._arriving))
+        """Start receiving a gradient's bytes."""
+        self._receives.put(len(self._incoming))
 
     def send(self, nbytes: int) -> None:
-        """Send so many."""
+        """Start sending `nbytes` bytes."""
         self._portions.put(nbytes)
 
     def wait(self) -> None:
-        """Return when a gradient's bytes have arrived."""
+        """Wait for a gradient's bytes."""
         self._arrived.acquire()
 
     def _send(self) -> None:
         while True:
-            self._ring.after.sendall(self._leaving[: self._portions.get()])
+            self._ring.after.sendall(self._outgoing[: self._portions.get()])
 
     def _receive(self) -> None:
         while True:
             left = self._receives.get()
             while left:
-                room = self._arriving[: min(left, PORTION_BYTES)]
-                left -= self._ring.before.recv_into(room, len(room), socket.MSG_WAITALL)
+                part = self._incoming[: min(left, PORTION_BYTES)]
+                left -= self._ring.before.recv_into(part, len(part), socket.MSG_WAITALL)
             self._arrived.release()
 
 
 def exchanged(model: nn.Module, ring: Ring) -> Callable[[Batch], Tensor]:
-    """A step in which backward's bytes leave as it makes them, and all have come at its end."""
+    """Return a step that sends bytes as backward produces gradients."""
     parameters = list(model.parameters())
     total = int(sum(p.numel() * p.element_size() for p in parameters) * ring.share)
-    line, made, sent = Line(ring, total), 0.0, 0
+    sockets, ready, sent = Exchange(ring, total), 0.0, 0
 
     def count(parameter: nn.Parameter) -> None:
-        nonlocal made, sent
-        made += parameter.numel() * parameter.element_size() * ring.share
-        if made - sent >= PORTION_BYTES:
-            line.send(int(made) - sent)
-            sent = int(made)
+        nonlocal ready, sent
+        ready += parameter.numel() * parameter.element_size() * ring.share
+        if ready - sent >= PORTION_BYTES:
+            sockets.send(int(ready) - sent)
+            sent = int(ready)
 
-    class Waiting(torch.optim.AdamW):
-        """Waits for the bytes before it updates."""
+    class WaitingAdamW(torch.optim.AdamW):
+        """AdamW that waits for all bytes before its update."""
 
         def step(self) -> None:  # type: ignore[override]
-            nonlocal made, sent
-            line.send(total - sent)
-            made, sent = 0.0, 0
-            line.wait()
+            nonlocal ready, sent
+            sockets.send(total - sent)
+            ready, sent = 0.0, 0
+            sockets.wait()
             super().step()
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(count)
-    step = plain_step(model, Waiting(parameters, **ADAMW))
+    step = plain_step(model, WaitingAdamW(parameters, **ADAMW))
 
     def exchange(batch: Batch) -> Tensor:
-        line.expect()
+        sockets.expect()
         return step(batch)
 
     return exchange

@@ -1,4 +1,4 @@
-"""The ranks' part of step.py: train one GPT in one way, and report."""
+"""The rank script of step.py: train a GPT in one variant, print one JSON object."""
 
 import argparse
 import os
@@ -14,37 +14,43 @@ from common import AbsentError, mpi_library, report, versions
 from gpt import Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
-from ways import STAGES, WAYS, Way, alone, normed, own
+from variants import (
+    STAGES,
+    VARIANTS,
+    Variant,
+    compute_only,
+    compute_with_norm,
+    mntrain_stage,
+)
 
 import mntrain
-from mntrain.bench.timing import in_turns, rendezvous
+from mntrain.bench.measure import rendezvous, turn_order
 
 WARM_UP = 2
-ALONE_AGAIN, NORMED = "bare torch, once more", "bare torch that takes the gradient's norm"
 
 
 def main() -> None:
-    """Train and say how long steps took, how much memory they needed, and what was learned."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--what", choices=WAYS)
-    options.add_argument("--solo", action="store_true", help="a world of one, beside bare torch")
-    options.add_argument("--steps", type=int, default=3)
-    options.add_argument("--turns", type=int, default=5)
-    given = options.parse_args()
+    """Train, and report step times, peak memory and the loss."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--what", choices=VARIANTS)
+    parser.add_argument("--solo", action="store_true", help="a single process and plain torch")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
-    row: dict[str, Any] = {"what": given.what}
-    if given.solo:
-        row["ways"] = solo(given.steps)
+    row: dict[str, Any] = {"what": options.what}
+    if options.solo:
+        row["ways"] = solo(options.steps)
     else:
         try:
-            mine = measure(given.what, given.steps, given.turns)
+            local = measure(options.what, options.steps, options.turns)
         except AbsentError as reason:
             row["absent"] = str(reason)
         else:
-            everyone = comm.gather(mine)
-            if everyone is not None:
-                row |= summary(everyone)
+            by_rank = comm.gather(local)
+            if by_rank is not None:
+                row |= summary(by_rank)
     row |= {
         "gradient_bytes": 4 * sum(p.numel() for p in gpt().parameters()),
         "versions": versions(["deepspeed", "horovod"]),
@@ -54,119 +60,123 @@ def main() -> None:
         report(row)
 
 
-def measure(what: str, steps: int, turns: int) -> dict[str, Any]:
-    """What this rank sees of training in one way: alone, then by turns with bare computing."""
-    group, make = WAYS[what]
+def measure(name: str, steps: int, turns: int) -> dict[str, Any]:
+    """Train one variant, then alternate it with compute only. Returns this rank's figures."""
+    group, make = VARIANTS[name]
     model, comm = gpt(), MPI.COMM_WORLD
     batches = list(data(comm.rank, WARM_UP + steps))
     with group() as context:
         comm.Barrier()
         peak = Peak()
-        way = make(model, context)
+        variant = make(model, context)
         for batch in batches[:WARM_UP]:
-            way.step(batch)
+            variant.step(batch)
         sent = bytes_sent()
         for batch in batches[WARM_UP:]:
-            loss = way.step(batch)
+            loss = variant.step(batch)
         sent = bytes_sent() - sent
-        comm.Barrier()  # nobody's memory goes before all have looked
-        found = {
+        comm.Barrier()  # no rank frees memory before all have measured it
+        figures = {
             "sent_bytes": sent / steps,
             "peak_bytes": peak.bytes(),
             "shared_bytes": Peak.shared(),
             "loss": loss.item(),
-            "settings": way.settings,
-            "state": way.state() if way.state else None,
+            "settings": variant.settings,
+            "state": variant.state() if variant.state else None,
         }
         comm.Barrier()
-        found |= by_turns(way, batches[WARM_UP:], turns)
+        figures |= take_turns(variant, batches[WARM_UP:], turns)
         comm.Barrier()
-        return found
+        return figures
 
 
-def by_turns(way: Way, batches: Sequence[Batch], turns: int) -> dict[str, Any]:
-    """Seconds a step, of this way and of as many ranks that only compute, a figure for every turn.
+def take_turns(variant: Variant, batches: Sequence[Batch], turns: int) -> dict[str, Any]:
+    """Alternate the variant with compute only, and return their seconds per step for every turn.
 
-    A turn is a step on every batch, after one that is not counted: so what a way leaves for its
-    next step is in the figures just once. The two are in turns, since a machine's speed changes.
+    A turn is one step on every batch, after a step that is not timed: so communication that a step
+    leaves to the next one is included once.
     """
-    both = {"step_s": way, "alone_s": alone(gpt(), None)}
+    both = {"step_s": variant, "alone_s": compute_only(gpt(), None)}
     times: dict[str, list[float]] = {name: [] for name in both}
-    clocks, counted = way.clocks or (lambda: (0.0, 0.0)), [0.0, 0.0]
+    clocks, totals = variant.clocks or (lambda: (0.0, 0.0)), [0.0, 0.0]
     for number in range(turns):
         for name in reversed(both) if number % 2 else both:
-            one = both[name]
+            current = both[name]
             rendezvous(MPI.COMM_WORLD)
-            one.step(batches[0])
+            current.step(batches[0])
             before, start = clocks(), time.perf_counter()
             for batch in batches:
-                one.step(batch)
+                current.step(batch)
             times[name].append((time.perf_counter() - start) / len(batches))
-            counted = [c + b - a for c, a, b in zip(counted, before, clocks(), strict=True)]
-            if one.settle:
-                one.settle()
+            totals = [c + b - a for c, a, b in zip(totals, before, clocks(), strict=True)]
+            if current.finish:
+                current.finish()
     steps = turns * len(batches)
-    waited_s, busy_s = (clock / steps if way.clocks else None for clock in counted)
+    waited_s, busy_s = (total / steps if variant.clocks else None for total in totals)
     return {**times, "waited_s": waited_s, "busy_s": busy_s}
 
 
-def summary(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of what all ranks saw: a turn takes as long as it takes the slowest."""
-    clocks = everyone[0]["waited_s"] is not None
+def summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the figures of all ranks: times are those of the slowest rank."""
+    first = by_rank[0]
+
+    def largest(key: str) -> float | None:
+        return None if first[key] is None else max(local[key] for local in by_rank)
+
     return {
         **{
-            name: [max(turn) for turn in zip(*(mine[name] for mine in everyone), strict=True)]
-            for name in ("step_s", "alone_s")
+            key: [max(turn) for turn in zip(*(local[key] for local in by_rank), strict=True)]
+            for key in ("step_s", "alone_s")
         },
-        "waited_s": max(mine["waited_s"] for mine in everyone) if clocks else None,
-        "busy_s": max(mine["busy_s"] for mine in everyone) if clocks else None,
-        "sent_bytes": max(mine["sent_bytes"] for mine in everyone),
-        "peak_bytes": [mine["peak_bytes"] for mine in everyone],
-        "shared_bytes": [mine["shared_bytes"] for mine in everyone],
-        "loss": sum(mine["loss"] for mine in everyone) / len(everyone),
-        "settings": everyone[0]["settings"],
-        "state": [mine["state"] for mine in everyone] if everyone[0]["state"] else None,
+        **{key: largest(key) for key in ("waited_s", "busy_s", "sent_bytes")},
+        **{key: [local[key] for local in by_rank] for key in ("peak_bytes", "shared_bytes")},
+        "loss": sum(local["loss"] for local in by_rank) / len(by_rank),
+        "settings": first["settings"],
+        "state": [local["state"] for local in by_rank] if first["state"] else None,
     }
 
 
 def solo(steps: int) -> dict[str, dict[str, Any]]:
-    """A world of one, at every stage, beside a bare loop, by turns: seconds of every step.
+    """Train every stage in a single process, in turns with plain torch loops.
 
-    Every round takes a step of each, on the same batch, in an order of its own. A second bare loop
-    shows what chance is, a third one what it takes to look at the gradient's norm, as mntrain does.
+    Every round takes one step of each on the same batch, in random order. A second plain loop shows
+    the noise; a third one computes the gradient norm, as mntrain does.
     """
     with mntrain.init(device="cpu") as world:
-        ways = {"bare torch": alone(gpt(), None)}
-        ways |= {f"mntrain stage {stage}": own(stage)(gpt(), world) for stage in STAGES}
-        ways |= {NORMED: normed(gpt(), None), ALONE_AGAIN: alone(gpt(), None)}
-        names = list(ways)
+        variants = {"plain torch": compute_only(gpt(), None)}
+        variants |= {
+            f"mntrain stage {stage}": mntrain_stage(stage)(gpt(), world) for stage in STAGES
+        }
+        variants["plain torch with the gradient norm"] = compute_with_norm(gpt(), None)
+        variants["plain torch, repeated"] = compute_only(gpt(), None)
+        names = list(variants)
         times: dict[str, list[float]] = {name: [] for name in names}
         losses: dict[str, float] = {}
         for number, batch in enumerate(data(0, WARM_UP + steps)):
-            for place in in_turns(len(names), number):
-                name = names[place]
+            for index in turn_order(len(names), number):
+                name = names[index]
                 start = time.perf_counter()
-                loss = ways[name].step(batch)
+                loss = variants[name].step(batch)
                 if number >= WARM_UP:
                     times[name].append(time.perf_counter() - start)
                 losses[name] = loss.item()
-    bare = times["bare torch"]
+    plain = times["plain torch"]
     return {
         name: {
             "step_s": taken,
             "median_s": statistics.median(taken),
-            "ratio": statistics.median(a / b for a, b in zip(taken, bare, strict=True)),
+            "ratio": statistics.median(a / b for a, b in zip(taken, plain, strict=True)),
             "loss": losses[name],
-            "settings": ways[name].settings if name.startswith("mntrain") else "no world at all",
+            "settings": variants[name].settings if name.startswith("mntrain") else "plain loop",
         }
         for name, taken in times.items()
     }
 
 
 def bytes_sent() -> int:
-    """What this node has put on its link so far, headers included."""
+    """Return the bytes that this node has sent over its link, headers included."""
     _, found, figures = Path("/proc/net/dev").read_text().partition("eth0:")
-    return int(figures.split()[8]) if found else 0  # after eight figures of receiving
+    return int(figures.split()[8]) if found else 0  # after eight columns of receiving
 
 
 if __name__ == "__main__":

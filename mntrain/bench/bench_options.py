@@ -1,22 +1,20 @@
-"""The options of `python -m mntrain bench`. --help needs neither torch nor MPI."""
+"""Options of `python -m mntrain bench`. Needs neither torch nor MPI."""
 
 import re
-import shlex
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, make_dataclass
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.dataclasses import dataclass
 
+from mntrain.cli import parse_options
 from mntrain.comm import algorithms
-from mntrain.config import CommConfig, Config, Option, annotations_of, flag_of, refusal
+from mntrain.config import STRICT, Device, OptionalPath, OrNone
 
 _PROGRAM = "python -m mntrain bench"
-_DESCRIPTION = f"""Measure the collectives of this cluster, beside the MPI library's own, and what
-share they reach of what the link between nodes (on one node: its memory) allows. For example:
+_DESCRIPTION = f"""Measure the collectives of this cluster and those of its MPI library, and the
+share of the link's bandwidth (on one node: of the memory's) that they reach. For example:
   mpirun -n 4 {_PROGRAM}
       all verbs, by all algorithms, at five sizes: about a minute
   mpirun -n 4 {_PROGRAM} --comm.ranks-per-node 2
@@ -24,177 +22,98 @@ share they reach of what the link between nodes (on one node: its memory) allows
   mpirun -n 16 {_PROGRAM} --sizes 1M 256M --verbs all_reduce --json bench.json --plot bench.png
       two sizes of one verb, kept as figures and as a picture"""
 
-VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+VERBS: tuple[Verb, ...] = get_args(Verb)
 ALGORITHMS = algorithms.names()
-GRAIN = 8  # bytes of fp64, the widest element: a size is a whole number of any
+GRAIN = 8  # bytes of fp64, the widest element: a size is a multiple of any element's
 
 
-@dataclass(frozen=True)
+def _parse_size(word: Any) -> Any:
+    if not isinstance(word, str):
+        return word
+    match = re.fullmatch(r"(\d+)([kmg]?)", word.lower())
+    nbytes = int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else 0
+    if nbytes < GRAIN or nbytes % GRAIN:
+        raise ValueError(f"{word!r} must be a positive multiple of {GRAIN} bytes, such as 64K")
+    return nbytes
+
+
+def _check_png(path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() != ".png":
+        raise ValueError("must end in .png")
+    return path
+
+
+def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+@dataclass(frozen=True, config=STRICT)
+class BenchCommOptions:
+    """Virtual nodes."""
+
+    ranks_per_node: OrNone[int] = Field(
+        default=None, ge=1, description="ranks per virtual node. none: use the real nodes."
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
 class BenchOptions:
-    """What to measure, and where to put it. The same on all ranks."""
+    """Cases to measure, and files for the results. The same on all ranks."""
 
     sizes: Annotated[
-        tuple[int, ...],
-        Option("sizes of the tensor in bytes, such as 64K or 1M. K, M, G: powers of 1024."),
-    ] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-    verbs: Annotated[tuple[str, ...], Option("verbs to measure.")] = VERBS
+        tuple[Annotated[int, BeforeValidator(_parse_size)], ...],
+        AfterValidator(lambda sizes: tuple(sorted(set(sizes)))),
+    ] = Field(
+        default=("4K", "64K", "1M", "16M", "64M"),
+        validate_default=True,
+        description="sizes of the tensor in bytes, such as 64K or 1M. K, M, G: powers of 1024.",
+    )
+    verbs: Annotated[tuple[Verb, ...], AfterValidator(_unique)] = Field(
+        default=VERBS, description=f"verbs to measure, of {', '.join(VERBS)}."
+    )
     algorithms: Annotated[
-        tuple[str, ...],
-        Option(f"algorithms to measure, of {', '.join(ALGORITHMS)}."),
-    ] = ("lanes", "leader", "flat")
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "fp64"],
-        Option("dtype of the tensor. The MPI library's own verbs: fp32, as many bytes."),
-    ] = "fp32"
-    repeats: Annotated[
-        int, Option("number of times that each is measured. Short ones: more often.", least=1)
-    ] = 5
-    seconds: Annotated[
-        float, Option("seconds for the whole. What would take too long is left out.", above=0)
-    ] = 60.0
-    json: Annotated[Path | None, Option("file for all figures. none: no file.")] = None
-    plot: Annotated[
-        Path | None, Option("PNG file for a picture. none: no picture. Needs mntrain[plot].")
-    ] = None
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], get_args(annotations_of(Config)["device"])[1]
-    ] = "auto"
-    ranks_per_node: Annotated[
-        int | None, get_args(annotations_of(CommConfig)["ranks_per_node"])[1]
-    ] = None
+        tuple[Literal[ALGORITHMS], ...],  # type: ignore[valid-type]
+        AfterValidator(_unique),
+    ] = Field(
+        default=("lanes", "leader", "flat"),
+        description=f"algorithms to measure, of {', '.join(ALGORITHMS)}.",
+    )
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32",
+        description="dtype of the tensor. The MPI library's own verbs use fp32 of the same size.",
+    )
+    repeats: int = Field(
+        default=5, ge=1, description="repetitions of each measurement. Short ones: more."
+    )
+    seconds: float = Field(
+        default=60.0, gt=0, description="time limit in seconds. Cases that exceed it are left out."
+    )
+    json: OptionalPath = Field(default=None, description="file for all figures. none: no file.")
+    plot: Annotated[OptionalPath, AfterValidator(_check_png)] = Field(
+        default=None, description="PNG file for a plot. none: no plot. Needs mntrain[plot]."
+    )
+    device: Device = Field(
+        default="auto", description="device of each rank. auto: cuda if there is one."
+    )
+    comm: BenchCommOptions = Field(default=BenchCommOptions())
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks per virtual node; None: the real nodes."""
+        return self.comm.ranks_per_node
 
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> BenchOptions:
-    """Return the options of a command line.
-
-    Local: every rank parses for itself, and `print_errors` picks the one that talks. Raises
-    SystemExit: with 2 for what the user gave wrong, told on stderr, or with 0 after --help.
-    """
-    try:
-        return _options(argv, print_errors)
-    except ValueError as error:
-        if print_errors:
-            print("mntrain:", str(error).replace("\n", "\nmntrain: "), file=sys.stderr)
-        raise SystemExit(2) from None
+    """Return the options of a command line; errors as in `mntrain.cli.parse_options`."""
+    return parse_options(
+        BenchOptions, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
+    )
 
 
 def size_label(nbytes: int) -> str:
-    """A size as it is typed: 64K, 1M, 1536."""
+    """Return a size as it is typed: 64K, 1M, 1536."""
     for unit, power in (("G", 30), ("M", 20), ("K", 10)):
         if nbytes >= 1 << power and nbytes % (1 << power) == 0:
             return f"{nbytes >> power}{unit}"
     return str(nbytes)
-
-
-def _options(argv: Sequence[str], print_help: bool) -> BenchOptions:
-    form, unknown = tyro.cli(
-        _form(),
-        prog=_PROGRAM,
-        description=_DESCRIPTION,
-        args=argv,
-        return_unknown_args=True,
-        console_outputs=print_help,
-    )
-    if wrong := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
-        raise ValueError("\n".join(f"{flag}: {_unknown(flag)}" for flag in wrong))
-    if unknown:
-        raise ValueError(
-            f"{shlex.join(unknown)}: belongs to no option; {_PROGRAM} --help lists all"
-        )
-    given = {**vars(form), **vars(form.comm)}
-    return BenchOptions(**{name: _value(name, given[name]) for name in _annotations()})
-
-
-def _annotations() -> dict[str, Any]:
-    return get_type_hints(BenchOptions, include_extras=True)
-
-
-def _flag(name: str) -> str:
-    return flag_of("comm.ranks_per_node" if name == "ranks_per_node" else name)
-
-
-def _form() -> Any:
-    """Return a dataclass for tyro to fill in: every option as the words that were typed.
-
-    An option takes any number of words here, so that its own check refuses too many and too few.
-    """
-    fields, defaults = [], BenchOptions()
-    for name, annotation in _annotations().items():
-        kind, option = get_args(annotation)
-        about = tyro.conf.arg(help=option.help, metavar=_metavar(name, kind))
-        words = _words(name, getattr(defaults, name))
-        fields.append((name, Annotated[tuple[str, ...], about], words))
-    comm = make_dataclass("comm", [fields.pop()], namespace={"__doc__": CommConfig.__doc__})
-    return make_dataclass("Form", [*fields, ("comm", comm, field(default_factory=comm))])
-
-
-def _metavar(name: str, kind: Any) -> str:
-    """Return how --help shows what an option takes."""
-    lists = {"sizes": "SIZE ...", "verbs": "VERB ...", "algorithms": "ALGORITHM ..."}
-    scalars = {int: "INT", float: "FLOAT", Path | None: "PATH|none", int | None: "INT|none"}
-    return lists.get(name) or scalars.get(kind) or "{" + ",".join(get_args(kind)) + "}"
-
-
-def _words(name: str, value: Any) -> tuple[str, ...]:
-    if name == "sizes":
-        return tuple(map(size_label, value))
-    return value if isinstance(value, tuple) else ("none" if value is None else str(value),)
-
-
-def _value(name: str, words: tuple[str, ...]) -> Any:
-    """Return an option's value. ValueError for words that make none, with the option's name."""
-    annotation = _annotations()[name]
-    typed = shlex.join([_flag(name), *words])
-    readers = {"sizes": _size, "verbs": _one_of(VERBS), "algorithms": _one_of(ALGORITHMS)}
-    if name in readers:
-        try:
-            values = tuple(dict.fromkeys(map(readers[name], words)))
-            if not values:
-                raise ValueError("must be at least one")
-        except ValueError as error:
-            sought = get_args(annotation)[1].help.partition(". ")[0].rstrip(".")
-            raise ValueError(f"{typed}: {error}; give the {sought}") from None
-        return tuple(sorted(values)) if name == "sizes" else values
-    value = _scalar(get_args(annotation)[0], words)
-    if why := refusal(annotation, value):
-        raise ValueError(f"{typed}: {why}")
-    if name == "plot" and value is not None and value.suffix.lower() != ".png":
-        raise ValueError(f"{typed}: must end in .png; give the PNG file for a picture")
-    return value
-
-
-def _scalar(kind: Any, words: tuple[str, ...]) -> Any:
-    """Return a value of a type, or the words where they make none, for the check to refuse."""
-    if len(words) != 1:
-        return words
-    wanted, optional = (get_args(kind)[0], True) if type(None) in get_args(kind) else (kind, False)
-    if optional and words[0] == "none":
-        return None
-    try:
-        return wanted(words[0]) if wanted in (int, float, Path) and words[0] else words[0]
-    except ValueError:
-        return words[0]
-
-
-def _size(word: str) -> int:
-    found = re.fullmatch(r"(\d+)([kmg]?)", word.lower())
-    nbytes = int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2]] if found else 0
-    if nbytes < GRAIN or nbytes % GRAIN:
-        raise ValueError(f"{word!r} must be a whole number above 0, a multiple of {GRAIN} bytes")
-    return nbytes
-
-
-def _one_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
-    def read(word: str) -> str:
-        if word not in allowed:
-            raise ValueError(f"{word!r} must be one of {', '.join(allowed)}")
-        return word
-
-    return read
-
-
-def _unknown(flag: str) -> str:
-    """Return a clause that refuses a flag and offers those that it may mean."""
-    near = get_close_matches(flag, map(_flag, _annotations()), n=2)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"{_PROGRAM} --help lists all"
-    return f"no such option; {hint}"

@@ -1,6 +1,6 @@
-"""What a person sees of the results: a few lines of facts, then a table for each verb."""
+"""Results on the terminal: a few lines of facts, then a table for each collective."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
@@ -8,21 +8,20 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
-from mntrain.bench.results import BenchResults
-from mntrain.metrics import units
+from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.metrics.terminal import plain
+from mntrain.metrics.units import short_time
 
-_PADDING = 2  # columns of the terminal that rich puts around a cell
-_LOG_WIDTH = 110  # where there is no terminal to fit into
+_LOG_WIDTH = 110  # columns if the output is not a terminal
 
 
 def show(results: BenchResults, console: Console) -> None:
-    """Print the facts, the tables, and what was left out or wrong."""
+    """Print the facts, the tables, and which cases were skipped or wrong."""
     if not console.is_terminal:
         console.width = max(console.width, _LOG_WIDTH)
     for line in header(results):
         console.print(plain(line, console.encoding), soft_wrap=True)
-    for table in tables(results, console.width):
+    for table in tables(results):
         console.print()
         console.print(table)
     for line in footer(results):
@@ -30,7 +29,7 @@ def show(results: BenchResults, console: Console) -> None:
 
 
 def header(results: BenchResults) -> list[str]:
-    """What was measured, where and when."""
+    """Return lines that describe the machine, the versions and the limits."""
     facts, limits = results.facts, results.limits
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     largest, copy = max(limits.copy.items())
@@ -41,84 +40,51 @@ def header(results: BenchResults) -> list[str]:
         f"{facts['topology']}, {facts['library']}",
         f"{versions}; {facts['date']}",
         ", ".join(speeds),
-        f"{facts['dtype']}; median time, and the share of the limit in parentheses",
-        f"limit: {limits.meaning}",
+        f"{facts['dtype']}; median time, and the speed as a percentage of the limit's",
+        f"limit: {limits.description}",
     ]
 
 
 def footer(results: BenchResults) -> list[str]:
-    """What has no figure in the tables, and why."""
+    """Return lines on the cases that have no time in the tables, and why."""
     lines = [
         f"{case.verb} {size_label(case.size_bytes)} by {case.algorithm}: a wrong result "
-        f"on rank {', '.join(map(str, case.ranks))}"
-        for case in results.wrong
+        f"on rank {', '.join(map(str, case.wrong_ranks))}"
+        for case in results.cases
+        if case.wrong_ranks
     ]
-    if results.skipped:
-        lines.append("-: left out, since it would have taken too long; give more --seconds")
+    if any(case.skipped for case in results.cases):
+        lines.append("-: skipped for lack of time; increase --seconds")
     return [""] * bool(lines) + lines
 
 
-def tables(results: BenchResults, width: int) -> Iterator[Table]:
-    """A table for each verb: algorithms by sizes; several where sizes do not fit into `width`."""
-    cases = [*results.timed, *results.skipped, *results.wrong]
-    for verb in dict.fromkeys(case.verb for case in cases):
-        names = list(dict.fromkeys(case.algorithm for case in cases if case.verb == verb))
-        sizes = sorted({case.size_bytes for case in cases if case.verb == verb})
-        columns = {nbytes: _column(results, verb, nbytes, names) for nbytes in sizes}
-        left = width - _PADDING - max(map(len, [verb, *names]))
-        widths = [_PADDING + max(map(len, columns[nbytes])) for nbytes in sizes]
-        for group in _groups(widths, left):
-            yield _table(verb, names, [columns[sizes[index]] for index in group])
+def tables(results: BenchResults) -> Iterator[Table]:
+    """Yield a table of sizes by algorithms for each collective, the fastest of a size in bold."""
+    for verb in dict.fromkeys(case.verb for case in results.cases):
+        cases = [case for case in results.cases if case.verb == verb]
+        table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
+        table.add_column(verb, no_wrap=True)
+        for name in dict.fromkeys(case.algorithm for case in cases):
+            table.add_column(name, justify="right")
+        for nbytes in dict.fromkeys(case.size_bytes for case in cases):
+            row = [case for case in cases if case.size_bytes == nbytes]
+            best_s = min((case.median_s for case in row if case.timed), default=0.0)
+            table.add_row(size_label(nbytes), *(_cell(case, best_s) for case in row))
+        yield table
 
 
-def _column(results: BenchResults, verb: str, nbytes: int, names: Sequence[str]) -> list[Text]:
-    """The size, and a cell for each algorithm, the fastest bold."""
-    here = (verb, nbytes)
-    timed = {c.algorithm: c for c in results.timed if (c.verb, c.size_bytes) == here}
-    wrong = {c.algorithm for c in results.wrong if (c.verb, c.size_bytes) == here}
-    best_s = min((case.median_s for case in timed.values()), default=0.0)
-    cells = [Text(size_label(nbytes))]
-    for name in names:
-        if name in timed:
-            text = f"{short_time(timed[name].median_s)} ({_share(timed[name].share)})"
-            cells.append(Text(text, "bold" if timed[name].median_s == best_s else ""))
-        else:
-            cells.append(Text("wrong", "red") if name in wrong else Text("-"))
-    return cells
-
-
-def _groups(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Indices of columns, as many together as there is room for, one at least."""
-    group: list[int] = []
-    for index, width in enumerate(widths):
-        if group and sum(widths[i] for i in group) + width > room:
-            yield group
-            group = []
-        group.append(index)
-    yield group
-
-
-def _table(verb: str, names: Sequence[str], columns: Sequence[Sequence[Text]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
-    table.add_column(verb, no_wrap=True)
-    for size, *_ in columns:
-        table.add_column(size, justify="right", no_wrap=True)
-    for name, *cells in zip(names, *(cells for _, *cells in columns), strict=True):
-        table.add_row(name, *cells)
-    return table
-
-
-def _share(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
-
-
-def short_time(seconds: float) -> str:
-    """A time, also one much shorter than a step's: 21.3 us, 12.3 ms, 0.42 s."""
-    return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else units.short_time(seconds)
+def _cell(case: BenchCase, best_s: float) -> Text:
+    if case.wrong_ranks:
+        return Text("wrong", "red")
+    if case.skipped:
+        return Text("-")
+    percent = f"{case.share:.0%}" if case.share >= 0.0995 else f"{case.share:.1%}"
+    style = "bold" if case.median_s == best_s else ""
+    return Text(f"{short_time(case.median_s)} ({percent})", style)
 
 
 def speed(bytes_per_s: float) -> str:
-    """A speed in decimal units, as links are sold: 118 MB/s, 12.5 GB/s."""
+    """Format a speed in decimal units, as links are specified: 118 MB/s, 12.5 GB/s."""
     if bytes_per_s < 999.5e6:
         return f"{bytes_per_s / 1e6:.3g} MB/s"
     return f"{bytes_per_s / 1e9:.3g} GB/s"

@@ -1,35 +1,52 @@
-"""`python -m mntrain ckpt`: look at checkpoints, compare and export them. One process, no MPI."""
+"""`python -m mntrain ckpt`: list, show, verify, compare and export checkpoints.
+
+One process, no MPI. Names from checkpoints are printed without control characters.
+"""
 
 import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mntrain.checkpoint import tables
-from mntrain.checkpoint.compare import compare
-from mntrain.checkpoint.discovery import check, checkpoints_of, opened
+from mntrain.checkpoint.compare import (
+    CheckpointComparison,
+    FileComparison,
+    TensorDifference,
+    compare,
+)
 from mntrain.checkpoint.export import ENDINGS, check_target, export
-from mntrain.checkpoint.manifest import FILE, Manifest
+from mntrain.checkpoint.format import open_tensors
+from mntrain.checkpoint.manifest import (
+    FILE,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    describe_writers,
+)
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.metrics.terminal import plain, stdout
 
-UNSOUND = 1  # from list, show and verify
+DAMAGED = 1  # exit code of list, show and verify
 DIFFERENT = 1
-REFUSED = 2  # from diff and export
+REFUSED = 2  # exit code of diff and export
 
-_NAMED = "a checkpoint, or a run: its newest"
+_PATH_HELP = "a checkpoint, or a run, which stands for its newest checkpoint"
+_MAX_ITEMS = 20  # rows of a table of changes, and names in a line
 
 
 def run(words: Sequence[str]) -> int:
-    """Do what the words say; gives the exit code: 0 when all that was named is sound, or equal.
+    """Run a command line and return its exit code: 0 if every checkpoint is sound, or equal.
 
-    SystemExit with 2 for words that say nothing of the kind, with 0 after --help.
+    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
     """
     options = _parser().parse_args(words)
-    code: int = options.does(options, stdout())
+    code: int = options.command(options, stdout())
     return code
 
 
@@ -40,40 +57,40 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{list,show,verify,diff,export}")
 
     def add(
-        name: str, does: Callable[[Namespace, Console], int], about: str
+        name: str, function: Callable[[Namespace, Console], int], description: str
     ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=about, description=about)
-        command.set_defaults(does=does)
+        command = commands.add_parser(name, help=description, description=description)
+        command.set_defaults(command=function)
         return command
 
-    command = add("list", _list, "the checkpoints of a run, the newest first")
+    command = add("list", _list, "list the checkpoints of a run, the newest first")
     command.add_argument("path", type=Path, help="the folder of a run")
 
-    command = add("show", _show, "what a checkpoint holds")
-    command.add_argument("path", type=Path, help=_NAMED)
+    command = add("show", _show, "show what a checkpoint holds")
+    command.add_argument("path", type=Path, help=_PATH_HELP)
 
     command = add(
-        "verify", _verify, "compare every byte with its checksum; the exit code is 1 if one is not"
+        "verify", _verify, "compare all bytes with their checksums; exit code 1 if any differ"
     )
-    command.add_argument("paths", metavar="path", type=Path, nargs="+", help=_NAMED)
+    command.add_argument("paths", metavar="path", type=Path, nargs="+", help=_PATH_HELP)
 
     command = add(
         "diff",
         _diff,
-        "what differs between two checkpoints; the exit code is 0 if their models and optimizers "
-        "are equal, bit for bit, 1 if not, 2 if one cannot be read",
+        "compare two checkpoints; exit code 0 if models and optimizers are equal bit for bit, "
+        "1 if they differ, 2 if a checkpoint cannot be read",
     )
-    command.add_argument("first", metavar="A", type=Path, help=_NAMED)
-    command.add_argument("second", metavar="B", type=Path, help=_NAMED)
+    command.add_argument("first", metavar="A", type=Path, help=_PATH_HELP)
+    command.add_argument("second", metavar="B", type=Path, help=_PATH_HELP)
 
     command = add(
         "export",
         _export,
-        "the model as one plain file: a safetensors file, or a state_dict for torch.load",
+        "write the model as one plain file: safetensors, or a state_dict for torch.load",
     )
-    command.add_argument("path", metavar="CKPT", type=Path, help=_NAMED)
+    command.add_argument("path", metavar="CKPT", type=Path, help=_PATH_HELP)
     command.add_argument(
-        "out", metavar="OUT", type=Path, help=f"a new file; its ending is {' or '.join(ENDINGS)}"
+        "out", metavar="OUT", type=Path, help=f"a new file, whose ending is {' or '.join(ENDINGS)}"
     )
     command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     return parser
@@ -81,84 +98,160 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(options: Namespace, console: Console) -> int:
     try:
-        paths = checkpoints_of(options.path)
+        paths = list_checkpoints(options.path)
     except OSError as error:
-        return _refuse(f"{options.path}: {_said(error)}", UNSOUND)
+        return _fail(f"{options.path}: {_message(error)}", DAMAGED)
     if not paths:
-        return _refuse(
-            f"{options.path} has no checkpoints: give the folder of a run that has some", UNSOUND
+        return _fail(
+            f"{options.path} has no checkpoints: give the folder of a run that has some", DAMAGED
         )
-    code, found = 0, dict[Path, Manifest | None]()
+    code = 0
+    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files")
     for path in paths:
         try:
-            found[path] = opened(path)
+            content = inspect(path)
         except (OSError, ValueError) as error:
-            found[path] = None
-            code = _refuse(f"{path}: {_said(error)}", UNSOUND)
-    console.print(tables.listed(found))
+            table.add_row(path.name, "", "", "", "", "", "unsound")
+            code = _fail(f"{path}: {_message(error)}", DAMAGED)
+        else:
+            table.add_row(
+                path.name,
+                str(content.step),
+                content.date[:16].replace("T", " "),
+                str(content.world["ranks"]),
+                f"{content.nbytes / 1e6:.1f}",
+                "" if content.eval_loss is None else f"{content.eval_loss:.4f}",
+                "complete",
+            )
+    console.print(table)
     return code
 
 
 def _show(options: Namespace, console: Console) -> int:
     try:
-        _print(console, tables.facts(*_found(options.path)))
+        path, content = _find(options.path)
+        lines = [*_describe(path, content)]
     except (OSError, ValueError) as error:
-        return _refuse(_said(error), UNSOUND)
+        return _fail(_message(error), DAMAGED)
+    _print(console, lines)
     return 0
+
+
+def _describe(path: Path, content: Manifest) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in content.versions.items())
+    writers = describe_writers(content.world)
+    yield str(path)
+    yield f"after step {content.step}, saved {content.date} by {writers}; {versions}"
+    yield f"task {content.config['task']}, {content.samples} training samples"
+    for name in (MODEL, OPTIMIZER):
+        count, nbytes = len(open_tensors(path / name).keys()), (path / name).stat().st_size
+        yield f"{name}: {count} tensors, {nbytes / 1e6:.1f} MB"
 
 
 def _verify(options: Namespace, console: Console) -> int:
     code = 0
-    for path in options.paths:
+    for given in options.paths:
         try:
-            place, content = _found(path)
+            path, content = _find(given, FILES)
         except ValueError as error:
-            code = _refuse(str(error), UNSOUND)
-            continue
-        try:
-            check(place, content)
-        except (OSError, ValueError) as error:
-            code = _refuse(f"{path}: {_said(error)}", UNSOUND)
+            code = _fail(str(error), DAMAGED)
         else:
-            _print(console, [f"{place}: sound, {content.nbytes / 1e6:.1f} MB"])
+            _print(console, [f"{path}: sound, {content.nbytes / 1e6:.1f} MB"])
     return code
 
 
 def _diff(options: Namespace, console: Console) -> int:
     try:
-        first, second = _found(options.first), _found(options.second)
+        first, second = (_find(p, (MODEL, OPTIMIZER)) for p in (options.first, options.second))
         paths = (first[0], second[0])
-        found = compare(paths, (first[1], second[1]))
+        comparison = compare(paths, (first[1], second[1]))
     except (OSError, ValueError) as error:
-        return _refuse(_said(error), REFUSED)
-    _print(console, tables.difference(paths, found, console.encoding))
-    return 0 if found.same_state else DIFFERENT
+        return _fail(_message(error), REFUSED)
+    _print(console, _describe_comparison(paths, comparison, console.encoding))
+    return 0 if comparison.same_state else DIFFERENT
 
 
 def _export(options: Namespace, console: Console) -> int:
     try:
         check_target(options.out, force=options.force)
-        path, content = _found(options.path)
-        nbytes = export(path, content, options.out)
+        path, _ = _find(options.path, (MODEL,))
+        nbytes = export(path, options.out)
     except ValueError as error:
-        return _refuse(str(error), REFUSED)
+        return _fail(str(error), REFUSED)
     except OSError as error:
-        return _refuse(f"{options.out} was not written: {error.strerror or error}", REFUSED)
+        return _fail(f"{options.out} was not written: {error.strerror or error}", REFUSED)
     _print(console, [f"{options.out}: the model of {path}, {nbytes / 1e6:.1f} MB"])
     return 0
 
 
-def _found(path: Path) -> tuple[Path, Manifest]:
-    """The checkpoint that is named, or the newest of the run that is. ValueError that names it."""
+def _find(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
+    """Return the checkpoint at a path, or a run's newest, after verifying some of its files.
+
+    Raises ValueError, which begins with the path.
+    """
+    found = path
     try:
-        if (path / FILE).exists():
-            return path, opened(path)
-        paths = checkpoints_of(path)
-        if not paths:
-            raise ValueError("no checkpoint, and no run that has one")
-        return paths[0], opened(paths[0])
+        if not (path / FILE).exists():
+            paths = list_checkpoints(path)
+            if not paths:
+                raise ValueError("neither a checkpoint nor a run that has one")
+            found = paths[0]
+        content = inspect(found)
+        verify(found, content, files)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {_said(error)}") from error
+        raise ValueError(f"{found}: {_message(error)}") from error
+    return found, content
+
+
+def _describe_comparison(
+    paths: Sequence[Path], comparison: CheckpointComparison, encoding: str
+) -> Iterator[str | Table]:
+    yield from (f"{label}: {path}" for label, path in zip("AB", paths, strict=True))
+    first, second = comparison.steps
+    yield f"step: {first} in both" if first == second else f"step: {first} and {second}"
+    yield from (f"{flag}: {a} and {b}" for flag, (a, b) in comparison.options.items())
+    for name, file in comparison.files.items():
+        yield from _describe_file(name, file, encoding)
+    yield from (_describe_values(key, by_name) for key, by_name in comparison.values.items())
+
+
+def _describe_file(name: str, file: FileComparison, encoding: str) -> Iterator[str | Table]:
+    common = file.equal + len(file.changes) + len(file.mismatched)
+    yield f"{name}: {common} tensors in both, {file.equal} of them equal bit for bit"
+    for label, names in zip("AB", file.only, strict=True):
+        if names:
+            yield f"  only in {label}: {_shorten(names)}"
+    if file.mismatched:
+        kinds = [f"{tensor} is {a} and {b}" for tensor, (a, b) in file.mismatched.items()]
+        yield f"  mismatched: {_shorten(kinds)}"
+    if file.changes:
+        yield _change_table(file.changes[:_MAX_ITEMS], encoding)
+        if len(file.changes) > _MAX_ITEMS:
+            yield f"  and {len(file.changes) - _MAX_ITEMS} more"
+
+
+def _change_table(changes: Iterable[TensorDifference], encoding: str) -> Table:
+    table = Table()
+    table.add_column("tensor", overflow="fold")
+    table.add_column("largest difference", justify="right")
+    table.add_column("relative (L2)", justify="right")
+    for change in changes:
+        name = plain(change.name, encoding)
+        table.add_row(name, f"{change.largest:.4g}", f"{change.relative:.4g}")
+    return table
+
+
+def _describe_values(key: str, by_name: Mapping[str, tuple[Any, Any]]) -> str:
+    """Describe an optimizer value, such as a step count, that differs for some parameters."""
+    (name, (first, second)), *others = by_name.items()
+    values = "differs" if isinstance(first, list) else f"{first} and {second}"
+    more = f", and differs for {len(others)} more" if others else ""
+    return f"{key} in the optimizer: {values} for {name}{more}"
+
+
+def _shorten(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _MAX_ITEMS} more" if len(texts) > _MAX_ITEMS else ""
+    return ", ".join(texts[:_MAX_ITEMS]) + more
 
 
 def _print(console: Console, lines: Iterable[str | Table]) -> None:
@@ -169,13 +262,13 @@ def _print(console: Console, lines: Iterable[str | Table]) -> None:
             console.print(line)
 
 
-def _said(error: Exception) -> str:
-    """What an error says; the system's with its file and without its number."""
+def _message(error: Exception) -> str:
+    """Return the text of an error; of an OSError without its number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
-def _refuse(why: str, code: int) -> int:
-    print(f"mntrain: {why}", file=sys.stderr)
+def _fail(reason: str, code: int) -> int:
+    print(f"mntrain: {reason}", file=sys.stderr)
     return code

@@ -1,167 +1,179 @@
-"""What differs between two checkpoints, tensor by tensor, one block of each in memory at a time."""
+"""Comparison of two checkpoints, tensor by tensor, in blocks of bounded memory."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from mntrain.checkpoint.format import TensorEntry
-from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, FileContents, Manifest
-from mntrain.checkpoint.verified_file import VerifiedFile
+from mntrain.checkpoint.format import DTYPES, open_tensors
+from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, ParameterState
 from mntrain.config import flag_of, words_of
 
-_BLOCK = 1 << 20  # elements; a few copies of them are made in fp64
+_BLOCK = 1 << 20  # elements, of which a few fp64 copies are made
 _ABSENT = "absent"
 
 
 @dataclass(frozen=True)
-class TensorChange:
-    """How far a tensor is from the other checkpoint's. NaN where only one of them has a NaN."""
+class TensorDifference:
+    """Distance of a tensor from the other checkpoint's. NaN if only one of them has a NaN."""
 
     name: str
-    largest: float  # absolute difference of any element
-    relative: float  # the difference's L2 norm, of that of the first checkpoint's tensor
+    largest: float  # largest absolute difference of an element
+    relative: float  # L2 norm of the difference, divided by that of the first tensor
 
 
 @dataclass(frozen=True)
 class FileComparison:
-    """What differs between the tensors of two files."""
+    """Difference between the tensors of two files."""
 
-    only: tuple[list[str], list[str]]  # names that the first alone has, and the second alone
-    unlike: dict[str, tuple[TensorEntry, TensorEntry]]  # of another shape or dtype
-    equal: int  # so many are equal bit for bit
-    changes: list[TensorChange]  # the others, the largest first
+    only: tuple[list[str], list[str]]  # names in the first file only, and in the second only
+    mismatched: dict[str, tuple[str, str]]  # dtypes and shapes, where they differ
+    equal: int  # number of tensors that are equal bit for bit
+    changes: list[TensorDifference]  # of the others, the largest difference first
 
     @property
     def same(self) -> bool:
-        """Whether both have the same tensors, all equal bit for bit."""
-        return not (any(self.only) or self.unlike or self.changes)
+        """True if both files have the same tensors, bit for bit."""
+        return not (any(self.only) or self.mismatched or self.changes)
 
 
 @dataclass(frozen=True)
-class CheckpointDifference:
-    """What differs between two checkpoints. Pairs are of the first one's and the second one's."""
+class CheckpointComparison:
+    """Difference between two checkpoints; pairs are (first, second)."""
 
     steps: tuple[int, int]
-    options: dict[str, tuple[str, str]]  # by flag, as they are typed
+    options: dict[str, tuple[str, str]]  # by command-line flag
     files: dict[str, FileComparison]
-    numbers: dict[str, dict[str, tuple[Any, Any]]]  # the optimizer's: by key, and by parameter
+    values: dict[str, dict[str, tuple[Any, Any]]]  # optimizer values, by key and parameter
 
     @property
     def same_state(self) -> bool:
-        """Whether the model and the optimizer's state are the same, bit for bit."""
-        return not self.numbers and all(found.same for found in self.files.values())
+        """True if the models and the optimizers' states are equal, bit for bit."""
+        return not self.values and all(file.same for file in self.files.values())
 
 
-def compare(paths: tuple[Path, Path], contents: tuple[Manifest, Manifest]) -> CheckpointDifference:
-    """What differs between two checkpoints. ValueError for a file that is damaged."""
+def compare(paths: tuple[Path, Path], contents: tuple[Manifest, Manifest]) -> CheckpointComparison:
+    """Compare two checkpoints, whose files must have been verified."""
     first, second = contents
-    return CheckpointDifference(
+    options = _options(first.config), _options(second.config)
+    return CheckpointComparison(
         (first.step, second.step),
-        _different_options(_by_flag(first.config), _by_flag(second.config)),
-        {name: _compare_files(name, paths, contents) for name in (MODEL, OPTIMIZER)},
-        _different_numbers(first.kept, second.kept),
+        {
+            flag: pair
+            for flag in options[0] | options[1]
+            if (pair := (options[0].get(flag, _ABSENT), options[1].get(flag, _ABSENT)))
+            and pair[0] != pair[1]
+        },
+        {name: _compare_files(paths[0] / name, paths[1] / name) for name in (MODEL, OPTIMIZER)},
+        _compare_values(first.parameter_states, second.parameter_states),
     )
 
 
-def _compare_files(
-    name: str, paths: tuple[Path, Path], contents: tuple[Manifest, Manifest]
-) -> FileComparison:
-    with (
-        VerifiedFile(paths[0] / name, contents[0].runs[name]) as first,
-        VerifiedFile(paths[1] / name, contents[1].runs[name]) as second,
-    ):
-        ours, theirs = first.layout.entries, second.layout.entries
-        only = ([n for n in ours if n not in theirs], [n for n in theirs if n not in ours])
-        both = [n for n in ours if n in theirs]
-        unlike = {n: (ours[n], theirs[n]) for n in both if _kind(ours[n]) != _kind(theirs[n])}
-        found = [_change(n, first, second) for n in both if n not in unlike]
-    changes = sorted((one for one in found if one), key=_largest_first)
-    return FileComparison(only, unlike, len(found) - len(changes), changes)
+def _compare_files(first_path: Path, second_path: Path) -> FileComparison:
+    with open_tensors(first_path) as first, open_tensors(second_path) as second:
+        kinds = _kinds(first), _kinds(second)
+        only = (
+            [n for n in kinds[0] if n not in kinds[1]],
+            [n for n in kinds[1] if n not in kinds[0]],
+        )
+        common = [name for name in kinds[0] if name in kinds[1]]
+        mismatched = {
+            name: (kinds[0][name], kinds[1][name])
+            for name in common
+            if kinds[0][name] != kinds[1][name]
+        }
+        differences = [
+            _compare_tensors(name, first.get_tensor(name), second.get_tensor(name))
+            for name in common
+            if name not in mismatched
+        ]
+    changes = sorted((item for item in differences if item), key=_largest_first)
+    return FileComparison(only, mismatched, len(differences) - len(changes), changes)
 
 
-def _change(name: str, first: VerifiedFile, second: VerifiedFile) -> TensorChange | None:
-    """How far a tensor that both have is from the other; None where it is equal bit for bit."""
-    numel = math.prod(first.layout.entries[name].shape)
+def _kinds(file: safe_open) -> dict[str, str]:
+    """Return dtype and shape of each tensor, as in "float32 (3, 4)"."""
+    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return {
+        name: f"{DTYPES[view.get_dtype()]} {tuple(view.get_shape())}".removeprefix("torch.")
+        for name, view in views.items()
+    }
+
+
+def _compare_tensors(name: str, first: Tensor, second: Tensor) -> TensorDifference | None:
+    """Return the distance of two tensors of one dtype and shape; None if they are equal."""
     equal, largest = True, torch.zeros((), dtype=torch.float64)
-    gaps = squares = 0.0
-    for low in range(0, numel, _BLOCK):
-        high = min(low + _BLOCK, numel)
-        ours, theirs = first.read(name, low, high), second.read(name, low, high)
-        squares += _squared(ours.double())
-        if torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+    squared_distance = squared_norm = 0.0
+    for a, b in _blocks(first, second):
+        squared_norm += _squared_norm(a.double())
+        if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             continue
         equal = False
-        gap = _gap(ours.double(), theirs.double())
-        largest = torch.maximum(largest, gap.abs().max())  # a NaN stays
-        gaps += _squared(gap)
+        gap = _gap(a.double(), b.double())
+        largest = torch.maximum(largest, gap.abs().max())  # propagates NaN
+        squared_distance += _squared_norm(gap)
     if equal:
         return None
-    return TensorChange(name, largest.item(), _ratio(gaps, squares))
+    return TensorDifference(name, largest.item(), _relative(squared_distance, squared_norm))
 
 
-def _gap(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The difference; none where both are the same infinity, or both no number."""
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    return (ours - theirs).masked_fill_(same, 0.0)
+def _blocks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for low in range(0, first.numel(), _BLOCK):
+        rows = slice(low, low + _BLOCK)
+        yield first.reshape(-1)[rows], second.reshape(-1)[rows]
 
 
-def _squared(values: Tensor) -> float:
+def _gap(first: Tensor, second: Tensor) -> Tensor:
+    """Return the difference, which is 0 where both are the same infinity or both NaN."""
+    same = (first == second) | (first.isnan() & second.isnan())
+    return (first - second).masked_fill_(same, 0.0)
+
+
+def _squared_norm(values: Tensor) -> float:
     return values.square().sum().item()
 
 
-def _ratio(gaps: float, squares: float) -> float:
-    """That of two norms, given their squares."""
-    if gaps == 0:
+def _relative(squared_distance: float, squared_norm: float) -> float:
+    if squared_distance == 0:
         return 0.0
-    return math.sqrt(gaps / squares) if squares else math.inf * gaps  # of a NaN it is NaN
+    if squared_norm == 0:
+        return math.inf * squared_distance  # NaN if the distance is
+    return math.sqrt(squared_distance / squared_norm)
 
 
-def _largest_first(change: TensorChange) -> tuple[bool, float]:
+def _largest_first(change: TensorDifference) -> tuple[bool, float]:
     return not math.isnan(change.largest), -change.largest
 
 
-def _kind(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
-    return entry.dtype, entry.shape
-
-
-def _by_flag(config: Mapping[str, Any]) -> dict[str, str]:
-    """Options, as they are typed, out of a configuration by section."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        inner = value if isinstance(value, Mapping) else {"": value}
-        found |= {
-            flag_of(f"{name}.{key}".rstrip(".")): " ".join(words_of(one))
-            for key, one in inner.items()
+def _options(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a configuration by their flags, as typed on the command line."""
+    options: dict[str, str] = {}
+    for section, value in config.items():
+        fields = value if isinstance(value, Mapping) else {"": value}
+        options |= {
+            flag_of(f"{section}.{key}".rstrip(".")): " ".join(words_of(item))
+            for key, item in fields.items()
         }
-    return found
+    return options
 
 
-def _different_options(
-    first: Mapping[str, str], second: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    pairs = {
-        flag: (first.get(flag, _ABSENT), second.get(flag, _ABSENT)) for flag in {**first, **second}
-    }
-    return {flag: pair for flag, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _different_numbers(
-    first: Mapping[str, FileContents], second: Mapping[str, FileContents]
+def _compare_values(
+    first: Mapping[str, ParameterState], second: Mapping[str, ParameterState]
 ) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """What the optimizer keeps of parameters besides tensors of their shape, where it differs."""
-    ours, theirs = (
-        {(key, name): value for name, one in kept.items() for key, value in one.others.items()}
-        for kept in (first, second)
+    """Return the differing optimizer values that are not tensors of a parameter's shape."""
+    first_values, second_values = (
+        {(key, name): value for name, state in s.items() for key, value in state.others.items()}
+        for s in (first, second)
     )
-    found: dict[str, dict[str, tuple[Any, Any]]] = {}
+    differences: dict[str, dict[str, tuple[Any, Any]]] = {}
     absent = {"value": _ABSENT}
-    for key, name in ours | theirs:
-        pair = ours.get((key, name), absent), theirs.get((key, name), absent)
-        if repr(pair[0]) != repr(pair[1]):  # unlike ==, a NaN equals itself there
-            found.setdefault(key, {})[name] = (pair[0]["value"], pair[1]["value"])
-    return found
+    for key, name in first_values | second_values:
+        pair = first_values.get((key, name), absent), second_values.get((key, name), absent)
+        if repr(pair[0]) != repr(pair[1]):  # by repr, because NaN differs from itself
+            differences.setdefault(key, {})[name] = (pair[0]["value"], pair[1]["value"])
+    return differences

@@ -1,4 +1,7 @@
-"""What a checkpoint says of itself: manifest.json, which makes a folder a checkpoint."""
+"""manifest.json of a checkpoint: all that is not a tensor, and the checksums of the other files.
+
+A folder with a manifest is a checkpoint.
+"""
 
 import json
 import zlib
@@ -10,129 +13,144 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mntrain.checkpoint.format import DTYPES, NAMES, ChecksummedRange
+from mntrain.checkpoint.format import DTYPE_NAMES, DTYPES, ChecksummedRange
 
 FORMAT = "mntrain checkpoint 1"
 FILE = "manifest.json"
 MODEL = "model.safetensors"  # parameters and buffers, as in the model's state_dict
-OPTIMIZER = "optimizer.safetensors"  # "parameter/key": the optimizer's state, and masters
-RANDOM = "random.safetensors"  # "rank/source": states of generators
+OPTIMIZER = "optimizer.safetensors"  # "parameter/key": optimizer state and master weights
+RANDOM = "random.safetensors"  # "rank/source": states of random generators
 FILES = (MODEL, OPTIMIZER, RANDOM)
 
 
 @dataclass(frozen=True)
-class FileContents:
-    """What the optimizer keeps of one parameter, besides the tensors of its shape."""
+class ParameterState:
+    """Optimizer state of one parameter, without the tensors of the parameter's shape."""
 
     shape: tuple[int, ...]
-    order: tuple[
-        int, ...
-    ]  # see `zero.tensor_views.order`; tensors of state are flat, in this order
-    by_element: tuple[str, ...]  # keys of these tensors
-    others: dict[str, Any]  # numbers, as `written` writes them
+    order: tuple[int, ...]  # the dimensions in memory order (`zero.tensor_views.order`)
+    tensor_keys: tuple[str, ...]  # keys of the tensors in OPTIMIZER, which lie in this order
+    others: dict[str, Any]  # other values, as `encode_values` returns them
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds besides tensors. Step: how many have been taken."""
+    """Content of manifest.json."""
 
-    step: int
+    step: int  # number of steps taken
     date: str
     versions: dict[str, str]
-    world: dict[str, Any]
+    world: dict[str, Any]  # "ranks" and "nodes" that wrote it
     config: dict[str, Any]
     samples: int
     skipped_steps: int
     eval_loss: float | None
-    wrote_s: float  # seconds from the copy until every rank's part was on the disk
-    groups: list[dict[str, Any]]
+    wrote_s: float  # seconds from the snapshot until every rank's part was on the disk
+    param_groups: list[dict[str, Any]]
     loss_scale: dict[str, Any]
-    kept: dict[str, FileContents]
-    runs: dict[str, list[ChecksummedRange]]  # by file
+    parameter_states: dict[str, ParameterState]
+    checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files but the manifest."""
-        return sum(run.length for runs in self.runs.values() for run in runs)
+        return sum(part.length for parts in self.checksums.values() for part in parts)
 
     def to_json(self) -> str:
-        """The text of the file. ValueError for options that JSON has no word for."""
-        runs = {
-            name: [[run.start, run.length, run.checksum] for run in runs]
-            for name, runs in self.runs.items()
+        """Return the text of the file. Raises ValueError for an option that JSON cannot hold."""
+        fields = asdict(self)
+        for name, key in _KEYS.items():
+            fields[key] = fields.pop(name)
+        for state in fields["kept"].values():
+            state["by_element"] = state.pop("tensor_keys")
+        fields["runs"] = {
+            name: [[part.start, part.length, part.checksum] for part in parts]
+            for name, parts in self.checksums.items()
         }
         try:
-            content = json.dumps({**asdict(self), "runs": runs})
+            content = json.dumps(fields)
         except TypeError as error:
             raise ValueError(f"the optimizer's options cannot be saved: {error}") from error
         whole = {"format": FORMAT, "checksum": zlib.crc32(content.encode()), "content": content}
         return json.dumps(whole, indent=1) + "\n"
 
 
+# Names in the file of fields that have other names here.
+_KEYS = {"param_groups": "groups", "parameter_states": "kept", "checksums": "runs"}
+
+
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. ValueError for one that is missing, foreign or damaged."""
+    """Return the manifest of a checkpoint. Raises ValueError if it is missing or damaged."""
     try:
         text = (folder / FILE).read_bytes()
     except OSError as error:
         raise ValueError(f"{FILE} cannot be read: {error.strerror}") from error
-    foreign = ValueError(f"{FILE} is not that of a checkpoint, or is damaged")
+    damaged = ValueError(f"{FILE} is not that of a checkpoint, or is damaged")
     try:
         whole = json.loads(text)
-        said, content, checksum = whole["format"], str(whole["content"]), whole["checksum"]
+        version, content, checksum = whole["format"], str(whole["content"]), whole["checksum"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise foreign from error
-    if said != FORMAT:
-        raise ValueError(f"{FILE} is of format {said!r}, and this program reads {FORMAT!r}")
+        raise damaged from error
+    if version != FORMAT:
+        raise ValueError(f"{FILE} is of format {version!r}, and this program reads {FORMAT!r}")
     if zlib.crc32(content.encode()) != checksum:
-        raise ValueError(f"{FILE} is damaged: it does not have its checksum")
+        raise ValueError(f"{FILE} is damaged: its checksum differs")
     try:
         return _from_fields(json.loads(content))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise foreign from error
+        raise damaged from error
 
 
-def _from_fields(fields: Mapping[str, Any]) -> Manifest:
-    kept = {
-        name: FileContents(
-            tuple(one["shape"]), tuple(one["order"]), tuple(one["by_element"]), one["others"]
+def _from_fields(fields: dict[str, Any]) -> Manifest:
+    for name, key in _KEYS.items():
+        fields[name] = fields.pop(key)
+    fields["parameter_states"] = {
+        name: ParameterState(
+            tuple(state["shape"]),
+            tuple(state["order"]),
+            tuple(state["by_element"]),
+            state["others"],
         )
-        for name, one in fields["kept"].items()
+        for name, state in fields["parameter_states"].items()
     }
-    runs = {name: [ChecksummedRange(*run) for run in runs] for name, runs in fields["runs"].items()}
-    return Manifest(**{**fields, "kept": kept, "runs": runs})
+    fields["checksums"] = {
+        name: [ChecksummedRange(*part) for part in parts]
+        for name, parts in fields["checksums"].items()
+    }
+    return Manifest(**fields)
 
 
-def writers(world: Mapping[str, Any]) -> str:
-    """Who saved a checkpoint: "2 ranks on 1 node"."""
+def describe_writers(world: Mapping[str, Any]) -> str:
+    """Return the size of the world that wrote a checkpoint, as in "2 ranks on 1 node"."""
     ranks, nodes = world["ranks"], world["nodes"]
     return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
 
 
-def written(others: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not by element, for JSON: numbers, and tensors of no dimension or of a few numbers.
+def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode small optimizer state (numbers, strings and small tensors) for JSON.
 
-    ValueError for what cannot be written so.
+    Raises ValueError for a value of another type.
     """
-    return {key: _written(key, value) for key, value in others.items()}
+    return {key: _encode(key, value) for key, value in values.items()}
 
 
-def restored(others: Mapping[str, Any]) -> dict[str, Any]:
-    """What `written` was given."""
-    return {key: _restored(value) for key, value in others.items()}
+def decode_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Invert `encode_values`."""
+    return {key: _decode(value) for key, value in values.items()}
 
 
-def _written(key: str, value: Any) -> Any:
+def _encode(key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Tensor):
-        if value.dtype not in NAMES:
+        if value.dtype not in DTYPE_NAMES:
             raise ValueError(f"the optimizer's {key} is of dtype {value.dtype}: it cannot be saved")
         wide = value.detach().cpu().double() if value.is_floating_point() else value.cpu()
-        return {"dtype": NAMES[value.dtype], "value": wide.tolist()}
+        return {"dtype": DTYPE_NAMES[value.dtype], "value": wide.tolist()}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise ValueError(f"the optimizer's {key} is a {type(value).__name__}: it cannot be saved")
 
 
-def _restored(value: Mapping[str, Any]) -> Any:
+def _decode(value: Mapping[str, Any]) -> Any:
     if "dtype" not in value:
         return value["value"]
     return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]])

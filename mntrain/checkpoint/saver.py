@@ -1,13 +1,13 @@
-"""Saving a run: all ranks at once, each its own ranges, while training goes on.
+"""Saving a run: all ranks write one checkpoint in parallel, while training continues.
 
-begin      all ranks copy what is to be saved; from here on training may change it (on a GPU, the
-           copy is on its way then, and the next update is queued behind it)
-           threads hear who has what, write, each rank its part, and wait for the disk
-advance    when every rank's part is safe, all ranks tell what they have written
-           the master's thread writes the manifest, and one rename makes a checkpoint of it
-advance    all ranks know
+begin      all ranks take a snapshot; training may change the tensors from then on (on a GPU, the
+           copies are enqueued, and the next update is enqueued behind them)
+           threads exchange what each rank holds, write its part and wait for the disk
+advance    when every part is on the disk, all ranks exchange the checksums of what they wrote
+           the master's thread writes the manifest and renames the folder
+advance    all ranks learn that the checkpoint is complete
 
-Messages are all from the thread that calls; a rank's writing thread only waits for their answers.
+All messages are sent by the calling thread. The writing thread of a rank only polls for results.
 """
 
 import time
@@ -22,30 +22,29 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mntrain import rank_agreement
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
-from mntrain.checkpoint.discovery import losses_of, step_of, steps_in
 from mntrain.checkpoint.format import ChecksummedRange, FileLayout
 from mntrain.checkpoint.manifest import FILES, MODEL, Manifest
-from mntrain.checkpoint.shards import RankContents, RankShare, kept, shapes
-from mntrain.checkpoint.snapshot import ByteRange, Snapshot, SnapshotBuffer
+from mntrain.checkpoint.reader import checkpoint_name, eval_losses, list_checkpoints
+from mntrain.checkpoint.shards import CheckpointShard, ShardOutline, parameter_states, shapes_of
+from mntrain.checkpoint.snapshot import Snapshot, SnapshotBuffer, TensorRange
 from mntrain.checkpoint.writer import CheckpointFolder
 from mntrain.comm.pending import Future as CommFuture
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, combined_refusals
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
-Runs = dict[str, list[ChecksummedRange]]  # what was written, by file
+Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
 
-_LISTEN_S = 0.001
+_POLL_S = 0.001
 _SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint says of the run at this moment, besides the tensors. Alike on all ranks."""
+class RunProgress:
+    """Facts of the run that a checkpoint records besides tensors. Equal on all ranks."""
 
     step: int
     config: Mapping[str, Any]
@@ -56,7 +55,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is safe: where, its bytes, and the seconds it took, from the copy on."""
+    """A complete checkpoint: its path, its bytes, and the seconds since its snapshot."""
 
     path: Path
     nbytes: int
@@ -64,46 +63,45 @@ class SavedCheckpoint:
 
 
 @dataclass
-class _Begun:
-    """A checkpoint on its way."""
+class _PendingSave:
+    """A save in progress. The futures are of this rank's writing thread."""
 
     target: Path
-    content: Manifest  # as far as it is known
+    manifest: Manifest  # completed as the save proceeds
     start: float
-    place: CheckpointFolder = field(default_factory=CheckpointFolder)
+    folder: CheckpointFolder = field(default_factory=CheckpointFolder)
     prepared: Future[None] = field(default_factory=Future)
-    wrote: Future[Runs] = field(default_factory=Future)
-    published: Future[None] | None = None  # on the master; on others: that all have written
+    written: Future[Checksums] = field(default_factory=Future)
+    published: Future[None] | None = None  # on other ranks than the master: all ranks have written
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What a rank has written, or why it has not."""
+class _WriteResult:
+    """Checksums of what one rank has written, or the reason why it could not write."""
 
-    refusal: str | None
-    runs: Runs
+    error: str | None
+    checksums: Checksums
 
 
 class Saver:
-    """Saves a run in its directory, one checkpoint at a time. The same on all ranks.
+    """Saves a run into its directory, one checkpoint at a time. Created by all ranks.
 
-    It keeps host memory for a copy of this rank's part, from the first `begin` on: of all ranks
-    together as much as a checkpoint has bytes.
+    From the first `begin` on, it keeps host memory for a snapshot of this rank's part. Over all
+    ranks this is the size of a checkpoint.
     """
 
     def __init__(
         self, world: World, model: nn.Module, optimizer: ZeroOptimizer, run_dir: Path, keep: int
     ) -> None:
         self._world, self._model, self._optimizer = world, model, optimizer
-        self._folder = run_dir / "checkpoints"
-        self._keep = keep
-        self._room = SnapshotBuffer()
+        self._run_dir, self._keep = run_dir, keep
+        self._buffer = SnapshotBuffer()
         on_gpu = world.device.type == "cuda"
-        ready = partial(torch.cuda.set_device, world.device) if on_gpu else None
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=ready)
+        initializer = partial(torch.cuda.set_device, world.device) if on_gpu else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=initializer)
         self._reserved: Future[None] | None = None
-        self._begun: _Begun | None = None
-        self._copy: Snapshot | None = None
+        self._pending: _PendingSave | None = None
+        self._snapshot: Snapshot | None = None  # until the next update
         if on_gpu:
             optimizer.register_step_pre_hook(self._before_update)
 
@@ -115,217 +113,217 @@ class Saver:
                     f"the model's state has {name}, a {type(value).__name__}: a checkpoint holds "
                     "tensors; make it one, or leave out --checkpoint.every"
                 )
-        FileLayout.of(shapes(self._model.state_dict()))
+        FileLayout.of(shapes_of(self._model.state_dict()))
 
     def best_loss(self, last: int) -> float | None:
-        """The lowest evaluation loss of the run's checkpoints up to step `last`. Collective."""
-        paths = [path for path in steps_in(self._folder) if path.name <= step_of(last)]
-        best: float | None = self._world.gather(min(losses_of(paths).values(), default=None))[0]
+        """Return the lowest evaluation loss of checkpoints up to step `last`. Collective."""
+        paths = [p for p in list_checkpoints(self._run_dir) if p.name <= checkpoint_name(last)]
+        best: float | None = self._world.gather(min(eval_losses(paths).values(), default=None))[0]
         return best
 
     @property
     def saving(self) -> bool:
-        """Whether one is begun, and not at its end. The same on all ranks."""
-        return self._begun is not None
+        """True while a save is in progress. Equal on all ranks."""
+        return self._pending is not None
 
     def prepare(self) -> None:
-        """Let a thread get the memory for copies ready, so that the first takes no longer. Local.
+        """Allocate the snapshot memory in a thread, so that the first save is not slower. Local.
 
-        After the first step: only then the optimizer has its state.
+        Call it after the first step: the optimizer has no state before.
         """
-        nbytes = self._part().nbytes + _SPARE_BYTES
+        nbytes = self._shard().nbytes + _SPARE_BYTES
         device = self._world.device
         pinned_for = device if device.type == "cuda" else None
-        self._reserved = self._thread.submit(self._room.reserve, nbytes, pinned_for=pinned_for)
+        self._reserved = self._thread.submit(self._buffer.reserve, nbytes, pinned_for=pinned_for)
 
-    def begin(self, moment: TrainingState) -> None:
-        """Copy what is to be saved, and let a thread write it. Collective.
+    def begin(self, progress: RunProgress) -> None:
+        """Take a snapshot, and write it in a thread. Collective.
 
-        None may be begun: `finish` that first. What goes wrong is told by `advance`.
+        No other save may be in progress: call `finish` first. Errors are raised by `advance`.
         """
-        self._begin(moment, self._copied)
+        self._begin(progress, self._take_snapshot)
 
-    def save(self, moment: TrainingState) -> SavedCheckpoint:
-        """Save at once, without a copy. Collective. AgreedError as `advance`."""
-        self._begin(moment, self._settled)
+    def save(self, progress: RunProgress) -> SavedCheckpoint:
+        """Save synchronously, without a snapshot. Collective. Raises AgreedError as `advance`."""
+        self._begin(progress, self._synchronize)
         saved = self.finish()
-        self._thread.submit(lambda: None).result()  # older ones are removed by now
+        self._thread.submit(lambda: None).result()  # until old checkpoints are removed
         return saved
 
     def ready(self) -> int:
-        """Of how many ranks this rank knows that they would not wait in `advance`. Local.
+        """Return the number of ranks known on this rank to be ready for `advance`. Local.
 
-        Nobody would when the sum over all ranks is their number or more.
+        If the sum over all ranks is at least their number, `advance` does not wait.
         """
-        begun = self._begun
-        if begun is None:
+        save = self._pending
+        if save is None:
             return 0
-        if begun.published is not None:
-            return self._world.size if self._world.master and begun.published.done() else 0
-        return self._world.size if begun.place.given_up.is_set() else int(begun.wrote.done())
+        if save.published is not None:
+            return self._world.size if self._world.master and save.published.done() else 0
+        return self._world.size if save.folder.abandoned.is_set() else int(save.written.done())
 
     def advance(self) -> SavedCheckpoint | None:
-        """Take what was begun a stage further: to be published; then to be known as safe.
+        """Complete the present phase of a save: writing, then publishing. Collective.
 
-        Collective; waits where it has to. None before the last stage. AgreedError, with what is
-        wrong on which rank, if it cannot become a checkpoint; then it is given up, and those that
-        were there are as they were.
+        Waits as long as it must. Returns None after the first phase. Raises AgreedError, which
+        names the rank and the cause, if the save failed; earlier checkpoints are unchanged.
         """
-        begun = self._begun
-        assert begun is not None, "nothing is begun"
+        save = self._pending
+        assert save is not None, "no save is in progress"
         try:
-            if begun.published is None:
-                begun.published = self._publish(begun)
+            if save.published is None:
+                save.published = self._publish(save)
                 return None
             with self._world.agreement():
-                begun.published.result()
+                save.published.result()
         except AgreedError as error:
-            self._begun = None
+            self._pending = None
             if self._world.master:
-                writer.discard(begun.place)
-            raise AgreedError(f"{begun.target} was not saved: {error}", self._world.rank) from error
-        self._begun = None
-        return SavedCheckpoint(begun.target, begun.place.nbytes, time.perf_counter() - begun.start)
+                writer.discard(save.folder)
+            raise AgreedError(f"{save.target} was not saved: {error}", self._world.rank) from error
+        self._pending = None
+        return SavedCheckpoint(save.target, save.folder.nbytes, time.perf_counter() - save.start)
 
     def finish(self) -> SavedCheckpoint:
-        """Wait until what was begun is safe. Collective. AgreedError as `advance`."""
+        """Wait until the save in progress is complete. Collective. Raises as `advance`."""
         while (saved := self.advance()) is None:
             pass
         return saved
 
-    def _part(self) -> RankShare:
-        return RankShare(self._world, self._model, self._optimizer)
+    def _shard(self) -> CheckpointShard:
+        return CheckpointShard(self._world, self._model, self._optimizer)
 
-    def _copied(self, ranges: Iterable[ByteRange]) -> Iterable[ByteRange]:
+    def _take_snapshot(self, ranges: Iterable[TensorRange]) -> Iterable[TensorRange]:
         if self._reserved is not None:
             wait([self._reserved])
         buffers = {name for name, _ in self._model.named_buffers()}
-        self._copy = self._room.copied(
-            list(ranges), soon=lambda one: one.file == MODEL and one.name in buffers
+        self._snapshot = self._buffer.copy(
+            list(ranges), in_order=lambda item: item.file == MODEL and item.name in buffers
         )
-        return self._copy.ranges
+        return self._snapshot.ranges
 
     def _before_update(self, *_: Any) -> None:
-        """Let the optimizer change what was copied only when that is over."""
-        if self._copy is not None:
-            self._copy.before_changes()
-            self._copy = None
+        """Make the optimizer's update wait for the snapshot."""
+        if self._snapshot is not None:
+            self._snapshot.before_changes()
+            self._snapshot = None
 
-    def _settled(self, ranges: Iterable[ByteRange]) -> Iterable[ByteRange]:
-        """The same ranges, when nothing is queued that is yet to write them."""
+    def _synchronize(self, ranges: Iterable[TensorRange]) -> Iterable[TensorRange]:
+        """Return the ranges after the GPU has finished the work that computes them."""
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
         return ranges
 
     def _begin(
-        self, moment: TrainingState, taken: Callable[[Iterable[ByteRange]], Iterable[ByteRange]]
+        self,
+        progress: RunProgress,
+        stabilize: Callable[[Iterable[TensorRange]], Iterable[TensorRange]],
     ) -> None:
-        """Begin with a checkpoint of what `taken` makes of this rank's ranges."""
-        assert self._begun is None, "one is begun: finish that first"
+        """Start a save of this rank's ranges, after `stabilize` has made them safe to read."""
+        assert self._pending is None, "a save is in progress: call finish first"
         start = time.perf_counter()
         self._optimizer.wait_for_parameters()
-        mine = self._part()
-        everyone = self._world.gather_later(mine.told())
-        begun = _Begun(self._folder / step_of(moment.step), self._content(moment), start)
+        shard = self._shard()
+        outlines = self._world.gather_later(shard.outline())
+        target = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
+        save = _PendingSave(target, self._manifest(progress), start)
         try:
-            ranges = taken(mine.ranges())
-        except RuntimeError as error:  # torch has no memory for the copy
-            ranges = _raising(error)
-        begun.prepared = self._thread.submit(self._prepare, begun, mine, everyone)
-        header = self._world.master
-        begun.wrote = self._thread.submit(writer.write, begun.place, ranges, header=header)
-        self._begun = begun
+            ranges = stabilize(shard.ranges())
+        except RuntimeError as error:  # out of memory for the snapshot
+            ranges = _raise_when_read(error)
+        save.prepared = self._thread.submit(self._prepare, save, shard, outlines)
+        headers = self._world.master
+        save.written = self._thread.submit(writer.write, save.folder, ranges, headers=headers)
+        self._pending = save
 
     def _prepare(
-        self, begun: _Begun, mine: RankShare, everyone: CommFuture[list[RankContents]]
+        self, save: _PendingSave, shard: CheckpointShard, gathered: CommFuture[list[ShardOutline]]
     ) -> None:
-        """Find everything its place; on the master, make it. In the thread."""
+        """Lay out the files, and create them on the master. In the writing thread."""
         try:
-            told = _heard(everyone)
-            if any(theirs.refusal for theirs in told):
-                raise ValueError(
-                    rank_agreement.combined_refusals([theirs.refusal for theirs in told])
-                )
-            begun.content = replace(begun.content, kept=kept(told))
-            begun.place.partial = begun.target.with_name(f".{begun.target.name}.{told[0].token}")
-            begun.place.layouts = mine.layouts(told)
+            outlines = _poll(gathered)
+            _raise_any([outline.error for outline in outlines], ValueError)
+            save.manifest = replace(save.manifest, parameter_states=parameter_states(outlines))
+            save.folder.path = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
+            save.folder.layouts = shard.layouts(outlines)
             if self._world.master:
-                writer.make(begun.place)
+                writer.make_folder(save.folder)
         except BaseException:
-            begun.place.given_up.set()
+            save.folder.abandoned.set()
             raise
 
-    def _publish(self, begun: _Begun) -> Future[None]:
-        """Tell everyone what this rank has written, and let the master's thread publish it."""
+    def _publish(self, save: _PendingSave) -> Future[None]:
+        """Exchange what all ranks have written; the master's thread then publishes it."""
         try:
             with self._world.agreement():
-                begun.prepared.result()
+                save.prepared.result()
         except AgreedError:
-            begun.place.given_up.set()
-            wait([begun.wrote])
+            save.folder.abandoned.set()
+            wait([save.written])
             raise
-        begun.place.made.set()
-        wait([begun.wrote])
+        save.folder.created.set()
+        wait([save.written])
         try:
-            said = _Written(None, begun.wrote.result())
+            result = _WriteResult(None, save.written.result())
         except (OSError, ValueError, RuntimeError) as error:
-            said = _Written(str(error), {})
-        everyone = self._world.gather_later(said)
-        return self._thread.submit(self._make_valid, begun, everyone)
+            result = _WriteResult(str(error), {})
+        return self._thread.submit(self._complete, save, self._world.gather_later(result))
 
-    def _make_valid(self, begun: _Begun, everyone: CommFuture[list[_Written]]) -> None:
-        """Make a checkpoint of what all have written, on the master. In the thread."""
-        told = _heard(everyone)
-        if any(theirs.refusal for theirs in told):
-            raise OSError(rank_agreement.combined_refusals([theirs.refusal for theirs in told]))
+    def _complete(self, save: _PendingSave, gathered: CommFuture[list[_WriteResult]]) -> None:
+        """Publish the checkpoint, on the master, if all ranks have written. In the thread."""
+        results = _poll(gathered)
+        _raise_any([result.error for result in results], OSError)
         if not self._world.master:
             return
-        runs = _merged([theirs.runs for theirs in told])
-        wrote_s = time.perf_counter() - begun.start
-        writer.publish(
-            begun.place, begun.target, replace(begun.content, wrote_s=wrote_s, runs=runs)
+        content = replace(
+            save.manifest,
+            wrote_s=time.perf_counter() - save.start,
+            checksums=_merge([result.checksums for result in results]),
         )
-        self._thread.submit(writer.remove_old, self._folder, self._keep)
+        writer.publish(save.folder, save.target, content)
+        self._thread.submit(writer.remove_old, self._run_dir, self._keep)
 
-    def _content(self, moment: TrainingState) -> Manifest:
-        """What the manifest is to say of now. What is kept and written is not known yet."""
+    def _manifest(self, progress: RunProgress) -> Manifest:
+        """Return the manifest of the present state, to be completed by what all ranks write."""
         world, state = self._world, self._optimizer.state_dict()
         return Manifest(
-            step=moment.step,
+            step=progress.step,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"mntrain": __version__, "torch": torch.__version__},
             world={"ranks": world.size, "nodes": len(world.topology.nodes)},
-            config=dict(moment.config),
-            samples=moment.samples,
-            skipped_steps=moment.skipped_steps,
-            eval_loss=moment.eval_loss,
+            config=dict(progress.config),
+            samples=progress.samples,
+            skipped_steps=progress.skipped_steps,
+            eval_loss=progress.eval_loss,
             wrote_s=0.0,
-            groups=state["param_groups"],
+            param_groups=state["param_groups"],
             loss_scale=state["loss_scale"],
-            kept={},
-            runs={},
+            parameter_states={},
+            checksums={},
         )
 
 
-def _heard(everyone: CommFuture[T]) -> T:
-    """What everyone told, without a hand in how it comes."""
-    while not everyone.done:
-        time.sleep(_LISTEN_S)
-    return everyone.wait()
+def _poll(future: CommFuture[T]) -> T:
+    """Return a collective's result without driving it: the calling thread does that."""
+    while not future.done:
+        time.sleep(_POLL_S)
+    return future.wait()
 
 
-def _raising(error: Exception) -> Iterator[ByteRange]:
+def _raise_any(errors: Sequence[str | None], kind: type[Exception]) -> None:
+    """Raise one exception for the errors of all ranks, if there are any."""
+    if any(errors):
+        raise kind(combined_refusals(errors))
+
+
+def _raise_when_read(error: Exception) -> Iterator[TensorRange]:
     raise error
     yield
 
 
-def _merged(everywhere: Sequence[Runs]) -> Runs:
-    """What all ranks have written, in the order of the files."""
+def _merge(checksums: Sequence[Checksums]) -> Checksums:
+    """Merge what all ranks have written, in the order of each file."""
     return {
-        name: sorted((run for theirs in everywhere for run in theirs[name]), key=_start)
+        name: sorted((part for rank in checksums for part in rank[name]), key=lambda p: p.start)
         for name in FILES
     }
-
-
-def _start(run: ChecksummedRange) -> int:
-    return run.start

@@ -1,6 +1,6 @@
-"""Copies of what is to be saved, so that training may change it while it is written.
+"""Snapshots of the tensors to save, so that training may change them during the write.
 
-On a GPU nobody waits for a copy but who needs it:
+On a GPU the copy is asynchronous, and only its consumers wait for it:
 
     training stream   ... step | E1 | forward, backward        | wait E2, step ...
     side stream             wait E1 | copy to pinned memory | E2 |
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from mntrain.comm.device_copy import pin
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 
 
-class ByteRange(NamedTuple):
-    """Elements of a tensor of a file: flat, and from `low` on."""
+class TensorRange(NamedTuple):
+    """Elements of a tensor in a file: flat, the first of them being element `low`."""
 
     file: str
     name: str
@@ -29,90 +29,93 @@ class ByteRange(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Copies, perhaps still on their way."""
+    """Copies of ranges, which may still be in progress."""
 
-    ranges: Iterable[ByteRange]  # to be gone through once; waits until they are there
-    events: Sequence[torch.cuda.Event]  # of their ends, by device; none from host memory
+    ranges: Iterable[TensorRange]  # iterate once; waits for the copies
+    events: Sequence[torch.cuda.Event]  # the end of the copies, by device; empty on the CPU
 
     def before_changes(self) -> None:
-        """Let what is queued from now on, on this thread's streams, come after the copies."""
+        """Make the current streams wait for the copies, before the originals are changed."""
         for event in self.events:
             event.wait()
 
 
 class SnapshotBuffer:
-    """Host memory for copies. It is kept: fresh pages would cost more than the copy itself."""
+    """Host memory for snapshots, reused because fresh pages would cost more than the copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], object] | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # that copies are made on
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def reserve(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
-        """Have this much memory, with its pages; for copies from a GPU pinned."""
+        """Allocate and touch this much memory, pinned for copies from a GPU if one is given."""
         if self._unpin is not None:
             self._unpin()
-        self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
         self._memory.zero_()
         if pinned_for is not None and nbytes:
-            undo, _ = pin(self._memory, pinned_for)  # else copies are slower, and as right
-            self._unpin = weakref.finalize(self, _undo, undo, self._memory)
+            unpin, _ = pin(self._memory, pinned_for)  # unpinned copies are slower, but correct
+            self._unpin = weakref.finalize(self, _unpin_and_free, unpin, self._memory)
 
-    def copied(
-        self, ranges: Sequence[ByteRange], soon: Callable[[ByteRange], bool] = lambda one: False
-    ) -> "Snapshot":
-        """The same ranges in this memory, in place of what was copied before.
+    def copy(
+        self,
+        ranges: Sequence[TensorRange],
+        in_order: Callable[[TensorRange], bool] = lambda item: False,
+    ) -> Snapshot:
+        """Copy ranges into this memory, over the last snapshot.
 
-        From host memory all is there on return. From a device it is on its way into pinned memory,
-        on a stream of its own: `soon` are those that the next forward may change, which are copied
-        in order with it.
+        Copies from host memory are complete on return. Copies from a GPU are enqueued on a side
+        stream, except for the ranges that `in_order` selects: these are enqueued on the current
+        stream, because the next forward may change them.
         """
         starts, end = [], 0
-        for one in ranges:
+        for item in ranges:
             starts.append(end)
-            end += -(-one.flat.nbytes // _ALIGNED) * _ALIGNED
-        devices = {one.flat.device for one in ranges if one.flat.is_cuda}
+            end += -(-item.flat.nbytes // _ALIGNMENT) * _ALIGNMENT
+        devices = {item.flat.device for item in ranges if item.flat.is_cuda}
         if end > self._memory.numel():
             self.reserve(end, pinned_for=next(iter(devices), None))
-        copies = []
-        for one, start in zip(ranges, starts, strict=True):
-            there = self._memory[start : start + one.flat.nbytes].view(one.flat.dtype)
-            copies.append(one._replace(flat=there))
-        pairs = list(zip(copies, ranges, strict=True))
-        for copy, one in pairs:
-            if not one.flat.is_cuda or soon(one):
-                copy.flat.copy_(one.flat.detach(), non_blocking=True)
-        later = [(copy.flat, one.flat) for copy, one in pairs if one.flat.is_cuda and not soon(one)]
-        events = [self._aside(device, later) for device in devices]
-        return Snapshot(_when(events, copies) if events else copies, events)
+        copies, on_side_stream = [], []
+        for item, start in zip(ranges, starts, strict=True):
+            target = self._memory[start : start + item.flat.nbytes].view(item.flat.dtype)
+            copies.append(item._replace(flat=target))
+            if item.flat.is_cuda and not in_order(item):
+                on_side_stream.append((target, item.flat))
+            else:
+                target.copy_(item.flat.detach(), non_blocking=True)
+        events = [self._copy_on_side_stream(device, on_side_stream) for device in devices]
+        return Snapshot(_after(events, copies) if events else copies, events)
 
-    def _aside(
+    def _copy_on_side_stream(
         self, device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]
     ) -> torch.cuda.Event:
-        """Copy what lies on a device, after what is queued there; the event of the end of all."""
+        """Enqueue copies from one device after its present work; return the event of their end."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
-        done = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        done = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
         with torch.cuda.stream(stream):
-            for there, flat in pairs:
+            for target, flat in pairs:
                 if flat.device == device:
-                    there.copy_(flat.detach(), non_blocking=True)
-                    flat.record_stream(stream)  # which may be a copy that nobody else holds
+                    target.copy_(flat.detach(), non_blocking=True)
+                    flat.record_stream(stream)  # `flat` may be a temporary with no other owner
             done.record(stream)
         return done
 
 
-def _undo(undo: Callable[[], object], memory: Tensor) -> None:
-    """Unpin memory, which stays until then."""
-    undo()
+def _unpin_and_free(unpin: Callable[[], object], memory: Tensor) -> None:
+    """Unpin memory; the reference in the finalizer keeps it alive until then."""
+    unpin()
     del memory
 
 
-def _when(events: Iterable[torch.cuda.Event], ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
-    """Ranges, once they are there. Waits in the thread that reads them."""
+def _after(
+    events: Iterable[torch.cuda.Event], ranges: Iterable[TensorRange]
+) -> Iterator[TensorRange]:
+    """Yield the ranges after waiting for events, in the thread that iterates."""
     for event in events:
         event.synchronize()
     yield from ranges

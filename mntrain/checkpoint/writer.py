@@ -1,13 +1,12 @@
-"""What one rank does on the disk for a checkpoint, in a thread of its own: no MPI here.
+"""File operations of a rank during a save, in a thread of their own. No MPI.
 
 RUN/checkpoints/.step-00000050.<token>/     while it is written
-RUN/checkpoints/step-00000050/              when every rank's part is safe on the disk
+RUN/checkpoints/step-00000050/              after every rank's part is on the disk
 
-The master makes the folder under yet another name, with all files at their full length, and renames
-it, so that who sees it can write at once.
+The master creates the folder under a third name, with all files at full length, and renames it:
+a rank that sees the folder can write at once.
 """
 
-import errno
 import os
 import shutil
 import threading
@@ -18,23 +17,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mntrain.checkpoint import manifest
-from mntrain.checkpoint.discovery import losses_of, steps_in
-from mntrain.checkpoint.format import ChecksummedRange, FileLayout, RangeWriter, create
+from mntrain.checkpoint.format import (
+    ChecksummedRange,
+    FileLayout,
+    RangeWriter,
+    create,
+    describe_write_error,
+    sync_folder,
+)
 from mntrain.checkpoint.manifest import Manifest
-from mntrain.checkpoint.snapshot import ByteRange
+from mntrain.checkpoint.reader import eval_losses, list_checkpoints
+from mntrain.checkpoint.snapshot import TensorRange
 
-_LOOK_S = 0.01
-_SEEN_S = 60.0  # in which a folder that is there has to be seen by all nodes
+_POLL_S = 0.01
+_VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
 
 @dataclass
 class CheckpointFolder:
-    """Where a checkpoint is written, and what is known of it so far."""
+    """The temporary folder of a save, filled in as the save proceeds."""
 
-    partial: Path = Path()
+    path: Path = Path()
     layouts: Mapping[str, FileLayout] = field(default_factory=dict)
-    made: threading.Event = field(default_factory=threading.Event)  # the master says so
-    given_up: threading.Event = field(default_factory=threading.Event)  # it never will be
+    created: threading.Event = field(default_factory=threading.Event)  # by the master
+    abandoned: threading.Event = field(default_factory=threading.Event)  # will not be created
 
     @property
     def nbytes(self) -> int:
@@ -42,117 +48,97 @@ class CheckpointFolder:
         return sum(layout.nbytes for layout in self.layouts.values())
 
 
-def make(place: CheckpointFolder) -> None:
-    """Make the folder and its files. OSError; where there is no room, with how much is needed."""
-    unseen = place.partial.with_name(f"{place.partial.name}.new")
+def make_folder(folder: CheckpointFolder) -> None:
+    """Create the folder and its files, on the master. Raises OSError, as of a full disk."""
+    hidden = folder.path.with_name(f"{folder.path.name}.new")
     try:
-        unseen.mkdir(parents=True)
-        for name, layout in place.layouts.items():
-            create(unseen / name, layout.nbytes)
-        unseen.rename(place.partial)
+        hidden.mkdir(parents=True)
+        for name, layout in folder.layouts.items():
+            create(hidden / name, layout.nbytes)
+        hidden.rename(folder.path)
     except OSError as error:
-        shutil.rmtree(unseen, ignore_errors=True)
-        raise OSError(_without_room(place, error)) from error
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise OSError(describe_write_error(error, folder.nbytes, folder.path.parent)) from error
 
 
 def write(
-    place: CheckpointFolder, ranges: Iterable[ByteRange], *, header: bool
+    folder: CheckpointFolder, ranges: Iterable[TensorRange], *, headers: bool
 ) -> dict[str, list[ChecksummedRange]]:
-    """Write these ranges, and the files' headers if asked to, when the folder is there.
+    """Write ranges, and the files' headers if requested, once the folder exists.
 
-    Returns when they are on the disk; gives what was written, by file. OSError.
+    Returns the written ranges by file, after they are on the disk. Raises OSError.
     """
-    _await(place)
+    _wait_for(folder)
     with ExitStack() as files:
         writers = {
-            name: files.enter_context(RangeWriter(place.partial / name, layout))
-            for name, layout in place.layouts.items()
+            name: files.enter_context(RangeWriter(folder.path / name, layout))
+            for name, layout in folder.layouts.items()
         }
-        for writer in writers.values() if header else ():
-            writer.header()
-        for one in ranges:
-            writers[one.file].write(one.name, one.flat.cpu(), one.low)
+        if headers:
+            for writer in writers.values():
+                writer.write_header()
+        for item in ranges:
+            writers[item.file].write(item.name, item.flat.cpu(), item.low)
         for writer in writers.values():
             writer.sync()
-        return {name: writer.runs for name, writer in writers.items()}
+        return {name: writer.ranges for name, writer in writers.items()}
 
 
-def publish(place: CheckpointFolder, target: Path, written: Manifest) -> None:
-    """Make a checkpoint of a folder whose other files are safe: the manifest, then one rename.
+def publish(folder: CheckpointFolder, target: Path, content: Manifest) -> None:
+    """Write the manifest, then rename the folder to `target`, which makes it a checkpoint.
 
-    OSError, and ValueError for what a manifest cannot say.
+    All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
     """
-    file = os.open(place.partial / manifest.FILE, os.O_WRONLY | os.O_CREAT, 0o666)
+    file = os.open(folder.path / manifest.FILE, os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(file, "w", encoding="utf-8") as text:
-        text.write(written.to_json())
+        text.write(content.to_json())
         text.flush()
         os.fsync(text.fileno())
-    _sync_folder(place.partial)
-    if target.exists():  # a damaged one: a sound one would have been resumed from
+    sync_folder(folder.path)
+    if target.exists():  # damaged, or the job would have resumed from it
         target.rename(target.with_name(f".{target.name}.old"))
-    place.partial.rename(target)
-    _sync_folder(target.parent)
+    folder.path.rename(target)
+    sync_folder(target.parent)
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Keep the newest few checkpoints, and that of the lowest evaluation loss.
+def remove_old(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the one of the lowest evaluation loss.
 
-    What cannot be removed today is removed next time.
+    A folder that cannot be removed is left to the next call.
     """
     with suppress(OSError):
-        for other in folder.glob(".*"):
-            shutil.rmtree(other)
-        for path in _superfluous(steps_in(folder), keep):
-            # Renamed first: what is half removed is no checkpoint.
-            gone = path.with_name(f".{path.name}.old")
-            path.rename(gone)
-            shutil.rmtree(gone)
+        for leftover in (run_dir / "checkpoints").glob(".*"):
+            shutil.rmtree(leftover)
+        paths = list_checkpoints(run_dir)
+        losses = eval_losses(paths)
+        best = min(losses, key=losses.__getitem__, default=None)
+        for path in paths[keep:]:
+            if path != best:
+                # Renamed first: a half-removed folder must not look like a checkpoint.
+                removed = path.with_name(f".{path.name}.old")
+                path.rename(removed)
+                shutil.rmtree(removed)
 
 
-def discard(place: CheckpointFolder) -> None:
-    """Remove what was written so far."""
-    if place.partial.name:
-        shutil.rmtree(place.partial, ignore_errors=True)
+def discard(folder: CheckpointFolder) -> None:
+    """Remove the temporary folder of a save that failed."""
+    if folder.path.name:
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _await(place: CheckpointFolder) -> None:
-    """Wait until the folder is there. FileNotFoundError when the master has it, and it is not."""
-    until = None
+def _wait_for(folder: CheckpointFolder) -> None:
+    """Wait until the folder is visible. Raises FileNotFoundError if only the master sees it."""
+    deadline = None
     while True:
-        if place.given_up.is_set():
-            raise FileNotFoundError("it was given up")
-        if place.partial.is_dir():
+        if folder.abandoned.is_set():
+            raise FileNotFoundError("the save was abandoned")
+        if folder.path.is_dir():
             return
-        if place.made.is_set():
-            until = until or time.monotonic() + _SEEN_S
-            if time.monotonic() > until:
+        if folder.created.is_set():
+            deadline = deadline or time.monotonic() + _VISIBLE_WITHIN_S
+            if time.monotonic() > deadline:
                 raise FileNotFoundError(
-                    f"{place.partial.parent} is not what rank 0 sees: is it on a file system that "
+                    f"{folder.path.parent} is not what rank 0 sees: is it on a file system that "
                     "all nodes share?"
                 )
-        place.given_up.wait(_LOOK_S)
-
-
-def _without_room(place: CheckpointFolder, error: OSError) -> str:
-    folder = place.partial.parent
-    if error.errno != errno.ENOSPC or not folder.exists():
-        return f"{folder}: {error.strerror}"
-    free = shutil.disk_usage(folder).free
-    return (
-        f"{error.strerror}: it needs {place.nbytes / 1e6:.1f} MB, of which {free / 1e6:.1f} MB "
-        f"are free in {folder} now"
-    )
-
-
-def _superfluous(newest_first: list[Path], keep: int) -> list[Path]:
-    losses = losses_of(newest_first)
-    best = min(losses, key=lambda path: losses[path], default=None)
-    return [path for path in newest_first[keep:] if path != best]
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        folder.abandoned.wait(_POLL_S)

@@ -20,7 +20,7 @@ from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.intranode import CommContext
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.node_first import NodeFirstCollectives
+from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.pending import Future
 from mntrain.comm.shared_flags import SharedFlags
 from mntrain.comm.shared_memory import NodeSharedMemory
@@ -263,7 +263,7 @@ class WorldCollectives:
         first, devices = self._options.node_first, self._devices
         if self._options.transport != "nccl" or first is None or devices is None:
             return None
-        if algorithm.host_only or call.verb not in first.verbs or not devices.copier.has(tensor):
+        if algorithm.host_only or call.verb not in first.verbs or not devices.copier.owns(tensor):
             return None
         if call.verb == "all_reduce":
             return first.all_reduce(tensor, call.wire)

@@ -1,9 +1,9 @@
-"""Collectives whose messages MPI takes from a device's memory, and puts there (CUDA-aware MPI).
+"""Collectives over CUDA-aware MPI, which reads and writes device memory.
 
-The same steps as on the host, on device tensors: messages go point to point, also within the node,
-and sums are made on the device, in fp32 or wider, beside the caller's stream. Never a non-blocking
-collective of MPI's on device memory, which crashes in Open MPI; and nobody waits for the device:
-steps ask for a mark where MPI is to read what was computed, or to write where something was read.
+The steps are those of host tensors. All messages are point to point, within the node as well:
+non-blocking collectives of device memory crash in Open MPI. Sums are made on the device, in fp32 or
+wider, on a side stream. The host does not wait for the device: where MPI is to read a computed
+result, or to overwrite memory that a kernel reads, a step polls an event.
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from zero.collectives import Work
 
 
 class DeviceAccess:
-    """A tensor of a device that MPI works on directly."""
+    """Access to a device tensor that MPI uses in place."""
 
     reachable = False
 
@@ -23,33 +23,33 @@ class DeviceAccess:
         self.host, self._copier, self._ready = tensor, copier, ready
 
     def begin(self) -> None:
-        """See `Loan.begin`: the content stays where it is."""
+        """Do nothing: the content stays where it is."""
 
     def here(self) -> bool:
-        """See `Loan.here`: the caller's work on the tensor is done."""
-        return self._ready.over()
+        """Return True when the caller's work on the tensor is done."""
+        return self._ready.query()
 
     def give_back(self) -> Work:
-        """See `Loan.give_back`."""
-        with self._copier.beside():
-            return StreamOrderedWork([self._copier.mark()])
+        """Return work that ends with the side stream's work so far."""
+        with self._copier.side_stream():
+            return StreamOrderedWork([self._copier.record_event()])
 
 
 class SideStream:
-    """Runs steps beside the caller's work on the device, and knows when they are through."""
+    """Runs the steps of a collective on a side stream of the device."""
 
     def __init__(self, copier: DeviceCopy) -> None:
         self._copier = copier
 
     def fence(self) -> Steps[None]:
-        """See `Tools.fence`."""
-        yield self._copier.mark().over
+        """Wait until the work given to the current stream so far is done."""
+        yield self._copier.record_event().query
 
     def run(self, steps: Steps[None]) -> Steps[None]:
-        """The steps, each given to the device beside what the caller gives it."""
+        """Run each step with the side stream as the current one."""
         while True:
-            with self._copier.beside():
-                ask = next(steps, None)
-            if ask is None:
+            with self._copier.side_stream():
+                condition = next(steps, None)
+            if condition is None:
                 return
-            yield ask
+            yield condition

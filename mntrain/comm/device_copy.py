@@ -1,7 +1,7 @@
-"""Copies between a device's memory and the host's, which go on while the host does something else.
+"""Asynchronous copies between the memory of a device and of the host.
 
-Nothing here waits, but for what the host copies itself. A `DeviceEvent` is a point in a device's work: the
-host asks whether it is over, and streams wait for it.
+Nothing here waits for the device. A `DeviceEvent` is a point in a device's work that the host
+queries and that streams wait for.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,152 +16,165 @@ from torch import Tensor
 class DeviceEvent(Protocol):
     """A point in a device's work."""
 
-    def over(self) -> bool:
-        """Whether the device has come so far. Asks, and does not wait."""
+    def query(self) -> bool:
+        """Return True if the device has reached the point. Does not wait."""
 
-    def order(self) -> None:
-        """Let what the caller gives the device from now on come after it."""
+    def wait_on_stream(self) -> None:
+        """Make later work on the caller's current stream wait for the point."""
 
 
 class DeviceCopy(Protocol):
-    """Starts copies between one device and host memory. One thread at a time uses it."""
+    """Copies between one device and host memory. One thread at a time uses it."""
 
-    concern: str  # what makes copies slower than they could be, if anything does
+    warning: str  # the reason why copies are slower than they could be; empty if they are not
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the device."""
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True if a tensor lies on the device."""
 
-    def mark(self) -> DeviceEvent:
-        """What the caller has given the device so far."""
+    def record_event(self) -> DeviceEvent:
+        """Return the point that the caller's current stream reaches next."""
 
     def pin(self, memory: Tensor) -> Callable[[], object]:
-        """Make a piece of host memory fit for copies; gives what undoes it."""
+        """Page-lock host memory for fast copies, and return the function that unlocks it."""
 
-    def fetch(
+    def copy_to_host(
         self, host: Tensor, parts: Sequence[Tensor], after: Sequence[DeviceEvent]
     ) -> DeviceEvent:
-        """Copy tensors of the device into host memory, one behind the other."""
+        """Start to copy tensors of the device into host memory, end to end; return the end."""
 
-    def bring(
+    def copy_to_device(
         self, parts: Sequence[Tensor], host: Tensor, after: Sequence[DeviceEvent]
     ) -> DeviceEvent:
-        """Copy host memory into tensors of the device, which lie in it one behind the other."""
+        """Start to copy host memory into tensors of the device, end to end; return the end."""
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """What the caller gives the device inside goes on beside the caller's other work."""
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Return a context whose device work runs on a stream of its own."""
+
+    def record_stream(self, tensor: Tensor) -> None:
+        """Keep the tensor's memory from reuse until the current stream has finished with it."""
 
 
 class CompletedEvent:
-    """What has happened already."""
+    """An event that has happened."""
 
-    def over(self) -> bool:
-        """See `DeviceEvent.over`."""
+    def query(self) -> bool:
+        """Return True."""
         return True
 
-    def order(self) -> None:
-        """See `DeviceEvent.order`."""
+    def wait_on_stream(self) -> None:
+        """Do nothing."""
 
 
 class HostCopy:
-    """The host, where a copy is over when the call returns."""
+    """Copies on the host, which are complete when the call returns."""
 
-    concern = ""
+    warning = ""
 
-    def has(self, tensor: Tensor) -> bool:
-        """See `DeviceCopy.has`."""
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True for a tensor on the CPU."""
         return tensor.device.type == "cpu"
 
-    def mark(self) -> DeviceEvent:
-        """See `DeviceCopy.mark`."""
+    def record_event(self) -> DeviceEvent:
+        """Return a completed event."""
         return CompletedEvent()
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """See `DeviceCopy.beside`: the host has no beside."""
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Return an empty context: the host has no streams."""
         return nullcontext()
 
+    def record_stream(self, tensor: Tensor) -> None:
+        """Do nothing."""
+
     def pin(self, memory: Tensor) -> Callable[[], object]:
-        """See `DeviceCopy.pin`: nothing to do."""
+        """Do nothing."""
         return lambda: None
 
-    def fetch(
+    def copy_to_host(
         self, host: Tensor, parts: Sequence[Tensor], after: Sequence[DeviceEvent]
     ) -> DeviceEvent:
-        """See `DeviceCopy.fetch`."""
-        for place, part in zip(laid_out(host, parts), parts, strict=True):
-            place.copy_(part)
+        """Copy tensors into host memory, end to end."""
+        for target, source in zip(split_like(host, parts), parts, strict=True):
+            target.copy_(source)
         return CompletedEvent()
 
-    def bring(
+    def copy_to_device(
         self, parts: Sequence[Tensor], host: Tensor, after: Sequence[DeviceEvent]
     ) -> DeviceEvent:
-        """See `DeviceCopy.bring`."""
-        for place, part in zip(laid_out(host, parts), parts, strict=True):
-            part.copy_(place)
+        """Copy host memory into tensors, end to end."""
+        for target, source in zip(parts, split_like(host, parts), strict=True):
+            target.copy_(source)
         return CompletedEvent()
 
 
 class CudaEvent:
-    """An event of a CUDA device."""
+    """A point in a CUDA stream, recorded at construction."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()
         self.event.record(stream)
         self._device = stream.device
 
-    def over(self) -> bool:
-        """See `DeviceEvent.over`."""
+    def query(self) -> bool:
+        """Return True if the stream has reached the point."""
         return bool(self.event.query())
 
-    def order(self) -> None:
-        """See `DeviceEvent.order`: the caller's current stream waits, and the host does not."""
+    def wait_on_stream(self) -> None:
+        """Make the caller's current stream wait; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
 class CudaCopy:
-    """A CUDA device, with a stream for each direction: copies there and back go on at once.
+    """Copies of a CUDA device, with one stream for each direction and one for computation.
 
-    And one for what is computed on the device meanwhile.
+    caller's stream    backward | e0            | ...
+    copy to host                  wait e0, copy | e1
+    side stream                                   wait e1, add | e2
+    copy to device                                               wait e2, copy
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.concern = ""
-        self._down, self._up, self._beside = (torch.cuda.Stream(device) for _ in range(3))
+        self.warning = ""
+        self._to_host, self._to_device, self._side = (torch.cuda.Stream(device) for _ in range(3))
 
-    def has(self, tensor: Tensor) -> bool:
-        """See `DeviceCopy.has`."""
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True for a tensor on this device."""
         return tensor.device == self._device
 
-    def mark(self) -> DeviceEvent:
-        """See `DeviceCopy.mark`: on the caller's current stream."""
+    def record_event(self) -> DeviceEvent:
+        """Record an event on the caller's current stream."""
         return CudaEvent(torch.cuda.current_stream(self._device))
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """See `DeviceCopy.beside`."""
-        return torch.cuda.stream(self._beside)
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Make the stream for computation the current one."""
+        return torch.cuda.stream(self._side)
+
+    def record_stream(self, tensor: Tensor) -> None:
+        """Tell torch's allocator that the current stream uses the tensor."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def pin(self, memory: Tensor) -> Callable[[], object]:
-        """See `DeviceCopy.pin`. Where the driver refuses, copies are right, but slower."""
-        unpin, self.concern = pin(memory, self._device)
+        """Page-lock memory. Where the driver refuses, copies still work, but are slower."""
+        unpin, self.warning = pin(memory, self._device)
 
-        def when_done() -> None:
-            self._down.synchronize()
-            self._up.synchronize()
+        def unpin_when_idle() -> None:
+            self._to_host.synchronize()
+            self._to_device.synchronize()
             unpin()
 
-        return when_done
+        return unpin_when_idle
 
-    def fetch(
+    def copy_to_host(
         self, host: Tensor, parts: Sequence[Tensor], after: Sequence[DeviceEvent]
     ) -> DeviceEvent:
-        """See `DeviceCopy.fetch`."""
-        return self._copy(self._down, zip(laid_out(host, parts), parts, strict=True), after)
+        """Copy on the stream to the host, after the events."""
+        return self._copy(self._to_host, zip(split_like(host, parts), parts, strict=True), after)
 
-    def bring(
+    def copy_to_device(
         self, parts: Sequence[Tensor], host: Tensor, after: Sequence[DeviceEvent]
     ) -> DeviceEvent:
-        """See `DeviceCopy.bring`."""
-        return self._copy(self._up, zip(parts, laid_out(host, parts), strict=True), after)
+        """Copy on the stream to the device, after the events."""
+        return self._copy(self._to_device, zip(parts, split_like(host, parts), strict=True), after)
 
     def _copy(
         self,
@@ -170,21 +183,22 @@ class CudaCopy:
         after: Sequence[DeviceEvent],
     ) -> DeviceEvent:
         with torch.cuda.stream(stream):
-            for mark in after:
-                mark.order()
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
-                for tensor in (to, source):
-                    if tensor.is_cuda:  # its memory is not given away before this stream is done
+            for event in after:
+                event.wait_on_stream()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+                for tensor in (target, source):
+                    if tensor.is_cuda:
                         tensor.record_stream(stream)
             return CudaEvent(stream)
 
 
 def pin(memory: Tensor, device: torch.device) -> tuple[Callable[[], object], str]:
-    """Pin host memory where it is, for a GPU. Local.
+    """Page-lock host memory in place, for a GPU. Local.
 
-    Gives what undoes it, to be called before the memory goes, and why it cannot be, if it cannot.
-    torch's own pinned memory comes in powers of two, and is never given back.
+    Return the function that unlocks it, to be called before the memory is freed, and the reason if
+    the driver refuses. torch's own pinned memory is not used: it comes in powers of two and is
+    never given back.
     """
     runtime: Any = torch.cuda.cudart()
     address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
@@ -192,11 +206,11 @@ def pin(memory: Tensor, device: torch.device) -> tuple[Callable[[], object], str
         refused = int(runtime.cudaHostRegister(address, nbytes, 0))
         if not refused:
             return lambda: runtime.cudaHostUnregister(address), ""
-        with suppress(RuntimeError):  # the next launch finds that error: let it be this one
+        with suppress(RuntimeError):  # clear the error, which the next launch would report
             torch.ones(1, device=device)
     return lambda: None, f"the driver does not pin {nbytes} bytes of host memory (error {refused})"
 
 
-def laid_out(host: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Where tensors lie one behind the other in host memory of their dtype."""
+def split_like(host: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of host memory with the lengths of `parts`, end to end."""
     return [host[low:high] for low, high in pairwise(accumulate(map(len, parts), initial=0))]

@@ -15,6 +15,7 @@ So the oldest unfinished chunk can always continue, and no circle of waiting ran
 import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,7 +50,20 @@ class WakeEvent:
         self._unset.acquire(blocking=False)
 
 
+class _UnwokenEngine(threading.local):
+    """The engine to which this thread last submitted an operation that woke no thread."""
+
+    engine: "weakref.ref[ProgressEngine] | None" = None
+
+    def switch_to(self, engine: "ProgressEngine") -> None:
+        """Wake the thread of another engine before this thread leaves its queue for `engine`."""
+        last = self.engine() if self.engine is not None else None
+        if last is not None and last is not engine and not last.idle:
+            last._wake.set()
+
+
 Task = PendingCollective[Any] | Callable[[], None]
+_unwoken = _UnwokenEngine()
 
 
 class ProgressEngine:
@@ -61,6 +75,7 @@ class ProgressEngine:
     """
 
     def __init__(self) -> None:
+        self._reference = weakref.ref(self)
         self._queue: deque[Task] = deque()
         self._active: deque[PendingCollective[Any]] = deque()
         self._backoff = Backoff()
@@ -79,16 +94,20 @@ class ProgressEngine:
     def submit(self, operation: Operation[T]) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
-        An operation that does not wake the thread is progressed, in the order of the queue, by
-        whichever caller waits for any future of this engine, or by the thread when another
-        submission or a `call` wakes it. It needs no caller that waits for itself: every rank must
-        only, at some later time, wait for a future, submit an operation that wakes the thread, or
-        `call` (as `close` does). Ranks may differ in which of these they do and when. A rank that
-        has none of them to do delays the others but blocks nobody for good, because it drives its
-        whole queue, in order, before its own wait returns.
+        An operation that does not wake the thread is progressed, in the order of the queue, by a
+        caller that waits for any future of this engine, or by the thread when another submission
+        or a `call` wakes it. No rank has to wait for this very operation; but until each rank has
+        waited for some future, submitted an operation that wakes the thread, or used `call` (as
+        `close` does), the other ranks' waits do not end. Ranks may differ in which of these they
+        do, and when, without a deadlock: each of them progresses the whole queue, in one order. A
+        thread that turns to another engine wakes the thread of this one first. It must not wait for
+        other ranks in any other way, such as a blocking MPI call, while the operation is pending.
         """
         future: Future[T] = Future(self.drive_until)
         self._put(PendingCollective(operation, future), wake=operation.wakes_thread)
+        if not operation.wakes_thread:
+            _unwoken.switch_to(self)
+            _unwoken.engine = self._reference
         return future
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -101,6 +120,7 @@ class ProgressEngine:
         """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
         if future.done:
             return
+        _unwoken.switch_to(self)
         self._waiters.append(None)
         try:
             if self._turn.locked():

@@ -1,70 +1,218 @@
-"""NCCL among the GPUs of a node, by CuPy's bindings; its ranks find each other over MPI.
+"""Collectives of GPU tensors that stay on the GPUs within a node: NCCL there, MPI between nodes.
 
-NCCL moves bytes here: the sends and receives of one call form a group, which starts together.
-Source: NCCL's user guide, "Point-to-point communication" and "Group calls".
+    all-reduce       exchange lanes, add | all-reduce of the own lane     | exchange sums
+    reduce-scatter   exchange lanes, add | reduce-scatter of the own lane |
+    all-gather       (one node only)                                      | exchange shards
+
+NCCL only moves bytes, in torch's `ProcessGroupNCCL.alltoall`. The owner of a lane adds it in the
+order of local ranks, in fp32 or wider. So sums have the same bits by every transport and at every
+ZeRO stage, which NCCL's own reductions do not promise. All nodes have equally many ranks.
+
+On one node, all work is given to the GPU when a collective starts, and so in one order on all
+ranks. On several nodes, the last exchange of an all-reduce starts when a caller waits for it, and
+so all ranks have to start and to wait in one order. An all-gather, for which each rank waits when
+it needs the result, goes through host memory there.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from mntrain.comm.device_copy import DeviceCopy, DeviceEvent
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.node_first import Messages
+from zero.collectives import Collectives, CompletedWork, Work
+from zero.kernels import Kernels
+from zero.layout import split
+
+# Ranks may wait for each other for as long as they like, for instance during a checkpoint.
+TIMEOUT = timedelta(days=30)
 
 
-class NcclGroup:
-    """See `nodefirst.NodeGroup`. Construction is collective over the node group, and blocks.
+class DeviceGroup(Protocol):
+    """The part of torch's process group backends that is used here."""
 
-    Each rank has a GPU of its own. Raises ImportError where there is no CuPy, or no NCCL for it.
+    def rank(self) -> int:
+        """Return the local rank."""
+
+    def size(self) -> int:
+        """Return the number of ranks of the node."""
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
+        """Send `inputs[i]` to rank i and receive `outputs[i]` from it, on the current stream.
+
+        Collective over the node. Return a work object whose `wait` orders the current stream.
+        """
+
+
+class NodeFirstCollectives:
+    """All-reduce, reduce-scatter and all-gather of tensors on the devices of a node's ranks.
+
+    `group` connects the devices of the node; `cross` are the collectives of the ranks with this
+    local rank, ordered by node. The verbs take flat contiguous tensors of any dtype, in place.
     """
 
-    def __init__(self, node: Communicator, device: torch.device) -> None:
-        self.rank, self.size = node.rank, node.size
-        self._device = device
-        self._nccl = nccl = bindings()
-        name, why = node.gather_objects(_name(nccl) if node.rank == 0 else None)[0]
-        if why:
-            raise RuntimeError(why)
-        with torch.cuda.device(device):
-            self._comm = nccl.NcclCommunicator(node.size, name, node.rank)
+    def __init__(
+        self, group: DeviceGroup, cross: Collectives, copier: DeviceCopy, kernels: Kernels
+    ) -> None:
+        self._group, self._cross = group, cross
+        self._copier, self._kernels = copier, kernels
+        self._rank, self._size = group.rank(), group.size()
+        self._one_node = cross.size == 1
+        self.verbs = {"all_reduce", "reduce_scatter"} | (
+            {"all_gather"} if self._one_node else set()
+        )
 
-    def exchange(self, sends: Messages, receives: Messages) -> None:
-        """See `nodefirst.NodeGroup.exchange`."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        nccl = self._nccl
-        calls = [(self._comm.send, sends), (self._comm.recv, receives)]
-        nccl.groupStart()
+    def all_reduce(self, tensor: Tensor, wire: torch.dtype | None) -> Work:
+        """Sum a tensor over all ranks."""
+
+        def exchange(lane: Tensor) -> Work:
+            return self._cross.all_reduce(lane, wire)
+
+        return self._start(tensor, split(len(tensor), self._size), exchange, gather=True)
+
+    def reduce_scatter(
+        self, tensor: Tensor, bounds: Sequence[int], wire: torch.dtype | None
+    ) -> Work:
+        """Sum this rank's shard over all ranks. The other shards are overwritten.
+
+        Slots are ordered by local rank, then by node: the shards of a lane are contiguous.
+        """
+        nodes = self._cross.size
+        first = self._rank * nodes
+        shards = [bound - bounds[first] for bound in bounds[first : first + nodes + 1]]
+
+        def exchange(lane: Tensor) -> Work:
+            return self._cross.reduce_scatter(lane, shards, wire)
+
+        return self._start(tensor, bounds[::nodes], exchange, gather=False)
+
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """Collect every rank's shard, on one node."""
+        return self._start(tensor, bounds, None, gather=True)
+
+    def _start(
+        self,
+        tensor: Tensor,
+        bounds: Sequence[int],
+        exchange: Callable[[Tensor], Work] | None,
+        *,
+        gather: bool,
+    ) -> Work:
+        """Sum lanes within the node and start the exchange between nodes, on the side stream.
+
+        `exchange` is None for a collective without sums; `gather` says that every rank gets every
+        lane at the end.
+        """
+        if not len(tensor):
+            return CompletedWork()
+        lanes = [tensor[low:high] for low, high in pairwise(bounds)]
+        work: Work = CompletedWork()
+        ready = self._copier.record_event()
+        with self._copier.side_stream():
+            ready.wait_on_stream()
+            self._copier.record_stream(tensor)
+            if exchange is not None:
+                self._sum_own_lane(lanes)
+                work = exchange(lanes[self._rank])
+
+        def finish() -> DeviceEvent:
+            with self._copier.side_stream():
+                work.wait()
+                if gather:
+                    self._gather_lanes(lanes)
+                return self._copier.record_event()
+
+        pending = NodeFirstWork(finish)
+        if self._one_node:
+            pending.finish()
+        return pending
+
+    def _sum_own_lane(self, lanes: Sequence[Tensor]) -> None:
+        """Receive this rank's lane from all ranks of the node and add it up in place."""
+        own = lanes[self._rank]
+        addends = [
+            own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)
+        ]
+        self._exchange(addends, lanes)
+        self._kernels.add(addends, own)
+
+    def _gather_lanes(self, lanes: Sequence[Tensor]) -> None:
+        """Send this rank's lane to all ranks of the node, and receive theirs in place."""
+        self._exchange(lanes, [lanes[self._rank]] * self._size)
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Exchange tensors with the other ranks of the node, as bytes: NCCL lacks some dtypes."""
+
+        def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+            views = [tensor.view(torch.uint8) for tensor in tensors]
+            views[self._rank] = views[self._rank][:0]  # a rank sends itself nothing
+            return views
+
+        self._group.alltoall(as_bytes(outputs), as_bytes(inputs)).wait()
+
+
+class NodeFirstWork:
+    """A collective whose last part is given to the device at once, or when somebody waits."""
+
+    def __init__(self, finish: Callable[[], DeviceEvent]) -> None:
+        self._finish = finish
+        self._end: DeviceEvent | None = None
+
+    def finish(self) -> DeviceEvent:
+        """Give the last part to the device, once, and return its end."""
+        if self._end is None:
+            self._end = self._finish()
+        return self._end
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for the collective."""
+        self.finish().wait_on_stream()
+
+
+def connect(node: Communicator, device: torch.device) -> Any:
+    """Return torch's NCCL process group of a node's GPUs. Collective over the node; blocks.
+
+    Every rank has a GPU of its own. The ranks find each other over MPI; torch's default process
+    group is not used. Raises RuntimeError where torch has no NCCL or the ranks cannot connect.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        raise RuntimeError("this build of torch has no NCCL")
+    nccl: Any = torch.distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = TIMEOUT
+    group = nccl(shared_store(node), node.rank, node.size, options)
+    token = torch.zeros(node.size, dtype=torch.uint8, device=device)
+    sent = list(torch.zeros_like(token).split(1))
+    group.alltoall(list(token.split(1)), sent).wait()  # NCCL connects at the first use
+    torch.cuda.synchronize(device)
+    return group
+
+
+def shared_store(node: Communicator) -> Any:
+    """Return a TCPStore of the node's ranks, served by the leader.
+
+    Collective over the node; blocks. Raises RuntimeError on all ranks if the leader cannot open a
+    port.
+    """
+    make: Any = torch.distributed.TCPStore  # type: ignore[attr-defined] # exported at run time
+    host, server, error = "127.0.0.1", None, ""
+    if node.rank == 0:
         try:
-            for call, messages in calls:
-                for peer, tensor in messages:
-                    if tensor.numel():
-                        nbytes = tensor.numel() * tensor.element_size()
-                        call(tensor.data_ptr(), nbytes, nccl.NCCL_UINT8, peer, stream)
-        finally:
-            nccl.groupEnd()
-
-    def close(self) -> None:
-        """Give the communicator back. After all that was exchanged."""
-        torch.cuda.synchronize(self._device)
-        self._comm.destroy()
+            server = make(host, 0, is_master=True, wait_for_workers=False)
+        except RuntimeError as failure:
+            error = str(failure)
+    port, error = node.gather_objects((server.port if server else 0, error))[0]
+    if error:
+        raise RuntimeError(f"the leader of the node cannot start a store: {error}")
+    return server or make(host, port, is_master=False, wait_for_workers=False)
 
 
-def _name(nccl: Any) -> tuple[Any, str]:
-    """A new group's name, or why there is none: who waits for it is to know."""
-    try:
-        return nccl.get_unique_id(), ""
-    except Exception as error:  # CuPy's own
-        return None, f"NCCL does not start: {error}"
-
-
-def bindings() -> Any:
-    """CuPy's NCCL module. Local; raises ImportError, which says what to install."""
-    try:
-        from cupy.cuda import nccl  # type: ignore[import-not-found]  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ImportError(
-            f"NCCL is used through CuPy, and there is none: {error}; pip install 'mntrain[cuda12]'"
-        ) from None
-    if not nccl.available:
-        raise ImportError("CuPy finds no NCCL here: pip install nvidia-nccl-cu12")
-    return nccl
+def close(group: Any) -> None:
+    """Free a process group after all of its work. Collective over the node."""
+    shutdown = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)
+    if shutdown is not None:  # the name depends on torch's version
+        shutdown()

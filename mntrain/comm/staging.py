@@ -129,8 +129,8 @@ class Staging:
 
     def mark(self, tensor: Tensor) -> tuple[DeviceCopy, DeviceEvent]:
         """Who copies a tensor, and what of the device's work is to come before."""
-        copier = next(copier for copier in self._copiers if copier.has(tensor))
-        return copier, copier.mark()
+        copier = next(copier for copier in self._copiers if copier.owns(tensor))
+        return copier, copier.record_event()
 
     def slot(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         """The next slot, as a tensor of so many elements; and its number."""
@@ -183,16 +183,20 @@ class StagedAccess:
         self.host, self._slot = self._staging.slot(numel, self._tensor.dtype)
         after = [self._ready, *self._staging.free_after(self._slot)]
         self._fetched = [
-            self._copier.fetch(place, parts, after) for place, parts in self._pairs(self._goes)
+            self._copier.copy_to_host(place, parts, after)
+            for place, parts in self._pairs(self._goes)
         ] or after
 
     def here(self) -> bool:
         """See `TensorAccess.here`."""
-        return all(mark.over() for mark in self._fetched)
+        return all(event.query() for event in self._fetched)
 
     def give_back(self) -> Work:
         """See `TensorAccess.give_back`."""
-        marks = [self._copier.bring(parts, place, ()) for place, parts in self._pairs(self._comes)]
+        marks = [
+            self._copier.copy_to_device(parts, place, ())
+            for place, parts in self._pairs(self._comes)
+        ]
         self._staging.release(self._slot, marks)
         return StreamOrderedWork(marks)
 
@@ -214,5 +218,5 @@ class StreamOrderedWork:
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        for mark in self._marks:
-            mark.order()
+        for event in self._marks:
+            event.wait_on_stream()

@@ -1,6 +1,6 @@
-"""What was found out before, in files of the user's: for a month, by what it depends on.
+"""Cache of tuning results in a file of the user, for 30 days.
 
-The files are a convenience: where one cannot be read, or holds nonsense, there is none.
+The cache is a convenience: a file that cannot be read, written or understood counts as empty.
 """
 
 import contextlib
@@ -8,95 +8,109 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 
-LIFE = timedelta(days=30)
-MOST_ENTRIES = 100
+MAX_AGE = timedelta(days=30)
+MAX_ENTRIES = 100
+MAX_BYTES = 1 << 40  # of a tensor; a larger size is nonsense
 
 
 @dataclass(frozen=True)
-class CacheEntry(Generic[T]):
-    """What was found, and when."""
+class Tuning:
+    """The algorithm table that `auto` stands for, with a one-line explanation."""
 
-    content: T
+    table: AlgorithmTable
+    line: str
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A cached tuning and the time at which it was measured."""
+
+    tuning: Tuning
     measured: datetime
 
     def fresh(self, now: datetime) -> bool:
-        """Whether this still holds; not if it is old, nor if it comes from the future."""
-        return timedelta(0) <= now - self.measured <= LIFE
+        """Return True unless the entry is older than 30 days or lies in the future."""
+        return timedelta(0) <= now - self.measured <= MAX_AGE
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """A short name for all that a finding depends on, given as JSON takes it."""
+    """Return a short key that depends on every fact, given as JSON values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class TuningCache(Generic[T]):
-    """Findings of one kind, in one file. All calls are local.
+def cache_path() -> Path | None:
+    """Return the cache file, in $XDG_CACHE_HOME or ~/.cache; None where there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return folder / "mntrain" / "tuning.json"
 
-    `read` makes one of a JSON object, and raises ValueError, TypeError or KeyError for nonsense;
-    `write` makes a JSON object of one.
+
+def find(key: str) -> CacheEntry | None:
+    """Return the fresh entry of a key, if there is one. Local."""
+    entry = _read().get(key)
+    return entry if entry and entry.fresh(datetime.now(UTC)) else None
+
+
+def store(key: str, tuning: Tuning) -> None:
+    """Add or replace an entry and drop stale ones. Local.
+
+    The file is replaced atomically. If two jobs write at once, one entry may be lost. Failures to
+    write are ignored.
     """
+    path, now = cache_path(), datetime.now(UTC)
+    entries = {name: entry for name, entry in _read().items() if entry.fresh(now)}
+    entries[key] = CacheEntry(tuning, now)
+    latest = sorted(entries, key=lambda name: entries[name].measured)[-MAX_ENTRIES:]
+    if path is not None:
+        with contextlib.suppress(OSError):
+            _write(path, {name: _to_json(entries[name]) for name in latest})
 
-    name: str  # of the file
-    read: Callable[[Mapping[str, Any]], T]
-    write: Callable[[T], dict[str, Any]]
 
-    def place(self) -> Path | None:
-        """The file: in $XDG_CACHE_HOME, or in ~/.cache; None where there is no home."""
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        try:
-            home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-        except RuntimeError:
-            return None
-        return home / "mntrain" / self.name
+def _read() -> dict[str, CacheEntry]:
+    """Return all valid entries of the file."""
+    path = cache_path()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    entries = {}
+    for name, value in content.items() if isinstance(content, dict) else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            entries[name] = _from_json(value)
+    return entries
 
-    def find(self, key: str) -> CacheEntry[T] | None:
-        """The entry of a key, if there is a fresh one."""
-        entry = self._read().get(key)
-        return entry if entry and entry.fresh(datetime.now(UTC)) else None
 
-    def keep(self, key: str, content: T) -> None:
-        """Add an entry, or replace it; old ones go. Readers find the old file or the new one.
+def _to_json(entry: CacheEntry) -> dict[str, Any]:
+    steps = [[max_bytes, choice.algorithm] for max_bytes, choice in entry.tuning.table.steps]
+    return {"measured": entry.measured.isoformat(), "steps": steps, "line": entry.tuning.line}
 
-        Where it cannot be written it is left. Of two jobs that write at once, one may win.
-        """
-        path, now = self.place(), datetime.now(UTC)
-        fresh = {name: entry for name, entry in self._read().items() if entry.fresh(now)}
-        fresh[key] = CacheEntry(content, now)
-        latest = sorted(fresh, key=lambda name: fresh[name].measured)[-MOST_ENTRIES:]
-        if path is not None:
-            with contextlib.suppress(OSError):
-                _write(path, {name: self._to_json(fresh[name]) for name in latest})
 
-    def _read(self) -> dict[str, CacheEntry[T]]:
-        """All entries that make sense."""
-        path = self.place()
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path else {}
-        except (OSError, ValueError, RecursionError):
-            return {}
-        entries = {}
-        for name, value in found.items() if isinstance(found, dict) else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                entries[name] = self._from_json(value)
-        return entries
-
-    def _to_json(self, entry: CacheEntry[T]) -> dict[str, Any]:
-        return {"measured": entry.measured.isoformat(), **self.write(entry.content)}
-
-    def _from_json(self, value: Any) -> CacheEntry[T]:
-        measured = datetime.fromisoformat(value["measured"])
-        if measured.tzinfo is None:
-            raise ValueError(f"no time: {value}")
-        return CacheEntry(self.read(value), measured)
+def _from_json(value: Any) -> CacheEntry:
+    """Parse an entry. Raises ValueError, TypeError or KeyError for an invalid one."""
+    measured = datetime.fromisoformat(value["measured"])
+    steps = [(max_bytes, AlgorithmChoice(name)) for max_bytes, name in value["steps"]]
+    sizes, line = [max_bytes for max_bytes, _ in steps], value["line"]
+    if (
+        measured.tzinfo is None
+        or not sizes
+        or any(type(size) is not int or not 0 <= size <= MAX_BYTES for size in sizes)
+        or sizes != sorted(set(sizes))
+        or type(line) is not str
+        or not line.isprintable()
+    ):
+        raise ValueError(f"invalid entry: {value}")
+    return CacheEntry(Tuning(AlgorithmTable(tuple(steps)), line), measured)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

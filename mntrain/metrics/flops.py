@@ -1,18 +1,20 @@
-"""How much of what its GPUs could compute a model uses.
+"""Model FLOP/s, as a share of what the job's GPUs could compute.
 
-Utilisation is the model's FLOP/s over the peak. What is computed twice (activations again, in
-backward) does not count: the source is PaLM, appendix B (Chowdhery et al., 2022, arXiv 2204.02311).
+Utilisation is the model's FLOP/s over the peak. Recomputation (activations again, in backward) does
+not count. Source: PaLM, appendix B (Chowdhery et al., 2022, arXiv 2204.02311).
 """
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
+from typing import Any
 
-# Peak dense TFLOP/s, without sparsity, by torch's name of the GPU: (bf16, fp16) of matrices summed
-# in fp32, and fp32 without TF32, which torch does not use unless asked to. None: it has no such
-# unit. As NVIDIA's data sheets state them, which where they give figures with sparsity give twice
-# these; RTX 4090: NVIDIA's white paper on Ada.
+from mntrain.metrics import units
+
+# Peak dense TFLOP/s by torch's name of the GPU: bf16 and fp16 matrices summed in fp32, then fp32
+# without TF32, which is torch's default; None where the GPU has no such unit. From NVIDIA's data
+# sheets (halved where they state figures with sparsity) and, for the RTX 4090, its white paper.
 _PEAKS: dict[str, tuple[float | None, float, float]] = {
     r"(NVIDIA )?A100-.*|(NVIDIA )?A100 .*PCIe": (312, 312, 19.5),
     r"NVIDIA H100 PCIe": (756, 756, 51),
@@ -28,14 +30,14 @@ _PEAKS: dict[str, tuple[float | None, float, float]] = {
     r"NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6),
 }
 
-COMPUTES_IN = {"fp32": "fp32", "bf16": "bf16", "bf16-pure": "bf16", "fp16": "fp16"}
-"""By name of --train.precision, the dtype that matrices are multiplied in."""
+COMPUTE_DTYPES = {"fp32": "fp32", "bf16": "bf16", "bf16-pure": "bf16", "fp16": "fp16"}
+"""The dtype in which matrices are multiplied, by name of --train.precision."""
 
 
 def peak(model: str, dtype: str) -> float | None:
-    """Peak dense FLOP/s of a GPU by torch's name of it, in fp32, bf16 or fp16; None: unknown.
+    """Return the peak dense FLOP/s of a GPU in "fp32", "bf16" or "fp16"; None if unknown.
 
-    A part of a GPU (MIG) is unknown.
+    `model` is torch's name of the GPU. The peak of a part of a GPU (MIG) is unknown.
     """
     for pattern, (bf16, fp16, fp32) in _PEAKS.items():
         if re.fullmatch(pattern, model) and "MIG" not in model:
@@ -44,23 +46,33 @@ def peak(model: str, dtype: str) -> float | None:
     return None
 
 
-def peak_of_all(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:
-    """The same for all of a job: pairs (UUID, model) by rank. A shared GPU counts once.
+def peak_of_job(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:
+    """Return the sum of the peaks of a job's GPUs; None on CPUs or if any is unknown.
 
-    None where any is unknown, and on the CPU, which has neither.
+    `gpus` has (UUID, model) by rank. A GPU that several ranks share counts once.
     """
     peaks = [peak(model, dtype) for _, model in set(gpus)]
-    known = [one for one in peaks if one is not None]
+    known = [flops for flops in peaks if flops is not None]
     return sum(known) if known and len(known) == len(peaks) else None
 
 
-class Throughput:
-    """How many items a second the steps train on, without what only begins or interrupts them.
+def describe_utilisation(summary: Mapping[str, Any]) -> str:
+    """Return a summary's model FLOP/s, and their share of the peak if it is known, as a text."""
+    text = units.count(summary["model_flops_per_s"])
+    number, prefix = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
+    flops = f"{number} {prefix}FLOP/s of the model"
+    if summary["utilisation"] is None:
+        return flops
+    return f"{flops}, {summary['utilisation']:.0%} of the dense {summary['computes_in']} peak"
 
-    The median over the last 1000 steps, the first ones left out: they compile, and fill caches.
+
+class Throughput:
+    """Items per second of training, without warm-up and interruptions.
+
+    The median over the last 1000 steps, after the first ones, which compile and fill caches.
     """
 
-    FIRST = 3
+    WARMUP_STEPS = 3
 
     def __init__(self) -> None:
         self._steps = 0
@@ -69,11 +81,11 @@ class Throughput:
     def add(self, items: int, seconds: float) -> None:
         """Count a step."""
         self._steps += 1
-        if self._steps == self.FIRST + 1:
+        if self._steps == self.WARMUP_STEPS + 1:
             self._recent.clear()
         self._recent.append(items / seconds)
 
     @property
     def median(self) -> float:
-        """Items a second, 0 before the first step."""
+        """Items per second; 0 before the first step."""
         return median(self._recent) if self._recent else 0.0

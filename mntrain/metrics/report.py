@@ -1,7 +1,7 @@
-"""What is told of a run: shown to a person by `display`, and kept in the run's directory.
+"""Reports of a run: shown to a person, and written to the run's directory.
 
-Only the master's reporter says and writes anything. On a terminal it redraws one block in place;
-in a log it adds a line now and then. The directory gets metrics.jsonl and summary.json.
+Only the master reports. A terminal gets one panel that is redrawn in place, a log gets a line now
+and then, and the directory gets metrics.jsonl and summary.json.
 """
 
 import json
@@ -10,18 +10,17 @@ import os
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
-from mntrain.metrics.step import Place, StepRecord
+from mntrain.metrics.registry import StepRecord
 from mntrain.metrics.terminal import (
     ProgressPanel,
-    evaluation,
     memory_table,
     overlap,
     place_table,
@@ -30,6 +29,7 @@ from mntrain.metrics.terminal import (
     stdout,
     traffic_table,
 )
+from mntrain.rank_info import Place
 
 _STATUS_STYLES = {
     "completed": "green",
@@ -37,15 +37,32 @@ _STATUS_STYLES = {
     "interrupted": "yellow",
     "preempted": "yellow",
 }
-_REDRAW_S = 0.25  # a frame takes the master some ms, for which all ranks wait
-_LINES = 20  # of a log, unless its steps are slow
-_LINE_S = 30.0
+_REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the master
+_LOG_LINES = 20  # of a whole run, or more if its steps are slow:
+_LOG_INTERVAL_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDescription:
+    """What runs where and how, as texts for the display."""
+
+    model: str
+    topology: str
+    algorithm: str
+    library: str  # such as "MPICH 5.0.2"
+    thread_level: str
+    zero: str  # stage, partition and precision
+    places: Sequence[Place]  # by rank
+    tuning: str = ""  # why `algorithm` was chosen; "": it was given
+    transport: str = ""  # how tensors of GPUs travel; "" on CPUs
+    kernels: str = ""  # what GPUs add them with; "" on CPUs
+    warnings: Sequence[str] = ()
 
 
 def make_reporter(
     master: bool, run_dir: Path, steps: int, console: Console | None = None
 ) -> "Reporter":
-    """Return the reporter of a rank: on the master the one that speaks, else the silent one. Local.
+    """Return the reporter of a rank: a `ConsoleReporter` on the master, else a silent one. Local.
 
     `steps` is the number of the last step. `console` stands in for stdout and stderr.
     """
@@ -53,49 +70,28 @@ def make_reporter(
 
 
 class Reporter:
-    """What the trainer calls on every rank; this one is silent, for all ranks but the master.
+    """Silent reporter, for all ranks but the master. A context manager; all methods are local."""
 
-    A context manager, which closes it. All methods are local.
-    """
-
-    def start(
-        self,
-        places: Sequence[Place],
-        *,
-        library: str,
-        thread_level: str,
-        topology: str,
-        algorithm: str,
-        tuning: str,
-        concern: str,
-        zero: str,
-        model: str,
-        transport: str = "",
-        kernels: str = "",
-    ) -> None:
-        """Show what runs where. `places` is by rank; the rest are texts such as "MPICH 5.0.2".
-
-        `tuning` says why it is this algorithm, `transport` how tensors of GPUs travel, `kernels`
-        what they are added with, `concern` what keeps the job slow, a line each; any may be empty.
-        """
+    def start(self, job: JobDescription) -> None:
+        """Show what runs where."""
 
     def step(self, record: StepRecord) -> None:
-        """Show a step, and append it to metrics.jsonl. Raises RuntimeError once closed."""
+        """Show a step and append it to metrics.jsonl. Raises RuntimeError unless entered."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Show the statistics of the run, close, and last of all write summary.json, whole."""
+        """Show the statistics of the run, close, and write summary.json last, atomically."""
 
     def text(self, title: str, body: str) -> None:
-        """Show a block of text, such as a generated sample; nothing where the body is empty."""
+        """Show a block of text, such as a generated sample; nothing if the body is empty."""
 
     def warn(self, message: str) -> None:
-        """Show a warning: on stderr, or above the live display."""
+        """Show a warning: on stderr, or above the live panel."""
 
     def note(self, message: str) -> None:
-        """Show a line of news."""
+        """Show a line of information."""
 
     def close(self) -> None:
-        """Give the terminal back and close metrics.jsonl. May be called again."""
+        """Release the terminal and close metrics.jsonl. May be called again."""
 
     def __enter__(self) -> Self:
         return self
@@ -105,133 +101,124 @@ class Reporter:
 
 
 class ConsoleReporter(Reporter):
-    """The master's reporter. It makes the run's directory if there is none."""
+    """The master's reporter. Entering it makes the run's directory if there is none."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
         self._console = console or stdout()
         self._errors = console or Console(stderr=True)
-        # Without UTF-8 there are no blocks to draw with.
+        # The panel's bars need UTF-8.
         self._in_place = self._console.is_interactive and self._console.encoding.startswith("utf")
-        self._progress = ProgressPanel(steps)
+        self._panel = ProgressPanel(steps)
         self._live: Live | None = None
         self._drawn_at = 0.0
-        self._unsaid_s = 0.0
+        self._since_line_s = 0.0
         self._run_dir = run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = (run_dir / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._metrics: TextIO | None = None
 
-    def start(
-        self,
-        places: Sequence[Place],
-        *,
-        library: str,
-        thread_level: str,
-        topology: str,
-        algorithm: str,
-        tuning: str,
-        concern: str,
-        zero: str,
-        model: str,
-        transport: str = "",
-        kernels: str = "",
-    ) -> None:
-        """See `Reporter.start`."""
-        self._say(model, "bold")
-        self._say(f"{topology}, {algorithm}, {library} (thread level {thread_level})")
-        if tuning:
-            self._say(f"auto: {tuning}")
-        if transport:
-            self._say(f"transport: {transport}")
-        if kernels:
-            self._say(f"kernels: {kernels}")
-        for line in filter(None, concern.split("\n")):
-            self._say(f"warning: {line}", "yellow")
-        self._say(zero)
-        self._apart(place_table(places, self._console.encoding))
+    def __enter__(self) -> Self:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        path = self._run_dir / "metrics.jsonl"
+        self._metrics = path.open("a", buffering=1, encoding="utf-8")
+        return self
+
+    def start(self, job: JobDescription) -> None:
+        """Print a line for each fact, the warnings, and the table of places."""
+        self._print(job.model, "bold")
+        self._print(
+            f"{job.topology}, {job.algorithm}, {job.library} (thread level {job.thread_level})"
+        )
+        facts = {"auto": job.tuning, "transport": job.transport, "kernels": job.kernels}
+        for name, fact in facts.items():
+            if fact:
+                self._print(f"{name}: {fact}")
+        for warning in job.warnings:
+            self._print(f"warning: {warning}", "yellow")
+        self._print(job.zero)
+        self._print_tables(place_table(job.places, self._console.encoding))
 
     def step(self, record: StepRecord) -> None:
-        """See `Reporter.step`."""
-        if self._metrics.closed:
-            raise RuntimeError(f"step {record.step} was reported after the reporter was closed")
+        """Append the step to metrics.jsonl, and redraw the panel or print a line if one is due."""
+        if self._metrics is None:
+            raise RuntimeError(
+                f"step {record.step} was reported after the reporter was closed, or before it was "
+                "entered"
+            )
         self._metrics.write(_json(record.to_json()) + "\n")
-        first = not self._progress.recent
-        self._progress.add(record)
+        first = not self._panel.recent
+        self._panel.add(record)
         if self._in_place:
             self._redraw()
         else:
-            self._unsaid_s += record.step_s
-            due = record.step % math.ceil(self._progress.steps / _LINES) == 0
-            last = record.step == self._progress.steps
-            if first or due or last or self._unsaid_s >= _LINE_S:
-                self._say(self._progress.line())
-                self._unsaid_s = 0.0
-        if record.eval_loss is not None:
-            result = evaluation(record.eval_loss, record.eval_metrics)
-            self._say(f"step {record.step}  eval loss {result}", "bold")
+            self._since_line_s += record.step_s
+            due = record.step % math.ceil(self._panel.steps / _LOG_LINES) == 0
+            last = record.step == self._panel.steps
+            if first or due or last or self._since_line_s >= _LOG_INTERVAL_S:
+                self._print(self._panel.line())
+                self._since_line_s = 0.0
+        if evaluation := record.pairs("evaluation"):
+            shown = "  ".join(f"{label} {text}" for label, text in evaluation)
+            self._print(f"step {record.step}  {shown}", "bold")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """See `Reporter.finish`."""
+        """Print the result and the tables of memory and traffic, close, and write summary.json."""
         self._stop_live()
-        self._say("")
-        self._say(summary["status"], _STATUS_STYLES.get(summary["status"], "bold red"))
-        steps, unit = self._progress.steps, self._progress.unit
-        self._console.print(result_table(summary, steps, unit, self._console.encoding))
+        self._print("")
+        self._print(summary["status"], _STATUS_STYLES.get(summary["status"], "bold red"))
+        self._console.print(
+            result_table(summary, self._panel.steps, self._panel.unit, self._console.encoding)
+        )
         if summary["ranks"]:
-            self._apart(memory_table(summary["memory"]), traffic_table(summary["ranks"]))
-            self._say(overlap(summary["ranks"]))
-        self._say(str(summary["run_dir"]))
+            self._print_tables(memory_table(summary["memory"]), traffic_table(summary["ranks"]))
+            self._print(overlap(summary["ranks"]))
+        self._print(str(summary["run_dir"]))
         self.close()
-        _write_whole(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")
+        _write_atomically(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")
 
     def text(self, title: str, body: str) -> None:
-        """See `Reporter.text`."""
+        """Print the title, and the body indented below it."""
         if body:
-            self._say(title, "bold")
-            self._say(textwrap.indent(body, "  "))
+            self._print(title, "bold")
+            self._print(textwrap.indent(body, "  "))
 
     def warn(self, message: str) -> None:
-        """See `Reporter.warn`."""
-        self._alert(f"warning: {message}", "yellow")
+        """Print to stderr, or above the live panel, which such a line would tear.
+
+        Whether stderr is the same terminal cannot be known: mpirun reads it through a pipe.
+        """
+        console = self._errors if self._live is None else self._console
+        warning = plain(f"warning: {message}", self._console.encoding, "yellow")
+        console.print(warning, soft_wrap=True)
 
     def note(self, message: str) -> None:
-        """See `Reporter.note`."""
-        self._say(message)
+        """Print a line."""
+        self._print(message)
 
     def close(self) -> None:
-        """See `Reporter.close`."""
+        """Stop the live panel and close metrics.jsonl."""
         try:
             self._stop_live()
         finally:
-            self._metrics.close()
+            if self._metrics is not None:
+                self._metrics.close()
+                self._metrics = None
 
-    def _text(self, text: str, style: str = "") -> Text:
-        return plain(text, self._console.encoding, style)
+    def _print(self, line: str, style: str = "") -> None:
+        """Print a line, above the live panel if there is one; a terminal wraps it."""
+        self._console.print(plain(line, self._console.encoding, style), soft_wrap=True)
 
-    def _say(self, line: str, style: str = "") -> None:
-        """Print a line, above the live display if there is one; the terminal wraps it, if any."""
-        self._console.print(self._text(line, style), soft_wrap=True)
-
-    def _apart(self, *tables: Table) -> None:
+    def _print_tables(self, *tables: Table) -> None:
         """Print tables with an empty line around each."""
-        self._say("")
+        self._print("")
         for table in tables:
             self._console.print(table)
-            self._say("")
-
-    def _alert(self, line: str, style: str) -> None:
-        """Print a line to stderr, or above the live display, which the line would tear.
-
-        Whether stderr ends at the same terminal cannot be known: mpirun reads it through a pipe.
-        """
-        console = self._errors if self._live is None else self._console
-        console.print(self._text(line, style), soft_wrap=True)
+            self._print("")
 
     def _redraw(self) -> None:
-        """Draw the live display, if that was not done just now."""
+        """Draw the live panel, at most every `_REDRAW_S` seconds."""
         if self._live is None:
-            # No thread of its own: it would compete with the training for the interpreter.
+            # No refresh thread: it would compete with the training for the interpreter.
             self._live = Live(
-                get_renderable=lambda: self._progress.frame(self._console.width),
+                get_renderable=lambda: self._panel.frame(self._console.width),
                 console=self._console,
                 auto_refresh=False,
             )
@@ -241,14 +228,14 @@ class ConsoleReporter(Reporter):
             self._drawn_at = time.monotonic()
 
     def _stop_live(self) -> None:
-        """Draw the last frame, which stays, and show the cursor again."""
+        """Draw the last frame, which stays on the screen, and show the cursor again."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    """JSON of plain objects and paths; null for floats that are not finite, which JSON lacks."""
+    """Return the JSON of plain objects and paths, with null for floats that are not finite."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -260,8 +247,8 @@ def _json(value: Any, indent: int | None = None) -> str:
     return json.dumps(finite(value), allow_nan=False, default=str, indent=indent)
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers and crashes find the old one or the new one, never a part."""
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file so that readers and crashes find the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:

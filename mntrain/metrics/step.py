@@ -1,29 +1,38 @@
-"""What a step took and what a rank used: seconds by phase, memory, bytes by level."""
+"""Measurements of a step and of a job: seconds by phase, sums of means, memory by role."""
 
 import dataclasses
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mntrain.comm.collectives import WorldCollectives
+from mntrain.metrics.registry import PHASES
+from mntrain.rank_info import Usage
 from zero.memory import Memory
 
-PHASES = ("data", "forward", "backward", "reduce_wait", "optimizer")
+# Roles of memory that are measured for a whole process or GPU, with their field of `Usage`.
+_PROCESS_ROLES = {
+    "process_peak": "peak_memory",
+    "device_peak": "peak_device_memory",
+    "device_now": "device_memory",
+    "reserved_peak": "peak_reserved_memory",
+    "reserved_now": "reserved_memory",
+    "pinned": "pinned_memory",
+}
 
 
-class PhaseTimer:
-    """A stop-watch for the phases of a step. Seconds of wall-clock time."""
+class StepTimer:
+    """Stopwatch of one step, from construction on. All times are seconds of wall-clock time."""
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+    def __init__(self, collectives: WorldCollectives) -> None:
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self._start = time.perf_counter()
+        self._collectives = collectives
+        self._busy_s, self._waited_s = collectives.busy_s, collectives.waited_s
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -32,11 +41,23 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - start
+            self.phases[phase] += time.perf_counter() - start
+
+    def elapsed(self) -> float:
+        """Return the time since the step began."""
+        return time.perf_counter() - self._start
+
+    def communication(self) -> float:
+        """Return the time in which a collective was in progress."""
+        return self._collectives.busy_s - self._busy_s
+
+    def exposed(self) -> float:
+        """Return the time in which this rank waited for a collective."""
+        return self._collectives.waited_s - self._waited_s
 
 
 class WeightedSums:
-    """Sums of means, each weighed by its count, so that totals over ranks give exact means."""
+    """Sums of means weighted by their counts, so that totals over ranks give exact means."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -44,157 +65,48 @@ class WeightedSums:
 
     def add(self, count: int, means: Mapping[str, Tensor]) -> None:
         """Add 0-dim means over the same `count` items. Does not wait for a device."""
+        if not count:
+            return
         self.count += count
-        for name, mean in means.items() if count else ():
+        for name, mean in means.items():
             term = mean.detach().to(torch.float64) * count
             self._sums[name] = self._sums[name] + term if name in self._sums else term
 
     def names(self) -> list[str]:
-        """What has been added so far."""
+        """Return the names that have been added so far."""
         return list(self._sums)
 
     def sums(self, names: Sequence[str]) -> list[float]:
-        """Sums by name, 0 for what was never added. Waits for the device, once."""
+        """Return sums by name, 0 for a name that was never added. Waits for the device, once."""
         known = [name for name in names if name in self._sums]
         if not known:
             return [0.0] * len(names)
-        where = self._sums[known[0]].device
-        values = torch.stack([self._sums[name].to(where) for name in known]).tolist()
-        found = dict(zip(known, values, strict=True))
-        return [found.get(name, 0.0) for name in names]
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One training step, as it stands in metrics.jsonl; means and counts are over all ranks.
-
-    A step that was skipped updated nothing, and has no norms.
-    """
-
-    step: int  # 1 for the first
-    loss: float  # mean over the samples (or tokens) of the step
-    lr: float
-    grad_norm: float | None  # of the mean gradient, before clipping
-    clip_coef: float | None
-    clipped_norm: float | None  # after clipping
-    samples: int
-    tokens_per_s: float  # what the loss is a mean over (tokens, or samples), a second
-    step_s: float  # from the end of the step before to the end of this one, on the master
-    data: float  # seconds by phase, on the master
-    forward: float
-    backward: float
-    reduce_wait: float
-    optimizer: float
-    communication: float  # seconds in which a collective was under way, on the master
-    exposed: float  # and in which the master waited for one: what did not overlap
-    metrics: dict[str, float]  # the task's further means
-    skipped: bool = False  # because the gradient was not finite
-    eval_loss: float | None = None  # of an evaluation made after this step
-    eval_metrics: dict[str, float] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as a JSON object, without what is absent."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one rank runs."""
-
-    rank: int
-    host: str
-    node: int
-    local_rank: int
-    device: str
-    threads: int  # that torch computes with
-    gpu: str = ""  # its name, which all ranks of the host know it by; empty on the CPU
-    model: str = ""  # of the GPU, as torch says; empty on the CPU
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one rank used, from its start until now."""
-
-    peak_memory: int  # bytes of host memory, see `peak_memory`
-    peak_device_memory: int  # bytes allocated on the GPU; 0 on the CPU
-    node_messages: int  # sent within the node
-    node_bytes: int
-    cross_messages: int  # sent to other nodes
-    cross_bytes: int
-    communication_s: float  # in which a collective was under way
-    exposed_s: float  # in which the rank waited for one
-    device_memory: int = 0  # bytes allocated on the GPU now, as its peak above
-    reserved_memory: int = 0  # bytes that torch holds of it now, allocated or to be
-    peak_reserved_memory: int = 0
-    pinned_memory: int = 0  # bytes of host memory that transports hold pinned
+        device = self._sums[known[0]].device
+        values = torch.stack([self._sums[name].to(device) for name in known]).tolist()
+        by_name = dict(zip(known, values, strict=True))
+        return [by_name.get(name, 0.0) for name in names]
 
 
 def memory_by_role(
     measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
 ) -> dict[str, dict[str, int]]:
-    """What each role of memory took, in bytes; all three are by rank. Pure.
+    """Return the bytes that each role of memory took; all arguments are by rank. Pure.
 
-    Roles are those of `Memory` and their total, then the peaks of the processes, and what torch has
-    allocated and reserved on their GPUs. For each: the least, median and most over ranks, the first
-    rank with the most, and what that rank was expected to need, where that can be known.
+    Roles are those of `Memory`, their total, and what whole processes and GPUs used. Each has the
+    least, median and most over ranks and the first rank with the most ("peak_rank"); the roles of
+    `Memory` also have the prediction for that rank ("expected").
     """
-    roles = [field.name for field in dataclasses.fields(Memory)] + ["total"]
     report = {}
-    for role in roles:
+    for role in [field.name for field in dataclasses.fields(Memory)] + ["total"]:
         spread = _spread([getattr(memory, role) for memory in measured])
         report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
-    report["process_peak"] = _spread([used.peak_memory for used in usage])
-    report["device_peak"] = _spread([used.peak_device_memory for used in usage])
-    report["device_now"] = _spread([used.device_memory for used in usage])
-    report["reserved_peak"] = _spread([used.peak_reserved_memory for used in usage])
-    report["reserved_now"] = _spread([used.reserved_memory for used in usage])
-    report["pinned"] = _spread([used.pinned_memory for used in usage])
+    for role, field in _PROCESS_ROLES.items():
+        report[role] = _spread([getattr(used, field) for used in usage])
     return report
 
 
 def _spread(by_rank: Sequence[int]) -> dict[str, int]:
     most = max(by_rank)
-    middle = round(statistics.median(by_rank))
+    median = round(statistics.median(by_rank))
     peak_rank = by_rank.index(most)
-    return {"least": min(by_rank), "median": middle, "most": most, "peak_rank": peak_rank}
-
-
-def peak_memory() -> int:
-    """This process's largest resident size so far, in bytes.
-
-    Of memory that ranks share, a page that k of them have mapped counts 1/k, where the system tells
-    (Linux): so the ranks of a node add up to what is physically there.
-    """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":
-        return peak  # Linux counts in KiB
-    try:
-        shared = _in_proc("status", "RssShmem") - _in_proc("smaps_rollup", "Pss_Shmem")
-    except (OSError, KeyError):
-        return peak * 1024
-    return peak * 1024 - shared
-
-
-def _in_proc(file: str, field: str) -> int:
-    """A figure of this process's memory, in bytes. OSError or KeyError where there is none."""
-    lines = Path("/proc/self", file).read_text().splitlines()
-    return int(dict(line.split(":", 1) for line in lines if ":" in line)[field].split()[0]) * 1024
-
-
-def peak_device_memory(device: torch.device) -> int:
-    """The most that torch had allocated on a GPU so far, in bytes; 0 on the CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def device_memory(device: torch.device) -> dict[str, int]:
-    """What torch holds on a GPU, in bytes, by the fields of `Usage`; 0 on the CPU. Local.
-
-    Does not wait for the device: torch keeps count in the process.
-    """
-    fields = {
-        "device_memory": torch.cuda.memory_allocated,
-        "reserved_memory": torch.cuda.memory_reserved,
-        "peak_reserved_memory": torch.cuda.max_memory_reserved,
-    }
-    on_gpu = device.type == "cuda"
-    return {name: int(asked(device)) if on_gpu else 0 for name, asked in fields.items()}
+    return {"least": min(by_rank), "median": median, "most": most, "peak_rank": peak_rank}

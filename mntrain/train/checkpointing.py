@@ -1,152 +1,200 @@
-"""A run's checkpoints: when they are made, and what is told of them."""
+"""The checkpoints of a run: when they are made, and what is reported about them."""
 
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mntrain.checkpoint import FoundCheckpoint, SavedCheckpoint, Saver, TrainingState
+from mntrain.checkpoint import FoundCheckpoint, RunProgress, SavedCheckpoint, Saver
 from mntrain.config import Config
 from mntrain.errors import AgreedError
+from mntrain.metrics.registry import StepRecord
 from mntrain.metrics.report import Reporter
-from mntrain.metrics.step import StepRecord
-from mntrain.train.run_directory import plain
-from mntrain.train.save_interval import SaveInterval
+from mntrain.train.run_directory import to_json
 from mntrain.world import World
 
 _LONG_WAIT_S = 1.0
 
 
-@dataclass
-class SaveCosts:
-    """What saving took so far."""
+class SaveInterval:
+    """The interval between saves, as `--checkpoint.every` states it: steps, minutes, or "auto"."""
 
-    waited_s: float = 0.0  # by training
-    longest_s: float = 0.0  # from a copy until it was safe on the disk
+    def __init__(self, every: str, mtbf_hours: float) -> None:
+        self._steps = int(every) if every.isdecimal() else 0
+        self._seconds = 60 * float(every.removesuffix("min")) if every.endswith("min") else None
+        self._by_cost = every == "auto"
+        self._mtbf_s = 3600 * mtbf_hours
+        self._last_save = time.monotonic()
+
+    @property
+    def wanted(self) -> bool:
+        """True if the run is to be saved at intervals at all."""
+        return self._steps > 0 or self.by_clock
+
+    @property
+    def by_clock(self) -> bool:
+        """True if time decides; then the master's clock does."""
+        return self._by_cost or self._seconds is not None
+
+    def due_after(self, step: int) -> bool:
+        """Return True if the run is to be saved after this step. The same on all ranks."""
+        return self._steps > 0 and step % self._steps == 0
+
+    def due_now(self) -> bool:
+        """Return True if it is time to save, on the clock of this process."""
+        if not self.by_clock:
+            return False
+        return time.monotonic() - self._last_save >= (self._seconds or 0.0)
+
+    def saved(self, cost_s: float) -> None:
+        """Start the next interval. Training waited `cost_s` seconds for this save."""
+        self._last_save = time.monotonic()
+        if self._by_cost:
+            self._seconds = optimal_interval(cost_s, self._mtbf_s)
+
+
+def optimal_interval(cost_s: float, mtbf_s: float) -> float:
+    """Return the seconds of work between saves that minimize a job's time, failures included.
+
+    cost_s: seconds that training waits for a save; mtbf_s: mean seconds between failures.
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
+    dumps, Future Generation Computer Systems 22 (2006), equation 37; its first term is J. W.
+    Young's (Communications of the ACM 17, 1974).
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
 class Checkpointing:
-    """Decides after which steps a run is saved, and sees to it. The same on all ranks."""
+    """Saves the run after the steps that are due. Every rank takes the same decisions.
+
+    A save that fails during training is a warning, and training goes on.
+    """
 
     def __init__(
         self,
         world: World,
         config: Config,
         saver: Saver,
+        reporter: Reporter,
+        *,
         samples: int,
-        found: FoundCheckpoint | None,
+        resumed: FoundCheckpoint | None,
     ) -> None:
-        self._world, self._config, self._saver = world, config, saver
+        self._world, self._config, self._saver, self._reporter = world, config, saver, reporter
         self._samples = samples
-        self._cadence = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
-        self._best = saver.best_loss(found.manifest.step) if found else None
-        self._told_to_wait = self._prepared = False
-        self.last: Path | None = None  # what is safe
-        self.count = self.failed = 0
-        self.costs = SaveCosts(longest_s=found.manifest.wrote_s if found else 0.0)
+        self._interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
+        self._best_loss = saver.best_loss(resumed.manifest.step) if resumed else None
+        self._warned_of_wait = self._prepared = False
+        self._last: Path | None = None  # the newest that is complete on the disk
+        self._saved = self._failed = 0
+        self._waited_s = 0.0  # by training
+        # From the copy until the files are complete on the disk, in seconds.
+        self.longest_s = resumed.manifest.wrote_s if resumed else 0.0
 
     @property
     def wanted(self) -> bool:
-        """Whether this job is to leave checkpoints, whatever happens."""
+        """True if this job leaves a checkpoint at its end in any case."""
         run = self._config.run
-        return self._cadence.wanted or run.stop_after is not None or run.max_minutes is not None
+        return self._interval.wanted or run.stop_after is not None or run.max_minutes is not None
 
-    def says(self) -> tuple[float, float]:
-        """What this rank has to say before a step ends; the sums over all are for `after`. Local.
+    def local_flags(self) -> dict[str, float]:
+        """Return this rank's flags, whose sums over all ranks `after_step` takes. Local.
 
-        Whether it is time to save, by the master's clock; and how far saving is.
+        save_due: 1 on the master if its clock says that a save is due; save_ready: the progress of
+        the save that is being written.
         """
-        due = self._world.master and self._cadence.due_now()
-        return float(due), float(self._saver.ready())
+        due = self._world.master and self._interval.due_now()
+        return {"save_due": float(due), "save_ready": float(self._saver.ready())}
 
-    def after(
-        self, record: StepRecord, skipped_steps: int, said: Sequence[float], reporter: Reporter
+    def after_step(
+        self, record: StepRecord, skipped_steps: int, summed_flags: Mapping[str, float]
     ) -> None:
-        """Save after a step, if it is due, while training goes on. Collective.
-
-        What goes wrong is a warning.
-        """
-        due, ready = said
+        """Begin a save if one is due, and advance the one that is being written. Collective."""
         try:
-            if self._saver.saving and ready >= self._world.size:
-                self._tell(self._saver.advance(), record.step, reporter)
-            if self._due(record, bool(due)):
-                self._begin(record, skipped_steps, reporter)
-            elif self._cadence.wanted and not self._prepared:
+            if self._saver.saving and summed_flags["save_ready"] >= self._world.size:
+                self._report(self._saver.advance(), record.step)
+            if self._due(record, bool(summed_flags["save_due"])):
+                self._begin(record, skipped_steps)
+            elif self._interval.wanted and not self._prepared:
                 self._saver.prepare()
             self._prepared = True
         except AgreedError as error:
-            self.failed += 1
-            reporter.warn(str(error))
+            self._fail(error)
 
-    def at_end(self, record: StepRecord, skipped_steps: int, reporter: Reporter) -> None:
-        """Save after the last step of a job, and wait for it. Collective. AgreedError."""
-        self.settle(reporter, record.step)
-        self._tell(self._saver.save(self._moment(record, skipped_steps)), record.step, reporter)
+    def save_now(self, record: StepRecord, skipped_steps: int) -> None:
+        """Save and wait until that is complete. Collective. Raises AgreedError on failure."""
+        self.wait(record.step)
+        self._report(self._saver.save(self._progress(record, skipped_steps)), record.step)
 
-    def settle(self, reporter: Reporter, step: int) -> None:
-        """Wait for what is still being written. Collective. What goes wrong is a warning."""
+    def wait(self, step: int) -> None:
+        """Wait for the save that is being written, if any. Collective."""
         try:
             if self._saver.saving:
-                self._tell(self._saver.finish(), step, reporter)
+                self._report(self._saver.finish(), step)
         except AgreedError as error:
-            self.failed += 1
-            reporter.warn(str(error))
+            self._fail(error)
 
-    def facts(self) -> dict[str, Any]:
-        """What the summary is to say. Local."""
+    def summary(self) -> dict[str, Any]:
+        """Return the entries of summary.json about checkpoints. Local."""
         return {
-            "checkpoint": str(self.last) if self.last else None,
+            "checkpoint": str(self._last) if self._last else None,
             "checkpoints": {
-                "saved": self.count,
-                "failed": self.failed,
-                "waited_s": self.costs.waited_s,
-                "longest_s": self.costs.longest_s,
+                "saved": self._saved,
+                "failed": self._failed,
+                "waited_s": self._waited_s,
+                "longest_s": self.longest_s,
             },
         }
 
     def _due(self, record: StepRecord, by_clock: bool) -> bool:
-        """Whether to save now. What has the lowest evaluation loss so far is always saved."""
+        """Return True if a save is due, as it always is after the lowest evaluation loss."""
         loss = record.eval_loss
-        best = loss is not None and (self._best is None or loss < self._best)
+        best = loss is not None and (self._best_loss is None or loss < self._best_loss)
         if best:
-            self._best = loss
-        due = by_clock or self._cadence.due_after(record.step)
-        return due or (best and self._cadence.wanted)
+            self._best_loss = loss
+        due = by_clock or self._interval.due_after(record.step)
+        return due or (best and self._interval.wanted)
 
-    def _begin(self, record: StepRecord, skipped_steps: int, reporter: Reporter) -> None:
+    def _begin(self, record: StepRecord, skipped_steps: int) -> None:
         start = time.perf_counter()
-        self.settle(reporter, record.step)
-        waited = time.perf_counter() - start
-        if waited > _LONG_WAIT_S and not self._told_to_wait:
-            self._told_to_wait = True
-            reporter.warn(
+        self.wait(record.step)
+        copy_start = time.perf_counter()
+        waited = copy_start - start
+        if waited > _LONG_WAIT_S and not self._warned_of_wait:
+            self._warned_of_wait = True
+            self._reporter.warn(
                 f"training waited {waited:.1f} s after step {record.step}, since the checkpoint "
                 "before was still being written: save less often, or to a faster disk"
             )
-        copy = time.perf_counter()
-        self._saver.begin(self._moment(record, skipped_steps))
+        self._saver.begin(self._progress(record, skipped_steps))
         end = time.perf_counter()
-        self._cadence.saved(end - copy)
-        self.costs.waited_s += end - start
+        self._interval.saved(end - copy_start)
+        self._waited_s += end - start
 
-    def _moment(self, record: StepRecord, skipped_steps: int) -> TrainingState:
-        return TrainingState(
+    def _progress(self, record: StepRecord, skipped_steps: int) -> RunProgress:
+        return RunProgress(
             step=record.step,
-            config=plain(self._config),
+            config=to_json(self._config),
             samples=self._samples,
             skipped_steps=skipped_steps,
             eval_loss=record.eval_loss,
         )
 
-    def _tell(self, saved: SavedCheckpoint | None, step: int, reporter: Reporter) -> None:
+    def _report(self, saved: SavedCheckpoint | None, step: int) -> None:
         if saved is None:
             return
-        self.last = saved.path
-        self.count += 1
-        self.costs.longest_s = max(self.costs.longest_s, saved.seconds)
-        reporter.note(
+        self._last = saved.path
+        self._saved += 1
+        self.longest_s = max(self.longest_s, saved.seconds)
+        self._reporter.note(
             f"step {step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"
         )
+
+    def _fail(self, error: AgreedError) -> None:
+        self._failed += 1
+        self._reporter.warn(str(error))

@@ -1,4 +1,4 @@
-"""What the names of --train.precision stand for."""
+"""The names of --train.precision and the dtypes they stand for."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a model is kept and computes, and whether its loss is scaled."""
+    """Dtypes of a model and of its forward, and the scaling of its loss."""
 
-    parameters: torch.dtype | None = None  # and buffers, and gradients; None: as the task made them
-    autocast: torch.dtype | None = None  # of the operations that torch thinks fit, if any
+    parameters: torch.dtype | None = None  # and of buffers and gradients; None: the task's choice
+    autocast: torch.dtype | None = None  # None: forward runs in the parameters' dtype
     loss_scale: Literal["dynamic"] | None = None
 
-    def computing(self, device: torch.device) -> AbstractContextManager[Any]:
-        """A context to run forward in. Local."""
+    def autocast_context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context to run forward in. Local."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)
@@ -26,5 +26,5 @@ PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(autocast=torch.bfloat16),
     "bf16-pure": Precision(torch.bfloat16),
-    "fp16": Precision(torch.float16, loss_scale="dynamic"),  # small gradients would vanish
+    "fp16": Precision(torch.float16, loss_scale="dynamic"),  # small gradients would underflow
 }

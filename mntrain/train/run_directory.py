@@ -1,4 +1,4 @@
-"""A run's directory, and going on with what it holds."""
+"""A run's directory: its lock, its configuration, and the checkpoint that a job resumes from."""
 
 import fcntl
 import json
@@ -11,35 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from mntrain import checkpoint
-from mntrain.checkpoint import FoundCheckpoint, checkpoints_of, set_aside, writers
+from mntrain.checkpoint import FoundCheckpoint, describe_writers, list_checkpoints, set_aside
 from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
 from mntrain.metrics.report import Reporter
 from mntrain.world import World
 
-# What makes another run of it: another model, or another order of samples. Where the data lies may
-# change from job to job.
+# Options that a resumed run cannot change: another value is another model or order of samples.
 FIXED = ("task", "data.valid_fraction", "model", "optim.name", "train.batch_size", "run.seed")
 
 
-def directory(world: World, config: Config) -> Path:
-    """Agree on the run's directory. Collective."""
+def agree_on_path(world: World, config: Config) -> Path:
+    """Return the path of the run's directory, the master's on all ranks. Collective."""
     default = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
     path: Path = world.gather(config.run.dir or default)[0]
     return path
 
 
-def to_resume(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:
-    """The checkpoint that this job begins with, if any. Collective.
+def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:
+    """Return the checkpoint that this job resumes from, if any. Collective.
 
-    AgreedError where there is to be one and is none, and where the run would have no more steps.
+    Raises AgreedError if the one that was asked for does not exist, or no steps are left.
     """
     resume = config.run.resume
     if resume == "never":
         return None
-    where = run_dir if resume == "auto" else Path(resume)
-    found = checkpoint.newest(world, where)
+    found = checkpoint.newest(world, run_dir if resume == "auto" else Path(resume))
     if found is None:
         if resume != "auto":
             raise AgreedError(
@@ -57,19 +55,19 @@ def to_resume(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | 
     return found
 
 
-def expect_same(world: World, found: FoundCheckpoint, config: Config, samples: int) -> None:
-    """Raise AgreedError unless the run goes on with what it began with."""
-    there, here = _fixed(found.manifest.config), _fixed(plain(config))
-    wrong = [
-        f"{flag_of(name)} was {there.get(name)}, and is {value}"
-        for name, value in here.items()
-        if there.get(name) != value
+def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples: int) -> None:
+    """Raise AgreedError if a fixed option or the data differs from the checkpoint's. Local."""
+    before, now = _fixed_options(found.manifest.config), _fixed_options(to_json(config))
+    changes = [
+        f"{flag_of(name)} was {before.get(name)}, and is {value}"
+        for name, value in now.items()
+        if before.get(name) != value
     ]
     if found.manifest.samples != samples:
-        wrong.append(f"the data had {found.manifest.samples} training samples, and has {samples}")
-    if wrong:
+        changes.append(f"the data had {found.manifest.samples} training samples, and has {samples}")
+    if changes:
         raise AgreedError(
-            f"{found.path} is of another run: {'; '.join(wrong)}. Give the same, or another "
+            f"{found.path} is of another run: {'; '.join(changes)}. Give the same, or another "
             "--run.dir to begin anew",
             world.rank,
         )
@@ -78,52 +76,52 @@ def expect_same(world: World, found: FoundCheckpoint, config: Config, samples: i
 def prepare(
     world: World, config: Config, run_dir: Path, found: FoundCheckpoint | None, *, saves: bool
 ) -> int | None:
-    """Make the run's directory, or go on in it. Collective.
+    """Make the run's directory, or continue in it; write config.toml. Collective.
 
-    A job that saves begins a run anew that ended before its first checkpoint, by a kill. Gives, on
-    the master, the descriptor whose lock keeps other jobs out until it is closed. AgreedError
-    where it holds a run with which nobody goes on, or one of a job that is still there.
+    A job that saves may start over a run that was killed before its first checkpoint. Returns, on
+    the master, a descriptor whose lock keeps other jobs out until it is closed. Raises AgreedError
+    if the directory holds a run that this job does not continue, or is in use by another job.
     """
     lock = None
     with world.agreement():
         if world.master:
-            begun = (run_dir / "config.toml").exists()
-            goes_on = found is not None and run_dir.resolve() in found.path.resolve().parents
-            anew = saves and not goes_on and not (run_dir / "summary.json").exists()
-            anew = anew and not checkpoints_of(run_dir)
-            if begun and not goes_on and not anew:
-                raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
-            lock = _made(run_dir)
+            exists = (run_dir / "config.toml").exists()
+            continued = found is not None and run_dir.resolve() in found.path.resolve().parents
+            if exists and not continued:
+                ended = (run_dir / "summary.json").exists() or bool(list_checkpoints(run_dir))
+                if ended or not saves:
+                    raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
+            lock = _make_and_lock(run_dir)
             (run_dir / "config.toml").write_text(to_toml(config))
-            if begun:
-                done = found.manifest.step if found and goes_on else 0
-                (run_dir / "summary.json").unlink(missing_ok=True)  # it speaks of the last job
+            if exists:
+                done = found.manifest.step if found and continued else 0
+                (run_dir / "summary.json").unlink(missing_ok=True)  # of the previous job
                 set_aside(run_dir, done)
-                _forget_later_steps(run_dir / "metrics.jsonl", done)
+                _drop_later_steps(run_dir / "metrics.jsonl", done)
     return lock
 
 
-def tell(found: FoundCheckpoint, reporter: Reporter) -> None:
-    """Say where the run goes on, and which newer checkpoints were not sound."""
-    for path, why in found.skipped.items():
-        reporter.warn(f"{path.name} was passed over: {why}")
+def report_resumption(found: FoundCheckpoint, reporter: Reporter) -> None:
+    """Show where the run continues, and which newer checkpoints were damaged. Local."""
+    for path, reason in found.skipped.items():
+        reporter.warn(f"{path.name} was passed over: {reason}")
     reporter.note(
         f"goes on after step {found.manifest.step}, from {found.path} "
-        f"(saved by {writers(found.manifest.world)})"
+        f"(saved by {describe_writers(found.manifest.world)})"
     )
 
 
-def plain(config: Config) -> dict[str, Any]:
-    """A configuration as JSON has it."""
+def to_json(config: Config) -> dict[str, Any]:
+    """Return a configuration as a JSON object."""
     content: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return content
 
 
-def _made(run_dir: Path) -> int:
-    """Make a run's directory if need be, and lock it. ValueError where no files can be made."""
+def _make_and_lock(run_dir: Path) -> int:
+    """Make a run's directory if there is none, and lock it. ValueError if it is not writable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return _locked(run_dir)
+        return _lock(run_dir)
     except OSError as error:
         raise ValueError(
             f"--run.dir {run_dir}: no files can be made there ({error.strerror}); give a folder in "
@@ -131,19 +129,20 @@ def _made(run_dir: Path) -> int:
         ) from error
 
 
-def _locked(run_dir: Path) -> int:
-    """A descriptor with a lock on a run's directory, which ends with the process at the latest.
+def _lock(run_dir: Path) -> int:
+    """Return a descriptor that holds the lock on a run's directory while it is open.
 
-    ValueError where another process has it. File systems without locks do without.
+    Raises ValueError if another process holds the lock. Without effect on file systems without
+    locks.
     """
     file = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        who = os.pread(file, 1000, 0).decode(errors="replace") or "of another"
+        holder = os.pread(file, 1000, 0).decode(errors="replace") or "unknown"
         os.close(file)
         raise ValueError(
-            f"{run_dir} is in use by a job ({who}): wait for its end, or give another --run.dir"
+            f"{run_dir} is in use by a job ({holder}): wait for its end, or give another --run.dir"
         ) from None
     except OSError:
         return file
@@ -152,22 +151,23 @@ def _locked(run_dir: Path) -> int:
     return file
 
 
-def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _fixed_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the options in `FIXED`, by dotted name; a section by its options."""
+    options: dict[str, Any] = {}
     for name in FIXED:
         section, _, option = name.partition(".")
         value = config[section]
         if option:
-            found[name] = value[option]
+            options[name] = value[option]
         elif isinstance(value, Mapping):
-            found |= {f"{section}.{key}": one for key, one in value.items()}
+            options |= {f"{section}.{key}": item for key, item in value.items()}
         else:
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
-def _forget_later_steps(metrics: Path, done: int) -> None:
-    """Leave out of metrics.jsonl what a job did after the checkpoint, and is done again."""
+def _drop_later_steps(metrics: Path, done: int) -> None:
+    """Remove from metrics.jsonl the steps after the checkpoint, which are taken again."""
     if not metrics.exists():
         return
     kept = []
@@ -175,7 +175,7 @@ def _forget_later_steps(metrics: Path, done: int) -> None:
         try:
             step = json.loads(line)["step"]
         except ValueError:
-            continue  # a line that a kill has cut
+            continue  # a line cut short by a kill
         if step <= done:
             kept.append(line + "\n")
     metrics.write_text("".join(kept))

@@ -1,4 +1,4 @@
-"""Which torch optimizer, on which parameters, at which learning rate."""
+"""The torch optimizer of a job: its class, its parameter groups and its learning rate."""
 
 import inspect
 import math
@@ -12,57 +12,58 @@ from torch.optim import Optimizer
 
 from mntrain.config import OptimConfig
 
-# Of torch.optim, what a training step cannot drive, and why.
-UNFIT = {
+# Optimizers of torch.optim that a training step cannot drive, and the reason.
+UNSUPPORTED = {
     "LBFGS": "it runs the forward by itself",
     "Muon": "it takes matrices only, and models have vectors too",
     "SparseAdam": "gradients here are dense",
 }
-# What has a kernel that makes the whole update on a GPU in one pass. Those for the CPU round an
-# element by where it lies in its tensor, so that stages would differ.
+# Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
+# in the tensor, so results would depend on how shards are cut.
 FUSED = {"Adam", "AdamW", "SGD"}
 
 
-def find(config: OptimConfig, device: torch.device) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class of torch.optim that a name stands for, and the options to make it with.
+def resolve_optimizer(
+    config: OptimConfig, device: torch.device
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the torch.optim class that is configured, and the options to construct it with.
 
-    On a GPU it makes its update by one kernel (`fused`), if it has one.
-
-    Raises ValueError for a name that torch does not have, and for options that the class does not
-    take.
+    On a GPU the options ask for the fused kernel where the class has one. Raises ValueError for a
+    name that torch.optim lacks or that cannot be used here, and for weight decay that the class
+    does not take.
     """
     known = [
         name
         for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
     ]
-    if config.name in UNFIT:
-        raise ValueError(f"--optim.name {config.name}: {UNFIT[config.name]}; choose another")
+    if config.name in UNSUPPORTED:
+        raise ValueError(f"--optim.name {config.name}: {UNSUPPORTED[config.name]}; choose another")
     if config.name not in known:
         by_lower = {name.lower(): name for name in known}
         close = get_close_matches(config.name.lower(), by_lower, cutoff=0.5)
-        near = [by_lower[name] for name in close] or sorted(known)
+        nearest = [by_lower[name] for name in close] or sorted(known)
         raise ValueError(
             f"--optim.name {config.name}: torch.optim has no such optimizer; "
-            f"nearest: {', '.join(near)}"
+            f"nearest: {', '.join(nearest)}"
         )
     kind: type[Optimizer] = getattr(torch.optim, config.name)
-    takes = inspect.signature(kind).parameters
-    if config.weight_decay and "weight_decay" not in takes:
+    parameters = inspect.signature(kind).parameters
+    if config.weight_decay and "weight_decay" not in parameters:
         raise ValueError(
             f"--optim.weight-decay {config.weight_decay}: {config.name} takes no weight decay; "
             "give --optim.weight-decay 0"
         )
     options: dict[str, Any] = {"lr": config.lr}
-    if config.name in FUSED and "fused" in takes:
-        options["fused"] = True if device.type == "cuda" else None  # None: as torch thinks fit
+    if config.name in FUSED and "fused" in parameters:
+        options["fused"] = True if device.type == "cuda" else None  # None: torch's default
     return kind, options
 
 
-def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of a model: matrices, which decay, and vectors (gains, biases), which don't.
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameter groups of a model: matrices with weight decay, vectors without.
 
-    Only groups that hold something that requires a gradient; without weight decay, one group.
+    Only parameters that require a gradient, and no empty group; one group without weight decay.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not weight_decay:
@@ -77,7 +78,7 @@ def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any
 
 
 def warmup_then_cosine(config: OptimConfig, steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate for the step that follows `done` steps.
+    """Return the learning-rate factor as a function of the number of completed steps.
 
     Linear up to 1 over the warm-up, then a half cosine down to `min_lr_fraction` at the last step.
     Source: Loshchilov and Hutter, "SGDR", 2017 (arXiv 1608.03983), without restarts.

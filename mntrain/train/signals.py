@@ -1,62 +1,135 @@
-"""Signals as requests: noted by a handler, acted on by all ranks at the end of a step."""
+"""Reasons to end a job early: signals, and the end of its time.
 
+Signals are only noted by their handlers. All ranks act on them together at the end of a step.
+"""
+
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from dataclasses import dataclass
+from datetime import datetime
+from types import FrameType
 from typing import Any, Self
 
-# Somebody at a terminal wants the job to end; Open MPI's mpirun makes SIGTERM of it for its ranks.
+# SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
 INTERRUPT = signal.SIGINT
-# A scheduler wants the node back: SIGTERM before it kills; SIGUSR1 or 2 where a script asks for it.
+# A scheduler wants the node back: SIGTERM before it kills, SIGUSR1 or SIGUSR2 if a script asks so.
 PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+# Spare time for what steps and saves have not shown yet: a fraction of the job's time, up to a
+# maximum; in an allocation at least _MIN_ALLOCATION_SPARE_S, since its end kills every process.
+_SPARE_FRACTION = 0.05
+_MAX_SPARE_S = 30.0
+_MIN_ALLOCATION_SPARE_S = 5.0
+_SCONTROL_TIMEOUT_S = 10.0
 
 
 class SignalRequests:
-    """While entered, signals are noted; a second SIGINT interrupts, but not inside `saving`."""
+    """Notes the first signal that arrives while it is entered.
+
+    A second SIGINT raises KeyboardInterrupt, except inside `deferred`.
+    """
 
     def __init__(self) -> None:
-        self.noted: signal.Signals | None = None  # the first of them
-        self._before: dict[signal.Signals, Any] = {}
-        self._saving = False
+        self.first: signal.Signals | None = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._deferred = False
 
     @property
     def interrupted(self) -> bool:
-        """Whether somebody wants this job to end."""
-        return self.noted == INTERRUPT
+        """True if a user wants the job to end."""
+        return self.first == INTERRUPT
 
     @property
     def preempted(self) -> bool:
-        """Whether a scheduler does."""
-        return self.noted in PREEMPT
+        """True if a scheduler wants the job to end."""
+        return self.first in PREEMPT
 
     def __enter__(self) -> Self:
-        """Take over the signals."""
-        self._before = {
-            number: signal.signal(number, self._note) for number in (INTERRUPT, *PREEMPT)
-        }
+        """Install the handlers."""
+        signals = (INTERRUPT, *PREEMPT)
+        self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give the signals back."""
-        for number, before in self._before.items():
-            signal.signal(number, before)
+    def __exit__(self, *exception: object) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Let no signal end what is done inside."""
-        self._saving = True
+    def deferred(self) -> Iterator[None]:
+        """Keep a second SIGINT from raising while a checkpoint is written inside."""
+        self._deferred = True
         try:
             yield
         finally:
-            self._saving = False
+            self._deferred = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted and number == INTERRUPT and not self._saving:
+        if self.interrupted and number == INTERRUPT and not self._deferred:
             raise KeyboardInterrupt
-        self.noted = self.noted or signal.Signals(number)
+        self.first = self.first or signal.Signals(number)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The end of a job's time, on the monotonic clock."""
+
+    at: float | None  # seconds, as `time.monotonic` counts; None: no deadline
+    spare_s: float
+    reason: str
+
+    @classmethod
+    def of(cls, max_minutes: float | None, environment: Mapping[str, str]) -> "Deadline":
+        """Return the earlier of `max_minutes` from now and the end of the Slurm allocation."""
+        ends: list[tuple[float, float, str]] = []
+        if max_minutes is not None:
+            ends.append((60 * max_minutes, 0.0, f"--run.max-minutes {max_minutes:g}"))
+        end = _allocation_end(environment)
+        if end is not None:
+            reason = f"the allocation ends {datetime.fromtimestamp(end)}"
+            ends.append((end - time.time(), _MIN_ALLOCATION_SPARE_S, reason))
+        if not ends:
+            return cls(None, 0.0, "")
+        left, least_s, reason = min(ends)
+        spare_s = max(least_s, min(_MAX_SPARE_S, _SPARE_FRACTION * left))
+        return cls(time.monotonic() + left, spare_s, reason)
+
+    def near(self, step_s: float, save_s: float) -> bool:
+        """Return True if it is time to save and end, given the duration of a step and a save."""
+        if self.at is None:
+            return False
+        return self.at - time.monotonic() < 2 * (step_s + save_s) + self.spare_s
+
+
+def _allocation_end(environment: Mapping[str, str]) -> float | None:
+    """Return when this process's Slurm allocation ends, in seconds since the epoch, if known."""
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    end = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
+    return float(end) if end.isdecimal() else _end_from_scontrol(job)
+
+
+def _end_from_scontrol(job: str) -> float | None:
+    """Return a job's end as `scontrol` reports it; None without scontrol or without an end."""
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        return None
+    try:
+        # SLURM_TIME_FORMAT is scontrol's own; "standard" is local time.
+        output = subprocess.run(
+            [scontrol, "--oneliner", "show", "job", job],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_TIMEOUT_S,
+            check=True,
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+        ).stdout
+        return datetime.fromisoformat(output.partition(" EndTime=")[2].split()[0]).timestamp()
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None  # such as EndTime=Unknown

@@ -1,7 +1,7 @@
-"""What is told of a run at its start and at its end."""
+"""The description of a run at its start, and its summary at the end."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,85 +9,118 @@ from torch import nn
 
 from mntrain.comm.topology import Topology
 from mntrain.config import Config
-from mntrain.metrics.flops import COMPUTES_IN, peak_of_all
-from mntrain.metrics.step import Place, StepRecord, memory_by_role
+from mntrain.errors import AgreedError
+from mntrain.metrics.flops import COMPUTE_DTYPES, Throughput, peak_of_job
+from mntrain.metrics.registry import METRICS, StepRecord
+from mntrain.metrics.report import JobDescription
+from mntrain.metrics.step import memory_by_role
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
 
-def introduction(world: World, config: Config, model: nn.Module) -> dict[str, str]:
-    """What runs where and how, for `Reporter.start`. Collective."""
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a job's training; "running" until then."""
+
+    status: str
+    last: StepRecord | None = None  # the last completed step of this job, if any
+    error: AgreedError | None = None
+    reason: str | None = None  # of an early end
+
+
+@dataclass
+class RunTotals:
+    """Counters of a run, the same on all ranks but for times."""
+
+    flops_per_item: float | None  # of the model, if the task knows it
+    skipped_steps: int  # earlier jobs of the run included
+    items: int = 0  # tokens or samples that this job has trained on
+    seconds: float = 0.0  # of this job
+    throughput: Throughput = field(default_factory=Throughput)
+
+    def add(self, items: int, seconds: float, *, skipped: bool) -> None:
+        """Count a step."""
+        self.items += items
+        self.skipped_steps += skipped
+        self.throughput.add(items, seconds)
+
+
+def describe_job(world: World, config: Config, model: nn.Module) -> JobDescription:
+    """Return the description of a job, for `Reporter.start`. Collective."""
     count = sum(parameter.numel() for parameter in model.parameters())
     zero = config.zero
-    said = world.gather(world.collectives.no_shared_memory_reason)
-    concerns = [without_memory(said, world.topology), world.sharing]
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
-    return {
-        "library": world.library.name,
-        "thread_level": world.library.threads,
-        "topology": str(world.topology),
-        "algorithm": world.algorithm,
-        "tuning": world.tuning,
-        "transport": world.transport_line,
-        "kernels": world.kernels.why if world.device.type == "cuda" else "",
-        "concern": "\n".join(concern for concern in concerns if concern),
-        "zero": f"zero: {sharding}; precision {config.train.precision}",
-        "model": f"{config.task}: {count / 1e6:.2f} M parameters",
-    }
+    reasons = world.gather(world.collectives.no_shared_memory_reason)
+    warnings = [shared_memory_warning(reasons, world.topology), world.sharing]
+    return JobDescription(
+        model=f"{config.task}: {count / 1e6:.2f} M parameters",
+        topology=str(world.topology),
+        algorithm=world.algorithm,
+        library=world.library.name,
+        thread_level=world.library.threads,
+        zero=f"zero: {sharding}; precision {config.train.precision}",
+        places=world.places,
+        tuning=world.tuning,
+        transport=world.transport_line,
+        kernels=world.kernels.why if world.device.type == "cuda" else "",
+        warnings=[line for warning in warnings for line in warning.splitlines()],
+    )
 
 
-def without_memory(said: Sequence[str], topology: Topology) -> str:
-    """Which nodes' ranks share no memory, why, and what to do; empty where all do. Pure.
+def shared_memory_warning(reasons: Sequence[str], topology: Topology) -> str:
+    """Return a warning that names the nodes whose ranks share no memory, or "". Pure.
 
-    `said` is by rank: why not, or an empty text.
+    `reasons` is by rank: why the rank exchanges messages with its node instead, or "".
     """
     nodes: dict[str, set[int]] = {}
-    for rank, why in enumerate(said):
-        if why:
-            nodes.setdefault(why, set()).add(topology.node(rank))
+    for rank, reason in enumerate(reasons):
+        if reason:
+            nodes.setdefault(reason, set()).add(topology.node(rank))
     if not nodes:
         return ""
-    reasons = "; ".join(
-        f"node{'s' * (len(where) > 1)} {', '.join(map(str, sorted(where)))}: {why}"
-        for why, where in nodes.items()
+    by_reason = "; ".join(
+        f"node{'s' * (len(affected) > 1)} {', '.join(map(str, sorted(affected)))}: {reason}"
+        for reason, affected in nodes.items()
     )
     return (
         f"ranks of a node share no memory and send each other messages instead, which is slower "
-        f"({reasons}). Run all ranks of a node as one user, in one container, with memory to spare"
+        f"({by_reason}). Run all ranks of a node as one user, in one container, with memory to "
+        "spare"
     )
 
 
-def summary(
+def summarize(
     world: World,
     optimizer: ZeroOptimizer,
-    *,
-    status: str,
-    last: StepRecord | None,
-    skipped_steps: int,
-    items: int,
-    seconds: float,
-    flops_per_s: float | None,
-    precision: str,
+    config: Config,
     run_dir: Path,
+    *,
+    outcome: Outcome,
+    totals: RunTotals,
 ) -> dict[str, Any]:
-    """What summary.json holds of a run that trained on `items` until step `last`. Collective.
-
-    `flops_per_s` is what the model computed a second, over all ranks, if the task can tell, and
-    `precision` what of --train.precision it computed in.
-    """
+    """Return the content of summary.json. Collective."""
     usage = world.usage()
     memory = world.gather((optimizer.memory(), optimizer.expected_memory()))
     measured, expected = zip(*memory, strict=True)
+    per_item = totals.flops_per_item
+    flops_per_s = per_item * totals.throughput.median if per_item else None
+    dtype = COMPUTE_DTYPES[config.train.precision]
+    peak = peak_of_job([(place.gpu, place.model) for place in world.places], dtype)
+    last = outcome.last
     return {
-        "status": status,
+        "status": outcome.status,
         "steps": last.step if last else 0,
-        "skipped_steps": skipped_steps,
-        "final_loss": last.loss if last else None,
-        "eval_loss": last.eval_loss if last else None,
-        "eval_metrics": last.eval_metrics if last else None,
-        "wall_s": seconds,
-        "tokens_per_s": items / seconds,
-        **_computed(world.places, flops_per_s, COMPUTES_IN[precision]),
+        "skipped_steps": totals.skipped_steps,
+        **{
+            metric.summary: getattr(last, name) if last else None
+            for name, metric in METRICS.items()
+            if metric.summary
+        },
+        "wall_s": totals.seconds,
+        "tokens_per_s": totals.items / totals.seconds,
+        "model_flops_per_s": flops_per_s,
+        "computes_in": dtype,
+        "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
         "run_dir": str(run_dir),
         "world": {
             "size": world.size,
@@ -103,16 +136,5 @@ def summary(
             {**asdict(place), **asdict(used)}
             for place, used in zip(world.places, usage, strict=True)
         ],
-    }
-
-
-def _computed(
-    places: Sequence[Place], flops_per_s: float | None, dtype: str
-) -> dict[str, float | str | None]:
-    """The model's FLOP/s, in which dtype, and the share of the peak where that is known. Pure."""
-    peak = peak_of_all([(place.gpu, place.model) for place in places], dtype)
-    return {
-        "model_flops_per_s": flops_per_s,
-        "computes_in": dtype,
-        "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
+        "reason": outcome.reason,
     }

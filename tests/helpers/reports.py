@@ -8,8 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mntrain.metrics.registry import StepRecord
 from mntrain.metrics.report import Reporter, make_reporter
-from mntrain.metrics.step import Place, StepRecord, Usage, memory_by_role
+from mntrain.metrics.step import memory_by_role
+from mntrain.rank_info import Place, Usage
 from zero.memory import Memory
 
 

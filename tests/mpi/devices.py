@@ -1,18 +1,22 @@
-"""Devices that live on the host: what is given to them happens later, in the order of streams."""
+"""Devices emulated on the host: their work happens later, in the order of streams."""
 
 import queue
 import random
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
+from torch.distributed import ProcessGroupGloo
 
-from mntrain.comm.device_copy import laid_out
+from mntrain.comm.device_copy import split_like
+from mntrain.comm.nccl import shared_store
+from zero.kernels import TorchKernels
 
 
 class Stream:
-    """A queue of work, which a thread does, each piece after a moment."""
+    """A queue of work for a thread, which sometimes pauses before a piece of it."""
 
     def __init__(self, seed):
         self._work = queue.Queue()
@@ -20,7 +24,7 @@ class Stream:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def give(self, work):
+    def add(self, work):
         self._work.put(work)
 
     def close(self):
@@ -34,70 +38,73 @@ class Stream:
 
 
 class Event:
-    """See `copies.Mark`."""
+    """A `DeviceEvent` of an emulated stream."""
 
     def __init__(self, device, stream):
         self._device, self._happened = device, threading.Event()
-        stream.give(self._happened.set)
+        stream.add(self._happened.set)
 
-    def over(self):
+    def query(self):
         return self._happened.is_set()
 
-    def order(self):
-        self._device.current.give(self._happened.wait)
+    def wait_on_stream(self):
+        self._device.current.add(self._happened.wait)
 
 
 class LateDevice:
-    """See `copies.Copier`: memory is the host's, but it is written and read late.
+    """A `DeviceCopy` whose memory is the host's, but is written and read late.
 
-    `fetched` and `brought` count elements.
+    `to_host` and `to_device` count the elements copied.
     """
 
-    concern = ""
+    warning = ""
 
     def __init__(self, seed=0):
-        self._mine = []  # tensors, which stay: what an address belongs to
+        self._tensors = []  # all tensors of the device, kept so that their addresses stay valid
         self._local = threading.local()
-        self._caller, self._down, self._up, self._beside = (Stream(seed + i) for i in range(4))
-        self.fetched = self.brought = 0
-        self.pinned = 0  # how many pieces of memory are
+        self._streams = [Stream(seed + i) for i in range(4)]
+        self._caller, self._down, self._up, self._side = self._streams
+        self.to_host = self.to_device = 0
+        self.pinned = 0  # number of pinned pieces of memory
 
     @property
     def current(self):
         return getattr(self._local, "stream", self._caller)
 
     def tensor(self, numel, dtype=torch.float32):
-        """Memory of the device, of which nobody knows what is in it."""
-        made = torch.zeros(numel, dtype=dtype)
-        self._mine.append(made)
-        return made
+        """Return a new tensor in memory of the device."""
+        tensor = torch.zeros(numel, dtype=dtype)
+        self._tensors.append(tensor)
+        return tensor
 
     def run(self, work):
-        """Give the device something to do, after what the caller gave it before."""
-        self.current.give(work)
+        """Give the current stream a function to call."""
+        self.current.add(work)
 
     def synchronize(self):
-        done = Event(self, self.current)
-        while not done.over():
+        end = Event(self, self.current)
+        while not end.query():
             time.sleep(1e-4)
 
     def close(self):
-        for stream in (self._caller, self._down, self._up, self._beside):
+        for stream in self._streams:
             stream.close()
 
-    def has(self, tensor):
-        at = tensor.data_ptr()
+    def owns(self, tensor):
+        address = tensor.data_ptr()
         return any(
-            mine.data_ptr() <= at < mine.data_ptr() + max(1, mine.numel() * mine.element_size())
-            for mine in self._mine
+            own.data_ptr() <= address < own.data_ptr() + max(1, own.nbytes) for own in self._tensors
         )
 
-    def mark(self):
+    def record_event(self):
         return Event(self, self.current)
 
+    def record_stream(self, tensor):
+        pass
+
     @contextmanager
-    def beside(self):
-        before, self._local.stream = self.current, self._beside
+    def side_stream(self):
+        before, self._local.stream = self.current, self._side
         try:
             yield
         finally:
@@ -110,49 +117,112 @@ class LateDevice:
     def _unpin(self):
         self.pinned -= 1
 
-    def fetch(self, host, parts, after):
-        self.fetched += sum(map(len, parts))
-        return self._copy(self._down, zip(laid_out(host, parts), parts, strict=True), after)
+    def copy_to_host(self, host, parts, after):
+        self.to_host += sum(map(len, parts))
+        return self._copy(self._down, zip(split_like(host, parts), parts, strict=True), after)
 
-    def bring(self, parts, host, after):
-        self.brought += sum(map(len, parts))
-        return self._copy(self._up, zip(parts, laid_out(host, parts), strict=True), after)
+    def copy_to_device(self, parts, host, after):
+        self.to_device += sum(map(len, parts))
+        return self._copy(self._up, zip(parts, split_like(host, parts), strict=True), after)
 
     def _copy(self, stream, pairs, after):
         before, self._local.stream = self.current, stream
-        for mark in after:
-            mark.order()
-        for to, source in pairs:
-            stream.give(lambda to=to, source=source: to.copy_(source))
+        for event in after:
+            event.wait_on_stream()
+        for target, source in pairs:
+            stream.add(lambda target=target, source=source: target.copy_(source))
         self._local.stream = before
         return Event(self, stream)
 
 
 class PromptDevice(LateDevice):
-    """A device that does at once what it is given: for what computes on it."""
+    """A device that does its work at once: for collectives that compute on the device."""
 
     def run(self, work):
         work()
 
     def _copy(self, stream, pairs, after):
-        for to, source in pairs:
-            to.copy_(source)
+        for target, source in pairs:
+            target.copy_(source)
         return Event(self, stream)
 
 
-class HostGroup:
-    """See `nodefirst.NodeGroup`: what NCCL does, by MPI, on memory of the host."""
+class GlooGroup:
+    """A `DeviceGroup` over torch's Gloo, in place of NCCL.
 
-    def __init__(self, node, devices):
-        self.rank, self.size = node.rank, node.size
-        self._node = node
+    Gloo lacks `alltoall` of lists of tensors, which is emulated by messages.
+    """
+
+    def __init__(self, node, device):
+        timeout = timedelta(seconds=60)
+        self._group = ProcessGroupGloo(shared_store(node), node.rank, node.size, timeout)
+        self.rank, self.size = self._group.rank, self._group.size
         self.closed = False
 
-    def exchange(self, sends, receives):
-        def bytes_of(messages):
-            return [(peer, tensor.view(torch.uint8).numpy()) for peer, tensor in messages]
+    def alltoall(self, outputs, inputs):
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        assert not len(outputs[self.rank()])
+        assert not len(inputs[self.rank()])
+        works = [self._group.send([inputs[rank]], rank, 0) for rank in others if len(inputs[rank])]
+        works += [
+            self._group.recv([outputs[rank]], rank, 0) for rank in others if len(outputs[rank])
+        ]
+        return Works(works)
 
-        self._node.exchange(bytes_of(sends), bytes_of(receives))
-
-    def close(self):
+    def shutdown(self):
         self.closed = True
+        self._group = None
+
+
+class LateGlooGroup(GlooGroup):
+    """Exchanges tensors on a stream of its own, in the order of events, as NCCL does."""
+
+    def __init__(self, node, device):
+        super().__init__(node, None)
+        self._device, self._stream = device, Stream(7)
+
+    def alltoall(self, outputs, inputs):
+        ready = Event(self._device, self._device.current)
+        exchange = super().alltoall
+
+        def run():
+            ready._happened.wait()
+            exchange(outputs, inputs).wait()
+
+        self._stream.add(run)
+        return Works([StreamWork(Event(self._device, self._stream))])
+
+    def shutdown(self):
+        self._stream.close()
+        super().shutdown()
+
+
+class StreamWork:
+    """Work that the current stream waits for."""
+
+    def __init__(self, end):
+        self._end = end
+
+    def wait(self):
+        self._end.wait_on_stream()
+
+
+class LateKernels(TorchKernels):
+    """Sums on the current stream of an emulated device."""
+
+    def __init__(self, device):
+        self._device = device
+
+    def add(self, addends, total):
+        self._device.run(lambda: TorchKernels.add(self, addends, total))
+
+
+class Works:
+    """Several works of torch as one."""
+
+    def __init__(self, works):
+        self._works = works
+
+    def wait(self):
+        for work in self._works:
+            work.wait()

@@ -11,7 +11,7 @@ from torch.nn import functional
 from worlds import hosts
 
 import mntrain
-from mntrain.train.replica_check import digest
+from mntrain.train.consensus import model_digest
 
 ALGORITHMS = ["naive", "flat", "leader", "lanes"]
 EXACT = 1e-11  # in fp64, relative and absolute
@@ -54,7 +54,7 @@ def assert_parity(world, model, alone, tolerance=EXACT):
         torch.testing.assert_close(
             ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
         )
-    assert len(set(world.gather(digest(model)))) == 1
+    assert len(set(world.gather(model_digest(model)))) == 1
 
 
 def init(algorithm="lanes", ranks_per_node=2, bucket_mb=SMALL):

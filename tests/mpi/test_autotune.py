@@ -1,4 +1,4 @@
-"""`auto` by proof, on real ranks: all agree, and what was measured once is not measured again."""
+"""Autotuning on real ranks: all agree, and a cached result is not measured again."""
 
 import json
 from pathlib import Path
@@ -9,18 +9,15 @@ from mpi4py import MPI
 from worlds import RANKS, refusal
 
 import mntrain
-from mntrain.comm import algorithms
+from mntrain.comm import algorithms, autotune
 from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
-from mntrain.tuning import Tuning, choosing, measuring
-from mntrain.tuning.cache import CACHE
-from mntrain.tuning.measuring import Measuring
+from mntrain.comm.autotune import Autotuner
+from mntrain.comm.tuning_cache import Tuning, cache_path, store
 
 COMM = MPI.COMM_WORLD
 LAYOUTS = [None, *range(1, min(RANKS, 3))]
-SHORT_S = 0.3  # of measuring, for tests
-KEPT = AlgorithmTable(
-    ((1 << 10, AlgorithmChoice("flat", 1 << 16)), (1 << 20, AlgorithmChoice("leader", 1 << 17)))
-)
+SHORT_S = 0.2  # budget of a measurement in tests
+STORED = AlgorithmTable(((1 << 10, AlgorithmChoice("flat")), (1 << 20, AlgorithmChoice("leader"))))
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("own_cache")]
 several = pytest.mark.mpi(min_size=2)
@@ -28,11 +25,11 @@ several = pytest.mark.mpi(min_size=2)
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """A cache that is empty at first, the same for all ranks."""
-    monkeypatch.setattr(measuring, "SECONDS", SHORT_S)
+    """Give all ranks the same empty cache."""
+    monkeypatch.setattr(autotune, "BUDGET_S", SHORT_S)
     monkeypatch.setenv("XDG_CACHE_HOME", COMM.bcast(str(tmp_path)))
     yield
-    COMM.Barrier()  # nobody removes what another still reads
+    COMM.Barrier()  # until no rank reads the folder any more
 
 
 def tuned(**options):
@@ -41,15 +38,15 @@ def tuned(**options):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """One entry for every measurement that this rank takes part in."""
+    """Return a list with one entry for every measurement of this rank."""
     log = []
-    run = Measuring.run
+    measure = Autotuner.measure
 
     def logged(self, bucket_bytes):
         log.append(bucket_bytes)
-        return run(self, bucket_bytes)
+        return measure(self, bucket_bytes)
 
-    monkeypatch.setattr(Measuring, "run", logged)
+    monkeypatch.setattr(Autotuner, "measure", logged)
     return log
 
 
@@ -59,21 +56,17 @@ def same_everywhere(value):
 
 @several
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_choose_alike_and_among_the_candidates(layout):
+def test_all_ranks_make_the_same_choice_among_the_candidates(layout):
     with tuned(ranks_per_node=layout) as world:
         table = world.collectives.table
         assert same_everywhere((table, world.tuning, world.algorithm))
-        names = choosing.algorithms(world.topology)
-        for _, choice in table.steps:
-            assert choice.algorithm in names
-            assert choice.chunk_bytes in choosing.PIECES
-        chosen = table.of(1 << 19)
-        assert world.algorithm == chosen.algorithm
-        assert world.tuning.startswith(str(chosen))
+        assert {choice.algorithm for _, choice in table.steps} <= set(autotune.candidates())
+        assert world.algorithm == table.of(1 << 19).algorithm
+        assert world.tuning.startswith(world.algorithm)
 
 
 @several
-def test_what_was_chosen_adds_up():
+def test_the_chosen_algorithm_sums_correctly():
     with tuned(ranks_per_node=2) as world:
         for numel in (1, 1001, 1 << 17):
             tensor = world.collectives.allocate(numel, torch.float32, world.device)
@@ -83,18 +76,18 @@ def test_what_was_chosen_adds_up():
 
 
 @several
-def test_ranks_whose_clocks_disagree_measure_the_same(monkeypatch):
-    perf_counter = measuring.time.perf_counter
+def test_ranks_whose_clocks_disagree_choose_the_same(monkeypatch):
+    perf_counter = autotune.time.perf_counter
 
     class Clock:
-        """Runs at a speed of its own on every rank."""
+        """A clock that runs at a different speed on every rank."""
 
         @staticmethod
         def perf_counter():
             return perf_counter() * 3**world_rank
 
     world_rank = COMM.rank
-    monkeypatch.setattr(measuring, "time", Clock)
+    monkeypatch.setattr(autotune, "time", Clock)
     with tuned() as world:
         assert same_everywhere((world.collectives.table, world.tuning))
 
@@ -112,21 +105,21 @@ def test_a_second_world_measures_nothing(runs):
 
 
 @several
-def test_another_layout_or_size_of_buckets_is_measured_anew(runs):
+def test_another_layout_or_bucket_size_is_measured_again(runs):
     for options in ({}, {"bucket_mb": 0.25}, {"ranks_per_node": 1}, {}):
         tuned(**options).close()
     assert len(runs) == 3
 
 
 @several
-def test_what_rank_0_has_kept_is_used_by_all(runs):
+def test_all_ranks_use_the_entry_cached_by_rank_0(runs):
     tuned().close()
-    file = CACHE.place()
+    file = cache_path()
     if COMM.rank == 0:
         (key,) = json.loads(file.read_text())
-        CACHE.keep(key, Tuning(KEPT, "as it was"))
+        store(key, Tuning(STORED, "as it was"))
     with tuned() as world:
-        assert world.collectives.table == KEPT
+        assert world.collectives.table == STORED
         assert world.algorithm == "leader"
         assert world.tuning.startswith("as it was (measured ")
     assert len(runs) == 1
@@ -134,8 +127,8 @@ def test_what_rank_0_has_kept_is_used_by_all(runs):
 
 @several
 @pytest.mark.parametrize("content", ["", "{", '{"a": 5}'])
-def test_a_damaged_cache_is_measured_over(runs, content):
-    file = CACHE.place()
+def test_a_damaged_cache_is_measured_again(runs, content):
+    file = cache_path()
     if COMM.rank == 0:
         file.parent.mkdir(parents=True)
         file.write_text(content)
@@ -145,9 +138,9 @@ def test_a_damaged_cache_is_measured_over(runs, content):
 
 
 @several
-def test_where_no_cache_can_be_written_every_world_measures(runs, monkeypatch):
+def test_every_world_measures_where_no_cache_can_be_written(runs, monkeypatch):
     if COMM.rank == 0:
-        blocked = Path(CACHE.place()).parent
+        blocked = cache_path().parent
         blocked.parent.mkdir(exist_ok=True)
         blocked.write_text("in the way")
     COMM.Barrier()
@@ -164,31 +157,31 @@ def test_without_tuning_auto_is_lanes(runs):
         assert world.algorithm == "lanes"
         assert world.tuning.endswith("not tuned")
     assert not runs
-    assert COMM.rank or not CACHE.place().exists()
+    assert COMM.rank or not cache_path().exists()
 
 
 @pytest.mark.parametrize("algorithm", algorithms.names())
-def test_an_algorithm_by_name_is_not_questioned(runs, algorithm):
+def test_an_algorithm_given_by_name_is_not_timed(runs, algorithm):
     with tuned(algorithm=algorithm) as world:
         assert world.collectives.table == AlgorithmTable.always(algorithm)
         assert (world.algorithm, world.tuning) == (algorithm, "")
     assert not runs
 
 
-def test_a_world_of_one_has_nothing_to_choose(runs):
+def test_a_world_of_one_measures_nothing(runs):
     with tuned(comm=MPI.COMM_SELF) as world:
         assert (world.algorithm, world.tuning) == ("lanes", "")
     assert not runs
 
 
 @several
-def test_ranks_agree_on_whether_to_tune():
+def test_ranks_must_agree_on_whether_to_tune():
     words = refusal(tuned, tune=COMM.rank == 0)
     assert words == "tune differs between ranks: rank 0 has True, rank 1 has False"
 
 
 @several
-def test_tuning_leaves_no_traffic_no_memory_and_no_open_file_behind():
+def test_tuning_leaves_no_traffic_memory_or_open_file_behind():
     def left(**options):
         with tuned(ranks_per_node=2, **options) as world:
             maps = Path("/proc/self/maps").read_text().splitlines()

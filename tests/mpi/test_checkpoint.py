@@ -1,4 +1,4 @@
-"""One checkpoint on the disk: written by all ranks of a world, read by those of another."""
+"""Checkpoints on the disk: written by all ranks of one world, read by those of another."""
 
 import copy
 import os
@@ -23,9 +23,9 @@ from worlds import RANKS
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import Saver, TrainingState
-from mntrain.checkpoint.discovery import checkpoints_of, opened
+from mntrain.checkpoint import RunProgress, Saver
 from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER
+from mntrain.checkpoint.reader import inspect, list_checkpoints
 
 pytestmark = pytest.mark.mpi
 
@@ -49,12 +49,12 @@ def folder():
         shutil.rmtree(path)
 
 
-def moment(step):
-    return TrainingState(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+def progress(step):
+    return RunProgress(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
 
 
 def save(world, model, optimizer, folder, *, step=2, keep=3):
-    return Saver(world, model, optimizer, folder, keep).save(moment(step))
+    return Saver(world, model, optimizer, folder, keep).save(progress(step))
 
 
 def double(kind):
@@ -63,7 +63,7 @@ def double(kind):
 
 
 class WithBuffers(nn.Module):
-    """Has statistics, and a count, which no optimizer knows."""
+    """Has buffers: running statistics and a count."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_any_ranks_saved_any_others_read(worlds, folder, name):
+def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, name):
     """Saved by every number of ranks, read by every other; the stages take turns."""
     turn = 0
     for writers in SIZES:
@@ -116,7 +116,7 @@ def test_what_any_ranks_saved_any_others_read(worlds, folder, name):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_training_goes_on_as_if_it_had_never_stopped(worlds, folder, size):
+def test_resumed_training_equals_uninterrupted_training(worlds, folder, size):
     model = net()
     alone = Alone(model, ADAMW)
     for step in range(6):
@@ -137,7 +137,7 @@ def test_training_goes_on_as_if_it_had_never_stopped(worlds, folder, size):
 
 
 def test_state_of_whole_parameters(worlds, folder):
-    """Optimizers that keep what is not of a parameter's shape, dealt whole parameters."""
+    """Optimizers with state that is not of a parameter's shape, partitioned by parameter."""
     for optimizer_class in (torch.optim.Adafactor, torch.optim.NAdam, Lamb):
         world, model, place = worlds(), net(torch.float32), folder / optimizer_class.__name__
         optimizer = world.optimizer(model, optimizer_class, stage=2, partition="parameter", lr=0.01)
@@ -155,7 +155,7 @@ def test_state_of_whole_parameters(worlds, folder):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_model_opens_with_the_library_of_the_format(worlds, folder, stage):
+def test_the_model_file_opens_with_the_safetensors_library(worlds, folder, stage):
     world = worlds()
     for name, model in (("a", LanguageModel()), ("b", WithBuffers()), ("c", double(Strided))):
         optimizer = world.optimizer(model, ADAMW, stage=stage)
@@ -168,7 +168,7 @@ def test_the_model_opens_with_the_library_of_the_format(worlds, folder, stage):
         assert done.nbytes == sum((done.path / name).stat().st_size for name in FILES)
 
 
-def test_every_rank_writes_about_as_much(worlds, folder):
+def test_ranks_write_equal_parts(worlds, folder):
     world = worlds()
     model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100))
     for stage in (0, 1, 2):
@@ -178,7 +178,7 @@ def test_every_rank_writes_about_as_much(worlds, folder):
         optimizer.close()
         for name in (MODEL, OPTIMIZER):
             # With one run for each rank and tensor at least, nobody wrote a whole file.
-            longest = max(run.length for run in opened(path).runs[name])
+            longest = max(part.length for part in inspect(path).checksums[name])
             whole = (path / name).stat().st_size
             assert longest <= whole / RANKS + 4096
 
@@ -189,18 +189,18 @@ def optimizer_step(world, model, optimizer):
     optimizer.zero_grad()
 
 
-def test_the_newest_few_are_kept(worlds, folder):
+def test_only_the_newest_checkpoints_are_kept(worlds, folder):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     for step in (5, 9, 10, 100, 99):
         save(world, model, optimizer, folder, step=step, keep=2)
         MPI.COMM_WORLD.Barrier()
     optimizer.close()
-    assert [path.name for path in checkpoints_of(folder)] == ["step-00000100", "step-00000099"]
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000100", "step-00000099"]
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
-def test_random_numbers_go_on_for_as_many_ranks(worlds, folder):
+def test_random_states_are_restored_at_the_same_size_only(worlds, folder):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW)
 
@@ -237,19 +237,25 @@ def change(file, before, after):
     file.write_text(file.read_text().replace(before, after, 1))
 
 
-# What is done to a checkpoint, and what is to be said of it then.
+# Damages to a checkpoint, and the expected message.
 DAMAGES = {
     "a bit": (lambda path: flip(path / OPTIMIZER, -7), f"{OPTIMIZER} is damaged between bytes"),
     "a bit of the header": (
         lambda path: flip(path / MODEL, (path / MODEL).read_bytes().index(b"weight")),
         f"{MODEL} is damaged between bytes 0 and",
     ),
-    "a byte less": (lambda path: cut(path / MODEL, -1), "bytes, and its header says"),
-    "nothing left": (lambda path: cut(path / MODEL, 0), f"{MODEL} is no safetensors file"),
+    "a byte less": (
+        lambda path: cut(path / MODEL, -1),
+        f"{MODEL} is truncated, or not a safetensors file",
+    ),
+    "nothing left": (
+        lambda path: cut(path / MODEL, 0),
+        f"{MODEL} is truncated, or not a safetensors file",
+    ),
     "a file less": (lambda path: (path / OPTIMIZER).unlink(), f"{OPTIMIZER} is missing"),
     "the manifest": (
         lambda path: change(path / FILE, "step", "stop"),
-        f"{FILE} is damaged: it does not have its checksum",
+        f"{FILE} is damaged: its checksum differs",
     ),
     "half a manifest": (
         lambda path: cut(path / FILE, -20),
@@ -264,7 +270,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_and_says_why(worlds, folder, how):
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(worlds, folder, how):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     train(world, model, optimizer, range(1))
@@ -287,7 +293,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_says_why(worlds, folder, how):
     assert said in str(error.value)
 
 
-def test_another_model_is_refused_by_name(worlds, folder):
+def test_a_checkpoint_of_another_model_is_refused(worlds, folder):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     save(world, model, optimizer, folder)
@@ -298,18 +304,18 @@ def test_another_model_is_refused_by_name(worlds, folder):
     with pytest.raises(mntrain.AgreedError, match="of another model") as error:
         checkpoint.load(checkpoint.newest(world, folder), other, resumed, world)
     resumed.close()
-    assert "0.weight is (16, 5) there, (17, 5) here" in str(error.value)
+    assert "0.weight is (16, 5) in the checkpoint, (17, 5) in the model" in str(error.value)
     assert "it lacks 1.weight" in str(error.value)
     assert all(torch.equal(before[name], now) for name, now in other.state_dict().items())
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(worlds, folder, monkeypatch):
-    """What is begun is of the step that it was begun after, whatever comes then."""
+def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkeypatch):
+    """The checkpoint holds the state at `begin`, not that of later steps."""
     world, model, gate = worlds(), net(), threading.Event()
     optimizer = world.optimizer(model, ADAMW, stage=2)
     saver = Saver(world, model, optimizer, folder, keep=3)
     write = os.pwrite
-    if RANK == RANKS - 1:  # of which the disk is slow
+    if RANK == RANKS - 1:  # has a slow disk
         monkeypatch.setattr(
             "mntrain.checkpoint.format.os.pwrite", lambda *args: gate.wait() and write(*args)
         )
@@ -317,15 +323,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(worlds, folder, monkeypa
         train(world, model, optimizer, range(turn))
         pieces, weights = saved(optimizer, model)
         gate.clear()
-        saver.begin(moment(turn))
+        saver.begin(progress(turn))
         train(world, model, optimizer, range(10, 13))
         assert saver.saving
         assert sum(world.gather(saver.ready())) < RANKS
-        assert len(checkpoints_of(folder)) == turn - 1
+        assert len(list_checkpoints(folder)) == turn - 1
         gate.set()
         done = saver.finish()
         assert not saver.saving
-        assert checkpoints_of(folder)[0] == done.path
+        assert list_checkpoints(folder)[0] == done.path
         other = empty_like(net())
         resumed = world.optimizer(other, ADAMW, stage=1)
         found = checkpoint.newest(world, folder)
@@ -340,22 +346,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(worlds, folder, monkeypa
     optimizer.close()
 
 
-def test_nobody_waits_for_what_is_ready(worlds, folder):
+def test_advance_does_not_wait_when_all_ranks_are_ready(worlds, folder):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     saver = Saver(world, model, optimizer, folder, keep=3)
     assert saver.ready() == 0
-    saver.begin(moment(1))
+    saver.begin(progress(1))
     stages = []
     while saver.saving:
         while sum(world.gather(saver.ready())) < RANKS:
             time.sleep(0.001)
         stages.append(saver.advance())
-    assert [stage and stage.path for stage in stages] == [None, checkpoints_of(folder)[0]]
+    assert [stage and stage.path for stage in stages] == [None, list_checkpoints(folder)[0]]
     optimizer.close()
 
 
-# Where it goes wrong, by the ranks on which it does.
+# Calls that fail, and the rank on which they do.
 FAILURES = {
     "mntrain.checkpoint.format.os.pwrite": RANKS - 1,
     "mntrain.checkpoint.format.os.fsync": RANKS // 2,
@@ -368,19 +374,19 @@ FAILURES = {
 
 @pytest.mark.parametrize("way", ["at once", "begun", "looked after"])
 @pytest.mark.parametrize("call", FAILURES)
-def test_what_cannot_be_written_leaves_the_others_alone(worlds, folder, call, way):
+def test_a_failed_save_leaves_earlier_checkpoints_intact(worlds, folder, call, way):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     saver = Saver(world, model, optimizer, folder, keep=3)
-    path = saver.save(moment(1)).path
+    path = saver.save(progress(1)).path
 
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
     def save():
         if way == "at once":
-            saver.save(moment(2))
-        saver.begin(moment(2))
+            saver.save(progress(2))
+        saver.begin(progress(2))
         if way == "begun":
             saver.finish()
         while sum(world.gather(saver.ready())) < RANKS or not saver.advance():
@@ -394,22 +400,22 @@ def test_what_cannot_be_written_leaves_the_others_alone(worlds, folder, call, wa
     assert "No space left on device" in str(error.value)
     assert not saver.saving
     MPI.COMM_WORLD.Barrier()
-    assert checkpoints_of(folder) == [path]
+    assert list_checkpoints(folder) == [path]
     assert [one.name for one in (folder / "checkpoints").iterdir()] == [path.name]
     assert checkpoint.newest(world, folder).path == path
     MPI.COMM_WORLD.Barrier()
-    assert saver.save(moment(3)).path == checkpoints_of(folder)[0]
+    assert saver.save(progress(3)).path == list_checkpoints(folder)[0]
     optimizer.close()
 
 
-def test_a_folder_that_others_do_not_have_is_named(worlds, folder, monkeypatch):
+def test_a_folder_that_only_the_master_sees_is_named(worlds, folder, monkeypatch):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     own = folder / f"of rank {RANK}"
     if RANKS == 1:
         save(world, model, optimizer, own)
     else:
-        monkeypatch.setattr("mntrain.checkpoint.writer._SEEN_S", 0.2)
+        monkeypatch.setattr("mntrain.checkpoint.writer._VISIBLE_WITHIN_S", 0.2)
         with pytest.raises(
             mntrain.AgreedError, match="is it on a file system that all nodes share"
         ):

@@ -16,7 +16,7 @@ from torch import nn
 from worlds import RANKS, refusal
 
 import mntrain
-from mntrain.checkpoint.discovery import check, checkpoints_of, opened
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.cli import parse
 from mntrain.errors import TrainingStoppedError
 from mntrain.tasks import Loss
@@ -99,10 +99,10 @@ def losses_alone(*options):
 
 def steps_kept(folder):
     """The steps of the run's checkpoints, the newest first; every byte of them is right."""
-    paths = checkpoints_of(folder / "run")
+    paths = list_checkpoints(folder / "run")
     for path in paths:
-        check(path, opened(path))
-    return [opened(path).step for path in paths]
+        verify(path, inspect(path))
+    return [inspect(path).step for path in paths]
 
 
 @pytest.mark.parametrize(

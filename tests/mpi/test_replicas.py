@@ -9,8 +9,8 @@ from mpi4py import MPI
 from torch import nn
 
 import mntrain
-from mntrain.train.replica_check import digest
-from mntrain.train.schedule import decayed_and_not
+from mntrain.train.consensus import model_digest
+from mntrain.train.schedule import weight_decay_groups
 from zero import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi
@@ -43,7 +43,7 @@ def test_training_starts_from_rank_0():
     model[1].running_mean += RANK
     with init() as world:
         world.optimizer(model, ADAMW)
-        assert world.gather(digest(model)) == [digest(net(seed=0))] * RANKS
+        assert world.gather(model_digest(model)) == [model_digest(net(seed=0))] * RANKS
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -56,7 +56,7 @@ def test_after_every_step_all_ranks_have_the_same_bits(algorithm):
             optimizer.backward(model(x).square().mean(), weight=len(x))
             result = optimizer.step()
             optimizer.zero_grad()
-            assert all_alike(world, digest(model))
+            assert all_alike(world, model_digest(model))
             assert all_alike(world, result)
 
 
@@ -70,7 +70,7 @@ def test_a_run_repeats_to_the_bit(algorithm):
                 model(inputs(seed=10 * step + RANK)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return digest(model)
+        return model_digest(model)
 
     assert run() == run()
 
@@ -93,13 +93,14 @@ def test_buckets_leave_during_backward_whatever_the_groups():
     launched = []
     model = net()
     with init() as world:
-        optimizer = world.optimizer(model, ADAMW, groups=decayed_and_not(model, 0.1))
-        launch = optimizer._stage.gradients.launch
+        optimizer = world.optimizer(model, ADAMW, groups=weight_decay_groups(model, 0.1))
+        gradients = optimizer._stage.gradients
+        launch = gradients.launched
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                optimizer._stage.gradients,
-                "launch",
-                lambda index: launched.append(index) or launch(index),
+                gradients,
+                "launched",
+                lambda index, work: launched.append(index) or launch(index, work),
             )
             model[0].register_full_backward_pre_hook(lambda *_: launched.append("first layer"))
             model(inputs(seed=0).requires_grad_()).square().mean().backward()
@@ -124,7 +125,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(where):
         optimizer.zero_grad()
         model(inputs(seed=RANK)).square().mean().backward()
         optimizer.step()
-        assert all_alike(world, digest(model))
+        assert all_alike(world, model_digest(model))
 
 
 def test_a_step_without_a_sample_on_any_rank_is_refused_by_all():
@@ -148,7 +149,7 @@ def test_a_nan_on_a_rank_without_samples_does_no_harm(where):
         result = optimizer.step()
         assert result.weight == 3 * (RANKS - 1)
         assert math.isfinite(result.grad_norm)
-        assert all_alike(world, digest(model))
+        assert all_alike(world, model_digest(model))
 
 
 def test_groups_are_those_that_torch_takes():
@@ -164,7 +165,7 @@ def test_groups_are_those_that_torch_takes():
         optimizer.step()
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
         assert torch.equal(model[0].bias, before)
-        assert all_alike(world, digest(model))
+        assert all_alike(world, model_digest(model))
 
 
 def test_a_model_goes_on_in_another_world():
@@ -174,4 +175,4 @@ def test_a_model_goes_on_in_another_world():
             optimizer = world.optimizer(model, ADAMW)
             model(inputs(seed=RANK)).square().mean().backward()
             optimizer.step()
-            assert all_alike(world, digest(model))
+            assert all_alike(world, model_digest(model))

@@ -26,7 +26,7 @@ from torch.nn import functional
 from worlds import RANKS, refusal
 
 from mntrain.comm.chunked import ChunkedCollective
-from mntrain.train.replica_check import digest
+from mntrain.train.consensus import model_digest
 
 pytestmark = pytest.mark.mpi
 
@@ -225,11 +225,11 @@ def test_a_copy_of_the_model_is_nobodys_but_the_copiers(world, make, late, stage
     optimizer = make(model, ADAMW, stage=stage)
     train(world, model, optimizer, alone, [0])
     copied = copy.deepcopy(model)
-    before = digest(copied)
+    before = model_digest(copied)
     train(world, model, optimizer, alone, [1])
-    assert digest(copied) == before
+    assert model_digest(copied) == before
     copied.load_state_dict(model.state_dict())
-    assert digest(copied) == digest(model)
+    assert model_digest(copied) == model_digest(model)
     if RANK == 0:  # no collective hides in it
         loss_of(copied, samples(3)).backward()
         torch.optim.SGD(copied.parameters(), 0.1).step()

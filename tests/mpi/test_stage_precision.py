@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from worlds import RANKS
 
-from mntrain.train.replica_check import digest
+from mntrain.train.consensus import model_digest
 from zero import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi
@@ -48,7 +48,7 @@ def test_stop_names_parameter_and_rank_and_changes_nothing(world, make, mode, va
     alone = Alone(model, ADAMW)
     optimizer = make(model, ADAMW, **mode)
     train(world, model, optimizer, alone, [0])
-    before = digest(model)
+    before = model_digest(model)
     spoiled(model, world, 9, where, value).backward()
     with pytest.raises(NonFiniteGradientError) as error:
         optimizer.step()
@@ -57,7 +57,7 @@ def test_stop_names_parameter_and_rank_and_changes_nothing(world, make, mode, va
     assert "3.bias" in words
     assert f"rank {where}" in words
     assert not any(name in words for name in ("0.weight", "2.weight", "3.weight"))
-    assert digest(model) == before
+    assert model_digest(model) == before
     optimizer.zero_grad()
     train(world, model, optimizer, alone, [1, 2])
     assert_parity(world, model, alone)
@@ -72,7 +72,7 @@ def test_skip_leaves_the_step_out_on_all_ranks(world, make, mode, micro_batches,
     for step in range(2):
         for result, _ in train(world, model, optimizer, alone, [step]):
             assert not result.skipped
-        before = digest(model)
+        before = model_digest(model)
         for turn in range(micro_batches):  # spoiled in the first one only
             place = where if turn == 0 else -1
             with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
@@ -82,7 +82,7 @@ def test_skip_leaves_the_step_out_on_all_ranks(world, make, mode, micro_batches,
         assert result.skipped
         assert not math.isfinite(result.grad_norm)
         assert world.gather(result.skipped) == [True] * RANKS
-        assert digest(model) == before
+        assert model_digest(model) == before
     train(world, model, optimizer, alone, [5, 6])
     assert_parity(world, model, alone)
 
@@ -91,13 +91,13 @@ def test_skip_leaves_the_step_out_on_all_ranks(world, make, mode, micro_batches,
 def test_a_norm_that_overflows_only_in_the_sum_is_told(world, make, mode):
     model = net(torch.float32)
     optimizer = make(model, SGD, **mode)
-    before = digest(model)
+    before = model_digest(model)
     (model[3].bias.sum() * 3e38 + model[3].bias.sum() * -2.9e38 + model[0].bias.sum()).backward()
     for p in model.parameters():
         assert p.grad is None or bool(torch.isfinite(p.grad).all())
     result = optimizer.step()  # the norm is made in fp64: nothing overflows
     assert math.isfinite(result.grad_norm)
-    assert digest(model) != before
+    assert model_digest(model) != before
 
 
 # 16 bits.
@@ -170,7 +170,7 @@ def test_16_bit_parameters_are_updated_through_masters(world, make, mode, optimi
         for ours, theirs in zip(model.parameters(), oracle.rounded, strict=True):
             assert ours.dtype == dtype
             assert torch.equal(ours, theirs)
-    assert len(set(world.gather(digest(model)))) == 1
+    assert len(set(world.gather(model_digest(model)))) == 1
 
 
 @modes
@@ -203,7 +203,7 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_and_halves_the_scale(
     optimizer = make(model, ADAMW, **mode, loss_scale="dynamic")
     one = torch.ones(())
     for step in range(6):
-        before, scale = digest(model), float(optimizer.scale(one))
+        before, scale = model_digest(model), float(optimizer.scale(one))
         overflows = step in (1, 4)
         factor = 1e5 if overflows and where == RANK else 1
         optimizer.backward(factor * model(known(RANK, step, dtype, 2.0**-12)), COUNTS[RANK])
@@ -212,14 +212,14 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_and_halves_the_scale(
         assert result.skipped == overflows
         if overflows:
             assert not math.isfinite(result.grad_norm)
-            assert digest(model) == before
+            assert model_digest(model) == before
             assert float(optimizer.scale(one)) == scale / 2
         else:
             assert float(optimizer.scale(one)) == scale
             oracle.step(mean(step, dtype, 2.0**-12))
         for ours, theirs in zip(model.parameters(), oracle.rounded, strict=True):
             assert torch.equal(ours, theirs)
-    assert len(set(world.gather(digest(model)))) == 1
+    assert len(set(world.gather(model_digest(model)))) == 1
 
 
 @pytest.mark.parametrize("loss_scale", [None, 1024.0, "dynamic"])
@@ -239,7 +239,7 @@ def test_a_scaled_loss_of_ones_own_is_the_same_as_backward(world, make, mode, lo
             result = optimizer.step()
             assert not result.skipped
             optimizer.zero_grad()
-        weights.append(digest(model))
+        weights.append(model_digest(model))
     assert weights[0] == weights[1]
 
 

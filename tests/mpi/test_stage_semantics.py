@@ -28,8 +28,8 @@ from oracle import (
 from torch.optim import lr_scheduler
 from worlds import RANKS
 
-from mntrain.train.replica_check import digest
-from mntrain.train.schedule import decayed_and_not
+from mntrain.train.consensus import model_digest
+from mntrain.train.schedule import weight_decay_groups
 
 pytestmark = pytest.mark.mpi
 
@@ -130,11 +130,11 @@ def test_a_share_of_nothing_hides_a_nan(world, make, mode):
 def test_a_step_without_a_sample_on_any_rank_is_refused_by_all(world, make, mode):
     model = net()
     optimizer = make(model, SGD, **mode)
-    before = digest(model)
+    before = model_digest(model)
     optimizer.share(0)
     with pytest.raises(ValueError, match=r"sum to 0\.0"):
         optimizer.step()
-    assert digest(model) == before
+    assert model_digest(model) == before
 
 
 @modes
@@ -228,7 +228,7 @@ def test_groups_keep_their_own_hyperparameters(world, make, mode):
 @modes
 def test_groups_may_split_buckets_any_way(world, make, mode):
     model = net()
-    groups = partial(decayed_and_not, weight_decay=0.5)
+    groups = partial(weight_decay_groups, weight_decay=0.5)
     alone = Alone(model, ADAMW, groups=groups)
     optimizer = make(model, ADAMW, **mode, groups=groups(model))
     train(world, model, optimizer, alone, range(3))

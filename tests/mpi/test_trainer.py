@@ -13,7 +13,7 @@ from mpi4py import MPI
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint import Saver
-from mntrain.checkpoint.discovery import checkpoints_of, opened
+from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.config import (
     CheckpointConfig,
     Config,
@@ -115,7 +115,7 @@ def told(folder: Path) -> dict:
 def test_one_ranks_signal_ends_all_after_the_same_step(world, tmp_path, signals, status, code):
     Signalling.signals = signals
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
-    config = small(tmp_path, "test_trainer:Signalling", steps=50)
+    config = small(tmp_path, f"{__name__}:Signalling", steps=50)
     assert Trainer(world, config).fit() == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
@@ -124,7 +124,7 @@ def test_one_ranks_signal_ends_all_after_the_same_step(world, tmp_path, signals,
         assert summary["status"] == status
         assert summary["reason"] == f"{signals[0].name} on rank {RANKS - 1}"
         # Who only interrupts gets the checkpoints asked for: none.
-        saved = [path.name for path in checkpoints_of(tmp_path / "run")]
+        saved = [path.name for path in list_checkpoints(tmp_path / "run")]
         assert saved == (["step-00000002"] if status == "preempted" else [])
 
 
@@ -132,7 +132,7 @@ def test_a_signal_while_the_last_checkpoint_is_written_does_not_end_it(
     world, tmp_path, monkeypatch
 ):
     Signalling.signals = [signal.SIGINT]
-    config = small(tmp_path, "test_trainer:Signalling", steps=50)
+    config = small(tmp_path, f"{__name__}:Signalling", steps=50)
     save = Saver.save
 
     def slow(*args):
@@ -156,8 +156,8 @@ def test_a_job_ends_when_its_time_does(world, tmp_path):
             "preempted",
             "--run.max-minutes 0.0333333",
         )
-        newest = checkpoints_of(tmp_path / "run")[0]
-        assert opened(newest).step == summary["steps"] == steps_taken(tmp_path)
+        newest = list_checkpoints(tmp_path / "run")[0]
+        assert inspect(newest).step == summary["steps"] == steps_taken(tmp_path)
 
 
 def test_the_best_evaluation_is_saved_and_kept_besides(world, tmp_path, monkeypatch):
@@ -170,8 +170,8 @@ def test_the_best_evaluation_is_saved_and_kept_besides(world, tmp_path, monkeypa
     config = replace(config, checkpoint=CheckpointConfig(every="6", keep=1))
     assert Trainer(world, config).fit() == 0
     if world.master:
-        kept = checkpoints_of(tmp_path / "run")
-        assert [(opened(path).step, opened(path).eval_loss) for path in kept] == [(12, 6), (4, 3)]
+        kept = list_checkpoints(tmp_path / "run")
+        assert [(inspect(path).step, inspect(path).eval_loss) for path in kept] == [(12, 6), (4, 3)]
         assert told(tmp_path)["checkpoints"]["saved"] == 4  # after 2, 4, 6 and 12
 
 
@@ -192,7 +192,7 @@ class Slow(LanguageModel):
     ],
 )
 def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most):
-    config = replace(small(tmp_path, "test_trainer:Slow", steps=12), checkpoint=checkpoint)
+    config = replace(small(tmp_path, f"{__name__}:Slow", steps=12), checkpoint=checkpoint)
     assert Trainer(world, config).fit() == 0
     if world.master:
         summary = told(tmp_path)

@@ -1,4 +1,4 @@
-"""Tensors of devices, on devices that live on the host: by every transport, late and in order."""
+"""Tensors on emulated devices, by every transport: results, stream order, selection."""
 
 import itertools
 import os
@@ -8,82 +8,82 @@ import sys
 
 import pytest
 import torch
-from devices import HostGroup, LateDevice, PromptDevice
+from devices import GlooGroup, LateDevice, LateGlooGroup, LateKernels, PromptDevice
 from mpi4py import MPI
 
 import mntrain
-from mntrain import transport
 from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
-from mntrain.transport import probe
-from mntrain.transport.node_group import NodeGroupFactory
+from mntrain.comm.probe_process import child_environment
+from mntrain.comm.transport import TransportContext, TransportError, select_transport
 from zero.kernels import TorchKernels
 from zero.layout import split
 
 pytestmark = pytest.mark.mpi
 COMM = MPI.COMM_WORLD
-several = pytest.mark.skipif(COMM.size == 1, reason="nothing travels in a world of one")
+several = pytest.mark.skipif(COMM.size == 1, reason="a world of one sends nothing")
 SLOT_BYTES = 4096
 SIZES = (0, 1, 17, 1000, 5003)
 TRANSPORTS = ("host", "cuda-aware", "nccl")
-# With as many ranks a node as these, and the rest on the last one.
-LAYOUTS = (1, 2, 4)
+LAYOUTS = (1, 2, 4)  # ranks per node; the last node may have fewer
 
 
 class Rig:
-    """Collectives of a world whose ranks have a device each."""
+    """Collectives of a world whose ranks have an emulated device each."""
 
     def __init__(self, ranks_per_node, device, *, mixed=False):
         self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
-        self.device, self.progress = device, self.world._progress
+        self.device, self.progress = device, self.world._parts.engine
+        self.late = not isinstance(device, PromptDevice)
+        kernels = LateKernels(device) if self.late else TorchKernels()
         self.devices = Devices(
-            torch.device("cpu"), device, TorchKernels(), mixed=mixed, slot_bytes=SLOT_BYTES
+            torch.device("cpu"), device, kernels, mixed=mixed, slot_bytes=SLOT_BYTES
         )
-        self.comm = self.on_thread(lambda: self.world._world.split(0, self.world.rank, "test"))
+        self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
-                self.comm, self.world._node, self.world.topology, self.progress, self.devices
+                self.comm, self.world._parts.node, self.world.topology, self.progress, self.devices
             )
         )
-        self.near = NodeGroupFactory(
-            self.comm,
-            self.world._node,
-            self.world.topology,
-            self.progress,
-            self.devices,
-            group=HostGroup,
-            check=lambda: None,
-        )
+        self.selected = []
 
     def on_thread(self, function):
         return self.progress.call(function).wait()
 
-    def use(self, name):
-        sizes = {len(node) for node in self.world.topology.nodes}
-        if name == "nccl":
-            if len(sizes) > 1:
-                pytest.skip("nodes of different sizes, which this transport refuses")
-            self.near.connect()
-            self.collectives = self.collectives.replace(node_first=self.near.join())
-        self.collectives = self.collectives.replace(transport=name)
-        return self.collectives
+    def connect(self, node, device):
+        return LateGlooGroup(node, self.device) if self.late else GlooGroup(node, device)
 
-    def site(self, **changes):
-        gpus = [f"gpu {rank}" for rank in range(self.world.size)]
-        given = {"gpus": gpus, "near": self.near, "tensor": self.device.tensor}
-        given |= {"takes": lambda device: ""} | changes
-        return transport.Site(
-            self.comm,
-            self.world.topology,
-            self.progress,
-            self.collectives,
-            self.devices,
-            library="an MPI",
-            **given,
+    def context(self, **changes):
+        options = {
+            "devices": self.devices,
+            "gpus": [f"gpu {rank}" for rank in range(self.world.size)],
+            "connect": self.connect,
+            "probe": lambda device: "",
+        } | changes
+        return TransportContext(
+            self.comm, self.world._parts.node, self.world.topology, self.progress, **options
         )
 
+    def select(self, name, **changes):
+        """Use a transport and return its explanation."""
+        selected = select_transport(name, self.context(**changes))
+        self.selected.append(selected)
+        self.collectives = self.collectives.replace(
+            transport=selected.name, node_first=selected.node_first
+        )
+        return selected.line
+
+    def use(self, name):
+        """Return the collectives by a transport; skip a layout that it does not support."""
+        try:
+            self.select(name)
+        except TransportError as error:
+            pytest.skip(str(error))
+        return self.collectives
+
     def close(self):
-        self.near.close()
+        for selected in self.selected:
+            selected.close()
         self.on_thread(self.comm.free)
         self.world.close()
         self.device.close()
@@ -98,8 +98,8 @@ def rig():
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for rig in made:
+        rig.close()
 
 
 def ramp(numel, dtype=torch.float32):
@@ -119,7 +119,7 @@ def expected_sum(numel, dtype, size):
     ],
 )
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_every_verb_gives_what_it_promises(rig, name, ranks_per_node, dtype):
+def test_every_verb_gives_its_result(rig, name, ranks_per_node, dtype):
     one = rig(ranks_per_node)
     collectives, device = one.use(name), one.device
     size, rank = COMM.size, COMM.rank
@@ -159,7 +159,7 @@ def test_every_verb_gives_what_it_promises(rig, name, ranks_per_node, dtype):
 
 
 def uneven(numel, size):
-    """Bounds of shards of which the first is empty, if there are several."""
+    """Return bounds of shards of which the first is empty, if there are several."""
     return (0, *split(numel, size - 1)) if size > 1 else (0, numel)
 
 
@@ -184,11 +184,9 @@ def test_sums_have_the_bits_of_host_tensors(rig, name, ranks_per_node, wire):
 
 @several
 @pytest.mark.parametrize("ranks_per_node", LAYOUTS)
-@pytest.mark.parametrize("name", ["host", "cuda-aware"])
-def test_a_collective_comes_after_what_the_caller_gave_the_device_and_before_what_it_gives_next(
-    rig, name, ranks_per_node
-):
-    """Nothing but the order of streams: the host never waits for the device in between."""
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_collective_runs_in_the_order_of_the_callers_stream(rig, name, ranks_per_node):
+    """Only streams order the work: the host never waits for the device in between."""
     one = rig(ranks_per_node, LateDevice(COMM.rank))
     collectives, device = one.use(name), one.device
     draws = random.Random(0)  # the same everywhere
@@ -220,23 +218,24 @@ def test_a_collective_comes_after_what_the_caller_gave_the_device_and_before_wha
 
 
 @several
-def test_only_what_a_verb_needs_is_copied(rig):
+def test_only_the_elements_a_verb_needs_are_copied(rig):
     one = rig(2, LateDevice())
     collectives, device = one.use("host"), one.device
     size, numel = COMM.size, 10_007
     tensor = device.tensor(numel)
     low, high = split(numel, size)[collectives.slot(COMM.rank) :][:2]
     root = COMM.rank == 0
-    for start, fetched, brought in (
+    for start, to_host, to_device in (
         (collectives.all_reduce, numel, numel),
         (collectives.reduce_scatter, numel, high - low),
         (collectives.all_gather, high - low, numel - (high - low)),
         (collectives.broadcast, numel * root, numel * (not root)),
     ):
-        before = device.fetched, device.brought
+        before = device.to_host, device.to_device
         start(tensor).wait()
         device.synchronize()
-        assert (device.fetched - before[0], device.brought - before[1]) == (fetched, brought)
+        copied = device.to_host - before[0], device.to_device - before[1]
+        assert copied == (to_host, to_device)
 
 
 @several
@@ -258,30 +257,22 @@ def test_ranks_with_and_without_a_device_work_together(rig):
 
 
 @several
-def test_slots_are_pinned_until_the_collectives_are_gone(rig):
+def test_slots_are_pinned_until_the_collectives_are_freed(rig):
     one = rig(2)
     assert one.device.pinned == 1
     one.collectives = one.devices = None
-    one.near.devices = None
     assert one.device.pinned == 0
 
 
-# Which transport.
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """One for all ranks, which nobody else has."""
-    monkeypatch.setenv("XDG_CACHE_HOME", COMM.bcast(str(tmp_path)))
+# Selection.
 
 
 @several
-@pytest.mark.parametrize("wanted", TRANSPORTS)
-def test_a_transport_that_is_asked_for_is_used(rig, own_cache, wanted):
+@pytest.mark.parametrize("requested", TRANSPORTS)
+def test_a_requested_transport_is_used(rig, requested):
     one = rig(COMM.size)
-    line = transport.choose(one.site(), wanted, 1 << 16)
-    assert one.collectives.transport == wanted
-    assert line == f"{wanted}: as asked for"
+    assert one.select(requested) == f"{requested}: as requested"
+    assert one.collectives.transport == requested
     tensor = one.device.tensor(100).fill_(1)
     one.collectives.all_reduce(tensor).wait()
     one.device.synchronize()
@@ -289,72 +280,72 @@ def test_a_transport_that_is_asked_for_is_used(rig, own_cache, wanted):
 
 
 @several
-def test_auto_is_one_that_works_and_says_what_it_measured(rig, own_cache):
+def test_auto_is_nccl_where_each_rank_has_a_gpu(rig):
     one = rig(COMM.size)
-    asked = []
-    site = one.site(takes=lambda device: asked.append(device) or "")
-    line = transport.choose(site, "auto", 1 << 16)
-    first = one.collectives.transport
-    assert set(COMM.allgather(first)) == {first}
-    assert line.startswith(f"{first} (host ")
-    assert all(f"{name} " in line for name in TRANSPORTS)
-    assert len(asked) == (COMM.rank == 0)  # one rank a node asks
-    again = transport.choose(site, "auto", 1 << 16)
-    assert one.collectives.transport == first
-    assert again.startswith(line)
-    assert " (tried 2" in again
-    assert len(asked) == (COMM.rank == 0)  # and but once
+    assert one.select("auto") == "nccl: each rank has a GPU of its own"
+    assert one.collectives.transport == "nccl"
 
 
 @several
-def test_auto_is_host_where_nothing_else_works_and_says_why(rig, own_cache):
+def test_the_leader_of_each_node_probes_for_cuda_aware_mpi(rig):
+    one = rig(1 if COMM.size < 3 else 2)
+    probed = []
+    one.select("cuda-aware", probe=lambda device: probed.append(device) or "")
+    assert len(probed) == (one.world.local_rank == 0)
+
+
+@several
+def test_auto_is_host_where_ranks_share_a_gpu(rig):
     one = rig(COMM.size)
     gpus = ["the only one"] * COMM.size
-    site = one.site(gpus=gpus, takes=lambda device: "its MPI crashed (SIGSEGV)")
-    line = transport.choose(site, "auto", 1 << 16)
+    assert one.select("auto", gpus=gpus).startswith(
+        "host; not nccl: rank 0 and rank 1 share a GPU, which NCCL does not allow"
+    )
     assert one.collectives.transport == "host"
-    assert "not cuda-aware: rank 0: its MPI crashed (SIGSEGV)" in line
-    assert "not nccl: rank 0 and rank 1 share a GPU" in line
-    with pytest.raises(ValueError, match=r"transport cuda-aware: rank 0: its MPI .*choose host"):
-        transport.choose(site, "cuda-aware", 1 << 16)
-    with pytest.raises(ValueError, match=r"transport nccl: rank 0 and rank 1 share a GPU"):
-        transport.choose(site, "nccl", 1 << 16)
-
-
-class WrongGroup(HostGroup):
-    """Loses what one rank is sent."""
-
-    def exchange(self, sends, receives):
-        super().exchange(sends, receives)
-        if self.rank == 1:
-            for _, tensor in receives:
-                tensor.zero_()
 
 
 @several
-def test_a_transport_that_gives_wrong_results_is_not_used(rig, own_cache):
+def test_a_requested_transport_that_cannot_work_is_refused_on_all_ranks(rig):
     one = rig(COMM.size)
-    one.near.group = WrongGroup
-    line = transport.choose(one.site(), "auto", 1 << 16)
-    assert one.collectives.transport != "nccl"
-    assert "not nccl: rank 0 (and" in line
-    assert "came out wrong" in line
+    gpus = ["the only one"] * COMM.size
+    crash = "its MPI crashed (SIGSEGV)"
+    with pytest.raises(
+        TransportError, match=r"transport cuda-aware: rank 0: its MPI .*choose host"
+    ):
+        one.select("cuda-aware", probe=lambda device: crash)
+    with pytest.raises(TransportError, match=r"transport cuda-aware: rank 1 has no GPU"):
+        one.select("cuda-aware", gpus=["a", "", *"bc"[: COMM.size - 2]])
+    with pytest.raises(TransportError, match=r"transport nccl: rank 0 and rank 1 share a GPU"):
+        one.select("nccl", gpus=gpus)
 
 
-class NoGroup:
-    def __init__(self, node, devices):
-        if node.rank == 1:
-            raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
-        self.close = lambda: None
+def fail_on_rank_1(node, device):
+    if node.rank == 1:
+        raise RuntimeError("NCCL error: unhandled system error")
+    return GlooGroup.__new__(GlooGroup)
 
 
 @several
-def test_a_group_that_cannot_be_made_on_one_rank_is_given_up_by_all(rig, own_cache):
+def test_a_group_that_one_rank_cannot_make_is_refused_on_all_ranks(rig):
     one = rig(COMM.size)
-    one.near.group = NoGroup
-    line = transport.choose(one.site(), "auto", 1 << 16)
-    assert "not nccl: rank 1: NCCL_ERROR_SYSTEM_ERROR: unhandled system error" in line
-    assert one.collectives.transport in ("host", "cuda-aware")
+    reason = "rank 1: NCCL error: unhandled system error"
+    assert one.select("auto", connect=fail_on_rank_1) == f"host; not nccl: {reason}"
+    with pytest.raises(TransportError, match=f"transport nccl: {reason}; choose host"):
+        one.select("nccl", connect=fail_on_rank_1)
+
+
+@several
+def test_closing_a_transport_shuts_its_group_down(rig):
+    one = rig(COMM.size)
+    groups = []
+
+    def connect(node, device):
+        groups.append(GlooGroup(node, device))
+        return groups[-1]
+
+    one.select("nccl", connect=connect)
+    one.selected.pop().close()
+    assert [group.closed for group in groups] == [True]
 
 
 @several
@@ -367,13 +358,16 @@ def test_a_job_without_gpus_refuses_transports_of_gpus():
         assert world.transport == ""
 
 
-def test_the_child_is_told_nothing_of_this_job():
-    told = probe.alone({**os.environ, "SLURM_NTASKS": "4", "OMPI_MCA_btl": "self", "HOME": "/h"})
-    assert "SLURM_NTASKS" not in told
-    assert not [name for name in told if name.startswith(("PMI", "OMPI_COMM", "OMPI_MCA_ess"))]
-    assert (told["OMPI_MCA_btl"], told["HOME"]) == ("self", "/h")
-    size = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
-    said = subprocess.run(
-        [sys.executable, "-c", size], env=told, capture_output=True, text=True, check=True
+def test_the_probe_process_does_not_inherit_the_launchers_variables():
+    environment = child_environment(
+        {**os.environ, "SLURM_NTASKS": "4", "OMPI_MCA_btl": "self", "HOME": "/h"}
     )
-    assert said.stdout.split() == ["1"]
+    assert "SLURM_NTASKS" not in environment
+    launcher = ("PMI", "OMPI_COMM", "OMPI_MCA_ess")
+    assert not [name for name in environment if name.startswith(launcher)]
+    assert (environment["OMPI_MCA_btl"], environment["HOME"]) == ("self", "/h")
+    size = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+    child = subprocess.run(
+        [sys.executable, "-c", size], env=environment, capture_output=True, text=True, check=True
+    )
+    assert child.stdout.split() == ["1"]

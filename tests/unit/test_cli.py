@@ -44,75 +44,66 @@ def test_options_of_the_command_line(argv, expected):
     [
         (
             "--train.batch-size 0",
-            "--train.batch-size 0: must be at least 1; "
-            "give the number of sequences of a whole step, over all ranks",
+            "--train.batch-size 0: must be greater than or equal to 1 "
+            "(sequences per step, over all ranks)",
         ),
         (
             "--train.precision fp8",
-            "--train.precision fp8: must be one of fp32, bf16, bf16-pure, fp16; "
-            "give the dtype the model computes in",
+            "--train.precision fp8: must be 'fp32', 'bf16', 'bf16-pure' or 'fp16' "
+            "(dtype of the computation)",
         ),
         (
             "--train.steps 1e3",
-            "--train.steps 1e3: must be a whole number; give the number of optimizer steps",
+            "--train.steps 1e3: must be a valid integer (number of optimizer steps)",
         ),
-        (
-            "--train.steps",
-            "--train.steps: must be a whole number; give the number of optimizer steps",
-        ),
-        (
-            "--train.steps 5 6",
-            "--train.steps 5 6: must be a whole number; give the number of optimizer steps",
-        ),
+        ("--train.steps", "--train.steps: expected one argument"),
+        ("--train.steps 5 6", "6: no option takes it; see python -m mntrain --help"),
         (
             "--data.valid-fraction 1",
-            "--data.valid-fraction 1.0: must be above 0 and below 1; "
-            "give the fraction of the data kept for validation",
+            "--data.valid-fraction 1: must be less than 1 "
+            "(fraction of the data kept for validation)",
         ),
         (
             "--optim.max-grad-norm 0",
-            "--optim.max-grad-norm 0.0: must be above 0 or none; "
-            "give the norm that gradients are clipped to",
+            "--optim.max-grad-norm 0: must be greater than 0 or none (norm to clip gradients to)",
         ),
-        (
-            "--optim.lr nan",
-            "--optim.lr nan: must be a finite number; give the highest learning rate",
-        ),
+        ("--optim.lr nan", "--optim.lr nan: must be a finite number (peak learning rate)"),
         (
             "--optim.max-grad-norm inf",
-            "--optim.max-grad-norm inf: must be a finite number or none; "
-            "give the norm that gradients are clipped to",
+            "--optim.max-grad-norm inf: must be a finite number or none "
+            "(norm to clip gradients to)",
         ),
-        (
-            "--zero.stage 3",
-            "--zero.stage 3: must be 0 or 1 or 2; give the stage of ZeRO",
-        ),
+        ("--zero.stage 3", "--zero.stage 3: must be 0, 1 or 2 (ZeRO stage)"),
         (
             "--zero.partition layer",
-            "--zero.partition layer: must be one of element, parameter; "
-            "give the way shards are cut",
+            "--zero.partition layer: must be 'element' or 'parameter' (unit of sharding)",
         ),
         (
             "--optim.non-finite ignore",
-            "--optim.non-finite ignore: must be one of stop, skip; "
-            "give the answer to a gradient with an infinity or a NaN",
+            "--optim.non-finite ignore: must be 'stop' or 'skip' "
+            "(action on an infinite or NaN gradient)",
         ),
-        ("--run.dir=", "--run.dir '': must be a path or none; give the folder for the run's files"),
+        ("--run.dir=", "--run.dir '': must be a path or none (folder for the run's files)"),
+        (
+            "--checkpoint.every 0min",
+            "--checkpoint.every 0min: must be a number of steps, minutes such as 10min, or auto "
+            "(steps between checkpoints, or minutes (10min), or auto)",
+        ),
         (
             "--model.heads 3",
             "--model.heads 3: must divide --model.width 128 into even parts, since rotary "
-            "positions turn pairs of features; "
-            "give a width that is a multiple of 6, or other heads",
+            "embeddings rotate pairs of features; "
+            "set a width that is a multiple of 6, or other heads",
         ),
         (
             "--model.heads 128",
             "--model.heads 128: must divide --model.width 128 into even parts, since rotary "
-            "positions turn pairs of features; "
-            "give a width that is a multiple of 256, or other heads",
+            "embeddings rotate pairs of features; "
+            "set a width that is a multiple of 256, or other heads",
         ),
     ],
 )
-def test_refused_value_is_told_with_what_is_allowed(argv, message):
+def test_error_states_the_value_and_what_is_allowed(argv, message):
     assert refused(*argv.split(" ")) == [f"mntrain: {message}"]
 
 
@@ -128,25 +119,33 @@ def test_refused_value_is_told_with_what_is_allowed(argv, message):
         ("-n 4", "python -m mntrain --help lists all"),
     ],
 )
-def test_unknown_option_is_refused_with_the_nearest(argv, hint):
+def test_unknown_option_is_refused_with_similar_ones(argv, hint):
     words = argv.split(" ")
     option = words[0].partition("=")[0]
     assert refused(*words) == [f"mntrain: {option}: no such option; {hint}"]
 
 
-def test_all_unknown_options_are_told_at_once():
+def test_all_unknown_options_are_reported_at_once():
     assert [line.split(": ")[1] for line in refused("--a", "1", "--train.steps", "2", "--b")] == [
         "--a",
         "--b",
     ]
 
 
-@pytest.mark.parametrize("argv", [["--train.compile=yes"], ["--train.compile", "yes"], ["yes"]])
-def test_word_that_belongs_to_no_option(argv):
-    assert refused(*argv) == [
-        "mntrain: yes: belongs to no option; options are typed --train.steps 100, "
-        "flags --train.compile or --train.no-compile"
+@pytest.mark.parametrize("argv", [["--train.compile", "yes"], ["yes"]])
+def test_word_without_an_option_is_refused(argv):
+    assert refused(*argv) == ["mntrain: yes: no option takes it; see python -m mntrain --help"]
+
+
+def test_flag_refuses_a_value():
+    assert refused("--train.compile=yes") == [
+        "mntrain: --train.compile: ignored explicit argument 'yes'"
     ]
+
+
+def test_all_bad_values_are_reported_at_once():
+    lines = refused("--train.steps", "0", "--optim.lr", "x", "--task", "")
+    assert [line.split(" ")[1] for line in lines] == ["--optim.lr", "--train.steps", "--task"]
 
 
 def test_quiet_ranks_print_nothing(capsys, tmp_path):

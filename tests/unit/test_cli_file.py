@@ -121,41 +121,38 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
     [
         (
             '[train]\nbatch_size = "x"',
-            'train.batch_size = "x": must be a whole number; '
-            "give the number of sequences of a whole step, over all ranks",
+            'train.batch_size = "x": must be a valid integer (sequences per step, over all ranks)',
         ),
         (
             '[train]\nsteps = "5"',
-            'train.steps = "5": must be a whole number; give the number of optimizer steps',
+            'train.steps = "5": must be a valid integer (number of optimizer steps)',
         ),
         (
             "[train]\nsteps = 5.0",
-            "train.steps = 5.0: must be a whole number; give the number of optimizer steps",
+            "train.steps = 5.0: must be a valid integer (number of optimizer steps)",
         ),
         (
             "[train]\nsteps = true",
-            "train.steps = true: must be a whole number; give the number of optimizer steps",
+            "train.steps = true: must be a valid integer (number of optimizer steps)",
         ),
         (
             "[train]\nsteps = 2000-01-01",
-            'train.steps = "2000-01-01": must be a whole number; '
-            "give the number of optimizer steps",
+            'train.steps = "2000-01-01": must be a valid integer (number of optimizer steps)',
         ),
         (
             "[train]\ncompile = 1",
-            "train.compile = 1: must be true or false; "
-            "give the choice to compile the model with torch.compile",
+            "train.compile = 1: must be a valid boolean (compile the model with torch.compile)",
         ),
         (
             "[optim]\nlr = inf",
-            "optim.lr = Infinity: must be a finite number; give the highest learning rate",
+            "optim.lr = Infinity: must be a finite number (peak learning rate)",
         ),
-        ("[optim]\nlr = 0", "optim.lr = 0: must be above 0; give the highest learning rate"),
+        ("[optim]\nlr = 0", "optim.lr = 0: must be greater than 0 (peak learning rate)"),
         (
             '[run]\ndir = ""',
-            'run.dir = "": must be a path or none; give the folder for the run\'s files',
+            'run.dir = "": must be a path or none (folder for the run\'s files)',
         ),
-        ("device = 0", "device = 0: must be one of auto, cpu, cuda; give the device of each rank"),
+        ("device = 0", "device = 0: must be 'auto', 'cpu' or 'cuda' (device of each rank)"),
         ("[trian]\nsteps = 5", "trian.steps = 5: no such option; did you mean train.steps?"),
         (
             "[train]\nbatch-size = 5",
@@ -167,7 +164,7 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
         ("train = 5", "train = 5: must be a table, [train]"),
         (
             "[train.steps]\nx = 1",
-            'train.steps = {"x": 1}: must be a whole number; give the number of optimizer steps',
+            'train.steps = {"x": 1}: must be a valid integer (number of optimizer steps)',
         ),
         (
             'config = "other.toml"',
@@ -175,17 +172,33 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
         ),
     ],
 )
-def test_problem_of_a_file_is_told_with_its_name(toml, text, problem):
+def test_error_names_the_file_and_the_option(toml, text, problem):
     path = toml(text)
     assert refused("--config", path) == [f"mntrain: {path}: {problem}"]
 
 
-def test_all_problems_of_a_file_are_told_at_once(toml):
+def names_of_problems(path):
+    """The options that the errors about a file name."""
+    return [line.split(": ")[2].split(" ")[0] for line in refused("--config", path)]
+
+
+def test_all_unknown_names_of_a_file_are_reported_at_once(toml):
     path = toml("[train]\nsteps = 0\nbatch_size = 32\nlr = 1\n[foo]\nbar = 1")
-    names = [
-        line.removeprefix(f"mntrain: {path}: ").split(" ")[0] for line in refused("--config", path)
-    ]
-    assert names == ["train.steps", "train.lr", "foo.bar"]
+    assert names_of_problems(path) == ["train.lr", "foo.bar"]
+
+
+def test_all_bad_values_of_a_file_are_reported_at_once(toml):
+    path = toml("task = 1\n[train]\nsteps = 0\nbatch_size = 32\n[optim]\nlr = 0")
+    assert names_of_problems(path) == ["optim.lr", "train.steps", "task"]
+
+
+def test_overridden_value_of_a_file_is_not_checked(toml):
+    path = toml("[train]\nsteps = 0")
+    assert parse(["--config", str(path), "--train.steps", "5"]).train.steps == 5
+
+
+def test_number_of_steps_between_checkpoints_may_be_an_integer(toml):
+    assert parse(["--config", str(toml("[checkpoint]\nevery = 5"))]).checkpoint.every == "5"
 
 
 def test_file_that_cannot_be_read(toml, tmp_path):

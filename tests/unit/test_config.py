@@ -19,7 +19,7 @@ from mntrain.config import (
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "1", None, True])
 def test_number_is_finite_and_no_other_type(value):
-    with pytest.raises(ValueError, match=r"^--optim.lr .*: must be a finite number; give the"):
+    with pytest.raises(ValueError, match=r"\nlr\n.* should be a (valid|finite) number"):
         OptimConfig(lr=value)
 
 
@@ -56,7 +56,7 @@ def test_number_is_finite_and_no_other_type(value):
         (ZeroConfig, "stage", 3),
         (ZeroConfig, "stage", "2"),
         (ZeroConfig, "partition", "bucket"),
-        (RunConfig, "dir", "out"),
+        (RunConfig, "dir", 3),
         (RunConfig, "seed", -1),
         (RunConfig, "seed", 2**32),
         (Config, "task", ""),
@@ -64,14 +64,18 @@ def test_number_is_finite_and_no_other_type(value):
     ],
 )
 def test_bad_value_is_refused_on_construction(section, name, bad):
-    prefix = "" if section is Config else section.__name__.removesuffix("Config").lower() + "."
-    with pytest.raises(ValueError, match=f"^--{prefix}{name.replace('_', '-')} .*: must be"):
+    with pytest.raises(ValueError, match=f"for {section.__name__}\n{name}\n"):
         section(**{name: bad})
 
 
 def test_section_of_another_type_is_refused():
     with pytest.raises(ValueError, match="train"):
         Config(train={"steps": 5})
+
+
+def test_unknown_option_is_refused_on_construction():
+    with pytest.raises(ValueError, match="batchsize"):
+        TrainConfig(batchsize=1)
 
 
 def test_configuration_is_frozen():

@@ -3,7 +3,7 @@
 Memory holds NaN until what a collective is to take has been written, on the stream and late; and
 again as soon as its result has been read. Who looks too early or too late finds it.
 
-By hand, for longer: MNTRAIN_SOAK=20000 python tests/helpers/launch.py 4 tests/gpu/ranks/test_streams.py
+    MNTRAIN_SOAK=20000 python tests/helpers/launch.py 4 tests/gpu/ranks/test_streams.py
 """
 
 import math

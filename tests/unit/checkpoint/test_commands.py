@@ -1,4 +1,4 @@
-"""`python -m mntrain ckpt`: what it says of checkpoints that one job has saved, sound and not."""
+"""`python -m mntrain ckpt` on sound and on damaged checkpoints."""
 
 import math
 import os
@@ -8,129 +8,32 @@ import resource
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from launch import TESTS, mpirun
 from safetensors.torch import load_file, save_file
-from test_format import TENSORS, filled, write_in_parts
-from torch import nn
+from saved_runs import Model
 
 from mntrain.checkpoint import compare as compare_module
-from mntrain.checkpoint import export
+from mntrain.checkpoint import export as export_module
 from mntrain.checkpoint.commands import run
-from mntrain.checkpoint.compare import CheckpointDifference, compare
-from mntrain.checkpoint.discovery import opened
+from mntrain.checkpoint.compare import CheckpointComparison, compare
 from mntrain.checkpoint.manifest import FILE, MODEL, OPTIMIZER
-from mntrain.checkpoint.verified_file import VerifiedFile
+from mntrain.checkpoint.reader import inspect
 
 ENDINGS = ["safetensors", "pt", "pth"]
 
 
-class Model(nn.Module):
-    """Has what a plain file may lose: a tie, several dtypes, a scalar, nothing, and buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
-        self.head.weight = self.tokens.weight
-        self.norm, self.coarse = nn.BatchNorm1d(6), nn.Linear(6, 6).bfloat16()
-        self.scale, self.nothing = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("mask", torch.tensor([True, False, True]))
-        wide = torch.tensor([0.0, math.nan, math.inf], dtype=torch.float64)
-        self.register_buffer("wide", wide)
-
-
-class Other(Model):
-    """Has another shape, another dtype, one tensor less and one more."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(8, 6), nn.Linear(6, 7, bias=False).double()
-        self.more = nn.Parameter(torch.ones(2))
-        del self.mask
-
-
-class Many(nn.Module):
-    """Has 60 parameters; the last one changes most."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.ParameterList([torch.full((2,), float(i)) for i in range(60)])
-
-
-CONFIG = {"task": "none", "optim": {"max_grad_norm": None, "lr": 0.01}}
-OTHER_CONFIG = {"task": "none", "optim": {"max_grad_norm": 1.0, "lr": 0.01}, "train": {"steps": 5}}
-
-
-def save_all(folder: Path) -> None:
-    """Save the runs of these tests, and what their models then have; in a process with MPI."""
-    import mntrain
-
-    with mntrain.init(device="cpu", tune=False) as world:
-        model = seeded(Model)
-        optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.01)
-        for step in (1, 2):
-            train(model, optimizer)
-            save(world, model, optimizer, folder / "run", step)
-        torch.save(model.state_dict(), folder / "run.pt")
-        nudge(model)
-        save(world, model, optimizer, folder / "nudged", 2, config=OTHER_CONFIG)
-        for kind in (Other, Many):
-            model = seeded(kind)
-            optimizer = world.optimizer(model, torch.optim.SGD, lr=0.25)
-            for step in (1, 2):
-                train(model, optimizer)
-                save(world, model, optimizer, folder / kind.__name__, step)
-
-
-def seeded(kind):
-    torch.manual_seed(3)
-    return kind()
-
-
-def train(model, optimizer):
-    sum(parameter.double().square().sum() for parameter in model.parameters()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def save(world, model, optimizer, folder, step, *, config=CONFIG):
-    from mntrain.checkpoint import Saver, TrainingState
-
-    moment = TrainingState(step, config, samples=12, skipped_steps=0, eval_loss=None)
-    Saver(world, model, optimizer, folder, keep=3).save(moment)
-
-
-@torch.no_grad()
-def nudge(model):
-    model.tokens.weight[2, 3] += 0.5
-    model.coarse.weight[-1] *= 1.25
-    model.norm.num_batches_tracked += 3
-    model.norm.running_mean[:2] = math.nan
-    model.norm.running_var[0] = math.inf
-    model.mask[1] = True
-    model.wide[0] = -0.0
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """The folder of runs; nobody changes them."""
+    """The folder of runs, which no test changes."""
     folder = tmp_path_factory.mktemp("saved")
-    program = "import pathlib, test_commands as t; t.save_all(pathlib.Path('.'))"
-    path = os.pathsep.join(
-        filter(
-            None, [str(TESTS / "helpers"), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-        )
-    )
-    command = [sys.executable, "-c", program]
-    result = mpirun(1, command, timeout=60, cwd=folder, env={"PYTHONPATH": path})
+    command = [sys.executable, str(TESTS / "helpers" / "saved_runs.py")]
+    result = mpirun(1, command, timeout=60, cwd=folder)
     assert result.returncode == 0, result.report()
     return folder
 
@@ -165,41 +68,11 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
     file.write_bytes(data)
 
 
-# Reading with checksums.
-
-
-@settings(max_examples=60, deadline=None)
-@given(described=TENSORS, low=st.floats(0, 1), high=st.floats(0, 1))
-def test_any_range_is_read_across_runs(tmp_path_factory, described, low, high):
-    path = tmp_path_factory.mktemp("files") / "a.safetensors"
-    tensors = {name: filled(*about) for name, about in described.items()}
-    with VerifiedFile(path, write_in_parts(path, tensors)) as reader:
-        for name, tensor in tensors.items():
-            start, stop = sorted((int(low * tensor.numel()), int(high * tensor.numel())))
-            assert torch.equal(reader.read(name, start, stop), tensor.reshape(-1)[start:stop])
-        whole = b"".join(bytes(piece) for piece in reader.pieces(0, reader.layout.nbytes))
-        assert whole == path.read_bytes()
-
-
-def test_a_flipped_bit_is_an_error_where_it_is_read_and_nowhere_else(tmp_path):
-    path = tmp_path / "a.safetensors"
-    runs = write_in_parts(path, {"a": torch.randn(30), "b": torch.randn(30)})
-    with VerifiedFile(path, runs) as reader:
-        at = reader.layout.entries["b"].start + 4 * 17
-        flip(path, at)
-        reader.read("a", 0, 30)
-        reader.read("b", 0, 10)
-        with pytest.raises(ValueError, match=r"a\.safetensors is damaged between bytes") as error:
-            reader.read("b", 0, 30)
-        low, high = map(int, str(error.value).partition("bytes ")[2].split(" and "))
-        assert low <= at < high < low + 4 * 11
-
-
 # diff
 
 
-def compared(first: Path, second: Path) -> CheckpointDifference:
-    return compare((first, second), (opened(first), opened(second)))
+def compared(first: Path, second: Path) -> CheckpointComparison:
+    return compare((first, second), (inspect(first), inspect(second)))
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -227,7 +100,7 @@ def test_diff_measures_what_differs_and_counts_what_is_equal(saved, monkeypatch,
     assert differ > {"tokens.weight", "head.weight", "coarse.weight", "mask", "wide"}
     assert {one.name for one in found.changes} == differ
     assert found.equal == len(ours) - len(differ)
-    assert (found.only, found.unlike) == (([], []), {})
+    assert (found.only, found.mismatched) == (([], []), {})
     for one in found.changes:
         expected = expected_change(ours[one.name], theirs[one.name])
         assert (one.largest, one.relative) == pytest.approx(expected, rel=1e-12, nan_ok=True)
@@ -239,7 +112,7 @@ def test_diff_measures_what_differs_and_counts_what_is_equal(saved, monkeypatch,
     assert not difference.same_state
 
 
-def test_a_checkpoint_does_not_differ_from_itself(saved, ckpt):
+def test_a_checkpoint_equals_itself(saved, ckpt):
     code, out, err = ckpt("diff", saved / "run", newest(saved / "run"))
     assert (code, err) == (0, "")
     assert "step: 2 in both" in out
@@ -248,7 +121,7 @@ def test_a_checkpoint_does_not_differ_from_itself(saved, ckpt):
         assert f"{name}: {count} tensors in both, {count} of them equal bit for bit" in out
 
 
-def test_diff_says_which_options_differ_by_their_flags(saved, ckpt):
+def test_diff_lists_differing_options_by_their_flags(saved, ckpt):
     code, out, _ = ckpt("diff", saved / "run", saved / "nudged")
     assert code == 1
     assert "--optim.max-grad-norm: none and 1.0\n" in out
@@ -257,7 +130,7 @@ def test_diff_says_which_options_differ_by_their_flags(saved, ckpt):
     assert "--task" not in out
 
 
-def test_diff_says_what_training_changed(saved, ckpt):
+def test_diff_lists_what_training_changed(saved, ckpt):
     code, out, _ = ckpt("diff", newest(saved / "run").with_name("step-00000001"), saved / "run")
     assert code == 1
     assert "step: 1 and 2" in out
@@ -266,7 +139,7 @@ def test_diff_says_what_training_changed(saved, ckpt):
     assert "coarse.bias/master " in out
 
 
-def test_diff_names_what_only_one_has_and_what_is_unlike(saved, ckpt):
+def test_diff_lists_tensors_of_one_side_only_and_mismatched_ones(saved, ckpt):
     code, out, _ = ckpt("diff", saved / "run", saved / "Other")
     assert code == 1
     model, _, state = out.partition(OPTIMIZER)
@@ -283,16 +156,16 @@ def test_diff_names_what_only_one_has_and_what_is_unlike(saved, ckpt):
     [
         {"only": (["a"], [])},
         {"only": ([], ["a"])},
-        {"unlike": {"a": ()}},
-        {"changes": [compare_module.TensorChange("a", 0.0, 0.0)]},
+        {"mismatched": {"a": ()}},
+        {"changes": [compare_module.TensorDifference("a", 0.0, 0.0)]},
     ],
 )
-def test_one_tensor_is_enough_for_a_difference(saved, change):
+def test_one_differing_tensor_makes_the_states_differ(saved, change):
     found = compared(newest(saved / "run"), newest(saved / "run"))
     assert found.same_state
     files = {**found.files, OPTIMIZER: replace(found.files[OPTIMIZER], **change)}
     assert not replace(found, files=files).same_state
-    assert not replace(found, numbers={"step": {"a": (1, 2)}}).same_state
+    assert not replace(found, values={"step": {"a": (1, 2)}}).same_state
 
 
 def test_diff_shows_the_largest_of_many_and_counts_the_others(saved, ckpt):
@@ -309,7 +182,7 @@ def test_diff_shows_the_largest_of_many_and_counts_the_others(saved, ckpt):
 
 
 def loaded(file: Path) -> dict[str, torch.Tensor]:
-    """What the format's own library makes of it."""
+    """The tensors of a file, read by the library of its format."""
     if file.suffix == ".safetensors":
         return load_file(file)
     return torch.load(file, weights_only=True)
@@ -341,7 +214,7 @@ def umask() -> int:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_file_is_replaced_only_where_that_is_asked_for(saved, tmp_path, ckpt, ending):
+def test_export_replaces_a_file_only_with_force(saved, tmp_path, ckpt, ending):
     out = tmp_path / f"model.{ending}"
     out.write_text("mine")
     said = f"mntrain: {out} exists: give another name, or --force to replace it\n"
@@ -355,14 +228,14 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(saved, tmp_path, ckpt, 
 @pytest.mark.parametrize(
     "where",
     [
-        ("model.bin", "its ending is to say the format: .safetensors or .pt or .pth"),
-        ("model", "its ending is to say the format"),
-        ("none/model.pt", "none is no folder: make it, or give another"),
-        ("file/model.pt", "file is no folder: make it, or give another"),
+        ("model.bin", "the ending gives the format: use .safetensors or .pt or .pth"),
+        ("model", "the ending gives the format"),
+        ("none/model.pt", "none is not a folder: make it, or give another"),
+        ("file/model.pt", "file is not a folder: make it, or give another"),
         ("folder.pt", "is a folder: give the name of a file"),
     ],
 )
-def test_where_nothing_can_be_written_is_refused(saved, tmp_path, ckpt, where, force):
+def test_export_refuses_a_target_that_cannot_be_written(saved, tmp_path, ckpt, where, force):
     name, said = where
     (tmp_path / "folder.pt").mkdir()
     (tmp_path / "file").touch()
@@ -374,7 +247,9 @@ def test_where_nothing_can_be_written_is_refused(saved, tmp_path, ckpt, where, f
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 @pytest.mark.parametrize(("ending", "room"), [("safetensors", False), ("pt", False), ("pt", True)])
-def test_a_full_disk_is_one_error_and_leaves_what_is_there(saved, tmp_path, ckpt, ending, room):
+def test_export_to_a_full_disk_is_one_error_and_keeps_the_old_file(
+    saved, tmp_path, ckpt, ending, room
+):
     """Without room there is none for the tensors; with it, none for what torch writes besides."""
     needed = -(-(newest(saved / "Many") / MODEL).stat().st_size // 4096)
     small = tmp_path / "small"
@@ -394,24 +269,23 @@ def test_a_full_disk_is_one_error_and_leaves_what_is_there(saved, tmp_path, ckpt
         subprocess.run(["umount", small], check=True)
 
 
-@pytest.mark.parametrize("limit", [1000, 5000, 10_000])  # torch raises one of its own at some
-def test_what_torch_makes_of_an_error_of_the_file_is_that_error(saved, tmp_path, limit):
-    path, out = newest(saved / "Many") / MODEL, tmp_path / "model.pt"
+@pytest.mark.parametrize("limit", [1000, 5000, 10_000])  # torch wraps the error at some of them
+def test_an_error_of_the_file_is_raised_as_itself_not_as_torchs(
+    saved, tmp_path, monkeypatch, limit
+):
+    monkeypatch.setattr(export_module, "create", lambda path, nbytes: path.touch())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    file = out.open("wb")
-    with VerifiedFile(path, opened(path.parent).runs[MODEL]) as model:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                export._save(model, path, file)
-        finally:
-            with suppress(OSError):  # it cannot write the rest either
-                file.close()
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export_module.export(newest(saved / "Many"), tmp_path / "model.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("ending", ENDINGS[:2])
-def test_damage_to_the_model_is_refused_before_anything_is_left(copied, tmp_path, ckpt, ending):
+def test_export_of_a_damaged_model_leaves_no_file(copied, tmp_path, ckpt, ending):
     file, out = newest(copied / "run") / MODEL, tmp_path / "there" / f"model.{ending}"
     out.parent.mkdir()
     chance = random.Random(2)
@@ -426,7 +300,7 @@ def test_damage_to_the_model_is_refused_before_anything_is_left(copied, tmp_path
     assert ckpt("export", copied / "run", out)[0] == 0
 
 
-# What cannot be read, for every subcommand.
+# Damaged checkpoints, for every subcommand.
 
 
 def cut(file: Path, length: int) -> None:
@@ -455,13 +329,16 @@ DAMAGES = {
     ),
     "a changed manifest": (
         lambda path: change(path / FILE, "step", "stop"),
-        f"{FILE} is damaged: it does not have its checksum",
+        f"{FILE} is damaged: its checksum differs",
     ),
-    "a model cut": (lambda path: cut(path / MODEL, -1), f"{MODEL} has "),
-    "a model emptied": (lambda path: cut(path / MODEL, 0), f"{MODEL} is no safetensors file"),
+    "a model cut": (lambda path: cut(path / MODEL, -1), f"{MODEL} is truncated, or not a "),
+    "a model emptied": (
+        lambda path: cut(path / MODEL, 0),
+        f"{MODEL} is truncated, or not a safetensors file",
+    ),
     "a pickle": (
         lambda path: torch.save({"a": 1}, path / MODEL),
-        f"{MODEL} is no safetensors file, or is cut short",
+        f"{MODEL} is truncated, or not a safetensors file",
     ),
     "another model": (
         lambda path: save_file({"a": torch.ones(3)}, path / MODEL),
@@ -486,7 +363,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_what_cannot_be_read_is_one_error_that_names_it(saved, copied, tmp_path, ckpt, how):
+def test_a_damaged_checkpoint_is_one_error_that_names_it(saved, copied, tmp_path, ckpt, how):
     damage, said = DAMAGES[how]
     path = newest(copied / "run")
     damage(path)
@@ -504,7 +381,7 @@ def test_what_cannot_be_read_is_one_error_that_names_it(saved, copied, tmp_path,
 
 @pytest.mark.parametrize("template", COMMANDS)
 @pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file", "too long a name"])
-def test_what_is_no_checkpoint_is_one_error(saved, tmp_path, ckpt, template, what):
+def test_a_path_without_a_checkpoint_is_one_error(saved, tmp_path, ckpt, template, what):
     path = tmp_path / ("x" * 300 if what == "too long a name" else "x")
     if what == "an empty folder":
         path.mkdir()
@@ -521,7 +398,7 @@ def test_what_is_no_checkpoint_is_one_error(saved, tmp_path, ckpt, template, wha
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
-def test_a_flipped_bit_is_noticed_by_who_reads_it(saved, copied, ckpt, name):
+def test_a_flipped_bit_is_detected_by_every_command_that_reads_it(saved, copied, ckpt, name):
     path, chance = newest(copied / "run"), random.Random(4)
     for at in chance.sample(range((path / name).stat().st_size), 40):
         bit = chance.randrange(8)
@@ -539,7 +416,7 @@ def test_a_flipped_bit_is_noticed_by_who_reads_it(saved, copied, ckpt, name):
     assert ckpt("verify", path)[0] == 0
 
 
-def test_a_flipped_bit_of_the_manifest_is_noticed_by_all(saved, copied, tmp_path, ckpt):
+def test_a_flipped_bit_of_the_manifest_is_detected_by_all_commands(saved, copied, tmp_path, ckpt):
     path, chance = newest(copied / "run"), random.Random(6)
     for at in chance.sample(range((path / FILE).stat().st_size), 40):
         bit = chance.randrange(8)
@@ -558,7 +435,7 @@ def test_a_flipped_bit_of_the_manifest_is_noticed_by_all(saved, copied, tmp_path
     "words",
     [[], ["compare"], ["diff", "a"], ["export", "a"], ["list"], ["export", "a", "b.pt", "--frce"]],
 )
-def test_words_that_say_nothing_are_refused(ckpt, words):
+def test_a_malformed_command_line_is_refused(ckpt, words):
     code, out, err = ckpt(*words)
     assert (code, out) == (2, "")
     assert err.count("error: ") == 1

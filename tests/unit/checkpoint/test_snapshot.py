@@ -1,13 +1,13 @@
-"""Copies of what is to be saved: they are what was there, whatever becomes of it."""
+"""Snapshots hold the values of their time, whatever happens to the originals."""
 
 import pytest
 import torch
 
-from mntrain.checkpoint.snapshot import ByteRange, SnapshotBuffer
+from mntrain.checkpoint.snapshot import SnapshotBuffer, TensorRange
 
 
 def ranges(device="cpu"):
-    """Tensors of odd sizes and several dtypes, one of them empty."""
+    """Tensors of uneven sizes and several dtypes, one of them empty."""
     tensors = [
         torch.arange(7, dtype=torch.uint8),
         torch.randn(1001),
@@ -15,30 +15,30 @@ def ranges(device="cpu"):
         torch.randn(3, dtype=torch.float64),
         torch.randn(5).bfloat16(),
     ]
-    return [ByteRange("file", str(i), one.to(device), i) for i, one in enumerate(tensors)]
+    return [TensorRange("file", str(i), one.to(device), i) for i, one in enumerate(tensors)]
 
 
-def test_copies_are_what_was_there_though_it_changes():
-    there = ranges()
-    expected = [one.flat.clone() for one in there]
-    copied = SnapshotBuffer().copied(there)
-    for one in there:
+def test_copies_keep_the_values_when_the_originals_change():
+    originals = ranges()
+    expected = [one.flat.clone() for one in originals]
+    copied = SnapshotBuffer().copy(originals)
+    for one in originals:
         one.flat.zero_()
-    for copy, one, before in zip(copied.ranges, there, expected, strict=True):
+    for copy, one, before in zip(copied.ranges, originals, expected, strict=True):
         assert torch.equal(copy.flat, before)
         assert copy._replace(flat=one.flat) == one
         assert copy.flat.data_ptr() % min(64, before.element_size()) == 0
-    copied.before_changes()  # nothing is on its way
+    copied.before_changes()  # no copy is in progress
     assert not copied.events
 
 
-def test_memory_is_kept_and_grows_when_it_must():
-    room, there = SnapshotBuffer(), ranges()
-    room.reserve(8192, pinned_for=None)
-    places = [[copy.flat.data_ptr() for copy in room.copied(there).ranges] for _ in range(2)]
+def test_memory_is_reused_and_grows_if_needed():
+    buffer, originals = SnapshotBuffer(), ranges()
+    buffer.reserve(8192, pinned_for=None)
+    places = [[copy.flat.data_ptr() for copy in buffer.copy(originals).ranges] for _ in range(2)]
     assert places[0] == places[1]
-    large = [ByteRange("file", "large", torch.randn(5000), 0)]
-    [copy] = room.copied(large).ranges
+    large = [TensorRange("file", "large", torch.randn(5000), 0)]
+    [copy] = buffer.copy(large).ranges
     assert torch.equal(copy.flat, large[0].flat)
 
 
@@ -49,16 +49,16 @@ needs_gpu = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @needs_gpu
-def test_nobody_waits_for_a_copy_from_a_gpu_but_who_changes_or_reads_it():
-    there, room = ranges("cuda"), SnapshotBuffer()
-    expected = [one.flat.cpu() for one in there]
-    room.copied(there)  # takes the memory
+def test_only_updates_and_readers_wait_for_a_copy_from_a_gpu():
+    originals, buffer = ranges("cuda"), SnapshotBuffer()
+    expected = [one.flat.cpu() for one in originals]
+    buffer.copy(originals)  # takes the memory
     torch.cuda._sleep(500_000_000)
-    copied = room.copied(there, soon=lambda one: one.name == "3")
+    copied = buffer.copy(originals, in_order=lambda item: item.name == "3")
     assert not torch.cuda.current_stream().query()
-    there[3].flat.zero_()  # by the next forward
+    originals[3].flat.zero_()  # by the next forward
     copied.before_changes()
-    for one in there:
+    for one in originals:
         one.flat.zero_()
     assert not torch.cuda.current_stream().query()
     for copy, before in zip(copied.ranges, expected, strict=True):

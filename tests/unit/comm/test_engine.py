@@ -176,6 +176,15 @@ def test_an_operation_that_wakes_nobody_follows_those_in_flight(engine):
     assert of(log, "finish") == ["a", "b"]
 
 
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(engine, wakes):
+    other = ProgressEngine()
+    small = engine.submit(Steps([], "a", wakes=False))
+    other.submit(Steps([], "b", wakes=wakes, chunk=lambda: small.done)).wait()
+    assert small.done
+    other.close()
+
+
 @pytest.mark.parametrize("how", ["submit", "call"])
 def test_a_later_task_that_wakes_the_thread_progresses_the_queue_in_order(engine, how):
     log = []

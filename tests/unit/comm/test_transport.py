@@ -1,13 +1,14 @@
-"""Transports of devices' tensors: what goes through slots, and what a child process finds out."""
+"""Transports of device tensors: staging chunks, the probe process, the rule for NCCL."""
 
 import re
 import sys
 
 import pytest
 
+from mntrain.comm.probe_process import probe_device_memory
 from mntrain.comm.staging import chunks
 from mntrain.comm.topology import Topology
-from mntrain.transport import probe, selection
+from mntrain.comm.transport import why_not_nccl
 from zero.layout import split
 
 
@@ -32,12 +33,12 @@ def test_chunks_hold_every_element_once_and_fit(numel, shards, whole):
                     assert start <= low <= high <= stop
 
 
-# The child that may crash: real ones, of which some are made to.
+# The probe process: real children, some of which are made to crash.
 
 
-def test_an_mpi_that_takes_the_memory_passes():
-    """With memory of the host, which every MPI takes; each rank starts a world of its own."""
-    assert probe.takes_device_memory("cpu") == ""
+def test_an_mpi_that_can_use_the_memory_passes():
+    """Host memory, which every MPI can use; each rank starts a world of its own."""
+    assert probe_device_memory("cpu") == ""
 
 
 def child(code):
@@ -45,51 +46,39 @@ def child(code):
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("code", "reason"),
     [
         (
             "print('64 right', flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
-            r"crashed \(SIGSEGV\) at 4096 bytes",
+            r"crashed with device memory \(SIGSEGV\) at 4096 bytes",
         ),
-        ("os.abort()", r"crashed \(SIGABRT\) at 64 bytes"),
-        ("print('64 right'); print('4096 wrong')", "arrives wrong, at 4096 bytes"),
-        ("print('64 right')", "ended before all was tried"),
-        ("sys.exit('no such device')", "failed at 64 bytes: no such device"),
-        ("print('64 right', flush=True); time.sleep(60)", "hung at 4096 bytes"),
+        ("os.abort()", r"crashed with device memory \(SIGABRT\) at 64 bytes"),
+        ("print('64 right'); print('4096 wrong')", "corrupts messages in .* of 4096 bytes"),
+        ("print('64 right')", "ended before the probe was complete"),
+        ("sys.exit('no such device')", "failed with device memory at 64 bytes: no such device"),
+        ("print('64 right', flush=True); time.sleep(60)", "hung with device memory at 4096 bytes"),
     ],
 )
-def test_what_becomes_of_a_child_is_said(code, why):
-    found = probe.takes_device_memory("cuda:0", child(code), seconds=3.0)
-    assert re.search(why, found), found
+def test_the_failure_of_a_probe_is_explained(code, reason):
+    found = probe_device_memory("cuda:0", child(code), timeout_s=3.0)
+    assert re.search(reason, found), found
 
 
-def test_a_child_that_cannot_start_is_no_error():
-    assert "could not be tried" in probe.takes_device_memory("cuda:0", ("/nowhere/python",))
+def test_a_probe_that_cannot_start_is_a_reason_not_an_error():
+    assert "cannot start" in probe_device_memory("cuda:0", ("/nowhere/python",))
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "why"),
+    ("nodes", "gpus", "reason"),
     [
-        (((0, 1), (2, 3)), ["a", "b", "a", "b"], ""),  # names of other hosts may be the same
+        (((0, 1), (2, 3)), ["a", "b", "a", "b"], ""),  # GPUs of two hosts may have one name
         (((0, 1), (2, 3)), ["a", "b", "c", "c"], "rank 2 and rank 3 share a GPU"),
         (((0, 1), (2, 3)), ["a", "b", "c", ""], "rank 3 has no GPU"),
         (((0, 1), (2,)), ["a", "b", "c"], "different numbers of ranks"),
-        (((0,), (1,)), ["a", "b"], "one rank a node"),
+        (((0,), (1,)), ["a", "b"], "one rank only"),
     ],
 )
-def test_where_nccl_can_be_used(nodes, gpus, why):
-    said = selection.why_no_nccl(Topology(nodes), gpus)
-    assert bool(said) == bool(why)
-    assert why in said
-
-
-def test_host_stays_unless_another_is_faster_by_more_than_noise():
-    assert selection.fastest({"host": 1.0, "cuda-aware": 0.97}) == "host"
-    assert selection.fastest({"host": 1.0, "cuda-aware": 0.9, "nccl": 0.5}) == "nccl"
-    assert selection.fastest({"host": 1.0}) == "host"
-
-
-def test_the_line_has_the_times_and_the_reasons():
-    line = selection.line("nccl", {"host": 0.02, "nccl": 0.01}, {"cuda-aware": "it crashed"})
-    assert line == "nccl (host 20.0 ms, nccl 10.0 ms a bucket); not cuda-aware: it crashed"
-    assert selection.line("host", {"host": 0.02}, {}) == "host"
+def test_nccl_needs_a_gpu_for_each_rank_and_equal_nodes(nodes, gpus, reason):
+    found = why_not_nccl(Topology(nodes), gpus)
+    assert bool(found) == bool(reason)
+    assert reason in found

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mntrain.metrics.flops import Throughput, peak, peak_of_all
+from mntrain.metrics.flops import Throughput, peak, peak_of_job
 
 H100 = ("uuid-1", "NVIDIA H100 80GB HBM3")
 
@@ -46,13 +46,13 @@ def test_what_is_not_known_has_none(model, dtype):
 
 def test_peaks_add_up_over_gpus_and_a_shared_one_counts_once():
     one = peak(H100[1], "bf16")
-    assert peak_of_all([H100, H100], "bf16") == one
-    assert peak_of_all([H100, ("uuid-2", H100[1])], "bf16") == 2 * one
+    assert peak_of_job([H100, H100], "bf16") == one
+    assert peak_of_job([H100, ("uuid-2", H100[1])], "bf16") == 2 * one
 
 
-def test_with_one_that_is_unknown_the_peak_of_all_is():
-    assert peak_of_all([H100, ("", "")], "bf16") is None
-    assert peak_of_all([("", "")], "fp32") is None
+def test_with_one_that_is_unknown_the_peak_of_job_is():
+    assert peak_of_job([H100, ("", "")], "bf16") is None
+    assert peak_of_job([("", "")], "fp32") is None
 
 
 def test_the_pace_leaves_the_first_steps_and_single_slow_ones_out():

@@ -11,6 +11,7 @@ import struct
 import sys
 import termios
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from reports import (
@@ -28,8 +29,9 @@ from reports import (
 from rich.cells import cell_len
 from rich.console import Console
 
-from mntrain.metrics.report import ConsoleReporter, Reporter, make_reporter
-from mntrain.metrics.step import Place, memory_by_role
+from mntrain.metrics.report import ConsoleReporter, JobDescription, Reporter, make_reporter
+from mntrain.metrics.step import memory_by_role
+from mntrain.rank_info import Place
 from zero.memory import Memory
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -38,12 +40,12 @@ NASTY_SHOWN = "n[0] [red]a[/red] [/] :smile: \N{REPLACEMENT CHARACTER}[2J"
 
 
 def start(
-    reporter: Reporter, where: list[Place], model: str = "lm: 0.83 M parameters", **changes: str
+    reporter: Reporter, where: list[Place], model: str = "lm: 0.83 M parameters", **changes: Any
 ) -> None:
     facts = {"library": "MPICH 5.0.2", "thread_level": "multiple", "algorithm": "lanes"}
-    facts |= {"topology": "4 ranks on 2 nodes of 2", "tuning": "", "concern": ""}
+    facts |= {"topology": "4 ranks on 2 nodes of 2"}
     facts |= {"zero": "zero: stage 2, by element; precision bf16-pure", "model": model}
-    reporter.start(where, **(facts | changes))
+    reporter.start(JobDescription(places=where, **(facts | changes)))
 
 
 def shown(on: Console) -> str:
@@ -104,9 +106,9 @@ def test_start_tells_under_the_algorithm_why_it_is_this_one_and_what_is_of_conce
     on = console(False)
     with reporting(tmp_path, on) as reporter:
         tuning = "lanes, 1 MiB pieces: 1.9x flat at 25 MiB; 97% of the measured link"
-        concerns = "ranks share no memory\nranks share GPUs"
+        warnings = ["ranks share no memory", "ranks share GPUs"]
         gpu = {"transport": "host: by any MPI", "kernels": "torch: CuPy is absent"}
-        start(reporter, places(4, 2), tuning=tuning, concern=concerns, **gpu)
+        start(reporter, places(4, 2), tuning=tuning, warnings=warnings, **gpu)
     lines = on.file.getvalue().splitlines()
     assert lines[2] == f"auto: {tuning}"
     assert lines[3:5] == ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
@@ -301,7 +303,7 @@ def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
 def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, terminal):
     on = console(terminal, width=200)
     with reporting(tmp_path, on, 2) as reporter:
-        start(reporter, places(2, 2, host=NASTY), NASTY, tuning=NASTY, concern=NASTY)
+        start(reporter, places(2, 2, host=NASTY), NASTY, tuning=NASTY, warnings=[NASTY])
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
         reporter.note(NASTY)

@@ -59,8 +59,9 @@ def test_skipped_step_is_json_without_what_it_has_not(tmp_path):
 
 def test_step_after_close_raises(tmp_path):
     reporter = make_reporter(True, tmp_path, 4, console(False))
-    reporter.close()
-    reporter.close()
+    with reporter:
+        reporter.close()
+        reporter.close()
     with pytest.raises(RuntimeError, match="step 3 was reported after"):
         reporter.step(record(3))
 
@@ -74,12 +75,12 @@ def test_summary_is_written_after_all_else(tmp_path):
             return super().write(text)
 
     on = console(True, file=Watched())
-    reporter = make_reporter(True, tmp_path, 4, on)
-    reporter.step(record(1))
-    reporter.finish(summary())
-    assert strict(written.read_text()) == summary()
-    with pytest.raises(RuntimeError):  # metrics.jsonl was closed before
-        reporter.step(record(2))
+    with make_reporter(True, tmp_path, 4, on) as reporter:
+        reporter.step(record(1))
+        reporter.finish(summary())
+        assert strict(written.read_text()) == summary()
+        with pytest.raises(RuntimeError):  # metrics.jsonl was closed before
+            reporter.step(record(2))
 
 
 def test_summary_replaces_an_old_one_as_a_whole(tmp_path):

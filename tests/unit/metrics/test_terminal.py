@@ -8,8 +8,9 @@ from reports import console, places, rank, record, skipped, summary, used
 from rich.cells import cell_len
 from rich.console import RenderableType
 
-from mntrain.metrics import terminal, units
-from mntrain.metrics.step import StepRecord, Usage, memory_by_role
+from mntrain.metrics import terminal
+from mntrain.metrics.registry import StepRecord
+from mntrain.metrics.step import memory_by_role
 from mntrain.metrics.terminal import (
     ProgressPanel,
     memory_table,
@@ -18,6 +19,7 @@ from mntrain.metrics.terminal import (
     result_table,
     traffic_table,
 )
+from mntrain.rank_info import Usage
 from zero.memory import Memory
 
 
@@ -245,44 +247,3 @@ def test_traffic_is_the_sum_over_ranks_by_level():
 def test_plain_text_neither_styles_nor_controls(text, encoding, shown):
     assert plain(text, encoding).plain == shown
     assert plain(text, encoding).spans == []
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (7, "7"),
-        (3.7, "3.70"),
-        (812, "812"),
-        (999.7, "1.00k"),
-        (12_345, "12.3k"),
-        (99_960, "100k"),
-        (1_200_000, "1.20M"),
-        (math.nan, "nan"),
-    ],
-)
-def test_count(value, text):
-    assert units.count(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 B"), (512, "512 B"), (1023, "1.00 KiB"), (5 * 2**18, "1.25 MiB"), (2**60, "1024 PiB")],
-)
-def test_bytes(value, text):
-    assert units.size(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0:00"), (66.6, "1:07"), (3599.6, "1:00:00"), (43267, "12:01:07"), (360000, "100:00:00")],
-)
-def test_clock(seconds, text):
-    assert units.clock(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 ms"), (0.01234, "12.3 ms"), (0.42, "0.42 s"), (75.0, "75.00 s")]
-)
-def test_short_time(seconds, text):
-    assert units.short_time(seconds) == text

@@ -112,7 +112,7 @@ def test_what_is_run_as_written_is_not_compiled_and_the_rest_is(kind):
 
     model = kind(2, 2)
     compiling.compile_regions([model], refusing)
-    with compiling.as_written():
+    with compiling.eager():
         assert model(torch.ones(1, 2)).shape == (1, 2)
     with pytest.raises(Exception, match="it was compiled"):
         model(torch.ones(1, 2))

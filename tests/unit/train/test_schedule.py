@@ -6,7 +6,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain.config import OptimConfig
-from mntrain.train.schedule import UNFIT, decayed_and_not, find, warmup_then_cosine
+from mntrain.train.schedule import (
+    UNSUPPORTED,
+    resolve_optimizer,
+    warmup_then_cosine,
+    weight_decay_groups,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -28,7 +33,7 @@ def factors(steps, warmup, least=0.1):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam"])
 def test_an_optimizer_of_torch_is_found_by_its_name(name):
-    kind, options = find(OptimConfig(name=name, lr=0.25), CPU)
+    kind, options = resolve_optimizer(OptimConfig(name=name, lr=0.25), CPU)
     assert kind is getattr(torch.optim, name)
     optimizer = kind([nn.Parameter(torch.ones(2, 2))], **options)
     assert optimizer.param_groups[0]["lr"] == 0.25
@@ -36,15 +41,15 @@ def test_an_optimizer_of_torch_is_found_by_its_name(name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_on_a_gpu_one_kernel_makes_the_update_if_there_is_one(name):
-    assert find(OptimConfig(name=name), GPU)[1]["fused"] is True
-    kind, options = find(OptimConfig(name=name), CPU)
+    assert resolve_optimizer(OptimConfig(name=name), GPU)[1]["fused"] is True
+    kind, options = resolve_optimizer(OptimConfig(name=name), CPU)
     plain = kind([nn.Parameter(torch.ones(2))], lr=options["lr"])
     assert kind([nn.Parameter(torch.ones(2))], **options).defaults == plain.defaults
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adagrad"])  # Adagrad's is for the CPU
 def test_what_has_no_such_kernel_is_not_asked_for_it(name):
-    assert "fused" not in find(OptimConfig(name=name), GPU)[1]
+    assert "fused" not in resolve_optimizer(OptimConfig(name=name), GPU)[1]
 
 
 on_gpu = pytest.param(
@@ -61,7 +66,7 @@ on_gpu = pytest.param(
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_an_update_has_the_same_bits_wherever_a_parameter_is_cut(name, dtype, device):
     # As shards are: else stages would differ.
-    kind, options = find(OptimConfig(name=name), device)
+    kind, options = resolve_optimizer(OptimConfig(name=name), device)
     options |= {"weight_decay": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
     whole = torch.linspace(-1, 1, 1003, dtype=dtype, device=device)
     gradients = [whole.sin() * step for step in range(1, 6)]
@@ -88,29 +93,31 @@ def test_an_update_has_the_same_bits_wherever_a_parameter_is_cut(name, dtype, de
 )
 def test_a_misspelt_name_is_refused_with_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=rf"--optim.name {name}: .*nearest: .*{nearest}"):
-        find(OptimConfig(name=name), CPU)
+        resolve_optimizer(OptimConfig(name=name), CPU)
 
 
 @pytest.mark.parametrize("name", ["Optimizer", "lr_scheduler", "no such thing"])
 def test_what_is_no_optimizer_is_refused(name):
     with pytest.raises(ValueError, match="has no such optimizer"):
-        find(OptimConfig(name=name), CPU)
+        resolve_optimizer(OptimConfig(name=name), CPU)
 
 
 def test_a_name_that_is_near_to_none_is_refused_with_all_there_are():
     with pytest.raises(ValueError, match=r"AdamW.*RMSprop.*SGD"):
-        find(OptimConfig(name="?"), CPU)
+        resolve_optimizer(OptimConfig(name="?"), CPU)
 
 
 def test_weight_decay_is_refused_where_the_optimizer_takes_none():
     with pytest.raises(ValueError, match=r"--optim.weight-decay 0\.1: Rprop .*weight-decay 0$"):
-        find(OptimConfig(name="Rprop", weight_decay=0.1), CPU)
-    assert find(OptimConfig(name="Rprop", weight_decay=0.0), CPU)[0] is torch.optim.Rprop
+        resolve_optimizer(OptimConfig(name="Rprop", weight_decay=0.1), CPU)
+    assert (
+        resolve_optimizer(OptimConfig(name="Rprop", weight_decay=0.0), CPU)[0] is torch.optim.Rprop
+    )
 
 
 def test_matrices_decay_and_vectors_do_not():
     model = Scaled()
-    decayed, others = decayed_and_not(model, 0.3)
+    decayed, others = weight_decay_groups(model, 0.3)
     assert decayed["weight_decay"] == 0.3
     assert {id(p) for p in decayed["params"]} == {id(model.linear.weight), id(model.conv.weight)}
     assert others["weight_decay"] == 0.0
@@ -119,14 +126,14 @@ def test_matrices_decay_and_vectors_do_not():
 
 def test_without_decay_all_are_one_group():
     model = Scaled()
-    [group] = decayed_and_not(model, 0.0)
+    [group] = weight_decay_groups(model, 0.0)
     assert group == {"params": list(model.parameters())}
 
 
 def test_frozen_parameters_are_in_no_group():
     model = Scaled()
     model.linear.requires_grad_(False)
-    decayed, others = decayed_and_not(model, 0.3)
+    decayed, others = weight_decay_groups(model, 0.3)
     assert [id(p) for p in decayed["params"]] == [id(model.conv.weight)]
     assert [id(p) for p in others["params"]] == [id(model.gain)]
 
@@ -136,7 +143,7 @@ def test_a_group_of_nothing_is_left_out(bias, frozen):
     model = nn.Linear(2, 3, bias=bias)
     if frozen:
         model.bias.requires_grad_(False)
-    [group] = decayed_and_not(model, 0.3)
+    [group] = weight_decay_groups(model, 0.3)
     assert [id(p) for p in group["params"]] == [id(model.weight)]
 
 
@@ -187,8 +194,8 @@ def test_a_scheduler_of_torch_takes_the_factor():
     assert rates == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
 
 
-@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_cannot_train_here_is_refused_by_name_with_the_reason(name):
     config = OptimConfig(name=name)
     with pytest.raises(ValueError, match=f"--optim.name {name}: .*; choose another"):
-        find(config, CPU)
+        resolve_optimizer(config, CPU)

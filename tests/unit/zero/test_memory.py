@@ -115,7 +115,7 @@ def test_prediction_is_the_closed_form_in_16_bits(optimizer_class, tensors, extr
         assert found == closed_form(specs, tensors, extra, **place)
 
 
-def test_stage_1_in_16_bits_alone_has_fp32_gradients_besides():
+def test_stage_1_in_16_bits_on_one_rank_adds_fp32_gradients():
     n = 6 * 2 * 840
     found = predict(even(torch.bfloat16), ADAM, stage=1, size=1, bucket_bytes=BUCKET)
     assert found.gradients == 2 * n + 4 * n

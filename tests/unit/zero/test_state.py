@@ -395,7 +395,7 @@ def test_a_state_of_another_model_is_refused_naming_each_mismatch(stage):
     words = refuse(optimizer, optimizer.load_slices, list(pieces.values()))
     assert words.startswith("the state does not fit this optimizer: ")
     assert "9.weight is no parameter of this model" in words
-    assert "2.bias is (4,) there, (3,) here" in words
+    assert "2.bias has shape (4,) in the state, (3,) here" in words
     assert "0.bias needs the elements 0 to 8" in words
     assert "0.weight" not in words
 

@@ -1,0 +1,214 @@
+"""Finding, verifying and loading checkpoints, by any number of ranks and at any stage."""
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from mntrain.checkpoint import manifest, random_state
+from mntrain.checkpoint.format import find_damage, open_tensors
+from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER, RANDOM, Manifest
+from mntrain.errors import AgreedError
+from mntrain.world import World
+from zero.optimizer import ZeroOptimizer
+from zero.state import StateSlice
+
+# Options of parameter groups that are not restored: the job may change them, or they depend on the
+# device.
+JOB_OPTIONS = ("lr", "weight_decay", "fused", "foreach", "capturable", "differentiable")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoint folders of a run, complete or not, by step, the newest first."""
+    steps = {
+        path: int(match[1])
+        for path in (run_dir / "checkpoints").glob("step-*")
+        if (match := re.fullmatch(r"step-(\d+)", path.name))
+    }
+    return sorted(steps, key=steps.__getitem__, reverse=True)
+
+
+def set_aside(run_dir: Path, step: int) -> None:
+    """Rename a run's checkpoints after `step` to step-*.aside.
+
+    They are damaged, or of steps that will be repeated, and would otherwise be the newest.
+    """
+    for path in list_checkpoints(run_dir):
+        if int(path.name.removeprefix("step-")) > step:
+            aside = path.with_name(f"{path.name}.aside")
+            if aside.exists():
+                shutil.rmtree(aside)
+            path.rename(aside)
+
+
+def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
+    """Return the evaluation losses of the checkpoints that have one and a readable manifest."""
+    losses: dict[Path, float] = {}
+    for path in paths:
+        with suppress(ValueError):
+            loss = manifest.read(path).eval_loss
+            if loss is not None:
+                losses[path] = loss
+    return losses
+
+
+def inspect(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint whose files are all present and of the right length.
+
+    Local. Raises ValueError for an incomplete checkpoint. Checksums are left to `verify`.
+    """
+    content = manifest.read(path)
+    for name in FILES:
+        if not (path / name).is_file():
+            raise ValueError(f"{name} is missing")
+        open_tensors(path / name)
+        length = 0
+        for part in content.checksums[name]:
+            if part.start != length:
+                raise ValueError(f"{FILE} has no checksum for byte {length} of {name}")
+            length += part.length
+        if (nbytes := (path / name).stat().st_size) != length:
+            raise ValueError(f"{name} has {nbytes} bytes, and was written with {length}")
+    return content
+
+
+def verify(
+    path: Path, content: Manifest, files: Sequence[str] = FILES, rank: int = 0, size: int = 1
+) -> None:
+    """Compare the bytes of a checkpoint's files with their checksums. Local.
+
+    Each of `size` callers verifies a different part. Raises ValueError for damaged bytes.
+    """
+    for name in files:
+        if damage := find_damage(path / name, content.checksums[name][rank::size]):
+            stop = damage.start + damage.length
+            raise ValueError(f"{name} is damaged between bytes {damage.start} and {stop}")
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A verified checkpoint, and the newer ones that were damaged. Equal on all ranks."""
+
+    path: Path
+    manifest: Manifest
+    skipped: Mapping[Path, str]  # damaged checkpoints, with the reason
+
+
+def newest(world: World, where: Path) -> FoundCheckpoint | None:
+    """Find the newest undamaged checkpoint of a run, or verify one given by its path. Collective.
+
+    Returns None for a run without checkpoints. Raises AgreedError if all of them are damaged.
+    """
+    paths = world.gather([where] if (where / FILE).exists() else list_checkpoints(where))[0]
+    skipped: dict[Path, str] = {}
+    for path in paths:
+        try:
+            with world.agreement():
+                content = inspect(path)
+            with world.agreement():
+                verify(path, content, FILES, world.rank, world.size)
+        except AgreedError as error:
+            skipped[path] = str(error)
+        else:
+            return FoundCheckpoint(path, content, skipped)
+    if not paths:
+        return None
+    reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped.items())
+    raise AgreedError(f"no checkpoint in {where} is sound: {reasons}", world.rank)
+
+
+@torch.no_grad()
+def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, world: World) -> None:
+    """Load the state of a model and its optimizer from a checkpoint, in place. Collective.
+
+    Every rank reads only the optimizer state of its own shard. Learning rates, weight decays and
+    options that depend on the device (`JOB_OPTIONS`) keep their present values. Raises AgreedError
+    if the checkpoint is of another model; the model is unchanged then.
+    """
+    with world.agreement():
+        with open_tensors(found.path / MODEL) as file:
+            _load_model(file, model)
+        present = [dict(group) for group in optimizer.param_groups]
+        with open_tensors(found.path / OPTIMIZER) as file:
+            optimizer.load_state_dict(
+                {
+                    "slices": _read_slices(file, found.manifest, optimizer),
+                    "param_groups": found.manifest.param_groups,
+                    "loss_scale": found.manifest.loss_scale,
+                }
+            )
+        for group, before in zip(optimizer.param_groups, present, strict=True):
+            group.update({key: before[key] for key in JOB_OPTIONS if key in before})
+            # JSON turns tuples into lists.
+            group.update({k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)})
+
+
+def restore_randomness(found: FoundCheckpoint, world: World) -> bool:
+    """Restore this rank's random generators if as many ranks saved. Local.
+
+    Returns True if they were restored.
+    """
+    if found.manifest.world["ranks"] != world.size:
+        return False
+    prefix = f"{world.rank}/"
+    with open_tensors(found.path / RANDOM) as file:
+        states = {
+            name.removeprefix(prefix): file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118 - not a mapping
+            if name.startswith(prefix)
+        }
+    random_state.restore(states, world.device)
+    return True
+
+
+def _load_model(file: safe_open, model: nn.Module) -> None:
+    state: dict[str, Tensor] = model.state_dict()
+    saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    wrong = [f"it lacks {name}" for name in state if name not in saved]
+    wrong += [f"it has {name}, which this model has not" for name in saved if name not in state]
+    wrong += [
+        f"{name} is {saved[name]} in the checkpoint, {tuple(tensor.shape)} in the model"
+        for name, tensor in state.items()
+        if name in saved and saved[name] != tuple(tensor.shape)
+    ]
+    if wrong:
+        raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong)}")
+    for name, tensor in state.items():
+        tensor.copy_(file.get_tensor(name))
+
+
+def _read_slices(
+    file: safe_open, content: Manifest, optimizer: ZeroOptimizer
+) -> Iterator[dict[str, Any]]:
+    """Yield this rank's slices of the optimizer state, one at a time to bound the memory used."""
+    for piece in optimizer.slices():
+        if piece.name not in content.parameter_states:
+            continue  # the optimizer raises for the missing slice
+        saved = content.parameter_states[piece.name]
+        tensors = {}
+        if saved.shape == piece.shape:
+            tensors = {
+                key: file.get_tensor(f"{piece.name}/{key}").reshape(-1)[piece.low : piece.high]
+                for key in saved.tensor_keys
+            }
+        yield StateSlice(
+            piece.name,
+            saved.shape,
+            saved.order,
+            piece.low,
+            piece.high,
+            tensors,
+            manifest.decode_values(saved.others),
+        )._asdict()

@@ -1,0 +1,85 @@
+"""How often a run is saved."""
+
+import math
+import time
+
+import pytest
+
+from mntrain.config import CheckpointConfig
+from mntrain.train.checkpointing import SaveInterval, optimal_interval
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A monotonic clock that the test sets, by changing clock[0]."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_steps():
+    interval = SaveInterval("3", mtbf_hours=24)
+    assert interval.wanted
+    assert [step for step in range(1, 10) if interval.due_after(step)] == [3, 6, 9]
+    assert not interval.due_now()
+
+
+def test_none():
+    interval = SaveInterval("0", mtbf_hours=24)
+    assert not interval.wanted
+    assert not any(interval.due_after(step) for step in range(1, 10))
+
+
+def test_minutes(clock):
+    interval = SaveInterval("1.5min", mtbf_hours=24)
+    assert interval.wanted
+    assert not interval.due_after(1)
+    clock[0] += 89
+    assert not interval.due_now()
+    clock[0] += 2
+    assert interval.due_now()
+    interval.saved(cost_s=0.1)
+    assert not interval.due_now()
+    clock[0] += 91
+    assert interval.due_now()
+
+
+def test_auto_saves_at_once_and_then_as_often_as_its_cost_allows(clock):
+    interval = SaveInterval("auto", mtbf_hours=24)
+    assert interval.wanted
+    assert interval.due_now()
+    interval.saved(cost_s=0.5)
+    clock[0] += optimal_interval(0.5, 24 * 3600) - 1
+    assert not interval.due_now()
+    clock[0] += 2
+    assert interval.due_now()
+
+
+def time_lost(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """The fraction of time lost to saves and failures: Daly's complete model, without restarts."""
+    return mtbf_s / interval_s * math.expm1((interval_s + cost_s) / mtbf_s) - 1
+
+
+@pytest.mark.parametrize(("cost", "mtbf"), [(0.1, 86400), (5, 3600), (60, 1200), (300, 600)])
+def test_no_other_interval_loses_less_time(cost, mtbf):
+    chosen = optimal_interval(cost, mtbf)
+    best = min(time_lost(chosen * factor / 100, cost, mtbf) for factor in range(10, 400))
+    assert time_lost(chosen, cost, mtbf) <= best * 1.001 + 1e-9
+
+
+def test_saves_that_take_longer_than_failures_are_apart():
+    assert optimal_interval(100, 10) == 10
+
+
+@pytest.mark.parametrize("every", ["0", "500", "10min", "0.5min", "auto"])
+def test_what_may_be_given(every):
+    assert CheckpointConfig(every=every).every == every
+
+
+@pytest.mark.parametrize(
+    "every", ["-1", "1.5", "10 min", "0min", "0.0min", "min", "often", "1h", ""]
+)
+def test_what_may_not(every):
+    with pytest.raises(ValueError, match=r"\nevery\n") as error:
+        CheckpointConfig(every=every)
+    assert "must be a number of steps, minutes such as 10min, or auto" in str(error.value)

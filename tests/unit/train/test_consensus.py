@@ -1,0 +1,94 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mntrain.train.consensus import differing_ranks, model_digest
+
+
+class Holding(nn.Module):
+    """A model of the tensors given: trainable ones are parameters, the others are buffers."""
+
+    def __init__(self, *tensors):
+        super().__init__()
+        for index, tensor in enumerate(tensors):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(f"p{index}", tensor)
+            else:
+                self.register_buffer(f"b{index}", tensor)
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Linear(3, 2).bfloat16())
+
+
+def flip_a_bit(tensor):
+    """Flip the lowest bit of the last element."""
+    tensor.detach().view(-1).view(torch.uint8)[-tensor.element_size()] ^= 1
+
+
+def test_equal_models_have_equal_digests():
+    first = model()
+    assert model_digest(first) == model_digest(copy.deepcopy(first)) == model_digest(model())
+
+
+@pytest.mark.parametrize("name", model().state_dict())
+def test_one_bit_of_any_parameter_or_buffer_shows(name):
+    first, second = model(), model()
+    flip_a_bit(second.state_dict()[name])
+    assert model_digest(first) != model_digest(second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.complex64])
+def test_every_dtype_shows(dtype):
+    ones = torch.ones(3, dtype=dtype)
+    assert model_digest(Holding(ones)) == model_digest(Holding(ones.clone()))
+    assert model_digest(Holding(ones)) != model_digest(Holding(ones + ones))
+
+
+def test_bits_count_rather_than_values():
+    assert model_digest(Holding(torch.tensor([0.0]))) != model_digest(Holding(torch.tensor([-0.0])))
+    nan = torch.tensor([float("nan")])
+    assert model_digest(Holding(nan)) == model_digest(Holding(nan.clone()))
+
+
+def test_tensors_without_elements_or_dimensions_are_taken():
+    first = Holding(torch.zeros(0, 3), nn.Parameter(torch.tensor(1.0)), torch.tensor(True))
+    second = Holding(torch.zeros(0, 3), nn.Parameter(torch.tensor(1.0)), torch.tensor(False))
+    assert model_digest(first) == model_digest(copy.deepcopy(first)) != model_digest(second)
+
+
+def test_the_order_in_memory_does_not_count():
+    first = model()
+    second = copy.deepcopy(first).to(memory_format=torch.channels_last)
+    assert second[0].weight.stride() != first[0].weight.stride()
+    assert model_digest(first) == model_digest(second)
+
+
+def test_a_digest_leaves_the_model_alone():
+    module = model()
+    before = copy.deepcopy(module.state_dict())
+    model_digest(module)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd"),
+    [
+        ("a", []),
+        ("aaaa", []),
+        ("aaba", [2]),
+        ("baaa", [0]),
+        ("abca", [1, 2]),
+        ("aabb", [2, 3]),
+        ("abba", [1, 2]),
+        ("ab", [1]),
+        ("abcd", [1, 2, 3]),
+        ("abbcc", [0, 3, 4]),
+    ],
+)
+def test_odd_ranks_are_those_against_the_commonest(digests, odd):
+    assert differing_ranks(list(digests)) == odd

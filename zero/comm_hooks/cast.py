@@ -1,0 +1,31 @@
+"""Hooks that cast sums to a narrower dtype while they travel between nodes."""
+
+from functools import partial
+
+import torch
+
+from zero.collectives import Work
+from zero.comm_hooks import ReducibleBucket, StatelessHook
+from zero.precision import narrower
+
+
+class CastHook(StatelessHook):
+    """All-reduce or reduce-scatter in which sums travel between nodes in `wire_dtype`.
+
+    The collectives round each node's sum and add the rounded sums in fp32; within a node nothing is
+    rounded. Buckets whose dtype is no wider than `wire_dtype` travel as they are.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self.wire_dtype = wire_dtype
+
+    def __call__(self, bucket: ReducibleBucket) -> Work:
+        """Start the collective."""
+        return bucket.reduce(narrower(self.wire_dtype, bucket.gradients.dtype))
+
+
+HOOKS = {
+    "fp32": partial(CastHook, torch.float32),  # narrower than fp64 gradients
+    "bf16": partial(CastHook, torch.bfloat16),
+    "fp16": partial(CastHook, torch.float16),
+}
