@@ -204,8 +204,8 @@ def be_somebody_else(monkeypatch):
 
 REASONS = [
     (refuse_files, "there is none, today"),
-    (refuse_maps, f"rank {LAST} of the node cannot reach another's: not that of others"),
-    (be_somebody_else, "rank 0 of the node cannot reach another's"),
+    (refuse_maps, f"local rank {LAST} cannot map a peer's memory: not that of others"),
+    (be_somebody_else, "local rank 0 cannot map a peer's memory"),
 ]
 
 
