@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from mntrain import device
-from mntrain.comm import autotune, mpi, transport
+from mntrain.comm import autotune, mpi
+from mntrain.comm import transport as transports
 from mntrain.comm.algorithms.selection import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
@@ -62,7 +63,7 @@ class WorldSettings:
             raise ValueError(
                 f"wire_dtype {self.wire_dtype!r} is unknown: choose {', '.join(WIRE_DTYPES)}"
             )
-        transport.expect_known(self.transport)
+        transports.expect_known(self.transport)
 
 
 @dataclass
@@ -87,7 +88,7 @@ class WorldParts:
     engine: ProgressEngine = field(init=False)
     devices: Devices | None = field(init=False)
     collectives: WorldCollectives = field(init=False)
-    transport: transport.SelectedTransport = field(init=False)
+    transport: transports.SelectedTransport = field(init=False)
     tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
     places: list[Place] = field(init=False)
 
@@ -170,13 +171,13 @@ def _select_transport(parts: WorldParts) -> None:
     kinds = parts.comm.gather_objects(parts.device.type)
     parts.engine = engine = ProgressEngine()
     parts.resources.callback(engine.close)
-    parts.devices = transport.make_devices(kinds, parts.device, parts.kernels, engine)
-    context = transport.TransportContext(
+    parts.devices = transports.make_devices(kinds, parts.device, parts.kernels, engine)
+    context = transports.TransportContext(
         parts.comm, parts.node, parts.topology, engine, parts.devices, parts.gpus
     )
     try:
-        parts.transport = transport.select_transport(parts.settings.transport, context)
-    except transport.TransportError as error:
+        parts.transport = transports.select_transport(parts.settings.transport, context)
+    except transports.TransportError as error:
         raise AgreedError(str(error), parts.comm.rank) from None
     parts.resources.callback(parts.transport.close)
 
