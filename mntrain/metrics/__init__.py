@@ -1,1 +1,1 @@
-"""What a run measures, and how it is reported."""
+"""Metrics of a run: declarations, measurements and reports."""

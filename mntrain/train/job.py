@@ -1,9 +1,7 @@
-"""Setup of a training job: everything that can be refused, before any work starts."""
+"""Setup of a training job: its data, model, optimizer and checkpointing, checked together."""
 
 import os
 from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,11 +9,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain import checkpoint, tasks
-from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data import sampling
 from mntrain.errors import AgreedError
-from mntrain.metrics.report import Reporter, make_reporter
+from mntrain.metrics.report import make_reporter
 from mntrain.train import compiling, run_directory, schedule
 from mntrain.train.checkpointing import Checkpointing
 from mntrain.train.precision import PRECISIONS
@@ -57,83 +54,55 @@ class JobData:
         return len(self._plan.indices(step - 1))
 
 
-@dataclass(frozen=True)
 class TrainingJob:
-    """The parts of a job, constructed and checked."""
+    """The parts of a job, checked before any work starts.
 
-    run_dir: Path
-    lock: int | None  # descriptor that holds the lock on the run directory, on the master
-    resumed: FoundCheckpoint | None
-    done: int  # steps before this job
-    last_step: int  # of this job
-    deadline: Deadline
-    task: tasks.Task
-    data: JobData
-    batches: Iterator[Sequence[Any]]
-    model: nn.Module
-    optimizer: ZeroOptimizer
-    scheduler: LambdaLR
-    checkpointing: Checkpointing
-    reporter: Reporter
-
-
-def set_up(world: World, config: Config) -> TrainingJob:
-    """Construct and check the parts of a job; make the run directory last. Collective.
-
-    Raises AgreedError for bad input, on all ranks alike.
+    Construction is collective, makes the run directory last, and raises AgreedError for bad input,
+    on all ranks alike.
     """
-    # Only the master's deadline counts, since clocks of nodes may differ.
-    deadline = Deadline.of(config.run.max_minutes, os.environ if world.master else {})
-    run_dir = run_directory.agree_on_path(world, config)
-    resumed = run_directory.find_checkpoint(world, config, run_dir)
-    done = resumed.manifest.step if resumed else 0
-    last_step = min(config.train.steps, done + (config.run.stop_after or config.train.steps))
-    with world.agreement():
-        task = tasks.load(config.task, config)
-        data = JobData(world, config, task)
-        torch.manual_seed(config.run.seed)
-        model = task.model().to(world.device, PRECISIONS[config.train.precision].parameters)
-        optimizer_class, options = schedule.resolve_optimizer(config.optim, world.device)
+
+    def __init__(self, world: World, config: Config) -> None:
+        # Only the master's deadline counts, since clocks of nodes may differ.
+        self.deadline = Deadline.of(config.run.max_minutes, os.environ if world.master else {})
+        self.run_dir = run_dir = run_directory.agree_on_path(world, config)
+        self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
+        self.done = resumed.manifest.step if resumed else 0  # steps before this job
+        steps = config.run.stop_after or config.train.steps
+        self.last_step = min(config.train.steps, self.done + steps)
+        with world.agreement():
+            self.task = tasks.load(config.task, config)
+            self.data = JobData(world, config, self.task)
+            torch.manual_seed(config.run.seed)
+            dtype = PRECISIONS[config.train.precision].parameters
+            self.model = self.task.model().to(world.device, dtype)
+            optimizer_class, options = schedule.resolve_optimizer(config.optim, world.device)
+            if config.train.compile:
+                compiling.check(world.device)
+        _check_same_data(world, self.data)
+        if resumed:
+            run_directory.check_same_run(world, resumed, config, self.data.samples)
+        self.optimizer = _make_optimizer(world, config, self.model, optimizer_class, options)
+        self.reporter = make_reporter(world.master, run_dir, config.train.steps)
+        saver = checkpoint.Saver(world, self.model, self.optimizer, run_dir, config.checkpoint.keep)
+        self.checkpointing = Checkpointing(
+            world, config, saver, self.reporter, samples=self.data.samples, resumed=resumed
+        )
+        with world.agreement():
+            if self.checkpointing.wanted:
+                saver.check()
+        if resumed:
+            checkpoint.load(resumed, self.model, self.optimizer, world)
+        self.scheduler = _make_scheduler(config, self.optimizer, self.done)
         if config.train.compile:
-            compiling.check(world.device)
-    _check_same_data(world, data)
-    if resumed:
-        run_directory.check_same_run(world, resumed, config, data.samples)
-    optimizer = _make_optimizer(world, config, model, optimizer_class, options)
-    reporter = make_reporter(world.master, run_dir, config.train.steps)
-    saver = checkpoint.Saver(world, model, optimizer, run_dir, config.checkpoint.keep)
-    checkpointing = Checkpointing(
-        world, config, saver, reporter, samples=data.samples, resumed=resumed
-    )
-    with world.agreement():
-        if checkpointing.wanted:
-            saver.check()
-    if resumed:
-        checkpoint.load(resumed, model, optimizer, world)
-    scheduler = _make_scheduler(config, optimizer, done)
-    if config.train.compile:
-        compiling.compile_regions(task.regions(model))
-    torch.manual_seed(sampling.mixed_seed(config.run.seed, world.rank, done))  # for dropout
-    batches = data.batches(done, last_step)
-    lock = run_directory.prepare(world, config, run_dir, resumed, saves=checkpointing.wanted)
-    if resumed:
-        checkpoint.restore_randomness(resumed, world)
-    return TrainingJob(
-        run_dir=run_dir,
-        lock=lock,
-        resumed=resumed,
-        done=done,
-        last_step=last_step,
-        deadline=deadline,
-        task=task,
-        data=data,
-        batches=batches,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        checkpointing=checkpointing,
-        reporter=reporter,
-    )
+            compiling.compile_regions(self.task.regions(self.model))
+        # Seeds dropout.
+        torch.manual_seed(sampling.mixed_seed(config.run.seed, world.rank, self.done))
+        self.batches = self.data.batches(self.done, self.last_step)
+        self.lock = run_directory.prepare(
+            world, config, run_dir, resumed, saves=self.checkpointing.wanted
+        )
+        if resumed:
+            checkpoint.restore_randomness(resumed, world)
 
 
 def _check_same_data(world: World, data: JobData) -> None:

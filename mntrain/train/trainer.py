@@ -22,7 +22,7 @@ from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.metrics.step import StepTimer, WeightedSums
 from mntrain.train import compiling, run_directory
 from mntrain.train.consensus import GlobalMeans, MeanReducer, differing_ranks, model_digest
-from mntrain.train.job import set_up
+from mntrain.train.job import TrainingJob
 from mntrain.train.precision import PRECISIONS
 from mntrain.train.signals import SignalRequests
 from mntrain.train.summary import Outcome, RunTotals, describe_job, summarize
@@ -61,18 +61,17 @@ def run(config: Config) -> int:
 class Trainer:
     """One training job, which begins a run or resumes it.
 
-    Construction is collective. It checks everything that can be refused before any work starts,
-    raises AgreedError on all ranks alike, and makes the run directory last.
+    Construction is collective and raises AgreedError for bad input: see `TrainingJob`.
     """
 
     def __init__(self, world: World, config: Config) -> None:
         self._world, self._config = world, config
-        self._job = job = set_up(world, config)
+        self._job = job = TrainingJob(world, config)
         self._model, self._optimizer = job.model, job.optimizer
         self._checkpointing, self._reporter = job.checkpointing, job.reporter
         self._precision = PRECISIONS[config.train.precision]
         self._signals = SignalRequests()
-        self._means = MeanReducer(world)
+        self._means = MeanReducer(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._totals = RunTotals(job.task.flops_per_item(job.model), skipped_steps)
         self._longest_step_s = 0.0
@@ -162,11 +161,11 @@ class Trainer:
             return self._job.task.loss(self._model, moved)
 
     def _reduce_means(self, step: int, sums: WeightedSums) -> GlobalMeans:
-        """Return the step's means over all ranks. Collective.
+        """Return the step's means over the ranks that the sync schedule names. Collective.
 
         Raises TrainingStoppedError if the loss is not finite, unless such steps are skipped.
         """
-        means = self._means(sums, f"in step {step}", self._local_values())
+        means = self._means(sums, self._optimizer.group, f"in step {step}", self._local_values())
         skips = self._config.optim.non_finite == "skip" or self._precision.loss_scale == "dynamic"
         if means.nonfinite and not skips:
             raise self._stopped(f"in step {step}, the loss is {means.nonfinite}")
@@ -240,7 +239,7 @@ class Trainer:
             loss = self._loss(batch)
             sums.add(loss.count, {"loss": loss.mean, **loss.metrics})
         self._model.train()
-        means = self._means(sums, "in evaluation")
+        means = self._means(sums, self._world.collectives, "in evaluation")
         if means.nonfinite:
             raise self._stopped(f"in evaluation, the loss is {means.nonfinite}")
         return means

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mntrain.metrics.registry import StepRecord
+from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.metrics.report import Reporter, make_reporter
 from mntrain.metrics.step import memory_by_role
 from mntrain.rank_info import Place, Usage
@@ -77,7 +77,8 @@ def used(peak_memory: int, peak_device_memory: int = 0, **changes: int) -> Usage
 
 def summary(**changes) -> dict:
     world = {"size": 1, "nodes": 1, "topology": "1 rank", "algorithm": "flat", "library": "MPICH"}
-    fields = {"status": "completed", "steps": 4, "final_loss": 1.5, "eval_loss": 1.6}
+    fields = {metric.summary: None for metric in METRICS.values() if metric.summary}
+    fields |= {"status": "completed", "steps": 4, "final_loss": 1.5, "eval_loss": 1.6}
     fields |= {"eval_metrics": {"accuracy": 0.93}, "wall_s": 67.2, "tokens_per_s": 12345.0}
     roles = [Memory(parameters=100, gradients=100, buckets=0, master=0, state=200)]
     fields |= {"model_flops_per_s": None, "utilisation": None, "computes_in": "fp32"}

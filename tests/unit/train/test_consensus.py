@@ -2,8 +2,12 @@ import copy
 
 import pytest
 import torch
+from first_of_two import FirstOfTwo
 from torch import nn
 
+from mntrain.metrics.registry import METRICS, Metric
+from mntrain.metrics.step import WeightedSums
+from mntrain.train import consensus
 from mntrain.train.consensus import differing_ranks, model_digest
 
 
@@ -92,3 +96,20 @@ def test_a_digest_leaves_the_model_alone():
 )
 def test_odd_ranks_are_those_against_the_commonest(digests, odd):
     assert differing_ranks(list(digests)) == odd
+
+
+def test_means_weigh_items_and_a_maximum_is_not_summed(monkeypatch):
+    # The other rank of two has summed a loss of 9 over one item, and measured 5.
+    class SecondOfTwo(FirstOfTwo):
+        def all_reduce(self, tensor, wire=None):
+            tensor += torch.tensor([9.0, 1.0, 1.0, 0.0, 5.0], dtype=tensor.dtype)
+            return super().all_reduce(tensor, wire)
+
+    monkeypatch.setitem(METRICS, "longest", Metric("max"))
+    monkeypatch.setattr(consensus, "gather_objects", lambda group, value: [value, value])
+    sums = WeightedSums()
+    sums.add(3, {"loss": torch.tensor(1.0)})
+    local_values = {"flag": 1.0, "longest": 4.0}
+    means = consensus.MeanReducer(0)(sums, SecondOfTwo(), "in step 1", local_values)
+    assert (means.loss, means.count, means.nonfinite) == (3.0, 4, "")
+    assert means.values == {"flag": 2.0, "longest": 5.0}
