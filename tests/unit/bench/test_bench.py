@@ -91,7 +91,7 @@ def test_options_of_the_command_line(argv, expected):
         (
             "--verbs gather",
             "--verbs gather: must be 'all_reduce', 'reduce_scatter', 'all_gather' or 'broadcast' "
-            "(verbs to measure, of all_reduce, reduce_scatter, all_gather, broadcast)",
+            "(collectives to measure, of all_reduce, reduce_scatter, all_gather, broadcast)",
         ),
         (
             "--dtype fp8",
@@ -99,7 +99,7 @@ def test_options_of_the_command_line(argv, expected):
         ),
         (
             "--repeats 0",
-            "--repeats 0: must be greater than or equal to 1 (repetitions of each measurement)",
+            "--repeats 0: must be greater than or equal to 1 (repetitions of each case)",
         ),
         ("--repeats 1 2", "2: no option takes it; see python -m mntrain bench --help"),
         (
