@@ -1,4 +1,4 @@
-"""A task of one's own: handwritten digits, and a small convolutional network with batch norm.
+"""An example of a task: handwritten digits, and a small convolutional network with batch norm.
 
     mpirun -np 4 python -m mntrain --task examples.digits:Digits --train.steps 100
 
@@ -17,19 +17,19 @@ from mntrain.tasks import Loss, Split, Task
 
 
 class Digits(Task):
-    """Ten classes of grey images of 8 x 8 pixels; 1797 of them."""
+    """Classification of 1797 grey images of 8 x 8 pixels into ten digits."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         try:
-            from sklearn.datasets import load_digits  # noqa: PLC0415 - tells how to install it
+            from sklearn.datasets import load_digits  # noqa: PLC0415 - optional dependency
         except ImportError as error:
             raise ImportError(
                 "the digits need scikit-learn: pip install 'mntrain[examples]', "
                 "or pip install scikit-learn"
             ) from error
         digits: Any = load_digits()
-        # They come writer by writer; both splits should see all hands.
+        # The images are ordered by writer; both splits should contain all writers.
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
         self._images = torch.tensor(digits.images / 16, dtype=torch.float32)[order, None]
         self._labels = torch.tensor(digits.target, dtype=torch.int64)[order]

@@ -1,4 +1,4 @@
-"""A training loop of one's own: mpirun -np 4 python examples/own_loop.py."""
+"""An example of a custom training loop: mpirun -np 4 python examples/own_loop.py."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ import mntrain
 
 
 class Net(nn.Module):
-    """A spiral classifier, which gives its loss."""
+    """A spiral classifier, whose forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,13 +17,13 @@ class Net(nn.Module):
         )
 
     def forward(self, batch: list[Tensor]) -> Tensor:
-        """The mean cross-entropy of a batch of points and their arms."""
+        """Return the mean cross-entropy of a batch of points and their arms."""
         points, arms = batch
         return nn.functional.cross_entropy(self.layers(points), arms)
 
 
 def spiral(per_arm: int = 500) -> TensorDataset:
-    """Three arms of noisy points in the plane; the same on every rank."""
+    """Return three arms of noisy points in the plane; the same on every rank."""
     noise = torch.Generator().manual_seed(0)
     radius = torch.linspace(0.05, 1, per_arm)
     angles = [
@@ -40,7 +40,7 @@ with mntrain.init() as world:
     for epoch in range(20):
         for batch in world.shard(loader):
             loss = model([tensor.to(world.device) for tensor in batch])
-            loss.backward()  # buckets leave while backward still runs
+            loss.backward()  # buckets are reduced while backward still runs
             step = optimizer.step()
             optimizer.zero_grad()
         [mean_loss] = [total / world.size for total in world.sum([loss.item()])]

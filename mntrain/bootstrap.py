@@ -1,6 +1,6 @@
 """Construction of a world over the ranks of a communicator, in named steps.
 
-MPI -> topology -> devices -> threads -> transport -> collectives and tuning -> placements
+MPI -> topology -> devices -> threads -> engine -> transport -> collectives -> placements
 
 Every step is collective. `bootstrap` can be called again over a smaller communicator, for example
 after a world was abandoned because a rank was lost.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The dtypes in which gradients cross nodes; None: their own.
-WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Dtypes in which gradients or updated parameters travel; None: their own.
+TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class WorldSettings:
     ranks_per_node: int | None = None
     tune: bool = True
     wire_dtype: str = "fp32"
+    gather_dtype: str = "fp32"
     transport: str = "auto"
 
     @property
@@ -59,10 +60,9 @@ class WorldSettings:
             AlgorithmTable.always(self.algorithm)
         if not 1 / MIB <= self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb is {self.bucket_mb}: a bucket must hold at least one byte")
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise ValueError(
-                f"wire_dtype {self.wire_dtype!r} is unknown: choose {', '.join(WIRE_DTYPES)}"
-            )
+        for name in ("wire_dtype", "gather_dtype"):
+            if (dtype := getattr(self, name)) not in TRAVEL_DTYPES:
+                raise ValueError(f"{name} {dtype!r} is unknown: choose {', '.join(TRAVEL_DTYPES)}")
         transport.expect_known(self.transport)
 
 
@@ -166,14 +166,18 @@ def _set_threads(parts: WorldParts) -> None:
     torch.set_num_threads(max(1, int(share)))
 
 
-def _select_transport(parts: WorldParts) -> None:
-    """Start the communication thread, and choose how tensors of GPUs travel."""
+def _start_engine(parts: WorldParts) -> None:
+    """Start the communication thread, which makes all MPI calls from here on."""
     kinds = parts.comm.gather_objects(parts.device.type)
-    parts.engine = engine = ProgressEngine()
-    parts.resources.callback(engine.close)
-    parts.devices = transport.make_devices(kinds, parts.device, parts.kernels, engine)
+    parts.engine = ProgressEngine()
+    parts.resources.callback(parts.engine.close)
+    parts.devices = transport.make_devices(kinds, parts.device, parts.kernels, parts.engine)
+
+
+def _select_transport(parts: WorldParts) -> None:
+    """Choose how tensors on GPUs travel."""
     context = transport.TransportContext(
-        parts.comm, parts.node, parts.topology, engine, parts.devices, parts.gpus
+        parts.comm, parts.node, parts.topology, parts.engine, parts.devices, parts.gpus
     )
     try:
         parts.transport = transport.select_transport(parts.settings.transport, context)
@@ -183,24 +187,25 @@ def _select_transport(parts: WorldParts) -> None:
 
 
 def _make_collectives(parts: WorldParts) -> None:
-    """Make the collectives, with the all-reduce algorithm as set, or measured for `auto`."""
-    settings, engine = parts.settings, parts.engine
+    """Make the collectives, by the algorithm that is set or that is fastest here."""
+    settings, selected = parts.settings, parts.transport
 
     def make(comm: mpi.Communicator) -> WorldCollectives:
-        made = WorldCollectives(comm, parts.node, parts.topology, engine, parts.devices)
-        made.transport, made.node_first = parts.transport.name or "host", parts.transport.node_first
+        made = WorldCollectives(comm, parts.node, parts.topology, parts.engine, parts.devices)
+        made.transport, made.node_first = selected.name or "host", selected.node_first
         return made
 
-    parts.collectives = engine.call(lambda: make(parts.comm)).wait()
-    if settings.algorithm != "auto":
-        parts.collectives.table = AlgorithmTable.always(settings.algorithm)
-    elif parts.comm.size > 1 and parts.transport.name != "nccl":
+    parts.collectives = parts.engine.call(lambda: make(parts.comm)).wait()
+    fixed = "lanes" if settings.algorithm == "auto" else settings.algorithm
+    table = AlgorithmTable.always(fixed)
+    if settings.algorithm == "auto" and parts.comm.size > 1 and selected.name != "nccl":
         tuning = autotune.untuned()
         if settings.tune:
-            tuner = autotune.Autotuner(make, parts.comm, parts.topology, engine, parts.device)
-            facts = parts.watch.host, parts.library.name, parts.transport.name
+            tuner = autotune.Autotuner(make, parts.comm, parts.topology, parts.engine, parts.device)
+            facts = parts.watch.host, parts.library.name, selected.name
             tuning = tuner.tune(settings.bucket_bytes, facts)
-        parts.collectives.table, parts.tuning = tuning.table, tuning.line
+        table, parts.tuning = tuning.table, tuning.line
+    parts.collectives.table = table
 
 
 def _gather_places(parts: WorldParts) -> None:
@@ -224,6 +229,7 @@ STEPS = (
     _find_topology,
     _assign_devices,
     _set_threads,
+    _start_engine,
     _select_transport,
     _make_collectives,
     _gather_places,

@@ -149,6 +149,11 @@ class CommConfig:
         description="dtype in which gradients travel between nodes. Sums accumulate in fp32; "
         "parameters keep their dtype.",
     )
+    gather_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="dtype in which updated parameters travel at ZeRO stages 1 and 2. Owners keep "
+        "master weights of full precision.",
+    )
     transport: Literal["auto", "cuda-aware", "host", "nccl"] = Field(
         default="auto",
         description="transport of tensors on GPUs. host: through pinned memory, with any MPI. "

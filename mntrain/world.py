@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mntrain import errors
-from mntrain.bootstrap import WIRE_DTYPES, WorldSettings, bootstrap
+from mntrain.bootstrap import TRAVEL_DTYPES, WorldSettings, bootstrap
 from mntrain.comm.pending import Future
 from mntrain.data.loader import ShardedLoader, shard
 from mntrain.errors import AgreedError
@@ -85,6 +85,10 @@ class World:
         taken from rank 0 again after every step. Updated parameters arrive during the next
         forward: each module waits for its own when it is called.
 
+        `zero.ZeroOptimizer` documents them and `step` in full. Raises AgreedError (a ValueError)
+        on all ranks if they differ in the model or in an argument from `stage` to `loss_scale`, or
+        if any rank cannot accept one.
+
         Args:
             model: names, shapes, dtypes and strides must be the same on all ranks.
             optimizer_class: any torch optimizer; gets `kwargs` as its arguments.
@@ -97,10 +101,6 @@ class World:
             groups: parameter groups in torch's format; default: one group of all parameters.
             **kwargs: arguments of `optimizer_class`.
 
-        `zero.ZeroOptimizer` documents them and `step` in full. Raises AgreedError (a ValueError)
-        on all ranks if they differ in the model or in an argument from `stage` to `loss_scale`, or
-        if any rank cannot accept one.
-
         """
         shared: dict[str, Any] = {
             "stage": stage,
@@ -110,6 +110,7 @@ class World:
             "non_finite": non_finite,
             "loss_scale": loss_scale,
         }
+        settings = self._parts.settings
         self._expect_same(**shared)
         with self.agreement():
             named = _named_groups(model, groups)
@@ -122,11 +123,12 @@ class World:
                 named,
                 optimizer_class,
                 self.collectives.using(self.collectives.table.among_others()),
-                bucket_bytes=self._parts.settings.bucket_bytes,
+                bucket_bytes=settings.bucket_bytes,
                 buffers=[b for name, b in model.named_buffers() if name in persistent],
                 order=[name for name, _ in model.named_parameters()],
                 model=model,
-                wire_dtype=WIRE_DTYPES[self._parts.settings.wire_dtype],
+                wire_dtype=TRAVEL_DTYPES[settings.wire_dtype],
+                gather_dtype=TRAVEL_DTYPES[settings.gather_dtype],
                 kernels=self.kernels,
                 **shared,
                 **kwargs,
@@ -249,9 +251,14 @@ def init(
     ranks_per_node: int | None = None,
     tune: bool = True,
     wire_dtype: str = "fp32",
+    gather_dtype: str = "fp32",
     transport: str = "auto",
 ) -> World:
     """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
+
+    All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
+    ValueError) on all ranks for an argument that any rank cannot accept, and
+    mpi.SilentSingletonsError if the launcher started more ranks than MPI sees.
 
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.
@@ -259,20 +266,28 @@ def init(
         algorithm: auto, lanes, leader, flat or naive, for all-reduces.
         bucket_mb: size of a gradient bucket in MiB.
         ranks_per_node: cut every node into virtual nodes of this many ranks.
-        tune: for algorithm auto, time the candidates. Takes about one second; the result is
+        tune: for algorithm auto, time the candidates. Takes up to about one second; the result is
             cached. If False, auto means lanes.
         wire_dtype: fp32, bf16 or fp16; the dtype in which gradients cross nodes, if it is narrower
             than their own.
-        transport: auto, host, cuda-aware or nccl, for tensors on GPUs; see `mntrain.comm.transport`.
-
-    All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
-    ValueError) on all ranks for an argument that any rank cannot accept, and
-    mpi.SilentSingletonsError if the launcher started more ranks than MPI sees.
+        gather_dtype: the same for updated parameters, which ranks gather at stages 1 and 2; their
+            owners keep master weights.
+        transport: auto, host, cuda-aware or nccl, for tensors on GPUs; see
+            `mntrain.comm.transport`.
 
     """
     return World(
         comm,
-        WorldSettings(device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, transport),
+        WorldSettings(
+            device=device,
+            algorithm=algorithm,
+            bucket_mb=bucket_mb,
+            ranks_per_node=ranks_per_node,
+            tune=tune,
+            wire_dtype=wire_dtype,
+            gather_dtype=gather_dtype,
+            transport=transport,
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Gradient hooks that fill buckets, and launch a full bucket while backward goes on.
+"""Gradient buckets: autograd hooks fill them, and full ones are reduced during backward.
 
 The life of a bucket in a round, which is a micro-batch (stage 2) or a whole step:
 
@@ -8,10 +8,12 @@ The life of a bucket in a round, which is a micro-batch (stage 2) or a whole ste
     reduced      `Gradients.finish` has waited for it
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -21,24 +23,9 @@ from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients import Gradients
 from zero.layout import Bucket, BucketEntry
 from zero.norms import FiniteCheck
-from zero.step_weights import BatchWeight
-
-
-class BucketReducer:
-    """Starts a communication hook on a bucket over the current step's group.
-
-    `sharded`: this rank needs its shard of the sum only.
-    """
-
-    def __init__(self, hook: CommHook, group: Callable[[], Collectives], *, sharded: bool) -> None:
-        self._hook, self._group, self._sharded = hook, group, sharded
-
-    def __call__(self, index: int, layout: Bucket, flat: Tensor) -> Work:
-        """Start the reduction, which owns `flat` until it has finished. Collective."""
-        group = self._group()
-        if group.size == 1:
-            return CompletedWork()
-        return self._hook(ReducibleBucket(index, layout, flat, group, self._sharded))
+from zero.stages import ReplicatedStage
+from zero.step_weights import BatchWeight, StepConsensus
+from zero.sync_schedule import SyncSchedule
 
 
 class GradientBuckets:
@@ -49,9 +36,9 @@ class GradientBuckets:
     gradient counts as zeros.
 
     Gradients are stored in `gradients`, multiplied by `weight` and checked by `finite`, and
-    `reduce` sums them over ranks. `announce` is called before the first launch of a round, where
-    every micro-batch is a round. None: a step is one round, and under `no_sync` gradients only
-    accumulate.
+    `reduce` starts the sum of a full bucket over ranks. `announce` is called before the first
+    launch of a round, where every micro-batch is a round. None: a step is one round, and under
+    `no_sync` gradients only accumulate.
     """
 
     def __init__(
@@ -192,3 +179,95 @@ class GradientBuckets:
         taken = self._gradients.take(index, entry, scale)
         if taken is not None:
             self._finite.add(taken)
+
+
+class ReducedStep(NamedTuple):
+    """What ranks have agreed on about a step whose gradients are reduced."""
+
+    weight: float  # samples
+    divisor: float  # which makes the sums of gradients means
+    unused: frozenset[str]  # parameters that got no gradient on any rank
+
+
+class StepReduction:
+    """The reduction of a step's gradients: buckets, batch weights, and the consensus on them.
+
+    `check_finite` records whether this rank's gradients were finite.
+    """
+
+    def __init__(
+        self,
+        stage: ReplicatedStage,
+        hook: CommHook,
+        schedule: SyncSchedule,
+        *,
+        check_finite: bool,
+    ) -> None:
+        self._stage, self._hook, self._schedule = stage, hook, schedule
+        self.steps = 0  # taken, skipped ones included
+        fp16 = hook.wire_dtype == torch.float16
+        self.weight = BatchWeight(1 if fp16 else self.group.size)
+        self.finite = FiniteCheck(enabled=check_finite)
+        every = stage.every_micro_batch
+        self._consensus = StepConsensus(lambda: self.group, self.weight, every_micro_batch=every)
+        announce = self._consensus.announce if every else None
+        self.buckets = GradientBuckets(
+            stage.gradients, self.weight, self.finite, self._reduce, announce
+        )
+        self._reduced: ReducedStep | None = None
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks over which the current step is averaged."""
+        return self._schedule.group(self.steps)
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Add buckets of parameters by name. Collective, between steps."""
+        self.buckets.add(buckets, parameters)
+        if any(bucket.dtype == torch.float16 for bucket in buckets):
+            self.weight.limit_to_means()
+
+    def synchronize(self, names: Collection[str], loss_scale: float) -> None:
+        """Launch what backward left, and wait for all buckets; once a step. Collective.
+
+        `names` are those of all parameters.
+        """
+        if self._reduced is not None:
+            return
+        self.buckets.finish_round()
+        totals = self._consensus.finish(self.buckets.missing, self.buckets.contribute_zeros)
+        self._stage.gradients.finish()
+        unused: frozenset[str] = frozenset()
+        if totals.missing:
+            unused = self._consensus.unused(names, self.buckets.used)
+        divisor = totals.divisor / self.weight.unit * loss_scale
+        self._reduced = ReducedStep(totals.weight, divisor, unused)
+        self.weight.reset(usual=totals.divisor / self.group.size)
+
+    def take(self) -> ReducedStep:
+        """Return what `synchronize` has found, and start a new step.
+
+        Raises ValueError if the weights of all ranks sum to 0.
+        """
+        assert self._reduced is not None, "synchronize first"
+        reduced, self._reduced = self._reduced, None
+        if not reduced.divisor > 0:
+            raise ValueError(
+                f"the ranks' weights sum to {reduced.weight}: at least one needs a sample"
+            )
+        return reduced
+
+    def end_step(self) -> None:
+        """Discard gradients that are sharded; at stage 0 parameters keep the clipped mean."""
+        self.steps += 1
+        if self._stage.sharded:
+            self.buckets.clear()
+        else:
+            self.buckets.reset()
+
+    def _reduce(self, index: int, layout: Bucket, flat: Tensor) -> Work:
+        """Start the communication hook on a bucket, which owns `flat` until it has finished."""
+        group = self.group
+        if group.size == 1:
+            return CompletedWork()
+        return self._hook(ReducibleBucket(index, layout, flat, group, self._stage.sharded))

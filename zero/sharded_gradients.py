@@ -122,6 +122,14 @@ class ShardedGradients:
         self.finish()
         if self._collectives.size > 1:
             self._free.extend(self._filling.values())
+        else:  # fresh memory would cost page faults in every step
+            reusable = [
+                shard
+                for shard, bucket in zip(self._shards, self._buckets, strict=True)
+                if shard is not None and not is_16_bit(bucket.dtype)
+            ]
+            if reusable:
+                self._free = [shard.view(torch.uint8) for shard in reusable]
         self._filling.clear()
         self._shards = [None for _ in self._buckets]
         for parameter in self._parameters.values():
@@ -184,6 +192,9 @@ class ShardedGradients:
         """Return a free working tensor for a bucket, of undefined content."""
         nbytes_needed = self._buckets[index].nbytes
         if self._collectives.size == 1:  # it becomes the kept shard
+            for place, working in enumerate(self._free):
+                if nbytes(working) == nbytes_needed:
+                    return self._free.pop(place)
             return torch.empty(nbytes_needed, dtype=torch.uint8, device=self._device(index))
         oversized = nbytes_needed > self._usual_bytes
         while True:

@@ -29,12 +29,14 @@ from zero.sharded_gradients import ShardedGradients
 class ReplicatedStage:
     """Stage 0: every rank has all gradients and updates all parameters."""
 
+    number = 0
     every_micro_batch = False  # whether buckets are reduced in every micro-batch, not once a step
     sharded = False
     gather_dtype: torch.dtype | None = None  # to which updated parameters are rounded
     gather_bytes = 0  # of memory that only the all-gathers need
 
     def __init__(self, collectives: Collectives) -> None:
+        self.sharding = collectives
         self.gradients: Gradients = FlatGradients(collectives, sharded=False)
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
@@ -60,12 +62,13 @@ class ReplicatedStage:
 class ShardedStateStage(ReplicatedStage):
     """Stage 1: every rank updates, and has the optimizer state of, its shards only."""
 
+    number = 1
     sharded = True
 
     def __init__(
         self, collectives: Collectives, model: nn.Module | None, gather_dtype: torch.dtype | None
     ) -> None:
-        self.gather_dtype = gather_dtype
+        self.sharding, self.gather_dtype = collectives, gather_dtype
         self._slot = collectives.slot(collectives.rank)
         self._parameters = FlatParameters(collectives, gather_dtype)
         self._gathers = ParameterGathers(collectives, self._parameters, model)
@@ -104,6 +107,7 @@ class ShardedStateStage(ReplicatedStage):
 class ShardedGradientStage(ShardedStateStage):
     """Stage 2: a rank keeps gradients of its shards, and of the few buckets in use."""
 
+    number = 2
     every_micro_batch = True
 
     def _make_gradients(self, collectives: Collectives) -> Gradients:

@@ -24,7 +24,7 @@ class BatchWeight:
     """
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+        self._ranks, self._usual = ranks, 1.0
         self.unit = _power_of_two(ranks)
         self._added: float | None = None
         self._used_weight: float | None = None  # stated for gradients that have arrived
@@ -88,6 +88,10 @@ class BatchWeight:
         self._added = (self._added or 0.0) + weight
         return weight / self.unit
 
+    def limit_to_means(self) -> None:
+        """Keep addends at the size of means from now on, for the small range of fp16."""
+        self._ranks, self.unit = 1, _power_of_two(self._usual)
+
     def note_gradient(self) -> None:
         """Record that a gradient has arrived."""
         self._gradient_arrived = True
@@ -101,7 +105,8 @@ class BatchWeight:
     def reset(self, usual: float) -> None:
         """Start a new step; `usual` is the mean weight of a rank in the last one."""
         if usual:
-            self.unit = _power_of_two(usual * self.ranks)
+            self._usual = usual
+            self.unit = _power_of_two(usual * self._ranks)
         self._added, self._used_weight, self._stated = None, None, None
         self._gradient_arrived, self._statements = False, 0
 

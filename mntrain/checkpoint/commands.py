@@ -55,44 +55,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mntrain ckpt", description="Look at checkpoints, compare and export them."
     )
     commands = parser.add_subparsers(required=True, metavar="{list,show,verify,diff,export}")
-
-    def add(
-        name: str, function: Callable[[Namespace, Console], int], description: str
-    ) -> argparse.ArgumentParser:
+    for function, description, arguments in _COMMANDS:
+        name = function.__name__.removeprefix("_")
         command = commands.add_parser(name, help=description, description=description)
         command.set_defaults(command=function)
-        return command
-
-    command = add("list", _list, "list the checkpoints of a run, the newest first")
-    command.add_argument("path", type=Path, help="the folder of a run")
-
-    command = add("show", _show, "show what a checkpoint holds")
-    command.add_argument("path", type=Path, help=_PATH_HELP)
-
-    command = add(
-        "verify", _verify, "compare all bytes with their checksums; exit code 1 if any differ"
-    )
-    command.add_argument("paths", metavar="path", type=Path, nargs="+", help=_PATH_HELP)
-
-    command = add(
-        "diff",
-        _diff,
-        "compare two checkpoints; exit code 0 if models and optimizers are equal bit for bit, "
-        "1 if they differ, 2 if a checkpoint cannot be read",
-    )
-    command.add_argument("first", metavar="A", type=Path, help=_PATH_HELP)
-    command.add_argument("second", metavar="B", type=Path, help=_PATH_HELP)
-
-    command = add(
-        "export",
-        _export,
-        "write the model as one plain file: safetensors, or a state_dict for torch.load",
-    )
-    command.add_argument("path", metavar="CKPT", type=Path, help=_PATH_HELP)
-    command.add_argument(
-        "out", metavar="OUT", type=Path, help=f"a new file, whose ending is {' or '.join(ENDINGS)}"
-    )
-    command.add_argument("--force", action="store_true", help="replace OUT if it exists")
+        for argument, text in arguments.items():
+            command.add_argument(argument, type=Path, help=text)
+        if function is _verify:
+            command.add_argument("paths", metavar="path", type=Path, nargs="+", help=_PATH_HELP)
+        elif function is _export:
+            command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     return parser
 
 
@@ -162,7 +134,7 @@ def _verify(options: Namespace, console: Console) -> int:
 
 def _diff(options: Namespace, console: Console) -> int:
     try:
-        first, second = (_find(p, (MODEL, OPTIMIZER)) for p in (options.first, options.second))
+        first, second = (_find(p, (MODEL, OPTIMIZER)) for p in (options.A, options.B))
         paths = (first[0], second[0])
         comparison = compare(paths, (first[1], second[1]))
     except (OSError, ValueError) as error:
@@ -173,15 +145,33 @@ def _diff(options: Namespace, console: Console) -> int:
 
 def _export(options: Namespace, console: Console) -> int:
     try:
-        check_target(options.out, force=options.force)
-        path, _ = _find(options.path, (MODEL,))
-        nbytes = export(path, options.out)
+        check_target(options.OUT, force=options.force)
+        path, _ = _find(options.CKPT, (MODEL,))
+        nbytes = export(path, options.OUT)
     except ValueError as error:
         return _fail(str(error), REFUSED)
     except OSError as error:
-        return _fail(f"{options.out} was not written: {error.strerror or error}", REFUSED)
-    _print(console, [f"{options.out}: the model of {path}, {nbytes / 1e6:.1f} MB"])
+        return _fail(f"{options.OUT} was not written: {error.strerror or error}", REFUSED)
+    _print(console, [f"{options.OUT}: the model of {path}, {nbytes / 1e6:.1f} MB"])
     return 0
+
+
+_COMMANDS: Sequence[tuple[Callable[[Namespace, Console], int], str, Mapping[str, str]]] = (
+    (_list, "list the checkpoints of a run, the newest first", {"path": "the folder of a run"}),
+    (_show, "show what a checkpoint holds", {"path": _PATH_HELP}),
+    (_verify, "compare all bytes with their checksums; exit code 1 if any differ", {}),
+    (
+        _diff,
+        "compare two checkpoints; exit code 0 if models and optimizers are equal bit for bit, "
+        "1 if they differ, 2 if a checkpoint cannot be read",
+        {"A": _PATH_HELP, "B": _PATH_HELP},
+    ),
+    (
+        _export,
+        "write the model as one plain file: safetensors, or a state_dict for torch.load",
+        {"CKPT": _PATH_HELP, "OUT": f"a new file, whose ending is {' or '.join(ENDINGS)}"},
+    ),
+)
 
 
 def _find(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:

@@ -4,18 +4,20 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from mntrain.checkpoint.format import DTYPES, open_tensors
-from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, ParameterState
+from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from mntrain.config import flag_of, words_of
 
 _BLOCK = 1 << 20  # elements, of which a few fp64 copies are made
 _ABSENT = "absent"
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -60,39 +62,30 @@ class CheckpointComparison:
 def compare(paths: tuple[Path, Path], contents: tuple[Manifest, Manifest]) -> CheckpointComparison:
     """Compare two checkpoints, whose files must have been verified."""
     first, second = contents
-    options = _options(first.config), _options(second.config)
+    values: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for (key, parameter), pair in _differing(_values(first), _values(second), {"value": _ABSENT}):
+        values.setdefault(key, {})[parameter] = (pair[0]["value"], pair[1]["value"])
     return CheckpointComparison(
         (first.step, second.step),
-        {
-            flag: pair
-            for flag in options[0] | options[1]
-            if (pair := (options[0].get(flag, _ABSENT), options[1].get(flag, _ABSENT)))
-            and pair[0] != pair[1]
-        },
+        dict(_differing(_options(first), _options(second), _ABSENT)),
         {name: _compare_files(paths[0] / name, paths[1] / name) for name in (MODEL, OPTIMIZER)},
-        _compare_values(first.parameter_states, second.parameter_states),
+        values,
     )
 
 
 def _compare_files(first_path: Path, second_path: Path) -> FileComparison:
     with open_tensors(first_path) as first, open_tensors(second_path) as second:
-        kinds = _kinds(first), _kinds(second)
-        only = (
-            [n for n in kinds[0] if n not in kinds[1]],
-            [n for n in kinds[1] if n not in kinds[0]],
-        )
-        common = [name for name in kinds[0] if name in kinds[1]]
-        mismatched = {
-            name: (kinds[0][name], kinds[1][name])
-            for name in common
-            if kinds[0][name] != kinds[1][name]
-        }
+        a, b = _kinds(first), _kinds(second)
+        only = (sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys()))
+        common = [name for name in a if name in b]
+        mismatched = {name: (a[name], b[name]) for name in common if a[name] != b[name]}
         differences = [
             _compare_tensors(name, first.get_tensor(name), second.get_tensor(name))
             for name in common
             if name not in mismatched
         ]
-    changes = sorted((item for item in differences if item), key=_largest_first)
+    # The largest first, those with a NaN before all others.
+    changes = sorted(filter(None, differences), key=lambda c: (c.largest == c.largest, -c.largest))
     return FileComparison(only, mismatched, len(differences) - len(changes), changes)
 
 
@@ -109,33 +102,23 @@ def _compare_tensors(name: str, first: Tensor, second: Tensor) -> TensorDifferen
     """Return the distance of two tensors of one dtype and shape; None if they are equal."""
     equal, largest = True, torch.zeros((), dtype=torch.float64)
     squared_distance = squared_norm = 0.0
-    for a, b in _blocks(first, second):
-        squared_norm += _squared_norm(a.double())
+    for a, b in zip(first.reshape(-1).split(_BLOCK), second.reshape(-1).split(_BLOCK), strict=True):
+        squared_norm += a.double().square().sum().item()
         if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             continue
         equal = False
         gap = _gap(a.double(), b.double())
         largest = torch.maximum(largest, gap.abs().max())  # propagates NaN
-        squared_distance += _squared_norm(gap)
+        squared_distance += gap.square().sum().item()
     if equal:
         return None
     return TensorDifference(name, largest.item(), _relative(squared_distance, squared_norm))
-
-
-def _blocks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    for low in range(0, first.numel(), _BLOCK):
-        rows = slice(low, low + _BLOCK)
-        yield first.reshape(-1)[rows], second.reshape(-1)[rows]
 
 
 def _gap(first: Tensor, second: Tensor) -> Tensor:
     """Return the difference, which is 0 where both are the same infinity or both NaN."""
     same = (first == second) | (first.isnan() & second.isnan())
     return (first - second).masked_fill_(same, 0.0)
-
-
-def _squared_norm(values: Tensor) -> float:
-    return values.square().sum().item()
 
 
 def _relative(squared_distance: float, squared_norm: float) -> float:
@@ -146,14 +129,10 @@ def _relative(squared_distance: float, squared_norm: float) -> float:
     return math.sqrt(squared_distance / squared_norm)
 
 
-def _largest_first(change: TensorDifference) -> tuple[bool, float]:
-    return not math.isnan(change.largest), -change.largest
-
-
-def _options(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of a configuration by their flags, as typed on the command line."""
+def _options(content: Manifest) -> dict[str, str]:
+    """Return the options of a run by their flags, as typed on the command line."""
     options: dict[str, str] = {}
-    for section, value in config.items():
+    for section, value in content.config.items():
         fields = value if isinstance(value, Mapping) else {"": value}
         options |= {
             flag_of(f"{section}.{key}".rstrip(".")): " ".join(words_of(item))
@@ -162,18 +141,20 @@ def _options(config: Mapping[str, Any]) -> dict[str, str]:
     return options
 
 
-def _compare_values(
-    first: Mapping[str, ParameterState], second: Mapping[str, ParameterState]
-) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """Return the differing optimizer values that are not tensors of a parameter's shape."""
-    first_values, second_values = (
-        {(key, name): value for name, state in s.items() for key, value in state.others.items()}
-        for s in (first, second)
-    )
-    differences: dict[str, dict[str, tuple[Any, Any]]] = {}
-    absent = {"value": _ABSENT}
-    for key, name in first_values | second_values:
-        pair = first_values.get((key, name), absent), second_values.get((key, name), absent)
+def _values(content: Manifest) -> dict[tuple[str, str], Any]:
+    """Return the optimizer values that are not tensors of a parameter's shape."""
+    return {
+        (key, parameter): value
+        for parameter, state in content.parameter_states.items()
+        for key, value in state.others.items()
+    }
+
+
+def _differing(
+    first: Mapping[K, V], second: Mapping[K, V], absent: V
+) -> Iterator[tuple[K, tuple[V, V]]]:
+    """Yield the keys whose values differ, with both values."""
+    for key in {**first, **second}:
+        pair = (first.get(key, absent), second.get(key, absent))
         if repr(pair[0]) != repr(pair[1]):  # by repr, because NaN differs from itself
-            differences.setdefault(key, {})[name] = (pair[0]["value"], pair[1]["value"])
-    return differences
+            yield key, pair

@@ -106,12 +106,9 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
         fields[name] = fields.pop(key)
     fields["parameter_states"] = {
         name: ParameterState(
-            tuple(state["shape"]),
-            tuple(state["order"]),
-            tuple(state["by_element"]),
-            state["others"],
+            tuple(s["shape"]), tuple(s["order"]), tuple(s["by_element"]), s["others"]
         )
-        for name, state in fields["parameter_states"].items()
+        for name, s in fields["parameter_states"].items()
     }
     fields["checksums"] = {
         name: [ChecksummedRange(*part) for part in parts]

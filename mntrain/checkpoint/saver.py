@@ -36,6 +36,7 @@ from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
+WriteResult = tuple[str | None, Checksums]  # of one rank; an error if it could not write
 T = TypeVar("T")
 
 _POLL_S = 0.001
@@ -73,14 +74,6 @@ class _PendingSave:
     prepared: Future[None] = field(default_factory=Future)
     written: Future[Checksums] = field(default_factory=Future)
     published: Future[None] | None = None  # on other ranks than the master: all ranks have written
-
-
-@dataclass(frozen=True)
-class _WriteResult:
-    """Checksums of what one rank has written, or the reason why it could not write."""
-
-    error: str | None
-    checksums: Checksums
 
 
 class Saver:
@@ -263,23 +256,25 @@ class Saver:
             raise
         save.folder.created.set()
         wait([save.written])
+        result: WriteResult
         try:
-            result = _WriteResult(None, save.written.result())
+            result = None, save.written.result()
         except (OSError, ValueError, RuntimeError) as error:
-            result = _WriteResult(str(error), {})
+            result = str(error), {}
         return self._thread.submit(self._complete, save, self._world.gather_later(result))
 
-    def _complete(self, save: _PendingSave, gathered: CommFuture[list[_WriteResult]]) -> None:
+    def _complete(self, save: _PendingSave, gathered: CommFuture[list[WriteResult]]) -> None:
         """Publish the checkpoint, on the master, if all ranks have written. In the thread."""
         results = _poll(gathered)
-        _raise_any([result.error for result in results], OSError)
+        _raise_any([error for error, _ in results], OSError)
         if not self._world.master:
             return
-        content = replace(
-            save.manifest,
-            wrote_s=time.perf_counter() - save.start,
-            checksums=_merge([result.checksums for result in results]),
-        )
+        checksums = {
+            name: sorted((part for _, c in results for part in c[name]), key=lambda p: p.start)
+            for name in FILES
+        }
+        wrote_s = time.perf_counter() - save.start
+        content = replace(save.manifest, wrote_s=wrote_s, checksums=checksums)
         writer.publish(save.folder, save.target, content)
         self._thread.submit(writer.remove_old, self._run_dir, self._keep)
 
@@ -319,11 +314,3 @@ def _raise_any(errors: Sequence[str | None], kind: type[Exception]) -> None:
 def _raise_when_read(error: Exception) -> Iterator[TensorRange]:
     raise error
     yield
-
-
-def _merge(checksums: Sequence[Checksums]) -> Checksums:
-    """Merge what all ranks have written, in the order of each file."""
-    return {
-        name: sorted((part for rank in checksums for part in rank[name]), key=lambda p: p.start)
-        for name in FILES
-    }

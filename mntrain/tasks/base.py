@@ -1,4 +1,4 @@
-"""What a training job needs to know of a model and its data: a `Task` of three methods."""
+"""The interface of a task: a model, its datasets and its loss."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,32 +15,31 @@ Split = Literal["train", "valid"]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a task makes of one micro-batch.
+    """Loss and metrics of one micro-batch.
 
-    The mean over all ranks and micro-batches weighs each `mean` by its `count`, so it is the
-    mean over all items, however unevenly they were dealt.
+    Means over ranks and micro-batches are weighted by `count`. They are therefore means over all
+    items, however unevenly the items are distributed.
     """
 
     mean: Tensor
-    """0-dim, the mean over `count` items; the one that `backward` is called on."""
+    """Mean loss over `count` items, 0-dim; `backward` is called on it."""
     count: int
-    """Items behind the mean: samples, or tokens."""
+    """Number of items: samples, or tokens."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Further 0-dim means over the same items, such as the accuracy."""
+    """Further means over the same items, 0-dim, such as the accuracy."""
 
 
 class Task(ABC):
-    """A model, its data and its loss; derive from it for a model of your own.
+    """Base class of a model with its data and its loss.
 
-    The constructor takes the job's configuration, the same on all ranks, and all three methods
-    must give the same on all ranks. A task knows no rank and communicates with nobody.
+    The constructor takes the job's configuration, which is equal on all ranks. All three abstract
+    methods must return equal results on all ranks. A task knows no rank and does not communicate.
     """
 
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; None for torch's `default_collate`.
 
-    It travels to data-loader workers, so it must be picklable where they are spawned: a module's
-    function, or a static method.
+    It must be picklable for spawned data-loader workers: a module's function, or a static method.
     """
 
     def __init__(self, config: Config) -> None:
@@ -48,7 +47,7 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Return a new model, on the CPU. Torch is seeded alike on all ranks before the call."""
+        """Return a new model, on the CPU. Torch's seed before the call is equal on all ranks."""
 
     @abstractmethod
     def dataset(self, split: Split) -> Dataset[Any]:
@@ -56,32 +55,33 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the loss of one collated micro-batch, which is already on the model's device.
+        """Return the loss of one collated micro-batch.
 
-        With 16-bit parameters its floating-point tensors are in the model's dtype.
+        The batch is on the model's device. If the parameters are of 16 bits, its floating-point
+        tensors have the dtype of the parameters.
         """
 
     def flops_per_item(self, model: nn.Module) -> float | None:
-        """Return what the model computes for one item that `Loss` counts, or None if unknown.
+        """Return the FLOPs of one item that `Loss` counts, forward and backward, or None.
 
-        Floating-point operations of a forward and a backward, a multiplication and an addition each
-        one, without what is computed again. With it the job reports how much of its GPUs it used.
+        A multiplication and an addition are two operations; recomputation is not counted. The job
+        reports the utilisation of its GPUs from it.
         """
         return None
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
-        """Return the parts of the model that --train.compile compiles, each by itself.
+        """Return the submodules that --train.compile compiles, each separately.
 
-        The gradients of a part all come when its backward ends. So with one part nothing is sent
-        during backward; layers of one kind take no longer to compile than one. By default the
-        modules in each ModuleList that is not within another, and what else there is stays as it
-        is; a model without a ModuleList is one part.
+        All gradients of a compiled region become ready when its backward ends. With a single
+        region, communication would not overlap backward. Equal layers are compiled only once. The
+        default regions are the modules of each outermost ModuleList; other modules are not
+        compiled. A model without a ModuleList is one region.
         """
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        parts = {part: None for modules in lists for part in modules if part not in lists}
-        within = {inner for part in parts for inner in part.modules() if inner is not part}
-        return [part for part in parts if part not in within] or [model]
+        regions = {item: None for modules in lists for item in modules if item not in lists}
+        nested = {inner for item in regions for inner in item.modules() if inner is not item}
+        return [item for item in regions if item not in nested] or [model]
 
     def sample(self, model: nn.Module) -> str | None:
-        """Return a text to show when training has ended, or None. Called on one rank only."""
+        """Return a text to print when training has ended, or None. Called on one rank only."""
         return None

@@ -1,4 +1,4 @@
-"""Token sequences in files: text taken as bytes, or token ids; mapped into memory, never copied."""
+"""Token sequences in memory-mapped files: the bytes of a text, or token ids."""
 
 import bisect
 import itertools
@@ -12,28 +12,28 @@ import numpy as np
 import numpy.typing as npt
 
 BYTE_VALUES = 256
-"""Vocabulary of a text: the values of a byte."""
+"""Vocabulary of a text, whose tokens are its bytes."""
 
-_OPEN_MAPS = 64
-"""Each map holds a file descriptor, of which a process may have as few as 256."""
+_MAX_OPEN_MAPS = 64
+"""A map holds a file descriptor; the limit of a process may be as low as 256."""
 
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
 def _map(path: Path) -> npt.NDArray[Any]:
-    """Map one file of at least one token: ids of a .npy or .bin file, or else bytes; 1-D."""
+    """Map a file that is not empty: the ids of a .npy or .bin file, else bytes; 1-D."""
     if path.suffix == ".npy":
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     return np.asarray(np.memmap(path, dtype="<u2" if path.suffix == ".bin" else "u1", mode="r"))
 
 
 def _length(path: Path) -> int:
-    """Return the tokens in a file, from its size or its header."""
+    """Return the number of tokens in a file, from its size or its header."""
     if path.suffix == ".npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is no .npy file of token ids: {error}") from error
+            raise ValueError(f"{path} is not a .npy file of token ids: {error}") from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
                 f"{path} holds {ids.dtype} of shape {ids.shape}: "
@@ -52,13 +52,11 @@ def _length(path: Path) -> int:
 
 
 class Corpus:
-    """The tokens of some files, end to end, in the files' order.
+    """The concatenated tokens of some files, in the files' order. Picklable.
 
-    Files ending in .npy hold token ids as a 1-D array of integers, those ending in .bin as
-    little-endian uint16; any other file is text, and its bytes are the tokens.
-
-    It can be pickled: maps are left behind and opened again on first use.
-    Raises ValueError for a file of the wrong form and for text mixed with token ids.
+    A .npy file holds token ids as a 1-D array of integers, a .bin file as little-endian uint16.
+    Any other file is text, whose bytes are the tokens. Raises ValueError for a malformed file, and
+    for text mixed with token ids.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -73,7 +71,7 @@ class Corpus:
         lengths = {path: length for path in files if (length := _length(path))}
         self._files = tuple(lengths)
         self._ends = tuple(itertools.accumulate(lengths.values()))
-        self._maps: dict[int, npt.NDArray[Any]] = {}
+        self._maps: dict[Path, npt.NDArray[Any]] = {}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -82,46 +80,48 @@ class Corpus:
         return {**self.__dict__, "_maps": {}}
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return a copy of the tokens [start, stop), which must lie inside; 1-D int64."""
+        """Return a copy of the tokens [start, stop), which must not be empty; 1-D int64."""
         assert 0 <= start < stop <= len(self), (start, stop, len(self))
         parts = []
         file = bisect.bisect_right(self._ends, start)
         while start < stop:
             end = min(stop, self._ends[file])
             begin = self._ends[file - 1] if file else 0
-            parts.append(self._mapped(file)[start - begin : end - begin].astype(np.int64))
+            tokens = self._tokens(self._files[file])
+            parts.append(tokens[start - begin : end - begin].astype(np.int64))
             start, file = end, file + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def highest(self) -> int:
-        """Return the highest token id, by a scan of all files."""
-        return max(int(self._mapped(file).max()) for file in range(len(self._files)))
+        """Return the highest token id, by scanning all files."""
+        return max(int(self._tokens(path).max()) for path in self._files)
 
-    def _mapped(self, file: int) -> npt.NDArray[Any]:
-        """Return the map of a file, opened when needed; the one opened first makes room."""
-        if file not in self._maps:
-            if len(self._maps) == _OPEN_MAPS:
+    def _tokens(self, path: Path) -> npt.NDArray[Any]:
+        """Return the map of a file, opening it and closing the oldest if necessary."""
+        if path not in self._maps:
+            if len(self._maps) == _MAX_OPEN_MAPS:
                 del self._maps[next(iter(self._maps))]
-            self._maps[file] = _map(self._files[file])
-        return self._maps[file]
+            self._maps[path] = _map(path)
+        return self._maps[path]
 
 
 def find(path: Path | None, glob: str) -> list[Path]:
-    """Return the corpus's files: one file, a folder's by `glob`, or Python's own sources.
+    """Return the files of a corpus: one file, those of a folder that match, or Python's library.
 
-    Sorted by path, so the order is the same on every node. Raises ValueError when there is none.
+    They are sorted by path, so that the order is the same on every node. Raises ValueError if
+    there are none.
     """
     if path is None:
         return _python_sources()
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"--data.path {path}: must be a file or a folder; give one that is there")
+        raise ValueError(f"--data.path {path}: must be a file or a folder; give one that exists")
     try:
         files = sorted(file for file in path.glob(glob) if file.is_file())
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"--data.glob {glob!r} is no pattern of files within a folder: {error}"
+            f"--data.glob {glob!r} is not a pattern of files within a folder: {error}"
         ) from error
     if not files:
         raise ValueError(
@@ -135,7 +135,7 @@ def _python_sources() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - _NOT_SOURCES  # site-packages may be large: not entered
+        subfolders[:] = set(subfolders) - _NOT_SOURCES  # skips site-packages, which may be large
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise ValueError(f"Python has no sources in {root} to train on: give --data.path")

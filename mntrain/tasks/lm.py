@@ -1,4 +1,4 @@
-"""The language model that trains out of the box: next token of a text, or of token files."""
+"""The built-in task: next-token prediction on a text or on files of token ids."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
@@ -15,11 +15,10 @@ _TEMPERATURE = 0.8
 
 
 class Windows(Dataset[Tensor]):
-    """Windows [first, last) of a corpus; window i is its tokens [i * context, (i + 1) * context].
+    """Windows [first, last) of a corpus; an item is 1-D int64 of context + 1 tokens.
 
-    Both ends belong to it: neighbours share one token, so every token but the first is a target
-    once. An item is 1-D int64 of context + 1 tokens. Reading one raises ValueError when a token
-    lies outside the vocabulary.
+    Window i begins at token i * context. Neighbours share one token, so that every token but the
+    first is a target once. Indexing raises ValueError for a token outside the vocabulary.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class Windows(Dataset[Tensor]):
 class LanguageModel(Task):
     """Next-token prediction over bytes or token ids, by a small transformer.
 
-    The last `data.valid_fraction` of the windows, and at least one, are for validation. Raises
-    ValueError when the data is missing, malformed or too short.
+    The last `data.valid_fraction` of the windows, at least one, are the validation split. Raises
+    ValueError for data that is missing, malformed or too short.
     """
 
     def __init__(self, config: Config) -> None:
@@ -71,7 +70,7 @@ class LanguageModel(Task):
         self._split = self._windows - min(max(valid, 1), self._windows - 1)
 
     def _vocabulary(self, given: int) -> int:
-        """Return the vocabulary: as given, or (0) of the data, which scans all token files."""
+        """Return the vocabulary size: as given, or for 0 from a scan of the token ids."""
         if not self._tokens.is_text:
             return given or self._tokens.highest() + 1
         if 0 < given < corpus.BYTE_VALUES:
@@ -87,7 +86,7 @@ class LanguageModel(Task):
         return Transformer(shape.layers, shape.width, shape.heads, shape.context, self._vocab)
 
     def dataset(self, split: Split) -> Windows:
-        """Return the windows of a split."""
+        """Return the windows of a split, which are contiguous in the corpus."""
         first, last = (0, self._split) if split == "train" else (self._split, self._windows)
         return Windows(self._tokens, self.config.model.context, first, last, self._vocab)
 
@@ -97,23 +96,23 @@ class LanguageModel(Task):
         return Loss(model(batch[:, :-1], targets), targets.numel())
 
     def flops_per_item(self, model: nn.Module) -> float | None:
-        """Return the FLOPs of a token: see `Transformer.flops_per_token`."""
-        if not isinstance(model, Transformer):  # in a task that derives from this one
+        """Return the FLOPs of a token, if the model is a `Transformer`."""
+        if not isinstance(model, Transformer):  # in a derived task
             return None
         return model.flops_per_token(self.config.model.context)
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
-        """Return the layers, and what follows them."""
+        """Return the layers, the final norm and the head."""
         if not isinstance(model, Transformer):
             return super().regions(model)
         return [*model.blocks, model.norm, model.head]
 
     @torch.no_grad()
     def sample(self, model: nn.Module) -> str | None:
-        """Return text that the model continues an empty line with; None for token ids.
+        """Return text that the model generates after a line break; None for token ids.
 
-        Draws on the CPU from a generator of its own, seeded by the run's seed, so training's
-        random state is untouched. The model keeps its mode.
+        Sampling uses a CPU generator of its own, seeded by the run's seed, so that training's
+        random state does not change. The model's training mode is restored.
         """
         if not self._tokens.is_text:
             return None
@@ -126,8 +125,8 @@ class LanguageModel(Task):
             for _ in range(_SAMPLE_BYTES):
                 window = torch.tensor([text[-self.config.model.context :]], device=device)
                 logits = model(window)[0, -1, : corpus.BYTE_VALUES].float().cpu()
-                chances = F.softmax(logits / _TEMPERATURE, dim=-1)
-                text.append(int(torch.multinomial(chances, 1, generator=generator)))
+                probabilities = F.softmax(logits / _TEMPERATURE, dim=-1)
+                text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         finally:
             model.train(was_training)
         return bytes(text[1:]).decode("utf-8", errors="replace")

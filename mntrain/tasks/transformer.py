@@ -18,8 +18,8 @@ _INIT_STD = 0.02  # GPT-2's
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32.
 
-    Written out because torch's own takes eight times as long backward on a CPU. Compiled it is one
-    pass over memory, with what is around it.
+    The backward of torch.nn.RMSNorm takes eight times as long on a CPU. Compiled, this norm is
+    fused with its neighbours into one pass over memory.
     """
 
     def __init__(self, width: int) -> None:
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed x, in its shape and dtype."""
+        """Return the normalized x, in its shape and dtype."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         return (wide * scale).to(x.dtype) * self.weight
@@ -61,11 +61,11 @@ class Attention(nn.Module):
         return out
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """Turn the pairs (i, i + d/2) of (b, t, 2, h, d) by their positions' angles."""
+        """Rotate the pairs (i, i + d/2) of (b, t, 2, h, d) by the angles of their positions."""
         cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         first, second = x.chunk(2, dim=-1)
-        turned = (first * cos - second * sin, first * sin + second * cos)
-        return torch.cat(turned, dim=-1).to(x.dtype)  # autocast keeps cos and sin in fp32
+        rotated = (first * cos - second * sin, first * sin + second * cos)
+        return torch.cat(rotated, dim=-1).to(x.dtype)  # autocast keeps cos and sin in fp32
 
 
 class MLP(nn.Module):
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each behind a norm and beside a residual."""
+    """One layer: attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -102,13 +102,13 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """What follows the layers: logits, or their loss. A module of no weights, to be compiled."""
+    """Output logits, or their loss. A module without weights, so that it can be compiled."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
-        """Map x (b, t, w), with the embedding's weight (vocab, w), to the logits (b, t, vocab).
+        """Return the logits (b, t, vocab) of x (b, t, w) by the embedding's weight (vocab, w).
 
-        With targets (b, t) to the mean cross-entropy, 0-dim, computed in fp32: compiled, the logits
-        need not be written in it.
+        With targets (b, t), return the mean cross-entropy, 0-dim, computed in fp32. Compiled, the
+        fp32 logits are never written to memory.
         """
         logits = F.linear(x, weight)
         if targets is None:
@@ -117,10 +117,10 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The language model. `context` is the most positions that it takes.
+    """The language model; `context` is the largest number of positions.
 
-    Weights start as GPT-2's: normal of deviation 0.02, and 0.02 / sqrt(2 layers) for the
-    projections onto the residual stream.
+    Initial weights are normal with standard deviation 0.02, and 0.02 / sqrt(2 layers) for the
+    projections onto the residual stream, as in GPT-2.
     """
 
     def __init__(self, layers: int, width: int, heads: int, context: int, vocab: int) -> None:
@@ -138,9 +138,9 @@ class Transformer(nn.Module):
                 nn.init.normal_(parameter, std=_INIT_STD * scale)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Map token ids (b, t), t at most `context`, to the next tokens' logits (b, t, vocab).
+        """Return the next tokens' logits (b, t, vocab) of token ids (b, t), t at most `context`.
 
-        With the next tokens (b, t) given as targets, to their mean cross-entropy in nats.
+        With the next tokens (b, t) as targets, return their mean cross-entropy in nats, 0-dim.
         """
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -149,10 +149,10 @@ class Transformer(nn.Module):
         return out
 
     def flops_per_token(self, context: int) -> float:
-        """Floating-point operations of a forward and a backward of one token in so many.
+        """Return the FLOPs of one token's forward and backward, in sequences of `context`.
 
-        6 N + 12 layers * width * context / 2: N are the weights of the matrices that a token is
-        multiplied by, of which the embedding is one, as output; attention is causal, so half of it.
+        6 N + 12 layers * width * context / 2. N counts the weights of all matrices, the embedding
+        being one as the output projection; the attention term is halved because it is causal.
         Source: PaLM, appendix B (Chowdhery et al., 2022, arXiv 2204.02311).
         """
         matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2)

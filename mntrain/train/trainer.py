@@ -49,6 +49,7 @@ def run(config: Config) -> int:
             ranks_per_node=config.comm.ranks_per_node,
             tune=config.comm.tune,
             wire_dtype=config.comm.wire_dtype,
+            gather_dtype=config.comm.gather_dtype,
             transport=config.comm.transport,
         ) as world:
             return Trainer(world, config).fit()

@@ -34,6 +34,8 @@ LAST = RANKS - 1
         ({"bucket_mb": float("nan")}, "bucket_mb is nan: "),
         ({"bucket_mb": float("inf")}, "bucket_mb is inf: "),
         ({"device": "tpu"}, "device 'tpu' is unknown: choose auto, cpu or cuda"),
+        ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown: choose fp32, bf16, fp16"),
+        ({"gather_dtype": "int8"}, "gather_dtype 'int8' is unknown: choose fp32, bf16, fp16"),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ from mpi4py import MPI
 from torch import nn
 from worlds import LAYOUTS, RANKS, Worlds, refusal
 
+import mntrain
 from mntrain.comm.topology import Topology
 from mntrain.errors import AgreedError
 
@@ -273,3 +274,17 @@ def test_a_tensor_of_another_model_in_a_group_is_refused(world):
     groups = [{"params": [nn.Parameter(torch.zeros(1))]}]
     said = refusal(world.optimizer, two_layers(), groups=groups, **SGD)
     assert said == "a parameter group holds a tensor that is no parameter of the model"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gather_dtype_rounds_updated_parameters_of_sharded_stages(stage):
+    with mntrain.init(device="cpu", gather_dtype="bf16") as world:
+        model = two_layers()
+        optimizer = world.optimizer(model, stage=stage, **SGD)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.wait_for_parameters()
+        for parameter in model.parameters():
+            rounded = parameter.to(torch.bfloat16).to(parameter.dtype)
+            assert torch.equal(parameter, rounded) == (RANKS > 1)
+        optimizer.close()

@@ -12,11 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 # A module may import those of lower layers, and a package's modules each other.
 LAYERS = [
-    {"zero", "mntrain._version", "mntrain.config"},
-    {"mntrain.comm", "mntrain.data", "mntrain.cli"},
-    {"mntrain.errors", "mntrain.device", "mntrain.kernels", "mntrain.rank_info"},
-    {"mntrain.metrics", "mntrain.tasks"},
-    {"mntrain.bootstrap"},
+    {"zero", "mntrain.device", "mntrain._version"},
+    {"mntrain.comm", "mntrain.kernels", "mntrain.data"},
+    {"mntrain.config", "mntrain.errors", "mntrain.rank_info"},
+    {"mntrain.metrics", "mntrain.tasks", "mntrain.bootstrap", "mntrain.cli"},
     {"mntrain.world"},
     {"mntrain.bench", "mntrain.checkpoint", "mntrain"},
     {"mntrain.train"},

@@ -125,14 +125,14 @@ def test_a_task_is_loaded_from_the_current_directory(modules):
         ("own:Foreign", "Foreign does not derive from mntrain.tasks.Task and lacks dataset, loss"),
     ],
 )
-def test_a_name_of_no_task_says_why(modules, name, message):
+def test_a_name_that_is_not_of_a_task_is_refused(modules, name, message):
     (modules / "own.py").write_text(COMPLETE)
     (modules / "broken.py").write_text("1 / 0")
     with pytest.raises(ValueError, match=message):
         load(name, Config())
 
 
-def test_what_a_tasks_constructor_raises_passes_through(modules):
+def test_exceptions_of_a_tasks_constructor_are_not_caught(modules):
     (modules / "own.py").write_text(COMPLETE)
     with pytest.raises(KeyError, match="the task's own error"):
         load("own:Refusing", Config())
@@ -187,7 +187,7 @@ def test_bin_files_hold_little_endian_uint16_and_mix_with_npy(tmp_path):
     assert found.highest() == 65535
 
 
-def test_more_files_than_may_be_mapped_at_once_are_read(tmp_path):
+def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
     files = [tmp_path / f"{i:03}" for i in range(150)]
     for i, file in enumerate(files):
         file.write_bytes(bytes([i]))
@@ -197,7 +197,7 @@ def test_more_files_than_may_be_mapped_at_once_are_read(tmp_path):
     assert len(found._maps) < 150
 
 
-def test_a_pickled_corpus_opens_its_files_anew(text):
+def test_a_pickled_corpus_reopens_its_files(text):
     found = corpus.Corpus([text])
     unread = len(pickle.dumps(found))
     expected = found.read(3, 9).tolist()
@@ -323,7 +323,7 @@ def write_both(folder):
         (write_short, "the data has 8 tokens, .* need a window each, 9 tokens .*give more data"),
         (write_floats, r"a.npy holds float64 of shape \(50,\): save .* 1-D array of integers"),
         (write_table, r"a.npy holds int64 of shape \(50, 2\): save .* 1-D array of integers"),
-        (write_no_npy, "a.npy is no .npy file of token ids"),
+        (write_no_npy, "a.npy is not a .npy file of token ids"),
         (write_empty_npy, "the data has 0 tokens"),
         (write_odd, "a.bin has 3 bytes, an odd number"),
         (write_both, "readme.txt is text, other files hold token ids"),
@@ -343,7 +343,7 @@ def test_nine_tokens_are_two_windows_of_four(tmp_path):
 def test_a_glob_that_matches_nothing_is_refused(text):
     with pytest.raises(ValueError, match=r"--data.glob '\*.md' matches no file in .*: give"):
         load("lm", small(text.parent, glob="*.md"))
-    with pytest.raises(ValueError, match=r"--data.glob '/abs' is no pattern"):
+    with pytest.raises(ValueError, match=r"--data.glob '/abs' is not a pattern"):
         load("lm", small(text.parent, glob="/abs"))
 
 
@@ -355,7 +355,7 @@ def test_a_vocabulary_too_small_for_bytes_is_refused(text):
 # ---- the transformer ----
 
 
-def test_the_norm_is_torchs():
+def test_the_norm_equals_torchs():
     norm = RMSNorm(8)
     nn.init.uniform_(norm.weight)
     x = torch.randn(3, 5, 8, requires_grad=True)
@@ -369,7 +369,7 @@ def transformer(seed=0):
     return Transformer(layers=2, width=16, heads=2, context=12, vocab=20)
 
 
-def test_logits_depend_on_no_later_token():
+def test_logits_do_not_depend_on_later_tokens():
     model = transformer()
     tokens = torch.randint(20, (3, 12))
     changed = tokens.clone()
@@ -381,7 +381,7 @@ def test_logits_depend_on_no_later_token():
     torch.testing.assert_close(model(tokens[:, :5]), before[:, :5])
 
 
-def test_attention_is_the_written_out_one():
+def test_attention_equals_the_explicit_formula():
     attention = transformer().blocks[0].attention
     x = torch.randn(2, 12, 16)
     q, k, v = (y.view(2, 12, 2, 8).transpose(1, 2) for y in attention.qkv(x).chunk(3, dim=-1))
@@ -436,7 +436,7 @@ def test_the_model_computes_in_bfloat16(text, how):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("how", ["weights", "autocast"])
-def test_attention_is_given_16_bits_only(monkeypatch, how, dtype):
+def test_attention_runs_in_16_bits(monkeypatch, how, dtype):
     # Or else torch's flash kernels would not be taken.
     attend, seen = F.scaled_dot_product_attention, []
 
@@ -454,7 +454,7 @@ def test_attention_is_given_16_bits_only(monkeypatch, how, dtype):
     assert seen == [{dtype}] * 2
 
 
-def test_with_targets_the_model_gives_the_loss_of_its_logits():
+def test_with_targets_the_model_returns_the_loss_of_its_logits():
     model, tokens = transformer(), torch.randint(20, (2, 13))
     loss = model(tokens[:, :-1], tokens[:, 1:])
     logits = model(tokens[:, :-1])
@@ -495,7 +495,7 @@ class Listed(nn.Module):
         self.up = nn.ModuleList([expert, nn.ModuleList([nn.Linear(1, 1)]), self.down[0]])
 
 
-def test_what_is_compiled_by_itself_is_the_outermost_layers_or_the_whole():
+def test_compiled_regions_are_the_outermost_layers_or_the_whole_model():
     task, model = Plain(Config()), Listed()
     expected = [*model.down, model.up[0], *model.up[1]]
     assert set(task.regions(model)) == set(expected)
@@ -505,7 +505,7 @@ def test_what_is_compiled_by_itself_is_the_outermost_layers_or_the_whole():
     assert task.flops_per_item(whole) is None
 
 
-def test_of_the_language_model_all_but_the_embedding_is_compiled(text):
+def test_all_of_the_language_model_but_the_embedding_is_compiled(text):
     task = load("lm", small(text))
     model = task.model()
     within = {module for region in task.regions(model) for module in region.modules()}
@@ -573,7 +573,7 @@ def test_the_language_model_learns_the_alphabet(text):
 @pytest.mark.parametrize(
     ("folder", "name"), [(EXAMPLES.parent, "examples.digits:Digits"), (EXAMPLES, "digits:Digits")]
 )
-def test_digits_are_learnt(modules, monkeypatch, folder, name):
+def test_digits_are_learned(modules, monkeypatch, folder, name):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(folder)
     task = load(name, Config())
@@ -597,7 +597,7 @@ def test_digits_are_learnt(modules, monkeypatch, folder, name):
     assert loss.metrics["accuracy"] > 0.9
 
 
-def test_digits_without_scikit_learn_say_how_to_get_it(modules, monkeypatch):
+def test_digits_without_scikit_learn_name_the_package_to_install(modules, monkeypatch):
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
