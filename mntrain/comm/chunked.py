@@ -9,7 +9,7 @@ from mntrain.comm.collective_call import CollectiveCall, WorldContext
 from mntrain.comm.hierarchical import LaneOwner, NodeMember, tag_of
 from mntrain.comm.intranode import CommContext, MessageAccess, SharedMemoryAccess
 from mntrain.comm.pending import NumberedChunk, Operation, Steps
-from mntrain.comm.small_messages import SmallCollective
+from mntrain.comm.small_messages import SmallMessages
 from mntrain.comm.staging import TensorAccess
 from zero.collectives import Work
 
@@ -32,7 +32,8 @@ class HierarchicalAlgorithm:
     ) -> Operation[Work]:
         """Implement `Algorithm.operation`: in chunks, or in one message if the call is small."""
         if call.small:
-            return SmallCollective(self._world, call, access, context, self._plan.nodes)
+            small = SmallMessages(self._world, context, self._plan.nodes)
+            return small.operation(call, access)
         return ChunkedCollective(self._world, self._plan, call, access, context)
 
 

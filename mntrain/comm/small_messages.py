@@ -14,9 +14,10 @@ from torch import Tensor
 from mntrain.comm.buffers import BufferRows, Lease, as_bytes
 from mntrain.comm.collective_call import CollectiveCall, SingleChunkOperation, WorldContext
 from mntrain.comm.intranode import CommContext
-from mntrain.comm.pending import Steps
+from mntrain.comm.pending import Operation, Steps
 from mntrain.comm.staging import TensorAccess
 from mntrain.comm.topology import Topology
+from zero.collectives import Work
 from zero.kernels import sum_dtype
 
 if TYPE_CHECKING:
@@ -27,24 +28,20 @@ if TYPE_CHECKING:
 SMALL_MESSAGE_BYTES = 64 << 10
 
 
-class SmallCollective(SingleChunkOperation):
-    """An `Operation` on a small flat tensor in host memory.
+class SmallMessages:
+    """The steps of collectives on small flat tensors in host memory, as one chunk.
 
     Sums are made over each of `nodes` in the order of its ranks, then over nodes, and rounded
     where the hierarchical algorithm over these nodes rounds: so the bits are the same.
     """
 
-    def __init__(
-        self,
-        world: WorldContext,
-        call: CollectiveCall,
-        access: TensorAccess,
-        context: CommContext,
-        nodes: Topology,
-    ) -> None:
+    def __init__(self, world: WorldContext, context: CommContext, nodes: Topology) -> None:
+        self._world, self._context, self._nodes = world, context, nodes.nodes
+
+    def operation(self, call: CollectiveCall, access: TensorAccess) -> Operation[Work]:
+        """Plan one collective on this rank. Local."""
         steps = {"broadcast": self._broadcast, "all_gather": self._all_gather}
-        super().__init__(world, call, access, steps.get(call.verb, self._sum))
-        self._context, self._nodes = context, nodes.nodes
+        return SingleChunkOperation(self._world, call, access, steps.get(call.verb, self._sum))
 
     def _sum(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
         """All-reduce; also reduce-scatter, in which every rank ends with all shards."""

@@ -7,7 +7,7 @@ import torch
 from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
-from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES, SmallCollective
+from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES, SmallMessages
 
 pytestmark = pytest.mark.mpi
 
@@ -20,12 +20,12 @@ def gathers(monkeypatch):
     """The verbs that were gathered since, by length."""
     seen = []
 
-    class Noted(SmallCollective):
-        def __init__(self, world, call, access, *args):
+    class Noted(SmallMessages):
+        def operation(self, call, access):
             seen.append(len(access.host))
-            super().__init__(world, call, access, *args)
+            return super().operation(call, access)
 
-    monkeypatch.setattr("mntrain.comm.chunked.SmallCollective", Noted)
+    monkeypatch.setattr("mntrain.comm.chunked.SmallMessages", Noted)
     return seen
 
 
