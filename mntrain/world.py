@@ -219,6 +219,7 @@ class World:
             return
         self._open = False
         self._parts.resources.pop_all()  # frees collectively
+        self._parts.comm.abandon()  # ends a blocking wait in the communication thread
         self._parts.engine.abandon()
         for optimizer in self._optimizers:
             with suppress(RuntimeError):  # of parameters that were still in flight
