@@ -1,7 +1,7 @@
 """The public facade of a job: its ranks, their devices, and their collective operations."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -146,7 +146,7 @@ class World:
         batch even if shares differ. `seed` decides how a shuffling loader shuffles, independently
         of the number of ranks. See also `mntrain.data.loader.shard`.
         """
-        self._check_open()
+        self._parts.engine.check_open()
         return shard(loader, self.rank, self.size, seed, self._set_share)
 
     def gather(self, value: T) -> list[T]:
@@ -155,12 +155,12 @@ class World:
 
     def gather_later(self, value: T) -> Future[list[T]]:
         """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
-        self._check_open()
+        self._parts.engine.check_open()
         return self._parts.engine.call(lambda: self._parts.comm.gather_objects(value))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return elementwise sums over all ranks, in fp64. Collective; equal lengths."""
-        self._check_open()
+        self._parts.engine.check_open()
         totals = torch.tensor(values, dtype=torch.float64)
         self.collectives.all_reduce(totals).wait()
         return [float(total) for total in totals]
@@ -173,7 +173,7 @@ class World:
         every rank, which names the failed ranks unless all failed alike. Collectives within the
         block must come before all that can raise.
         """
-        self._check_open()
+        self._parts.engine.check_open()
         with errors.agreement(self.gather, self.rank):
             yield
 
@@ -206,6 +206,26 @@ class World:
                 optimizer.close()
             self._parts.resources.close()
 
+    def abandon(self) -> None:
+        """Leave the world without waiting for any other rank, for example after one was lost.
+
+        Local. Stops the communication thread, and removes the hooks from models and from the
+        interpreter. Every later use, and every pending collective, raises RuntimeError; tensors
+        that were being reduced or gathered hold undefined values. The communicators of the world
+        are not freed, for that is collective. The remaining ranks can make another world over a
+        communicator of their own: `mntrain.init(comm)`.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._parts.resources.pop_all()  # frees collectively
+        self._parts.comm.abandon()  # ends a blocking wait in the communication thread
+        self._parts.engine.abandon()
+        for optimizer in self._optimizers:
+            with suppress(RuntimeError):  # of parameters that were still in flight
+                optimizer.close()
+        self._parts.watch.uninstall()
+
     def __enter__(self) -> Self:
         """Return the world itself."""
         return self
@@ -226,12 +246,6 @@ class World:
         self.close()
         if agreed:
             self._parts.watch.install()  # lets rank 0 alone print it if nobody catches it
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise RuntimeError(
-                "this world is closed or abandoned: make another one with mntrain.init"
-            )
 
     def _set_share(self, count: int | None) -> None:
         for optimizer in self._optimizers:

@@ -151,11 +151,13 @@ class ParameterGathers:
             self._works.pop(index).wait()
 
     def close(self) -> None:
-        """Wait for what is in flight, and remove all hooks."""
-        self.wait()
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        """Wait for what is in flight, and remove all hooks, also if the wait fails."""
+        try:
+            self.wait()
+        finally:
+            for hook in self._hooks.values():
+                hook.remove()
+            self._hooks.clear()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         """Wait for a module's parameters, also those that it refers to directly (as nn.LSTM)."""

@@ -25,7 +25,7 @@ LAST = RANKS - 1
     [
         (
             {"algorithm": "ring"},
-            "unknown algorithm 'ring': choose auto, lanes, leader, flat, naive",
+            "unknown algorithm 'ring': choose auto, flat, lanes, leader, naive",
         ),
         ({"ranks_per_node": 0}, "ranks per node is 0: it must be at least 1"),
         ({"ranks_per_node": -2}, "ranks per node is -2: it must be at least 1"),
@@ -73,8 +73,8 @@ def communicators(monkeypatch):
     taken = []
     original = mpi.Communicator.__init__
 
-    def keep(self, comm, name):
-        original(self, comm, name)
+    def keep(self, comm, name, *shared):
+        original(self, comm, name, *shared)
         taken.append((comm, comm.Get_name()))
 
     monkeypatch.setattr(mpi.Communicator, "__init__", keep)

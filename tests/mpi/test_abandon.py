@@ -1,0 +1,149 @@
+"""Worlds that their ranks abandon, and worlds over the ranks that remain."""
+
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from worlds import RANKS, make_world
+
+import mntrain
+
+pytestmark = [pytest.mark.mpi(min_size=2)]
+
+COMM = MPI.COMM_WORLD
+LAST = RANKS - 1
+ROWS, STEPS = 4, 3
+
+
+class LostRankError(Exception):
+    """Raised by the test where a rank has waited too long for another one."""
+
+
+@contextmanager
+def limit(seconds):
+    """Interrupt the block with a LostRankError after some time, as a watchdog would."""
+
+    def interrupt(*_):
+        raise LostRankError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with pytest.raises(LostRankError):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate()].count("mntrain communication")
+
+
+def build():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, 5, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model, ranks, step):
+    return torch.stack([model(batch(rank, step)).square().mean() for rank in ranks]).mean()
+
+
+def train(world, model, optimizer, step):
+    """Take one step on this rank's batch, and return the loss over all ranks."""
+    loss = loss_of(model, [world.rank], step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return world.sum([float(loss.detach())])[0] / world.size
+
+
+def expected_losses():
+    """The losses of one step on all ranks, and of further ones on all but the last."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, range(RANKS if step == 0 else LAST), step)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_remaining_ranks_train_on_in_another_world(stage):
+    remaining = COMM.Split(int(COMM.rank == LAST), COMM.rank)  # while all ranks take part
+    hooks, before = (sys.excepthook, threading.excepthook), threads()
+    world = make_world("lanes")
+    model = build()
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+    losses = [train(world, model, optimizer, 0)]
+    optimizer.wait_for_parameters()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    if COMM.rank != LAST:
+        with limit(1.0):
+            train(world, model, optimizer, 1)
+    world.abandon()
+    assert threads() == before
+    assert (sys.excepthook, threading.excepthook) == hooks
+    if COMM.rank != LAST:
+        with mntrain.init(remaining, device="cpu") as smaller:
+            assert smaller.size == LAST
+            model.load_state_dict(saved)
+            model.zero_grad()
+            optimizer = smaller.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+            losses += [train(smaller, model, optimizer, step) for step in range(1, STEPS)]
+            optimizer.wait_for_parameters()
+        assert losses == pytest.approx(expected_losses(), rel=1e-12)
+    remaining.Free()
+    COMM.Barrier()
+
+
+def test_abandoned_world_refuses_every_use():
+    world = make_world("lanes")
+    optimizer = world.optimizer(build(), torch.optim.SGD, lr=0.1)
+    pending = []
+    if COMM.rank != LAST:
+        pending = [world.collectives.all_reduce(torch.ones(100_000)), world.gather_later(1)]
+    world.abandon()
+    uses = [
+        lambda: world.gather(1),
+        lambda: world.sum([1.0]),
+        world.usage,
+        lambda: world.shard([]),
+        lambda: world.optimizer(build(), torch.optim.SGD, lr=0.1),
+        lambda: world.agreement().__enter__(),
+        lambda: world.collectives.all_reduce(torch.ones(1)),
+        optimizer.step,
+        *(work.wait for work in pending),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="abandoned"):
+            use()
+    world.abandon()
+    world.close()  # neither does anything
+    COMM.Barrier()
+
+
+def test_abandoning_within_the_with_block_does_not_end_the_job():
+    def fail():
+        with make_world("lanes") as world:
+            world.abandon()
+            raise LostRankError
+
+    with pytest.raises(LostRankError):
+        fail()
+    with make_world("lanes") as another:
+        assert another.sum([1.0]) == [RANKS]
