@@ -1,5 +1,6 @@
 # make train     set everything up and train a small language model on real text, over MPI
-# make test      set everything up and pass the tests
+# make test      set everything up and pass the quick tests: under 5 minutes on 2 cores
+# make test-all  the same with every test in every combination: about 15 minutes
 # make lint      formatting, lint, types, shell scripts
 # make gpu       the checks and measurements that need a CUDA device: on one GPU under 8 minutes
 # make bench     the benchmarks of docs/results, on emulated nodes (root): about an hour
@@ -31,7 +32,9 @@ endif
 # Two ranks a core, at most four, in two virtual nodes: a picture of a cluster on any machine.
 RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)))")
 
-.PHONY: train test lint gpu bench clean
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+.PHONY: train test test-all lint gpu bench clean
 .DELETE_ON_ERROR:
 
 # mpirun hands the ranks a pipe: on a terminal, FORCE_COLOR brings the live display back.
@@ -40,7 +43,10 @@ train: $(VENV)/.ready
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m mntrain --comm.ranks-per-node 2 $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.ready-dev
+	$(PYTEST) --all $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .

@@ -1,62 +1,67 @@
-"""When something breaks: one clean error for what all ranks agree on, a quick end for the rest.
+"""Errors that all ranks agree on, and a clean end of the job for all others.
 
-An exception on one rank leaves the others waiting in a collective, under every launcher, unless it
-ends the job. So an uncaught one prints its rank, host and traceback and aborts the world.
+After an exception on one rank, the others would wait in a collective for ever. Errors that can
+differ between ranks are therefore gathered and raised as one `AgreedError` on all of them; an
+uncaught exception of any other kind prints its rank, host and traceback and aborts the job.
 """
 
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from torch import nn
 
 from mntrain.comm import mpi
 
-_FORWARD_S = 0.3  # in which the launcher passes on what was said; after an abort it may not
+_FORWARD_S = 0.3  # for the launcher to forward stderr; it may drop what is left after an abort
 
 
 class AgreedError(ValueError):
-    """What every rank raises alike, after all have heard of it; the world is still in order.
+    """An error that every rank raises together; the world stays usable.
 
-    `rank` is the one that raises it: rank 0 is to tell the user, the others to be silent.
+    `rank` is the raising rank: rank 0 reports the error to the user, the others stay silent.
     """
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
 
-    def tell(self) -> None:
-        """Print the message as a user's error, if this is rank 0."""
+    def report(self) -> None:
+        """Print the message on stderr if this is rank 0."""
         if self.rank == 0:
             print(f"mntrain: error: {self}", file=sys.stderr)
 
 
 class TrainingStoppedError(AgreedError):
-    """Training cannot go on; all ranks know why."""
+    """Training cannot continue, for a reason that all ranks know."""
 
 
 class ExceptionWatch:
-    """Ends the whole job for an exception that nobody caught. One a world."""
+    """Hooks for uncaught exceptions that abort the whole job. One per world."""
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
-        self._before = sys.excepthook, threading.excepthook
+        self._previous = sys.excepthook, threading.excepthook
 
     def install(self) -> None:
-        """Take over the interpreter's hooks for uncaught exceptions, of all threads."""
-        self._before = sys.excepthook, threading.excepthook
-        sys.excepthook = self._uncaught
-        threading.excepthook = lambda args: self._uncaught(
+        """Replace the interpreter's hooks for uncaught exceptions of all threads."""
+        self._previous = sys.excepthook, threading.excepthook
+        sys.excepthook = self._handle_uncaught
+        threading.excepthook = lambda args: self._handle_uncaught(
             args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         )
 
     def uninstall(self) -> None:
-        """Give the hooks back."""
-        sys.excepthook, threading.excepthook = self._before
+        """Restore the hooks that `install` replaced."""
+        sys.excepthook, threading.excepthook = self._previous
 
     def end_job(self, error: BaseException) -> NoReturn:
-        """Say what happened to this rank, and end all ranks. Does not return."""
+        """Report `error` with rank and host, then abort all ranks. Does not return."""
         code = 1
         if isinstance(error, KeyboardInterrupt):
             code = 130
@@ -64,24 +69,103 @@ class ExceptionWatch:
                 print("mntrain: interrupted", file=sys.stderr)
         elif isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
-            self._say(f"left the job with exit code {error.code}")
+            self._print(f"left the job with exit code {error.code}")
         else:
-            self._say("failed:\n" + "".join(traceback.format_exception(error)))
+            self._print("failed:\n" + "".join(traceback.format_exception(error)))
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(_FORWARD_S)
         mpi.abort(code)
-        raise SystemExit(code)  # an abort that came back
+        raise SystemExit(code)  # if the abort returned
 
-    def _uncaught(
+    def _handle_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if isinstance(error, AgreedError):
-            error.tell()
+            error.report()
         elif self.size == 1:
             sys.__excepthook__(kind, error, trace)
         else:
             self.end_job(error)
 
-    def _say(self, what: str) -> None:
-        print(f"mntrain: rank {self.rank} of {self.size} on {self.host} {what}", file=sys.stderr)
+    def _print(self, event: str) -> None:
+        print(f"mntrain: rank {self.rank} of {self.size} on {self.host} {event}", file=sys.stderr)
+
+
+# Comparisons of values gathered from all ranks, in rank order. They are pure, so every rank
+# reaches the same verdict.
+
+
+def expect_same(values: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Raise AgreedError, as `rank`, unless all ranks passed equal values under each name."""
+    for name, first in values[0].items():
+        for other, theirs in enumerate(values):
+            if theirs[name] != first:
+                raise AgreedError(
+                    f"{name} differs between ranks: rank 0 has {first}, rank {other} has "
+                    f"{theirs[name]}",
+                    rank,
+                )
+
+
+def describe_model(model: nn.Module) -> list[str]:
+    """Return one line per parameter and buffer with all properties that ranks must share."""
+    return [
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        + ("" if tensor.requires_grad else " frozen")
+        + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+
+
+def expect_same_model(descriptions: Sequence[Sequence[str]], rank: int) -> None:
+    """Raise AgreedError, as `rank`, unless all ranks have equal results of `describe_model`."""
+    for other, theirs in enumerate(descriptions):
+        if theirs != descriptions[0]:
+            raise AgreedError(_first_difference(descriptions[0], theirs, other), rank)
+
+
+def _first_difference(first: Sequence[str], theirs: Sequence[str], rank: int) -> str:
+    for line, other in zip(first, theirs, strict=False):
+        if line != other:
+            return f"the model differs between ranks: rank 0 has {line}, rank {rank} has {other}"
+    longer, owner = (first, 0) if len(first) > len(theirs) else (theirs, rank)
+    extra = longer[min(len(first), len(theirs))]
+    return f"the model differs between ranks: only rank {owner} has {extra}"
+
+
+def combined_refusals(refusals: Sequence[str | None]) -> str:
+    """Return one sentence for all refusals, each with its ranks; None stands for no refusal.
+
+    Ranks are left out when all refuse with the same message.
+    """
+    if len(set(refusals)) == 1:
+        return str(refusals[0])
+    ranks_by_message: dict[str, list[int]] = {}
+    for rank, message in enumerate(refusals):
+        if message is not None:
+            ranks_by_message.setdefault(message, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {message}"
+        for message, ranks in ranks_by_message.items()
+    )
+
+
+@contextmanager
+def agreement(gather: Callable[[str | None], Sequence[str | None]], rank: int) -> Iterator[None]:
+    """Run a block that may fail on any rank, and fail on all ranks together. Collective.
+
+    `gather` returns every rank's object, by rank. A ValueError, OSError, ImportError or
+    RuntimeError of the block becomes an AgreedError on every rank, which names the failed ranks
+    unless all failed alike. Collectives within the block must come before all that can raise.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except AgreedError:
+        raise
+    except (ValueError, OSError, ImportError, RuntimeError) as raised:
+        error = raised
+    refusals = gather(None if error is None else str(error) or type(error).__name__)
+    if any(refusals):
+        raise AgreedError(combined_refusals(refusals), rank) from error

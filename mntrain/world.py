@@ -1,29 +1,19 @@
-"""The world of a job: its ranks, their nodes and devices, and what they do together."""
+"""The public facade of a job: its ranks, their devices, and their collective operations."""
 
-import math
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
 
-from mntrain import device, kernels, rank_agreement
-from mntrain.comm import autotune, mpi, transport
-from mntrain.comm.algorithms.selection import AlgorithmTable
-from mntrain.comm.collectives import WorldCollectives
-from mntrain.comm.engine import ProgressEngine
+from mntrain import errors
+from mntrain.bootstrap import WIRE_DTYPES, WorldSettings, bootstrap
 from mntrain.comm.pending import Future
-from mntrain.comm.topology import Topology
-from mntrain.comm.tuning_cache import Tuning
 from mntrain.data.loader import ShardedLoader, shard
-from mntrain.errors import AgreedError, ExceptionWatch
-from mntrain.metrics.step import Place, Usage, device_memory, peak_device_memory, peak_memory
-from zero.layout import MIB
+from mntrain.errors import AgreedError
+from mntrain.rank_info import Usage, device_memory, peak_device_memory, peak_memory
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import check_trainable
 
@@ -33,125 +23,46 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class WorldSettings:
-    """The arguments of `init` that every rank gives alike, but for the device."""
-
-    device: str
-    algorithm: str
-    bucket_mb: float
-    ranks_per_node: int | None
-    tune: bool
-    wire_dtype: str
-    transport: str
-
-
-# The dtypes in which gradients travel between nodes; None: as they are.
-WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 class World:
-    """All ranks of a job. Made by `init`, by all ranks together; close it with `with`.
+    """All ranks of a job. Made by `init` on all ranks together, and used as a context manager.
 
-    Attributes, all of them local facts: `rank`, `size`; `local_rank`, `local_size` within the node
-    group; `cross_rank`, `cross_size` within the cross group (the ranks with this local rank, one
-    a node); `device`; `topology`; `collectives`, which satisfies `zero.Collectives`; `algorithm`,
-    the name of the one that moves full buckets; `tuning`, where it was left to this program, what
-    it chose and why, in a line; `places`, where every rank runs; `library`, the MPI.
+    Attributes, all local facts:
+        rank, size: of this rank, and of the world.
+        local_rank, local_size: within the node group, the ranks that share a node's memory.
+        cross_rank, cross_size: within the cross group, the ranks with this local rank.
+        device: the torch device of this rank.
+        topology: the node of every rank.
+        places: the host, device and threads of every rank, by rank.
+        collectives: a `zero.Collectives` over all ranks.
+        kernels: fused arithmetic for the device.
+        algorithm: name of the algorithm that reduces full buckets.
+        tuning: the result of tuning it, in one line; empty if it was not left to `auto`.
+        transport_line: the transport of GPU tensors and the reason, in one line; empty on CPUs.
+        sharing: a warning about GPUs that several ranks share; empty if none is shared.
+        library: name, thread level and build of the MPI library.
     """
 
-    def __init__(self, comm: "MPI.Intracomm | None", wanted: WorldSettings) -> None:
-        self._world, self.library = mpi.start(comm)
-        self.rank, self.size = self._world.rank, self._world.size
-        self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
-        self._watch.install()
-        self._progress = ProgressEngine()
-        self._node: mpi.Communicator | None = None
-        self._route = transport.SelectedTransport()
+    def __init__(self, comm: "MPI.Intracomm | None", settings: WorldSettings) -> None:
         self._optimizers: list[ZeroOptimizer] = []
-        try:
-            self._settle(wanted)
-        except AgreedError as error:
-            self._leave(error)
-            raise
-
-    def _settle(self, wanted: WorldSettings) -> None:
-        """Find out who is where, and with what. Collective."""
-        hosts = self._world.node_keys()
-        on_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        with self.agreement():
-            chosen = "lanes" if wanted.algorithm == "auto" else wanted.algorithm
-            table = AlgorithmTable.always(chosen)
-            self.topology = Topology.from_hosts(hosts, wanted.ranks_per_node)
-            seen = device.visible_gpus(wanted.device)
-            if not 1 / MIB <= wanted.bucket_mb < math.inf:
-                raise ValueError(
-                    f"bucket_mb is {wanted.bucket_mb}: a bucket must hold at least one byte"
-                )
-            if wanted.wire_dtype not in WIRE_DTYPES:
-                raise ValueError(
-                    f"wire_dtype {wanted.wire_dtype!r} is unknown: choose {', '.join(WIRE_DTYPES)}"
-                )
-            transport.expect_known(wanted.transport)
-            self._bucket_bytes = int(wanted.bucket_mb * MIB)
-            self._wire_dtype = WIRE_DTYPES[wanted.wire_dtype]
-        self._expect_same(**{**asdict(wanted), "device": None})  # devices may differ
-        everyone_sees = self.gather(seen)
-        assigned = device.assign_all(hosts, everyone_sees)
-        self._gpus = [given.gpu for given in assigned]
-        self.device = assigned[self.rank].device
-        self.sharing = device.sharing(hosts, self.gather(self._watch.host), everyone_sees)
-        my_node = self.topology.node(self.rank)
-        self.local_rank = self.topology.local_rank(self.rank)
-        self.local_size = len(self.topology.node_group(self.rank))
-        cross_group = self.topology.cross_group(self.rank)
+        self._open = True
+        self._parts = parts = bootstrap(comm, settings)
+        self.rank, self.size = parts.comm.rank, parts.comm.size
+        self.topology = topology = parts.topology
+        self.local_rank = topology.local_rank(self.rank)
+        self.local_size = len(topology.node_group(self.rank))
+        cross_group = topology.cross_group(self.rank)
         self.cross_rank, self.cross_size = cross_group.index(self.rank), len(cross_group)
-        self._node = node = self._world.split(my_node, self.local_rank, "node")
-        here = self.topology.node_group(self.rank)
-        self._world.levels = ["node" if rank in here else "cross" for rank in range(self.size)]
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self._share_cores(on_host)
-        self.kernels = kernels.DeviceKernels(self.device)
-        devices = transport.make_devices(
-            self.gather(self.device.type), self.device, self.kernels, self._progress
-        )
-        context = transport.TransportContext(
-            self._world, node, self.topology, self._progress, devices, self._gpus
-        )
-        self._route = self._select_transport(wanted.transport, context)
-
-        def make_collectives(comm: mpi.Communicator) -> WorldCollectives:
-            made = WorldCollectives(comm, node, self.topology, self._progress, devices)
-            made.transport, made.node_first = self._route.name or "host", self._route.node_first
-            return made
-
-        self.collectives = self._progress.call(lambda: make_collectives(self._world)).wait()
-        warning = devices.copier.warning if devices else ""
-        self.transport = self._route.name
-        self.transport_line = "; ".join(filter(None, [self._route.line, warning]))
-        self.tuning = ""
-        if wanted.algorithm == "auto" and self.size > 1 and self.transport != "nccl":
-            tuning = self._tuned(make_collectives) if wanted.tune else autotune.untuned()
-            table, self.tuning = tuning.table, tuning.line
-        self.collectives.table = table
-        self.algorithm = table.of(self._bucket_bytes).algorithm
-        self.places: list[Place] = self.gather(
-            Place(
-                self.rank,
-                self._watch.host,
-                self.topology.node(self.rank),
-                self.local_rank,
-                str(self.device),
-                torch.get_num_threads(),
-                self._gpus[self.rank],
-                torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
-            )
-        )
+        self.device, self.kernels, self.sharing = parts.device, parts.kernels, parts.sharing
+        self.collectives, self.places, self.library = parts.collectives, parts.places, parts.library
+        warning = parts.devices.copier.warning if parts.devices else ""
+        self.transport = parts.transport.name
+        self.transport_line = "; ".join(filter(None, [parts.transport.line, warning]))
+        self.algorithm = parts.collectives.table.of(settings.bucket_bytes).algorithm
+        self.tuning = parts.tuning
 
     @property
     def master(self) -> bool:
-        """Whether this is rank 0, which reports."""
+        """True on rank 0, which reports for all ranks."""
         return self.rank == 0
 
     def optimizer(
@@ -168,16 +79,28 @@ class World:
         groups: Iterable[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> ZeroOptimizer:
-        """Make a distributed optimizer of any torch optimizer, for a model on `device`. Collective.
+        """Make a distributed optimizer for a model on `device`. Collective.
 
-        Overwrites parameters and buffers with rank 0's; those buffers that are part of the model's
-        state are taken from rank 0 after every step, too. `groups` are parameter groups of the
-        model's parameters, as torch takes them; by default one group of all. `kwargs` go to
-        `optimizer_class`; the other arguments, which must be the same on all ranks, are those of
-        `zero.ZeroOptimizer`, which also says what `step` does. Parameters that `step` changed
-        arrive during the next forward: the model's modules wait for theirs when they are called.
-        Raises AgreedError (a ValueError) on all ranks when ranks differ in the model or in an
-        argument, or for what any of them refuses.
+        Overwrites the model's parameters and buffers with rank 0's; buffers in its state dict are
+        taken from rank 0 again after every step. Updated parameters arrive during the next
+        forward: each module waits for its own when it is called.
+
+        Args:
+            model: names, shapes, dtypes and strides must be the same on all ranks.
+            optimizer_class: any torch optimizer; gets `kwargs` as its arguments.
+            stage: 0 shards nothing, 1 the optimizer state, 2 the gradients too.
+            partition: element for shards of equal size, parameter for whole parameters.
+            max_grad_norm: norm to clip the mean gradient to; None: no clipping.
+            norm_type: order of that norm.
+            non_finite: stop raises for an infinite or NaN gradient, skip skips its step.
+            loss_scale: a factor, or dynamic, for fp16 gradients.
+            groups: parameter groups in torch's format; default: one group of all parameters.
+            **kwargs: arguments of `optimizer_class`.
+
+        `zero.ZeroOptimizer` documents them and `step` in full. Raises AgreedError (a ValueError)
+        on all ranks if they differ in the model or in an argument from `stage` to `loss_scale`, or
+        if any rank cannot accept one.
+
         """
         shared: dict[str, Any] = {
             "stage": stage,
@@ -190,22 +113,20 @@ class World:
         self._expect_same(**shared)
         with self.agreement():
             named = _named_groups(model, groups)
-        rank_agreement.expect_same_model(
-            self.gather(rank_agreement.describe_model(model)), self.rank
-        )
-        with self.agreement():  # before memory is made together
+        errors.expect_same_model(self.gather(errors.describe_model(model)), self.rank)
+        with self.agreement():  # before any collective allocation
             check_trainable(named, sharded=stage != 0)
-        kept = model.state_dict().keys()  # tables of constants need not travel in every step
+        persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
         with self.agreement():
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
                 self.collectives.using(self.collectives.table.among_others()),
-                bucket_bytes=self._bucket_bytes,
-                buffers=[b for name, b in model.named_buffers() if name in kept],
+                bucket_bytes=self._parts.settings.bucket_bytes,
+                buffers=[b for name, b in model.named_buffers() if name in persistent],
                 order=[name for name, _ in model.named_parameters()],
                 model=model,
-                wire_dtype=self._wire_dtype,
+                wire_dtype=WIRE_DTYPES[self._parts.settings.wire_dtype],
                 kernels=self.kernels,
                 **shared,
                 **kwargs,
@@ -215,52 +136,48 @@ class World:
         return optimizer
 
     def shard(self, loader: Iterable[Any], seed: int = 0) -> ShardedLoader:
-        """This rank's part of every batch of a loader, in which each batch is a global one.
+        """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
-        Local. A torch DataLoader is taken apart so that a rank loads only its own samples; any
-        other iterable's batches are cut along their first dimension. Before a batch is handed out,
-        each optimizer of this world is told this rank's share of it, so a mean loss gives the
-        exact mean over the global batch even where shares differ. `seed` decides how a shuffling
-        loader shuffles, the same at any number of ranks. See `mntrain.data.loader.shard`.
+        Of a torch DataLoader, each rank loads only its own samples; the batches of any other
+        iterable are cut along their first dimension. Before each batch, the optimizers of this
+        world learn this rank's share of it, so a mean loss gives the exact mean over the global
+        batch even if shares differ. `seed` decides how a shuffling loader shuffles, independently
+        of the number of ranks. See also `mntrain.data.loader.shard`.
         """
-        return shard(loader, self.rank, self.size, seed, self._state_share)
+        self._check_open()
+        return shard(loader, self.rank, self.size, seed, self._set_share)
 
-    def gather(self, mine: T) -> list[T]:
-        """Everyone's object, by rank, on every rank. Collective; for small picklable things."""
-        return self.gather_later(mine).wait()
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's object, by rank. Collective; for small picklable objects."""
+        return self.gather_later(value).wait()
 
-    def gather_later(self, mine: T) -> Future[list[T]]:
-        """Ask as `gather` does, and go on; the ticket's `wait` gives the answer. Collective."""
-        return self._progress.call(lambda: self._world.gather_objects(mine))
+    def gather_later(self, value: T) -> Future[list[T]]:
+        """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
+        self._check_open()
+        return self._parts.engine.call(lambda: self._parts.comm.gather_objects(value))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, in fp64. Collective; every rank gives as many values."""
+        """Return elementwise sums over all ranks, in fp64. Collective; equal lengths."""
+        self._check_open()
         totals = torch.tensor(values, dtype=torch.float64)
         self.collectives.all_reduce(totals).wait()
         return [float(total) for total in totals]
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Run a block in which any rank may refuse, and let all refuse together. Collective.
+        """Run a block that may fail on any rank, and fail on all ranks together. Collective.
 
-        A ValueError, OSError, ImportError or RuntimeError inside becomes an AgreedError on every
-        rank, which names the ranks it came from unless all said the same. Inside, no collective
-        may follow what can raise.
+        A ValueError, OSError, ImportError or RuntimeError of the block becomes an AgreedError on
+        every rank, which names the failed ranks unless all failed alike. Collectives within the
+        block must come before all that can raise.
         """
-        refusal: Exception | None = None
-        try:
+        self._check_open()
+        with errors.agreement(self.gather, self.rank):
             yield
-        except AgreedError:
-            raise
-        except (ValueError, OSError, ImportError, RuntimeError) as error:
-            refusal = error
-        said = self.gather(None if refusal is None else str(refusal) or type(refusal).__name__)
-        if any(said):
-            raise AgreedError(rank_agreement.combined_refusals(said), self.rank) from refusal
 
     def usage(self) -> list[Usage]:
-        """What every rank has used so far, by rank. Collective."""
-        traffic = self._world.traffic
+        """Return the resources that each rank has used so far, by rank. Collective."""
+        traffic = self._parts.comm.traffic
         return self.gather(
             Usage(
                 peak_memory(),
@@ -277,18 +194,18 @@ class World:
         )
 
     def close(self) -> None:
-        """Finish what is under way and free the communicators. Collective; once."""
-        for optimizer in self._optimizers:
-            optimizer.close()
-        self._route.close()
-        self._progress.close()
-        if self._node is not None:
-            self._node.free()
-        self._world.free()
-        self._watch.uninstall()
+        """Finish queued collectives, free the communicators and restore the hooks. Collective.
+
+        Does nothing for a world that is closed or abandoned already.
+        """
+        if self._open:
+            self._open = False
+            for optimizer in self._optimizers:
+                optimizer.close()
+            self._parts.resources.close()
 
     def __enter__(self) -> Self:
-        """The world itself."""
+        """Return the world itself."""
         return self
 
     def __exit__(
@@ -297,51 +214,30 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; or, for an exception that is this rank's alone, end the whole job."""
-        harmless = isinstance(error, AgreedError) or (
-            isinstance(error, SystemExit) and error.code in (None, 0)
-        )
-        if error is not None and not harmless and self.size > 1:
-            self._watch.end_job(error)
-        self._leave(error)
-
-    def _leave(self, error: BaseException | None) -> None:
-        """Close; what is agreed on is still to be printed by one rank only."""
+        """Close the world; for an exception on this rank alone, end the whole job instead."""
+        if not self._open:
+            return
+        agreed = isinstance(error, AgreedError)
+        clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not agreed and not clean_exit and self.size > 1:
+            self._parts.watch.end_job(error)
         self.close()
-        if isinstance(error, AgreedError):
-            self._watch.install()
+        if agreed:
+            self._parts.watch.install()  # lets rank 0 alone print it if nobody catches it
 
-    def _state_share(self, count: int | None) -> None:
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError(
+                "this world is closed or abandoned: make another one with mntrain.init"
+            )
+
+    def _set_share(self, count: int | None) -> None:
         for optimizer in self._optimizers:
             optimizer.share(count)
 
     def _expect_same(self, **values: Any) -> None:
-        """Raise AgreedError on all ranks unless all gave the same values. Collective."""
-        rank_agreement.expect_same(self.gather(values), self.rank)
-
-    def _select_transport(
-        self, requested: str, context: transport.TransportContext
-    ) -> transport.SelectedTransport:
-        """Return the transport, or raise AgreedError where it cannot work. Collective."""
-        try:
-            return transport.select_transport(requested, context)
-        except transport.TransportError as error:
-            raise AgreedError(str(error), self.rank) from None
-
-    def _tuned(self, make: Callable[[mpi.Communicator], WorldCollectives]) -> Tuning:
-        """Return the algorithm table for `auto`, measured or cached. Collective."""
-        tuner = autotune.Autotuner(make, self._world, self.topology, self._progress, self.device)
-        facts = self._watch.host, self.library.name, self.transport
-        return tuner.tune(self._bucket_bytes, facts)
-
-    def _share_cores(self, on_host: list[int]) -> None:
-        """Let torch compute with this rank's part of the host's cores, unless the user said."""
-        mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-        everyone = self.gather(mine)
-        if mine and "OMP_NUM_THREADS" not in os.environ:
-            users = [everyone[rank] for rank in on_host]
-            cores = sum(1 / sum(core in theirs for theirs in users) for core in mine)
-            torch.set_num_threads(max(1, int(cores)))
+        """Raise AgreedError on all ranks unless all passed the same values. Collective."""
+        errors.expect_same(self.gather(values), self.rank)
 
 
 def init(
@@ -355,28 +251,35 @@ def init(
     wire_dtype: str = "fp32",
     transport: str = "auto",
 ) -> World:
-    """Start MPI, if nobody has, and make a world of the ranks of `comm`: all ranks by default.
+    """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
 
-    Collective. `comm` is duplicated and stays the caller's. `device` is auto, cpu or cuda;
-    `algorithm` is auto, lanes, leader, flat or naive; `bucket_mb` the size of a gradient bucket in
-    MiB; `ranks_per_node` makes virtual nodes of that many ranks. With algorithm auto the candidates
-    are timed, which takes up to about one second and is kept in a cache; without `tune`, auto is
-    lanes. `wire_dtype` (fp32, bf16, fp16) is the dtype in which gradients travel between nodes, if
-    it is narrower than their own. `transport` (auto, host, cuda-aware, nccl) is how tensors of GPUs
-    travel: see `mntrain.comm.transport`.
+    Args:
+        comm: duplicated; stays the caller's. Default: all ranks of the job.
+        device: auto, cpu or cuda. auto: cuda if there is any.
+        algorithm: auto, lanes, leader, flat or naive, for all-reduces.
+        bucket_mb: size of a gradient bucket in MiB.
+        ranks_per_node: cut every node into virtual nodes of this many ranks.
+        tune: for algorithm auto, time the candidates. Takes up to about a second; the result is
+            cached. If False, auto means lanes.
+        wire_dtype: fp32, bf16 or fp16; the dtype in which gradients cross nodes, if it is narrower
+            than their own.
+        transport: auto, host, cuda-aware or nccl, for tensors on GPUs: `mntrain.comm.transport`.
 
-    Raises AgreedError (a ValueError) on all ranks for a bad argument on any, and
-    mpi.SilentSingletonsError when the launcher started more ranks than MPI sees.
+    All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
+    ValueError) on all ranks for an argument that any rank cannot accept, and
+    mpi.SilentSingletonsError if the launcher started more ranks than MPI sees.
+
     """
-    wanted = WorldSettings(
-        device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, transport
+    return World(
+        comm,
+        WorldSettings(device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, transport),
     )
-    return World(comm, wanted)
 
 
 def _named_groups(
     model: nn.Module, groups: Iterable[dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
+    """Return torch's parameter groups with each parameter replaced by (name, parameter)."""
     if groups is None:
         return [{"params": list(model.named_parameters())}]
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -389,6 +292,6 @@ def _named_groups(
 
 
 def _parameters(group: dict[str, Any]) -> Iterable[Any]:
-    """A group's parameters; torch takes a single one as it is, too."""
+    """Return the parameters of a group; torch accepts a single tensor, too."""
     params: Iterable[Any] = group["params"]
     return [params] if isinstance(params, torch.Tensor) else params

@@ -1,21 +1,70 @@
-"""Keep the tests of tests/mpi for ranks: test_mpi_suite.py launches them under mpirun.
+"""Which tests run: a quick set by default, all with --all; those of tests/mpi on ranks only.
 
-And keep what jobs leave for the next ones out of the user's own cache.
+The quick set leaves out tests marked `thorough`. Of a parametrized test it keeps as few cases as
+show every value of every parameter at least once; --all runs every combination.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
 import pytest
 from launch import FOLDER
 
-# A busy machine is slow, not wrong.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
+# A busy machine is slow, not wrong: no example has a deadline.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("all", deadline=None)
 
 MPI_TESTS = Path(__file__).parent / "mpi"
+CLUSTER_TESTS = Path(__file__).parent / "cluster"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run every test in every combination")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the quick set, but every case of a test that is named on the command line."""
+    for item in items:
+        if item.path.is_relative_to(CLUSTER_TESTS):  # one set of emulated nodes at a time
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+    named = any("::" in argument for argument in config.args)
+    if config.getoption("--all") or named:
+        return
+    by_function: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thorough") is None:
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for cases in by_function.values() for item in covering(cases)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return few cases of one test that together have every value of every parameter."""
+    values = {case: parameter_values(case) for case in cases}
+    missing, chosen = set().union(*values.values()), []
+    while missing:
+        best = max(cases, key=lambda case: len(values[case] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen
+
+
+def parameter_values(case: pytest.Item) -> set[tuple[str, str]]:
+    """Return (parameter, value) pairs; a value without a stable text goes by its index."""
+    callspec = getattr(case, "callspec", None)
+    if callspec is None:
+        return {("", "")}
+    return {
+        (name, repr(value) if " at 0x" not in repr(value) else str(callspec.indices[name]))
+        for name, value in callspec.params.items()
+    } | {("", "")}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

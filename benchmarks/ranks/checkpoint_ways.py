@@ -25,9 +25,9 @@ from ways import gloo, gloo_and_deepspeed
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import Saver, TrainingState
-from mntrain.data.sampling import part
+from mntrain.checkpoint import RunProgress, Saver
 from mntrain.tasks.transformer import Transformer
+from zero.layout import split
 
 OWN = ("mntrain", "mntrain, beside training")
 CONTEXT, LAYERS = 16, 6
@@ -127,11 +127,11 @@ def mntrain_ways(
     alone, beside = (Saver(world, model, optimizer, folder / name, keep=1) for name in OWN)
 
     def save(place: Path, saved: Saved) -> None:
-        alone.save(MOMENT)
+        alone.save(PROGRESS)
 
     def begin(place: Path, saved: Saved) -> None:
         start = time.perf_counter()
-        beside.begin(MOMENT)
+        beside.begin(PROGRESS)
         saved.pause_s = time.perf_counter() - start
         done, saved.later_s = None, 0.0
         while done is None:
@@ -151,7 +151,9 @@ def mntrain_ways(
         return [*(p.detach() for p in model.parameters()), *kept]
 
     flat = [p.detach().reshape(-1) for p in model.parameters()]
-    state = [one[slice(*part(one.numel(), world.rank, world.size))] for one in flat]
+    state = [
+        one[slice(*split(one.numel(), world.size)[world.rank : world.rank + 2])] for one in flat
+    ]
     state += [one for piece in optimizer.slices() for one in piece.tensors.values()]
     return {
         OWN[0]: Way(save, f"stage {stage}, Saver.save", load, tensors),
@@ -280,7 +282,7 @@ def disk(comm: MPI.Intracomm, nbytes: int, count: int) -> Disk:
     def write(place: Path) -> None:
         if comm.rank >= count:
             return
-        low, high = part(nbytes, comm.rank, count)
+        low, high = split(nbytes, count)[comm.rank : comm.rank + 2]
         command = ["dd", "if=/dev/zero", f"of={place / str(comm.rank)}", "bs=4M", "conv=fsync"]
         command += [f"count={high - low}", "iflag=count_bytes", "status=none"]
         subprocess.run(command, check=True)
@@ -312,5 +314,5 @@ def together(comm: MPI.Intracomm) -> None:
         time.sleep(POLL_S)
 
 
-MOMENT = TrainingState(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
+PROGRESS = RunProgress(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
 TAG = "state"

@@ -1,4 +1,4 @@
-"""The ranks' part of collectives.py: time every candidate in turn, print one JSON object."""
+"""The rank script of collectives.py: time all candidates in turns, print one JSON object."""
 
 import argparse
 import os
@@ -9,62 +9,51 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from candidates import Gloo, Horovod, Library, Wired
-from common import (
-    AbsentError,
-    mpi_library,
-    report,
-    start_gloo,
-    start_horovod,
-    stop_gloo,
-    versions,
-)
+from common import AbsentError, mpi_library, report, start_gloo, start_horovod, stop_gloo, versions
 from mpi4py import MPI
+from peer_candidates import GlooCandidate, HorovodCandidate, WireDtypeCollectives
 
 import mntrain
-from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate
-from mntrain.bench.pattern import Pattern
-from mntrain.bench.timing import in_turns, rendezvous, sample
+from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate, Pattern
+from mntrain.bench.measure import rendezvous, take_turns
 from mntrain.comm import link_speed
 from mntrain.comm.algorithms.selection import AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
 
 MIB = 2**20
 ALGORITHMS = ("lanes", "leader", "flat")
-WIRED = ("all_reduce", "reduce_scatter")
-CASE_S = 6.0  # a verb at one size, all candidates: as many rounds as fit,
-ROUNDS = (3, 20)  # within these bounds;
-LONG_ROUNDS = 2  # where already one takes longer than CASE_S, so many, of which none is to warm up
+SUMS = ("all_reduce", "reduce_scatter")
+CASE_S = 6.0  # for one collective at one size, all candidates together
+ROUNDS = (3, 20)  # fewest and most
 COPY_S = 0.1
 
 
 def main() -> None:
     """Measure all cases, and report."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--mib", type=float, nargs="*", default=[], help="for all_reduce")
-    options.add_argument("--other-mib", type=float, nargs="*", default=[])
-    options.add_argument("--verbs", nargs="+", choices=list(NATIVE), default=list(NATIVE))
-    options.add_argument("--peers", nargs="*", default=[])
-    options.add_argument("--case-s", type=float, default=CASE_S)
-    given = options.parse_args()
-    # All emulated nodes share the cores: threads with nothing to do would wait on those of others.
-    os.environ["OMP_NUM_THREADS"] = "1"  # or mntrain would count the cores
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=float, nargs="*", default=[], help="for all_reduce")
+    parser.add_argument("--other-mib", type=float, nargs="*", default=[])
+    parser.add_argument("--verbs", nargs="+", choices=list(NATIVE), default=list(NATIVE))
+    parser.add_argument("--peers", nargs="*", default=[])
+    parser.add_argument("--case-s", type=float, default=CASE_S)
+    options = parser.parse_args()
+    # Emulated nodes share the cores: idle OpenMP threads would delay those of other ranks.
+    os.environ["OMP_NUM_THREADS"] = "1"  # or mntrain would set the number of threads
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD.Dup()
     with ExitStack() as stack:
         world = stack.enter_context(mntrain.init(device="cpu"))
-        peers = Peers(given.peers, comm, stack)
+        peers = Peers(options.peers, comm, stack)
         rows, copies = [], []
-        sizes = sorted({*given.mib, *given.other_mib})
-        for mib in sizes:
+        for mib in sorted({*options.mib, *options.other_mib}):
             nbytes = int(mib * MIB)
             memory = world.collectives.allocate(nbytes // 4, torch.float32, world.device)
             if len(world.topology.nodes) == 1:
                 copies.append({"mib": mib, **copy_seconds(comm, nbytes)})
-            for verb in given.verbs:
-                if mib in (given.mib if verb == "all_reduce" else given.other_mib):
-                    candidates = ours(world, verb, memory) + peers.of(verb, nbytes)
-                    rows += measure(comm, candidates, verb, mib, given.case_s)
+            for verb in options.verbs:
+                if mib in (options.mib if verb == "all_reduce" else options.other_mib):
+                    candidates = library_candidates(world, verb, memory) + peers.of(verb, nbytes)
+                    rows += measure(comm, candidates, verb, mib, options.case_s)
             del memory
         if world.master:
             report(
@@ -81,26 +70,21 @@ def main() -> None:
     comm.Free()
 
 
-def ours(world: mntrain.World, verb: str, memory: torch.Tensor) -> list[Candidate]:
-    """This project's ways, all on memory of `allocate`. Local."""
+def library_candidates(world: mntrain.World, verb: str, memory: torch.Tensor) -> list[Candidate]:
+    """Return mntrain's candidates, all on the same tensor of `allocate`. Local."""
     pattern = Pattern(world.rank, world.size, torch.float32, world.device)
-
-    def way(name: str, collectives: WorldCollectives) -> Candidate:
-        return LibraryCandidate(f"mntrain{name}", verb, collectives, memory, pattern)
-
-    ways = [way("", world.collectives)]
-    ways += [
-        way(f" {name}", world.collectives.using(AlgorithmTable.always(name))) for name in ALGORITHMS
-    ]
-    if verb in WIRED and len(world.topology.nodes) > 1:
-        ways.append(way(", bf16 wire", Wired(world.collectives, torch.bfloat16)))
-    return ways
+    variants: dict[str, WorldCollectives | WireDtypeCollectives] = {"mntrain": world.collectives}
+    for name in ALGORITHMS:
+        variants[f"mntrain {name}"] = world.collectives.using(AlgorithmTable.always(name))
+    if verb in SUMS and len(world.topology.nodes) > 1:
+        variants["mntrain, bf16 wire"] = WireDtypeCollectives(world.collectives, torch.bfloat16)
+    return [LibraryCandidate(name, verb, it, memory, pattern) for name, it in variants.items()]
 
 
 class Peers:
-    """The other libraries of this job. Construction is collective; `absent` says who is not here.
+    """The other libraries of this job. Construction is collective.
 
-    `stack` ends what has to be ended.
+    `absent` maps the missing ones to the reason. `stack` shuts them down.
     """
 
     def __init__(self, wanted: Sequence[str], comm: MPI.Intracomm, stack: ExitStack) -> None:
@@ -108,18 +92,20 @@ class Peers:
         self._pattern = Pattern(comm.rank, comm.size, torch.float32, torch.device("cpu"))
         self._makers: list[Callable[[str, int], Candidate | None]] = []
         if "mpi" in wanted:
-            for name, chosen in libraries(comm):
-                if chosen is not comm:
-                    stack.callback(chosen.Free)
+            for suffix, variant in mpi_variants(comm):
+                if variant is not comm:
+                    stack.callback(variant.Free)
                 self._makers.append(
-                    lambda verb, nbytes, name=name, chosen=chosen: Library(
-                        name.format(NATIVE[verb]), verb, chosen, nbytes, self._pattern
+                    lambda verb, nbytes, suffix=suffix, variant=variant: MpiCandidate(
+                        verb, variant, nbytes, self._pattern, NATIVE[verb] + suffix
                     )
                 )
         if "gloo" in wanted:
             start_gloo(comm)
             stack.callback(stop_gloo, comm)
-            self._makers.append(lambda verb, nbytes: Gloo(verb, comm, nbytes, self._pattern))
+            self._makers.append(
+                lambda verb, nbytes: GlooCandidate(verb, comm, nbytes, self._pattern)
+            )
         if "horovod" in wanted:
             try:
                 hvd = start_horovod()
@@ -129,74 +115,65 @@ class Peers:
                 stack.callback(hvd.shutdown)
                 self._makers.append(
                     lambda verb, nbytes: (
-                        Horovod(hvd, nbytes, self._pattern) if verb == "all_reduce" else None
+                        HorovodCandidate(hvd, nbytes, self._pattern)
+                        if verb == "all_reduce"
+                        else None
                     )
                 )
 
     def of(self, verb: str, nbytes: int) -> list[Candidate]:
-        """Those that have the verb. Local."""
+        """Return the candidates that implement a collective. Local."""
         made = [make(verb, nbytes) for make in self._makers]
         return [candidate for candidate in made if candidate is not None]
 
 
-def libraries(comm: MPI.Intracomm) -> list[tuple[str, MPI.Intracomm]]:
-    """The MPI library's own ways: what to call them, and on which communicator. Collective.
+def mpi_variants(comm: MPI.Intracomm) -> list[tuple[str, MPI.Intracomm]]:
+    """Return the MPI library's variants: a suffix for the name, and a communicator. Collective.
 
-    Between nodes Open MPI takes its hierarchical `han`, unless a communicator asks for others; it
-    is asked for both, so that each row says what it is.
+    Between nodes, Open MPI uses its hierarchical component `han` by default. Communicators can
+    request others, so both are measured and named.
     """
-    several = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    spread = comm.allreduce(several.size, MPI.MIN) < comm.size
-    several.Free()
-    if not mpi_library().startswith("Open MPI") or not spread:
-        return [("{}", comm)]
-    ways = []
-    for name, preference in (("{}, han", "han"), ("{}, tuned", "^han")):
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    several_nodes = comm.allreduce(node.size, MPI.MIN) < comm.size
+    node.Free()
+    if not mpi_library().startswith("Open MPI") or not several_nodes:
+        return [("", comm)]
+    variants = []
+    for suffix, preference in ((", han", "han"), (", tuned", "^han")):
         info = MPI.Info.Create({"ompi_comm_coll_preference": preference})
-        ways.append((name, comm.Dup_with_info(info)))
+        variants.append((suffix, comm.Dup_with_info(info)))
         info.Free()
-    return ways
+    return variants
 
 
 def measure(
     comm: MPI.Intracomm, candidates: Sequence[Candidate], verb: str, mib: float, case_s: float
 ) -> list[dict[str, Any]]:
-    """Time candidates in turn, so that noise falls on all alike: a row for each. Collective.
+    """Time candidates in turns, and return a row for each. Collective.
 
-    A time is that of the slowest rank.
+    A time is that of the slowest rank. A wrong result ends the job.
     """
     start = time.perf_counter()
-    first = [timed(comm, candidate) for candidate in candidates]
+    samples = take_turns(comm, candidates, 1, 0.0, warm_up=0)
     round_s = comm.allreduce(time.perf_counter() - start, MPI.MAX)
-    long = round_s > case_s
-    times = [[took] if long else [] for took in first]
-    rounds = LONG_ROUNDS - 1 if long else max(ROUNDS[0], min(ROUNDS[1], int(case_s / round_s)))
-    for turn in range(rounds):
-        for index in in_turns(len(candidates), turn):
-            times[index].append(timed(comm, candidates[index]))
-    by_rank = comm.allgather(times)
-    times = [list(map(max, zip(*ranks, strict=True))) for ranks in zip(*by_rank, strict=True)]
-    return [
-        {
-            "verb": verb,
-            "mib": mib,
-            "what": candidate.name,
-            "median_s": statistics.median(took),
-            "times_s": took,
-        }
-        for candidate, took in zip(candidates, times, strict=True)
-    ]
-
-
-def timed(comm: MPI.Intracomm, candidate: Candidate) -> float:
-    """Do it once: seconds on this rank. A wrong result has no speed: it ends the job."""
-    took, right = sample(comm, candidate)
-    assert right, f"{candidate.name} gave a wrong result on rank {comm.rank}"
-    return took
+    if round_s > case_s:  # one more round, and the first one counts as well
+        more = take_turns(comm, candidates, 1, 0.0, warm_up=0)
+        samples = [one + two for one, two in zip(samples, more, strict=True)]
+    else:
+        fewest, most = ROUNDS
+        rounds = max(fewest, min(most, int(case_s / round_s)))
+        samples = take_turns(comm, candidates, rounds, float("inf"), warm_up=0)
+    rows = []
+    for candidate, turns in zip(candidates, samples, strict=True):
+        assert all(correct for turn in turns for _, correct in turn), f"{candidate.name}: wrong"
+        times = [max(seconds for seconds, _ in turn) for turn in turns]
+        row = {"verb": verb, "mib": mib, "what": candidate.name}
+        rows.append({**row, "median_s": statistics.median(times), "times_s": times})
+    return rows
 
 
 def copy_seconds(comm: MPI.Intracomm, nbytes: int) -> dict[str, float]:
-    """What a copy of so many bytes takes: of all ranks at once, and of one while others sleep."""
+    """Return the seconds of a copy by all ranks at once, and by one rank while others sleep."""
     comm.Barrier()
     together = min(comm.allgather(link_speed.copy_speed(nbytes, COPY_S)))
     alone = link_speed.copy_speed(nbytes, COPY_S) if comm.rank == 0 else None

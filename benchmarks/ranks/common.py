@@ -1,4 +1,4 @@
-"""What the ranks' scripts share: a gloo group, facts, and the report."""
+"""Parts that the rank scripts share: gloo, Horovod, versions, and the report."""
 
 import json
 import platform
@@ -10,41 +10,44 @@ from typing import Any
 import torch.distributed as dist
 from mpi4py import MPI
 
-MARK = "RESULT "  # as the script beside which these ranks were started looks for it
+MARK = "RESULT "  # the launching script searches the output for this
 PACKAGES = ("mntrain", "torch", "mpi4py", "numpy")
 
 
 class AbsentError(Exception):
-    """A peer cannot be had here; the text says why."""
+    """A peer is not available; the message says why."""
 
 
 def absence(error: BaseException) -> AbsentError:
-    """Why something cannot be imported or started, on one line, for a table."""
+    """Return the reason why something cannot be imported or initialized, on one line."""
     return AbsentError(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def start_gloo(comm: MPI.Intracomm) -> None:
-    """Make torch.distributed's gloo group of the same ranks, over the same link. Collective."""
-    mine = None
+    """Initialize torch.distributed with a gloo group of the same ranks, over the same link.
+
+    Collective.
+    """
+    address = None
     if comm.rank == 0:
         with socket.socket() as free:
             free.bind(("", 0))
             host = socket.gethostbyname(socket.gethostname())
-            mine = f"tcp://{host}:{free.getsockname()[1]}"
-    dist.init_process_group("gloo", comm.bcast(mine), rank=comm.rank, world_size=comm.size)
+            address = f"tcp://{host}:{free.getsockname()[1]}"
+    dist.init_process_group("gloo", comm.bcast(address), rank=comm.rank, world_size=comm.size)
 
 
 def stop_gloo(comm: MPI.Intracomm) -> None:
-    """End it. Collective: who leaves closes connections that others may still read from."""
+    """Destroy the gloo group. Collective: all ranks must have finished using it."""
     comm.Barrier()
     dist.destroy_process_group()
 
 
 def start_horovod() -> Any:
-    """Horovod over the MPI in use. AbsentError where it is not there, or was built without MPI."""
+    """Initialize Horovod over MPI. Raises AbsentError if it is missing or was built without MPI."""
     try:
-        import horovod.torch as hvd  # noqa: PLC0415 - few have it
-    except Exception as error:  # whatever its parts raise where something is missing
+        import horovod.torch as hvd  # noqa: PLC0415 - rarely installed
+    except Exception as error:  # its modules raise all kinds of errors
         raise absence(error) from error
     if not hvd.mpi_built():
         raise AbsentError("built without MPI")
@@ -53,13 +56,13 @@ def start_horovod() -> Any:
 
 
 def mpi_library() -> str:
-    """Name and version of the MPI library."""
+    """Return name and version of the MPI library."""
     vendor, numbers = MPI.get_vendor()
     return f"{vendor} {'.'.join(map(str, numbers))}"
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Of MPI, Python and every package that matters, where it is installed."""
+    """Return the versions of MPI, Python, and the relevant packages that are installed."""
     name, _, number = mpi_library().rpartition(" ")
     found = {name: number, "Python": platform.python_version()}
     for package in (*PACKAGES, *more):
@@ -70,6 +73,6 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
     return found
 
 
-def report(what: dict[str, Any]) -> None:
-    """Hand what was measured to who started the job. One rank does."""
-    print(f"{MARK}{json.dumps(what)}", flush=True)
+def report(result: dict[str, Any]) -> None:
+    """Print the result for the launching script. Called by one rank."""
+    print(f"{MARK}{json.dumps(result)}", flush=True)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.bench.candidates import LibraryCandidate
-from mntrain.bench.pattern import Pattern
-from mntrain.bench.timing import rendezvous
+from mntrain.bench.candidates import LibraryCandidate, Pattern
+from mntrain.bench.measure import rendezvous
 
 MIB = 2**20
 TRANSPORTS = ("host", "cuda-aware", "nccl")

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from ways import STAGES, WAYS, Way, alone, normed, own
 
 import mntrain
-from mntrain.bench.timing import in_turns, rendezvous
+from mntrain.bench.measure import rendezvous, turn_order
 
 WARM_UP = 2
 ALONE_AGAIN, NORMED = "bare torch, once more", "bare torch that takes the gradient's norm"
@@ -143,7 +143,7 @@ def solo(steps: int) -> dict[str, dict[str, Any]]:
         times: dict[str, list[float]] = {name: [] for name in names}
         losses: dict[str, float] = {}
         for number, batch in enumerate(data(0, WARM_UP + steps)):
-            for place in in_turns(len(names), number):
+            for place in turn_order(len(names), number):
                 name = names[place]
                 start = time.perf_counter()
                 loss = ways[name].step(batch)

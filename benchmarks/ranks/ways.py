@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import mntrain
-from mntrain.bench.timing import rendezvous
+from mntrain.bench.measure import rendezvous
 
 
 class Way(NamedTuple):

@@ -1,1 +1,1 @@
-"""`python -m mntrain bench`: how fast the collectives are here, beside what they could be."""
+"""`python -m mntrain bench`: measure the collectives and compare them with hardware limits."""

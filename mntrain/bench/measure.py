@@ -1,22 +1,20 @@
-"""The measurement: sizes, verbs and candidates in turn, within the seconds that it may take."""
+"""The measurement: candidates take turns, so that noise affects all of them alike."""
 
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from mntrain.bench.bench_options import BenchOptions, size_label
-from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate
-from mntrain.bench.limits import HardwareLimits, predicted, repeats, weight
-from mntrain.bench.pattern import Pattern
-from mntrain.bench.printing import short_time
-from mntrain.bench.results import BenchCase, BenchResults, SkippedCase, TimedCase, WrongCase
-from mntrain.bench.timing import in_turns, sample
+from mntrain.bench.bench_options import BenchOptions
+from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate, Pattern
+from mntrain.bench.limits import HardwareLimits
+from mntrain.bench.results import BenchCase
 from mntrain.comm.algorithms.selection import AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.mpi import pause
 from mntrain.world import World
 
 DTYPES = {
@@ -25,149 +23,115 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+SMALL_BYTES = 1 << 20  # smaller tensors are measured SMALL_FACTOR times as often
+SMALL_FACTOR = 4
+NAP_S = 2e-4
 
-C = TypeVar("C", bound=BenchCase)
-Sample = tuple[float, bool]  # seconds on this rank, and whether its result is right
-
-
-def by(world: World, algorithm: str) -> WorldCollectives:
-    """The collectives of a world by one algorithm, whatever the size. Local."""
-    return world.collectives.using(AlgorithmTable.always(algorithm))
+Sample = tuple[float, bool]  # seconds on this rank, and whether its result is correct
 
 
-class Measurement:
-    """Measures all cases of a world. Every method is collective, and decides alike on all ranks.
+def measure(
+    world: World, comm: Any, options: BenchOptions, limits: HardwareLimits, start: float
+) -> Iterator[list[BenchCase]]:
+    """Yield the cases of each collective at each size, from the smallest size to the largest.
 
-    `comm` is an mpi4py communicator over the same ranks, for this measurement alone. `end` is when
-    it should be over, by this rank's `time.perf_counter`. `say` is told of every verb that is done,
-    and of what was left out.
+    Collective; all ranks yield the same. `comm` is an mpi4py communicator over the same ranks,
+    used for nothing else. `options.seconds` count from `start`, on rank 0's `time.perf_counter`:
+    each collective and size gets an equal part of them for its repetitions, and is skipped if it
+    would start later. The smallest size is never skipped.
     """
+    dtype = DTYPES[options.dtype]
+    pattern = Pattern(world.rank, world.size, dtype, world.device)
+    native_pattern = Pattern(world.rank, world.size, torch.float32, torch.device("cpu"))
+    budget_s = options.seconds / (len(options.sizes) * len(options.verbs))
+    for nbytes in options.sizes:
+        tensor = world.collectives.allocate(nbytes // dtype.itemsize, dtype, world.device)
+        first = nbytes == options.sizes[0]
+        rounds = options.repeats * (SMALL_FACTOR if nbytes < SMALL_BYTES else 1)
+        for verb in options.verbs:
+            cases = [
+                BenchCase(verb, name, nbytes, options.dtype, limits.seconds(verb, nbytes))
+                for name in options.algorithms
+            ]
+            cases.append(replace(cases[0], algorithm=NATIVE[verb], dtype="fp32"))
+            if first or comm.bcast(time.perf_counter() - start < options.seconds):
+                candidates: list[Candidate] = [
+                    LibraryCandidate(case.algorithm, verb, _by(world, case), tensor, pattern)
+                    for case in cases[:-1]
+                ]
+                candidates.append(MpiCandidate(verb, comm, nbytes, native_pattern))
+                # The first size also opens connections: warm up twice.
+                samples = take_turns(comm, candidates, rounds, budget_s, warm_up=1 + first)
+                cases = [_with(case, found) for case, found in zip(cases, samples, strict=True)]
+            yield cases
 
-    def __init__(
-        self,
-        world: World,
-        comm: Any,
-        *,
-        options: BenchOptions,
-        limits: HardwareLimits,
-        end: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self._world, self._comm, self._options = world, comm, options
-        self._limits, self._end, self._say = limits, end, say
-        self._dtype = DTYPES[options.dtype]
-        self._pattern = Pattern(world.rank, world.size, self._dtype, world.device)
-        self._native_pattern = Pattern(world.rank, world.size, torch.float32, torch.device("cpu"))
-        self._weight_left = sum(map(weight, options.sizes)) * len(options.verbs)
-        # What a verb takes, by an algorithm: seconds for once, all in all, and at which size.
-        self._seconds: dict[tuple[str, str], tuple[float, int]] = {}
-        self.timed: list[TimedCase] = []
-        self.skipped: list[SkippedCase] = []
-        self.wrong: list[WrongCase] = []
 
-    def run(self) -> None:
-        """Measure everything that the time allows, from the smallest size to the largest."""
-        for nbytes in self._options.sizes:
-            tensor = self._world.collectives.allocate(
-                nbytes // self._dtype.itemsize, self._dtype, self._world.device
-            )
-            for verb in self._options.verbs:
-                self._measure(verb, nbytes, tensor)
+def take_turns(
+    comm: Any, candidates: Sequence[Candidate], rounds: int, budget_s: float, *, warm_up: int = 1
+) -> list[list[list[Sample]]]:
+    """Run each candidate once per round, in random order: samples by candidate, round and rank.
 
-    def results(self, facts: Mapping[str, Any]) -> BenchResults:
-        """What was measured so far. Local."""
-        return BenchResults(
-            facts, self._limits, tuple(self.timed), tuple(self.skipped), tuple(self.wrong)
-        )
+    Collective over the mpi4py communicator `comm`. Makes one round at least, and starts no other
+    after `budget_s` seconds. The first `warm_up` rounds are not returned.
+    """
+    start = time.perf_counter()
+    local: list[list[Sample]] = [[] for _ in candidates]
+    for number in range(-warm_up, rounds):
+        if number > 0 and comm.bcast(time.perf_counter() - start > budget_s):
+            break
+        for index in turn_order(len(candidates), number):
+            result = sample(comm, candidates[index])
+            if number >= 0:
+                local[index].append(result)
+    by_rank = comm.allgather(local)
+    return [
+        [list(turn) for turn in zip(*(ranks[index] for ranks in by_rank), strict=True)]
+        for index in range(len(candidates))
+    ]
 
-    def _measure(self, verb: str, nbytes: int, tensor: Tensor) -> None:
-        """Measure one verb at one size: candidates in turn, so that noise falls on all alike."""
-        names = [*self._options.algorithms, NATIVE[verb]]
-        time_left: float = self._world.gather(self._end - time.perf_counter())[0]
-        allowed_s = time_left * weight(nbytes) / (self._weight_left * len(names))
-        self._weight_left -= weight(nbytes)
-        candidates = [
-            self._candidate(name, verb, nbytes, tensor)
-            for name in names
-            if self._affordable(BenchCase(verb, name, nbytes), allowed_s)
-        ]
-        counts = self._warm_up(candidates, verb, nbytes, allowed_s)
-        mine: list[list[Sample]] = [[] for _ in candidates]
-        for turn in range(max(counts, default=0)):
-            for index in in_turns(len(candidates), turn):
-                if turn < counts[index]:
-                    mine[index].append(sample(self._comm, candidates[index]))
-        by_rank = self._world.gather(mine)
-        for index, candidate in enumerate(candidates):
-            case = BenchCase(verb, candidate.name, nbytes)
-            self._record(case, [samples[index] for samples in by_rank])
-        self._tell(verb, nbytes)
 
-    def _candidate(self, name: str, verb: str, nbytes: int, tensor: Tensor) -> Candidate:
-        if name == NATIVE[verb]:
-            return MpiCandidate(verb, self._comm, nbytes, self._native_pattern)
-        return LibraryCandidate(name, verb, by(self._world, name), tensor, self._pattern)
+def sample(comm: Any, candidate: Candidate) -> Sample:
+    """Run a candidate once, and return its seconds on this rank and whether it is correct.
 
-    def _affordable(self, case: BenchCase, allowed_s: float) -> bool:
-        """Whether there is time for a case: to warm up, and for one more. If not, note it down.
+    Collective. The clock starts after all ranks are prepared, and no rank verifies its result
+    before all have finished, so neither takes CPU time from ranks that still work.
+    """
+    candidate.prepare()
+    rendezvous(comm)
+    start = time.perf_counter()
+    candidate.run()
+    seconds = time.perf_counter() - start
+    rendezvous(comm)
+    return seconds, candidate.is_correct()
 
-        What has not been measured at a smaller size is always tried.
-        """
-        if (case.verb, case.algorithm) not in self._seconds:
-            return True
-        once_s, nbytes = self._seconds[case.verb, case.algorithm]
-        expected_s = predicted(self._limits, case.verb, once_s, nbytes, case.size_bytes)
-        if 2 * expected_s <= allowed_s:
-            return True
-        skipped = SkippedCase(**asdict(case), predicted_s=2 * expected_s, allowed_s=allowed_s)
-        self.skipped.append(skipped)
-        return False
 
-    def _warm_up(
-        self, candidates: Sequence[Candidate], verb: str, nbytes: int, allowed_s: float
-    ) -> list[int]:
-        """Do each once, and at the first size, where connections are made, once more.
+def turn_order(count: int, turn: int) -> list[int]:
+    """Return a random order of `count` candidates for a turn, the same on all ranks.
 
-        Returns how often to measure each.
-        """
-        took = []
-        for candidate in candidates:
-            if (verb, candidate.name) not in self._seconds:
-                sample(self._comm, candidate)
-            start = time.perf_counter()
-            sample(self._comm, candidate)
-            took.append(time.perf_counter() - start)
-        slowest = [max(times) for times in zip(*self._world.gather(took), strict=True)]
-        for candidate, once_s in zip(candidates, slowest, strict=True):
-            self._seconds[verb, candidate.name] = once_s, nbytes
-        return [repeats(once_s, allowed_s, self._options.repeats) for once_s in slowest]
+    A candidate finds the caches as its predecessor left them, so predecessors must vary.
+    """
+    return random.Random(turn).sample(range(count), count)
 
-    def _record(self, case: BenchCase, by_rank: Sequence[Sequence[Sample]]) -> None:
-        """Note down what all ranks have seen of a case."""
-        wrong = tuple(
-            rank for rank, samples in enumerate(by_rank) if not all(right for _, right in samples)
-        )
-        if wrong:
-            self.wrong.append(WrongCase(**asdict(case), ranks=wrong))
-            return
-        times = tuple(max(took for took, _ in turn) for turn in zip(*by_rank, strict=True))
-        self.timed.append(
-            TimedCase(
-                **asdict(case),
-                dtype="fp32" if case.algorithm == NATIVE[case.verb] else self._options.dtype,
-                limit_s=self._limits.seconds(case.verb, case.size_bytes),
-                times_s=times,
-            )
-        )
 
-    def _tell(self, verb: str, nbytes: int) -> None:
-        """Say what became of a verb at a size."""
+def rendezvous(comm: Any) -> None:
+    """Wait for all ranks of an mpi4py communicator, and return at the same time on all. Collective.
 
-        def here(cases: Sequence[C]) -> list[C]:
-            return [case for case in cases if (case.verb, case.size_bytes) == (verb, nbytes)]
+    Ranks sleep while they wait for the slowest one, which may need the core. A second barrier, in
+    which they only yield the core, makes them leave together.
+    """
+    for nap_s in (NAP_S, 0.0):
+        barrier = comm.Ibarrier()
+        while not barrier.Test():
+            pause(nap_s)
 
-        found = [f"{case.algorithm} {short_time(case.median_s)}" for case in here(self.timed)]
-        for what, cases in (("left out for lack of time", self.skipped), ("wrong", self.wrong)):
-            names = [case.algorithm for case in here(cases)]
-            found += [f"{what}: {' '.join(names)}"] if names else []
-        self._say(f"{verb} {size_label(nbytes)}: {', '.join(found)}")
+
+def _by(world: World, case: BenchCase) -> WorldCollectives:
+    """Return the world's collectives by the algorithm of a case, at any size."""
+    return world.collectives.using(AlgorithmTable.always(case.algorithm))
+
+
+def _with(case: BenchCase, samples: Sequence[Sequence[Sample]]) -> BenchCase:
+    """Return the case with the samples of all rounds and ranks."""
+    wrong = {rank for turn in samples for rank, (_, correct) in enumerate(turn) if not correct}
+    times = tuple(max(seconds for seconds, _ in turn) for turn in samples)
+    return replace(case, times_s=times, wrong_ranks=tuple(sorted(wrong)))

@@ -1,4 +1,4 @@
-"""The results as a picture: bandwidth against size, a panel for each verb."""
+"""A plot of the results: bandwidth against size, one panel for each collective."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +10,7 @@ from mntrain.bench.results import BenchResults
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Tones that stand out from white and from black alike; the paper is transparent.
+# Colors that are visible on white and on black: the background is transparent.
 _INK = "#808890"
 _COLORS = dict(zip(ALGORITHMS, ("#2f87d6", "#d9822b", "#3f9e6b", "#a678c9"), strict=True))
 _NATIVE_COLOR = "#d65068"
@@ -18,16 +18,16 @@ _PANEL_INCHES = (4.6, 3.4)
 
 
 def missing() -> str:
-    """Why no picture can be made here, and the fix; "" if one can."""
+    """Return why no plot can be drawn here, and the fix; "" if one can."""
     if find_spec("matplotlib"):
         return ""
-    return "a picture needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
+    return "a plot needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
 
 
 def plot(results: BenchResults, path: Path) -> None:
-    """Write a PNG. Both axes are logarithmic; a verb that nobody has finished has no panel."""
+    """Write a PNG file. Both axes are logarithmic. A collective without times has no panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an extra
-    from matplotlib.figure import Figure  # noqa: PLC0415 - likewise
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
 
     verbs = list(dict.fromkeys(case.verb for case in results.timed))
     columns = min(2, max(1, len(verbs)))
@@ -43,7 +43,7 @@ def plot(results: BenchResults, path: Path) -> None:
 
 
 def _panel(axes: "Axes", results: BenchResults, verb: str) -> None:
-    """Draw one verb: a line for each algorithm, and the limit dashed."""
+    """Draw one collective: a line for each algorithm, and the limit dashed."""
     from matplotlib.ticker import LogLocator  # noqa: PLC0415 - an extra
 
     cases = [case for case in results.timed if case.verb == verb]
@@ -68,7 +68,7 @@ def _panel(axes: "Axes", results: BenchResults, verb: str) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_title(verb, color=_INK, fontsize=10)
-    axes.set_xlabel("size of the tensor, bytes", color=_INK, fontsize=8)
+    axes.set_xlabel("tensor size, bytes", color=_INK, fontsize=8)
     axes.set_ylabel("bandwidth, MB/s", color=_INK, fontsize=8)
     axes.tick_params(colors=_INK, which="both", labelsize=8)
     axes.grid(color=_INK, alpha=0.25, linewidth=0.6)

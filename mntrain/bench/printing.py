@@ -1,4 +1,4 @@
-"""What a person sees of the results: a few lines of facts, then a table for each verb."""
+"""Results on the terminal: a few lines of facts, then a table for each collective."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,15 +9,15 @@ from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
 from mntrain.bench.results import BenchResults
-from mntrain.metrics import units
 from mntrain.metrics.terminal import plain
+from mntrain.metrics.units import short_time
 
-_PADDING = 2  # columns of the terminal that rich puts around a cell
-_LOG_WIDTH = 110  # where there is no terminal to fit into
+_PADDING = 2  # columns that rich adds to a cell
+_LOG_WIDTH = 110  # columns if the output is not a terminal
 
 
 def show(results: BenchResults, console: Console) -> None:
-    """Print the facts, the tables, and what was left out or wrong."""
+    """Print the facts, the tables, and which cases were skipped or wrong."""
     if not console.is_terminal:
         console.width = max(console.width, _LOG_WIDTH)
     for line in header(results):
@@ -30,7 +30,7 @@ def show(results: BenchResults, console: Console) -> None:
 
 
 def header(results: BenchResults) -> list[str]:
-    """What was measured, where and when."""
+    """Return lines that describe the machine, the versions and the limits."""
     facts, limits = results.facts, results.limits
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     largest, copy = max(limits.copy.items())
@@ -41,57 +41,57 @@ def header(results: BenchResults) -> list[str]:
         f"{facts['topology']}, {facts['library']}",
         f"{versions}; {facts['date']}",
         ", ".join(speeds),
-        f"{facts['dtype']}; median time, and the share of the limit in parentheses",
-        f"limit: {limits.meaning}",
+        f"{facts['dtype']}; median time, and the speed as a percentage of the limit's",
+        f"limit: {limits.description}",
     ]
 
 
 def footer(results: BenchResults) -> list[str]:
-    """What has no figure in the tables, and why."""
+    """Return lines on the cases that have no time in the tables, and why."""
     lines = [
         f"{case.verb} {size_label(case.size_bytes)} by {case.algorithm}: a wrong result "
-        f"on rank {', '.join(map(str, case.ranks))}"
+        f"on rank {', '.join(map(str, case.wrong_ranks))}"
         for case in results.wrong
     ]
     if results.skipped:
-        lines.append("-: left out, since it would have taken too long; give more --seconds")
+        lines.append("-: skipped for lack of time; increase --seconds")
     return [""] * bool(lines) + lines
 
 
 def tables(results: BenchResults, width: int) -> Iterator[Table]:
-    """A table for each verb: algorithms by sizes; several where sizes do not fit into `width`."""
-    cases = [*results.timed, *results.skipped, *results.wrong]
+    """Yield tables of algorithms by sizes, one or more for each collective, to fit `width`."""
+    cases = results.cases
     for verb in dict.fromkeys(case.verb for case in cases):
         names = list(dict.fromkeys(case.algorithm for case in cases if case.verb == verb))
         sizes = sorted({case.size_bytes for case in cases if case.verb == verb})
         columns = {nbytes: _column(results, verb, nbytes, names) for nbytes in sizes}
-        left = width - _PADDING - max(map(len, [verb, *names]))
+        available = width - _PADDING - max(map(len, [verb, *names]))
         widths = [_PADDING + max(map(len, columns[nbytes])) for nbytes in sizes]
-        for group in _groups(widths, left):
+        for group in _groups(widths, available):
             yield _table(verb, names, [columns[sizes[index]] for index in group])
 
 
 def _column(results: BenchResults, verb: str, nbytes: int, names: Sequence[str]) -> list[Text]:
-    """The size, and a cell for each algorithm, the fastest bold."""
-    here = (verb, nbytes)
-    timed = {c.algorithm: c for c in results.timed if (c.verb, c.size_bytes) == here}
-    wrong = {c.algorithm for c in results.wrong if (c.verb, c.size_bytes) == here}
-    best_s = min((case.median_s for case in timed.values()), default=0.0)
+    """Return the size and a cell for each algorithm, the fastest in bold."""
+    cases = {c.algorithm: c for c in results.cases if (c.verb, c.size_bytes) == (verb, nbytes)}
+    best_s = min((case.median_s for case in cases.values() if case.timed), default=0.0)
     cells = [Text(size_label(nbytes))]
-    for name in names:
-        if name in timed:
-            text = f"{short_time(timed[name].median_s)} ({_share(timed[name].share)})"
-            cells.append(Text(text, "bold" if timed[name].median_s == best_s else ""))
+    for case in map(cases.get, names):
+        if case is None or not (case.times_s or case.wrong_ranks):
+            cells.append(Text("-"))
+        elif case.wrong_ranks:
+            cells.append(Text("wrong", "red"))
         else:
-            cells.append(Text("wrong", "red") if name in wrong else Text("-"))
+            text = f"{short_time(case.median_s)} ({_percent(case.share)})"
+            cells.append(Text(text, "bold" if case.median_s == best_s else ""))
     return cells
 
 
-def _groups(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Indices of columns, as many together as there is room for, one at least."""
+def _groups(widths: Sequence[int], available: int) -> Iterator[list[int]]:
+    """Yield indices of columns that fit together into the available width, at least one."""
     group: list[int] = []
     for index, width in enumerate(widths):
-        if group and sum(widths[i] for i in group) + width > room:
+        if group and sum(widths[i] for i in group) + width > available:
             yield group
             group = []
         group.append(index)
@@ -108,17 +108,12 @@ def _table(verb: str, names: Sequence[str], columns: Sequence[Sequence[Text]]) -
     return table
 
 
-def _share(share: float) -> str:
+def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
 
 
-def short_time(seconds: float) -> str:
-    """A time, also one much shorter than a step's: 21.3 us, 12.3 ms, 0.42 s."""
-    return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else units.short_time(seconds)
-
-
 def speed(bytes_per_s: float) -> str:
-    """A speed in decimal units, as links are sold: 118 MB/s, 12.5 GB/s."""
+    """Format a speed in decimal units, as links are specified: 118 MB/s, 12.5 GB/s."""
     if bytes_per_s < 999.5e6:
         return f"{bytes_per_s / 1e6:.3g} MB/s"
     return f"{bytes_per_s / 1e9:.3g} GB/s"

@@ -1,4 +1,4 @@
-"""The run: a world, what its machine allows, the measurement, and what comes of it."""
+"""The command `bench`: probe the hardware, measure the collectives, publish the results."""
 
 import json
 import platform
@@ -9,34 +9,32 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mntrain import rank_agreement
 from mntrain._version import __version__
-from mntrain.bench.bench_options import BenchOptions
+from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.limits import HardwareLimits
-from mntrain.bench.measure import Measurement
+from mntrain.bench.measure import measure
 from mntrain.bench.plot import missing, plot
 from mntrain.bench.printing import show
-from mntrain.bench.results import BenchResults
+from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.comm import link_speed, mpi
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, expect_same
 from mntrain.metrics.terminal import stdout
+from mntrain.metrics.units import short_time
 from mntrain.world import World, init
 
-COPY_S = 0.1  # for the probe of memory, at each size
-LINK_SHARE = 1 / 30  # of the time that is given, for the probe of the link,
-LINK_S = (0.2, 2.0)  # within these bounds
+COPY_S = 0.1  # for the memory probe, at each size
+LINK_S = 1.0  # for the link probe
 
 
 def run(options: BenchOptions, words: Sequence[str]) -> int:
-    """Measure as the options say, on all ranks of the job. Collective; gives the exit code.
+    """Run the benchmark on all ranks of the job, and return the exit code. Collective.
 
-    `words` are the command line that the options come from, for the record. What all ranks agree is
-    wrong is printed once, by the master, and gives 2; a wrong result of a collective gives 1.
+    `words` is the command line that the options come from, for the record. Returns 2 for an error
+    that all ranks agree on, which rank 0 prints, and 1 if a collective gave a wrong result.
     """
     try:
         with init(
@@ -44,64 +42,58 @@ def run(options: BenchOptions, words: Sequence[str]) -> int:
         ) as world:
             return _bench(world, options, words)
     except AgreedError as error:
-        error.tell()
+        error.report()
         return 2
 
 
 def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     start = time.perf_counter()
-    rank_agreement.expect_same(world.gather(asdict(options)), world.rank)
+    expect_same(world.gather(asdict(options)), world.rank)
     problem = world.gather(files_problem(options) if world.master else "")[0]
     if problem:
         raise AgreedError(problem, world.rank)
-    # A communicator of its own: what is called here directly meets nothing of the world's. It is
-    # freed at the end only: an exception before that ends the job, or all ranks have it alike.
+    # A communicator of its own, so that MPI calls made here cannot match the world's. An exception
+    # before `free` ends the job.
     comm, _ = mpi.start()
-    measurement = Measurement(
-        world,
-        comm.as_mpi4py,  # MPI's own collectives are for this command only
-        options=options,
-        limits=_limits(world, comm, options),
-        end=start + options.seconds,
-        say=_say if world.master else lambda _: None,
-    )
-    measurement.run()
+    limits = _limits(world, comm, options)
+    cases = []
+    for group in measure(world, comm.as_mpi4py, options, limits, start):
+        cases += group
+        if world.master:
+            _log(_progress(group))
     comm.free()
+    facts = _facts(world, options, words) | {"seconds": time.perf_counter() - start}
+    results = BenchResults(facts, limits, tuple(cases))
     if world.master:
-        facts = _facts(world, options, words) | {"seconds": time.perf_counter() - start}
-        _publish(measurement.results(facts), options)
-    return 1 if measurement.wrong else 0
+        _publish(results, options)
+    return 1 if results.wrong else 0
 
 
 def files_problem(options: BenchOptions) -> str:
-    """What would fail after all the work, with the option's name and the fix; "" if nothing."""
+    """Return why an output file could not be written, with the fix; "" if all can."""
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and path.is_dir():
-            return f"{flag} {path}: is a folder; name a file in it"
+            return f"{flag} {path}: is a directory; give a file in it"
         if path is not None and not path.parent.is_dir():
-            return f"{flag} {path}: there is no folder {path.parent}; make it first"
+            return f"{flag} {path}: directory {path.parent} does not exist; create it first"
     if options.plot is not None and (why := missing()):
         return f"--plot {options.plot}: {why}"
     return ""
 
 
 def _limits(world: World, comm: mpi.Communicator, options: BenchOptions) -> HardwareLimits:
-    """What the machine allows, by probing it. Collective."""
+    """Probe the link between nodes and the memory bandwidth. Collective."""
     ranks = tuple(map(len, world.topology.nodes))
-    link = None
-    if len(ranks) > 1:
-        least, most = LINK_S
-        seconds = min(most, max(least, LINK_SHARE * options.seconds))
-        link = link_speed.link_speed(comm, world.topology, seconds)
+    link = link_speed.link_speed(comm, world.topology, LINK_S) if len(ranks) > 1 else None
     copy = {}
     for nbytes in options.sizes if len(ranks) == 1 else options.sizes[-1:]:
-        world.gather(None)  # all at once
+        world.gather(None)  # a barrier: all ranks copy at once
         copy[nbytes] = min(world.gather(link_speed.copy_speed(nbytes, COPY_S)))
     return HardwareLimits(ranks, link, copy)
 
 
 def _facts(world: World, options: BenchOptions, words: Sequence[str]) -> dict[str, Any]:
-    """What ran where, when and with what. Local."""
+    """Return the machine, the versions, the date and the command. Local."""
     return {
         "command": shlex.join(["python", "-m", "mntrain", "bench", *words]),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -121,19 +113,23 @@ def _facts(world: World, options: BenchOptions, words: Sequence[str]) -> dict[st
 
 
 def _publish(results: BenchResults, options: BenchOptions) -> None:
-    """Show the results, and write the files that were asked for."""
+    """Print the results, and write the requested files."""
     show(results, stdout())
     if options.json is not None:
         options.json.write_text(json.dumps(results.to_json(), indent=1) + "\n", encoding="utf-8")
-        _written(options.json)
+        _log(f"wrote {options.json}")
     if options.plot is not None:
         plot(results, options.plot)
-        _written(options.plot)
+        _log(f"wrote {options.plot}")
 
 
-def _written(path: Path) -> None:
-    print(f"mntrain: wrote {path}", file=sys.stderr)
+def _progress(cases: Sequence[BenchCase]) -> str:
+    """Return a line on one collective at one size."""
+    times = [f"{case.algorithm} {short_time(case.median_s)}" for case in cases if case.timed]
+    times += [f"{case.algorithm} wrong" for case in cases if case.wrong_ranks]
+    label = f"{cases[0].verb} {size_label(cases[0].size_bytes)}"
+    return f"{label}: {', '.join(times) or 'skipped for lack of time'}"
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"mntrain: {line}", file=sys.stderr, flush=True)

@@ -102,7 +102,7 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
     return Manifest(**{**fields, "kept": kept, "runs": runs})
 
 
-def writers(world: Mapping[str, Any]) -> str:
+def describe_writers(world: Mapping[str, Any]) -> str:
     """Who saved a checkpoint: "2 ranks on 1 node"."""
     ranks, nodes = world["ranks"], world["nodes"]
     return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mntrain import rank_agreement
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
 from mntrain.checkpoint.discovery import losses_of, step_of, steps_in
@@ -32,7 +31,7 @@ from mntrain.checkpoint.shards import RankContents, RankShare, kept, shapes
 from mntrain.checkpoint.snapshot import ByteRange, Snapshot, SnapshotBuffer
 from mntrain.checkpoint.writer import CheckpointFolder
 from mntrain.comm.pending import Future as CommFuture
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, combined_refusals
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -44,8 +43,8 @@ _SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint says of the run at this moment, besides the tensors. Alike on all ranks."""
+class RunProgress:
+    """What a checkpoint records of the run besides tensors. Equal on all ranks."""
 
     step: int
     config: Mapping[str, Any]
@@ -138,16 +137,16 @@ class Saver:
         pinned_for = device if device.type == "cuda" else None
         self._reserved = self._thread.submit(self._room.reserve, nbytes, pinned_for=pinned_for)
 
-    def begin(self, moment: TrainingState) -> None:
+    def begin(self, progress: RunProgress) -> None:
         """Copy what is to be saved, and let a thread write it. Collective.
 
         None may be begun: `finish` that first. What goes wrong is told by `advance`.
         """
-        self._begin(moment, self._copied)
+        self._begin(progress, self._copied)
 
-    def save(self, moment: TrainingState) -> SavedCheckpoint:
+    def save(self, progress: RunProgress) -> SavedCheckpoint:
         """Save at once, without a copy. Collective. AgreedError as `advance`."""
-        self._begin(moment, self._settled)
+        self._begin(progress, self._settled)
         saved = self.finish()
         self._thread.submit(lambda: None).result()  # older ones are removed by now
         return saved
@@ -218,7 +217,7 @@ class Saver:
         return ranges
 
     def _begin(
-        self, moment: TrainingState, taken: Callable[[Iterable[ByteRange]], Iterable[ByteRange]]
+        self, progress: RunProgress, taken: Callable[[Iterable[ByteRange]], Iterable[ByteRange]]
     ) -> None:
         """Begin with a checkpoint of what `taken` makes of this rank's ranges."""
         assert self._begun is None, "one is begun: finish that first"
@@ -226,7 +225,7 @@ class Saver:
         self._optimizer.wait_for_parameters()
         mine = self._part()
         everyone = self._world.gather_later(mine.told())
-        begun = _Begun(self._folder / step_of(moment.step), self._content(moment), start)
+        begun = _Begun(self._folder / step_of(progress.step), self._content(progress), start)
         try:
             ranges = taken(mine.ranges())
         except RuntimeError as error:  # torch has no memory for the copy
@@ -243,9 +242,7 @@ class Saver:
         try:
             told = _heard(everyone)
             if any(theirs.refusal for theirs in told):
-                raise ValueError(
-                    rank_agreement.combined_refusals([theirs.refusal for theirs in told])
-                )
+                raise ValueError(combined_refusals([theirs.refusal for theirs in told]))
             begun.content = replace(begun.content, kept=kept(told))
             begun.place.partial = begun.target.with_name(f".{begun.target.name}.{told[0].token}")
             begun.place.layouts = mine.layouts(told)
@@ -277,7 +274,7 @@ class Saver:
         """Make a checkpoint of what all have written, on the master. In the thread."""
         told = _heard(everyone)
         if any(theirs.refusal for theirs in told):
-            raise OSError(rank_agreement.combined_refusals([theirs.refusal for theirs in told]))
+            raise OSError(combined_refusals([theirs.refusal for theirs in told]))
         if not self._world.master:
             return
         runs = _merged([theirs.runs for theirs in told])
@@ -287,18 +284,18 @@ class Saver:
         )
         self._thread.submit(writer.remove_old, self._folder, self._keep)
 
-    def _content(self, moment: TrainingState) -> Manifest:
+    def _content(self, progress: RunProgress) -> Manifest:
         """What the manifest is to say of now. What is kept and written is not known yet."""
         world, state = self._world, self._optimizer.state_dict()
         return Manifest(
-            step=moment.step,
+            step=progress.step,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"mntrain": __version__, "torch": torch.__version__},
             world={"ranks": world.size, "nodes": len(world.topology.nodes)},
-            config=dict(moment.config),
-            samples=moment.samples,
-            skipped_steps=moment.skipped_steps,
-            eval_loss=moment.eval_loss,
+            config=dict(progress.config),
+            samples=progress.samples,
+            skipped_steps=progress.skipped_steps,
+            eval_loss=progress.eval_loss,
             wrote_s=0.0,
             groups=state["param_groups"],
             loss_scale=state["loss_scale"],

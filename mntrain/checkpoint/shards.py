@@ -11,8 +11,8 @@ from mntrain.checkpoint import manifest, random_state
 from mntrain.checkpoint.format import FileLayout
 from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, RANDOM, FileContents
 from mntrain.checkpoint.snapshot import ByteRange
-from mntrain.data.sampling import part
 from mntrain.world import World
+from zero.layout import split
 from zero.optimizer import ZeroOptimizer
 from zero.state import StateSlice
 
@@ -88,7 +88,7 @@ class RankShare:
 
     def _share(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """This rank's equal share of what all have, in one run: which of it, from, to."""
-        first, last = part(sum(lengths), self._rank, self._size)
+        first, last = split(sum(lengths), self._size)[self._rank : self._rank + 2]
         at = 0
         for index, length in enumerate(lengths):
             low, high = max(first - at, 0), min(last - at, length)

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from mntrain.checkpoint.compare import CheckpointDifference, FileComparison, TensorChange
 from mntrain.checkpoint.format import FileLayout, TensorEntry
-from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, writers
+from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, describe_writers
 from mntrain.metrics.terminal import plain
 
 _MOST = 20  # rows of a table of changes, and names in a line
@@ -39,7 +39,7 @@ def facts(path: Path, content: Manifest) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in content.versions.items())
     return [
         str(path),
-        f"after step {content.step}, saved {content.date} by {writers(content.world)}; {versions}",
+        f"after step {content.step}, saved {content.date} by {describe_writers(content.world)}; {versions}",
         f"task {content.config['task']}, {content.samples} training samples",
         f"{MODEL}: {len(model.entries)} tensors, {model.nbytes / 1e6:.1f} MB",
         f"{OPTIMIZER}: {len(state.entries)} tensors, {state.nbytes / 1e6:.1f} MB",

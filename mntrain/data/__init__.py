@@ -1,1 +1,1 @@
-"""Which samples are whose, and the loaders that bring them."""
+"""Sampling order, data loading by rank, and sharding of a user's own loader."""

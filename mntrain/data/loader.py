@@ -1,12 +1,12 @@
-"""A rank's part of a loader's batches, for training loops of the user's own.
+"""Sharding of a user's own data loader: each rank gets its part of every batch.
 
 Each batch of the loader is a global batch:
 
     loader:   [--- batch ---][--- batch ---]...        the same on every rank
-    rank 1:       [---]          [---]                 of each, its contiguous part
+    rank 1:       [---]          [---]                 the rank's contiguous part of each batch
 
-Nothing here communicates. The ranks agree on the batches because whatever the loader draws
-from torch's default generator on the CPU, to shuffle for instance, it draws from (seed, epoch).
+Nothing in this module communicates. The ranks see the same batches because torch's default CPU
+generator, from which a loader draws its shuffling, is seeded by (seed, epoch) while it draws.
 """
 
 import copy
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from mntrain.data.sampling import mixed_seed, part
+from mntrain.data.sampling import mixed_seed
+from zero.layout import split
 
 OnShare = Callable[[int | None], None]
 
@@ -29,25 +30,25 @@ OnShare = Callable[[int | None], None]
 def shard(
     loader: Iterable[Any], rank: int, size: int, seed: int, on_share: OnShare
 ) -> "ShardedLoader":
-    """Return this rank's part of a loader of global batches. Local.
+    """Return an iterable over this rank's part of each batch of a loader. Local.
 
-    A torch DataLoader over a map-style dataset is built anew with its dataset and settings, so
-    that a rank loads its own samples only. Of any other iterable every rank makes the whole
-    batches, and each is cut along the first dimension of the tensors in it (or arrays, or lists
-    of strings), which may be nested in tuples, lists, mappings and dataclasses.
+    A torch DataLoader over a map-style dataset is rebuilt with the same dataset and settings, so
+    that each rank loads only its own samples. For any other iterable, every rank makes the whole
+    batches and slices its part: tensors, arrays and lists of strings are sliced along the first
+    dimension, also within nested tuples, lists, mappings and dataclasses.
 
-    What draws from elsewhere than torch's default generator, such as a sampler with a generator
-    of its own, must be seeded alike on all ranks by whoever made it. Raises ValueError for a
-    loader that a DistributedSampler has cut already.
+    A source of randomness other than torch's default generator, such as a sampler with its own
+    generator, must be seeded alike on all ranks by the caller. Raises ValueError for a loader with
+    a DistributedSampler, whose batches are sharded already.
     """
     if not isinstance(loader, DataLoader):
         return SlicingLoader(loader, rank, size, seed, on_share)
     if isinstance(loader.sampler, DistributedSampler):
         raise ValueError(
-            "the loader has a DistributedSampler, which leaves each rank a part already: "
+            "the loader has a DistributedSampler, so its batches are sharded already: "
             "build it with shuffle=True or another sampler over all samples"
         )
-    # A subclass that iterates in its own way is taken at its word, and its batches are cut.
+    # A subclass with its own __iter__ cannot be rebuilt: its batches are sliced instead.
     iterates_by_index = (
         type(loader).__iter__ is DataLoader.__iter__
         and loader.batch_sampler is not None
@@ -60,18 +61,18 @@ def shard(
 class ShardedLoader(ABC):
     """This rank's part of every batch of a loader. Each iteration over it is one epoch.
 
-    Before a batch is handed out, on_share gets this rank's number of samples in it; after the
-    last one, or when the loop is left early, it gets None. A batch of fewer samples than ranks
-    leaves some rank with none: it gets one of the batch's samples as a stand-in, and its
-    on_share gets 0. Weighed by that, every sample counts once, and the rank still takes part in
-    the step; only what a forward pass leaves in the model, such as running statistics, sees the
-    stand-in.
+    Before it yields a batch, it calls on_share with this rank's number of samples in it; after the
+    last batch, or when the loop is left early, it calls on_share(None). If a batch has fewer
+    samples than there are ranks, a rank without samples gets the batch's first sample as a
+    stand-in, with a share of 0. Weighted by the shares, every sample counts once, and all ranks
+    take part in the step. Only state that a forward pass updates, such as running statistics, is
+    affected by stand-ins.
 
-    Iterating raises ValueError for a batch with no samples.
+    Iterating raises ValueError for an empty batch.
     """
 
     epoch: int
-    """The next iteration's; the draws are seeded by it, so a resumed job sets it."""
+    """Epoch of the next iteration. It seeds the shuffling: set it in a resumed job."""
 
     def __init__(
         self, loader: Iterable[Any], rank: int, size: int, seed: int, on_share: OnShare
@@ -84,52 +85,52 @@ class ShardedLoader(ABC):
         self._on_share = on_share
 
     def __len__(self) -> int:
-        """Return the batches of an epoch. Raises TypeError when the loader does not know."""
+        """Return the number of batches of an epoch. Raises TypeError if the loader has no len."""
         return len(cast(Sized, self._loader))
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        # Without gradients nobody trains on it: an evaluation between a batch and its backward must
-        # not take that batch's share away.
-        trains = torch.is_grad_enabled()
+        # An evaluation (without gradients) between a batch and its backward must not replace that
+        # batch's share.
+        training = torch.is_grad_enabled()
         try:
             for batch, share in self._parts(mixed_seed(self._seed, epoch)):
-                if trains:
+                if training:
                     self._on_share(share)
                 yield batch
         finally:
-            if trains:
+            if training:
                 self._on_share(None)
 
     @abstractmethod
     def _parts(self, seed: int) -> Iterator[tuple[Any, int]]:
-        """Yield what to hand out of each batch, and this rank's number of samples in it."""
+        """Yield this rank's part of each batch, and its number of samples (0 for a stand-in)."""
 
 
 class SlicingLoader(ShardedLoader):
-    """Makes every batch whole, then cuts this rank's part out."""
+    """Sharding of any iterable: makes whole batches, then slices this rank's part."""
 
     def _parts(self, seed: int) -> Iterator[tuple[Any, int]]:
         for batch in _seeded(self._loader, seed):
             lengths = set(_lengths(batch))
             if len(lengths) != 1:
                 raise ValueError(
-                    "a batch to cut needs tensors of one length in their first dimension, "
+                    "a batch to slice needs tensors of one length in their first dimension, "
                     f"but this {type(batch).__name__} has {sorted(lengths) or 'no tensors'}"
                 )
-            start, stop, share = _part_or_stand_in(lengths.pop(), self._rank, self._size)
-            yield _cut(batch, slice(start, stop)), share
+            rows, share = _rows(lengths.pop(), self._rank, self._size)
+            yield _sliced(batch, rows), share
 
 
 class SamplingLoader(ShardedLoader):
-    """Loads this rank's samples only: the same DataLoader behind a sampler of its part."""
+    """Sharding of a DataLoader: the same loader with a sampler of this rank's samples only."""
 
     def __init__(
         self, loader: DataLoader[Any], rank: int, size: int, seed: int, on_share: OnShare
     ) -> None:
         assert loader.batch_sampler is not None
-        self._sampler = _PartSampler(loader.batch_sampler, rank, size)
-        own = DataLoader(
+        self._sampler = _ShardSampler(loader.batch_sampler, rank, size)
+        sharded = DataLoader(
             loader.dataset,
             batch_sampler=self._sampler,
             num_workers=loader.num_workers,
@@ -140,21 +141,21 @@ class SamplingLoader(ShardedLoader):
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
-            # Seeds the workers: differently on each rank, and not from training's random state.
+            # Seeds the workers: differently on each rank, independent of training's generator.
             generator=torch.Generator().manual_seed(mixed_seed(seed, rank)),
         )
-        super().__init__(own, rank, size, seed, on_share)
+        super().__init__(sharded, rank, size, seed, on_share)
 
     def _parts(self, seed: int) -> Iterator[tuple[Any, int]]:
-        # Workers run ahead: a share waits here from the drawing of its batch until it is yielded.
+        # Workers load ahead: each share is queued from sampling until its batch is yielded.
         shares: deque[int] = deque()
         self._sampler.begin(seed, shares)
         for batch in self._loader:
             yield batch, shares.popleft()
 
 
-class _PartSampler(Sampler[list[int]]):
-    """This rank's part, or stand-in, of each list of indices of a batch sampler."""
+class _ShardSampler(Sampler[list[int]]):
+    """This rank's part, or stand-in, of each index list of a batch sampler."""
 
     def __init__(self, batches: Iterable[Iterable[int]], rank: int, size: int) -> None:
         self._batches = batches
@@ -163,7 +164,7 @@ class _PartSampler(Sampler[list[int]]):
         self._epoch: tuple[int, deque[int]] = (0, deque())
 
     def begin(self, seed: int, shares: deque[int]) -> None:
-        """Set the next iteration's seed, and the queue that takes its shares."""
+        """Set the seed of the next iteration, and the queue to append its shares to."""
         self._epoch = (seed, shares)
 
     def __len__(self) -> int:
@@ -173,23 +174,23 @@ class _PartSampler(Sampler[list[int]]):
         seed, shares = self._epoch
         for batch in _seeded(self._batches, seed):
             indices = list(batch)
-            start, stop, share = _part_or_stand_in(len(indices), self._rank, self._size)
+            rows, share = _rows(len(indices), self._rank, self._size)
             shares.append(share)
-            yield indices[start:stop]
+            yield indices[rows]
 
 
-def _part_or_stand_in(n: int, rank: int, size: int) -> tuple[int, int, int]:
-    """Return the bounds of a rank's samples in a batch of n, and how many of them are its own."""
-    if n == 0:
+def _rows(samples: int, rank: int, size: int) -> tuple[slice, int]:
+    """Return a rank's rows of a batch, or the stand-in's, and the rank's number of samples."""
+    if samples == 0:
         raise ValueError("the loader made a batch of no samples: leave it out")
-    start, stop = part(n, rank, size)
-    return (start, stop, stop - start) if start < stop else (0, 1, 0)
+    start, stop = split(samples, size)[rank : rank + 2]
+    return (slice(start, stop), stop - start) if start < stop else (slice(0, 1), 0)
 
 
 def _seeded(source: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Iterate over a source which sees torch's default generator, on the CPU, start at `seed`.
+    """Iterate over a source, with torch's default CPU generator seeded while the source draws.
 
-    Only the draws see it: between them the generator is as the caller left it.
+    Between items the generator has the caller's state.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -207,7 +208,7 @@ def _seeded(source: Iterable[Any], seed: int) -> Iterator[Any]:
 
 
 def _is_column(value: Any) -> bool:
-    """Tell whether a value holds one entry a sample: a tensor, an array, a list of strings."""
+    """Return True for a value with one entry a sample: a tensor, an array, a list of strings."""
     if isinstance(value, Tensor | np.ndarray):
         return value.ndim > 0
     return isinstance(value, list) and bool(value) and isinstance(value[0], str | bytes)
@@ -218,7 +219,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _lengths(nest: Any) -> Iterator[int]:
-    """Yield the length of every column in a nest."""
+    """Yield the length of every column in a nested batch."""
     if _is_column(nest):
         yield len(nest)
     elif isinstance(nest, Mapping):
@@ -232,20 +233,20 @@ def _lengths(nest: Any) -> Iterator[int]:
             yield from _lengths(getattr(nest, field.name))
 
 
-def _cut(nest: Any, rows: slice) -> Any:
-    """Return the nest with the rows of its columns; whatever is no column stays as it is."""
+def _sliced(nest: Any, rows: slice) -> Any:
+    """Return a nested batch with all columns sliced; other values are passed through."""
     if _is_column(nest):
         return nest[rows]
     if isinstance(nest, MutableMapping):
-        cut = copy.copy(nest)
-        cut.update({key: _cut(value, rows) for key, value in nest.items()})
-        return cut
+        sliced = copy.copy(nest)
+        sliced.update({key: _sliced(value, rows) for key, value in nest.items()})
+        return sliced
     if isinstance(nest, Mapping):
-        return {key: _cut(value, rows) for key, value in nest.items()}
+        return {key: _sliced(value, rows) for key, value in nest.items()}
     if isinstance(nest, tuple | list):
-        parts = [_cut(value, rows) for value in nest]
-        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
+        values = [_sliced(value, rows) for value in nest]
+        return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     if _is_dataclass(nest):
         fields = [field.name for field in dataclasses.fields(nest) if field.init]
-        return dataclasses.replace(nest, **{f: _cut(getattr(nest, f), rows) for f in fields})
+        return dataclasses.replace(nest, **{f: _sliced(getattr(nest, f), rows) for f in fields})
     return nest

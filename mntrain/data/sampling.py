@@ -1,15 +1,15 @@
-"""Which samples are whose: the order of training's samples, and every rank's part of it.
+"""The order of the training samples, and the contiguous share of each rank.
 
-    epoch:    a permutation of the samples, from (seed, epoch) alone
-    step:     the next batch_size of it: the global batch     [------------------------]
-    rank:     a contiguous part of that                       [-------|--------|-------]
-    worker:   micro-batches of nearly equal sizes             [---|---|----|---|---|---]
+    epoch:    a permutation of the samples, a function of (seed, epoch)
+    step:     the next batch_size samples: the global batch   [------------------------]
+    rank:     a contiguous share of the global batch          [-------|--------|-------]
+    worker:   micro-batches whose sizes differ by at most 1   [---|---|----|---|---|---]
 
-Everything follows from the step, the rank and the size by closed forms. So the global order is
-the same at any number of ranks, and a job resumes by starting at another step. The random numbers
-that a dataset draws for a sample follow from the seed, the step and the sample.
+Every level is a closed form of the step, the rank and the size. The global order is therefore the
+same on any number of ranks, and a job resumes by starting at a later step. The random numbers that
+a dataset draws for a sample are a function of the seed, the step and the sample.
 
-Nothing here communicates.
+Nothing in this module communicates.
 """
 
 import functools
@@ -17,6 +17,7 @@ import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
+from itertools import pairwise
 from types import FrameType
 from typing import Any, cast
 
@@ -25,17 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-_OUTLAST_S = 30
+from zero.layout import split
+
+_WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
 
 Collate = Callable[[list[Any]], Any] | None
-
-
-def part(n: int, index: int, parts: int) -> tuple[int, int]:
-    """Return the bounds [start, stop) of one of `parts` contiguous parts of n items.
-
-    The parts are disjoint and complete, their sizes differ by at most one; some may be empty.
-    """
-    return index * n // parts, (index + 1) * n // parts
 
 
 def mixed_seed(*values: int) -> int:
@@ -45,7 +40,7 @@ def mixed_seed(*values: int) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _permutation(samples: int, seed: int, epoch: int) -> Tensor:
-    """Return an epoch's order. One is kept: the steps of an epoch ask for it one by one."""
+    """Return the order of an epoch. The last one is cached, for the steps of the same epoch."""
     generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
     return torch.randperm(samples, generator=generator)
 
@@ -54,16 +49,17 @@ def _permutation(samples: int, seed: int, epoch: int) -> Tensor:
 class SamplingPlan:
     """The order in which a job sees its samples. Pure: all ranks hold an equal one.
 
-    An epoch takes every sample once; its last batch is smaller when batch_size does not divide
-    samples. Steps count from 0, on through the epochs. Raises ValueError for a plan of nothing.
+    An epoch takes every sample once; its last batch is smaller if batch_size does not divide
+    samples. Steps are counted from 0 and continue over the epochs. Raises ValueError for an empty
+    dataset, an empty batch or a negative seed.
     """
 
     samples: int
-    """Samples in the dataset."""
+    """Number of samples in the dataset."""
     batch_size: int
-    """Samples in a global batch, that of all ranks together."""
+    """Number of samples in a global batch, that of all ranks together."""
     seed: int
-    """Of the permutations; not negative."""
+    """Seed of the permutations; not negative."""
     shuffle: bool = True
     """False to keep the dataset's order in every epoch."""
 
@@ -77,50 +73,68 @@ class SamplingPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that see every sample once."""
+        """Number of steps in one pass over the samples."""
         return -(-self.samples // self.batch_size)
 
-    def _bounds(self, step: int) -> tuple[int, int, int]:
-        """Return the step's epoch and its [start, stop) in the epoch's order."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        start = batch * self.batch_size
-        return epoch, start, min(start + self.batch_size, self.samples)
+    def indices(self, step: int) -> Tensor:
+        """Return the samples of a step's global batch, new, 1-D int64."""
+        return self.share(step, 0, 1)
 
-    def _slice(self, epoch: int, start: int, stop: int) -> Tensor:
+    def share(self, step: int, rank: int, size: int) -> Tensor:
+        """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
+        epoch, start, stop = self._share_bounds(step, rank, size)
         if not self.shuffle:
             return torch.arange(start, stop)
         return _permutation(self.samples, self.seed, epoch)[start:stop].clone()
 
-    def indices(self, step: int) -> Tensor:
-        """Return the samples of a step's global batch, new, 1-D int64."""
-        return self._slice(*self._bounds(step))
-
-    def share(self, step: int, rank: int, size: int) -> Tensor:
-        """Return a rank's part of a step's global batch, new, 1-D int64, perhaps empty."""
-        epoch, start, stop = self._bounds(step)
-        first, last = part(stop - start, rank, size)
-        return self._slice(epoch, start + first, start + last)
-
     def micro_batch_count(self, step: int, rank: int, size: int, micro_batch_size: int) -> int:
-        """Return how many micro-batches a rank has in a step, without making them."""
-        _, start, stop = self._bounds(step)
-        first, last = part(stop - start, rank, size)
-        return -(-(last - first) // micro_batch_size)
+        """Return the number of a rank's micro-batches in a step, without computing them."""
+        _, start, stop = self._share_bounds(step, rank, size)
+        return -(-(stop - start) // micro_batch_size)
 
     def micro_batches(
         self, step: int, rank: int, size: int, micro_batch_size: int
     ) -> list[list[int]]:
-        """Return a rank's share of a step in pieces of at most micro_batch_size samples.
+        """Return a rank's share of a step as the fewest lists of at most micro_batch_size samples.
 
-        As few as can be, their sizes differ by at most one; none when the share is empty.
+        Their lengths differ by at most one. The result is empty if the share is.
         """
         share: list[int] = self.share(step, rank, size).tolist()
         count = self.micro_batch_count(step, rank, size, micro_batch_size)
-        return [share[slice(*part(len(share), i, count))] for i in range(count)]
+        return (
+            [share[low:high] for low, high in pairwise(split(len(share), count))] if count else []
+        )
+
+    def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
+        """Return the step's epoch, and the [start, stop) of a rank's share in the epoch's order."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        start = batch * self.batch_size
+        bounds = split(min(self.batch_size, self.samples - start), size)
+        return epoch, start + bounds[rank], start + bounds[rank + 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How one rank loads its share. Raises ValueError for an empty micro-batch."""
+
+    rank: int
+    size: int
+    micro_batch_size: int
+    """Largest number of samples in a micro-batch."""
+    workers: int = 0
+    """Number of loader processes of this rank. 0: the rank itself loads."""
+    start_method: str = "spawn"
+    """Start method of the workers: "fork", "forkserver" or "spawn"."""
+    collate: Collate = None
+    """Makes a batch of a list of samples; None for torch's `default_collate`."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise ValueError(f"a micro-batch of {self.micro_batch_size} samples: give at least 1")
 
 
 class MicroBatch(list[int]):
-    """The samples of a micro-batch, and the step that it is of."""
+    """The samples of one micro-batch, together with its step."""
 
     def __init__(self, samples: Iterable[int], step: int) -> None:
         super().__init__(samples)
@@ -128,30 +142,16 @@ class MicroBatch(list[int]):
 
 
 class MicroBatchSampler(Sampler[list[int]]):
-    """A rank's micro-batches of the steps [start, stop), in order, for a DataLoader.
+    """Batch sampler of a rank's micro-batches, for all steps of a range, in order."""
 
-    Which of them belong to which step says `plan.micro_batch_count`.
-    """
-
-    def __init__(
-        self,
-        plan: SamplingPlan,
-        *,
-        rank: int,
-        size: int,
-        micro_batch_size: int,
-        start: int,
-        stop: int,
-    ) -> None:
-        if micro_batch_size < 1:
-            raise ValueError(f"a micro-batch of {micro_batch_size} samples: give at least 1")
+    def __init__(self, plan: SamplingPlan, options: LoaderOptions, steps: range) -> None:
         self._plan = plan
-        self._deal = (rank, size, micro_batch_size)
-        self._steps = range(start, stop)
+        self._steps = steps
+        self._shape = (options.rank, options.size, options.micro_batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self._steps:
-            for samples in self._plan.micro_batches(step, *self._deal):
+            for samples in self._plan.micro_batches(step, *self._shape):
                 yield MicroBatch(samples, step)
 
     def __len__(self) -> int:
@@ -160,16 +160,16 @@ class MicroBatchSampler(Sampler[list[int]]):
     def counts(self) -> Iterator[int]:
         """Yield the number of micro-batches of each step."""
         for step in self._steps:
-            yield self._plan.micro_batch_count(step, *self._deal)
+            yield self._plan.micro_batch_count(step, *self._shape)
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset that draws the same random numbers for a sample in a step, whoever loads it.
+    """A dataset whose random draws for a sample depend only on the seed, the step and the sample.
 
-    So augmentation is alike with any workers, on any ranks and in a job that goes on. It is fetched
-    by micro-batches. Those of a dataset with a `__getitems__` of its own, which fetches many
-    samples at once, have random numbers by micro-batch, and so by the number of ranks. Of torch's,
-    Python's and numpy's default generators; afterwards they are as before.
+    Augmentation is therefore the same with any workers, on any ranks and in a resumed job. This
+    covers the default generators of torch, Python and numpy, which are restored after each fetch.
+    Samples are fetched by micro-batches. A dataset with a `__getitems__` of its own, which fetches
+    many samples at once, is seeded once a micro-batch: its draws depend on the number of ranks.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
@@ -178,21 +178,21 @@ class SeededDataset(Dataset[Any]):
         self._fetch: Callable[[list[int]], list[Any]] | None = fetch
 
     def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
-        """The samples of a micro-batch."""
+        """Return the samples of a micro-batch."""
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        base = mixed_seed(self._seed, micro_batch.step)
+        step_seed = mixed_seed(self._seed, micro_batch.step)
         try:
             if self._fetch:
-                _seed_all(base + micro_batch[0])
+                _seed_all(step_seed + micro_batch[0])
                 return self._fetch(list(micro_batch))
-            return [self._item(base, index) for index in micro_batch]
+            return [self._sample(step_seed, index) for index in micro_batch]
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
 
-    def _item(self, base: int, index: int) -> Any:
-        _seed_all(base + index)
+    def _sample(self, step_seed: int, index: int) -> Any:
+        _seed_all(step_seed + index)
         return self._dataset[index]
 
 
@@ -204,90 +204,54 @@ def _seed_all(seed: int) -> None:
 
 
 def batches(
-    dataset: Dataset[Any],
-    plan: SamplingPlan,
-    *,
-    rank: int,
-    size: int,
-    micro_batch_size: int,
-    start: int,
-    stop: int,
-    workers: int,
-    start_method: str,
-    collate: Collate = None,
+    dataset: Dataset[Any], plan: SamplingPlan, options: LoaderOptions, steps: range
 ) -> Iterator[list[Any]]:
-    """Yield the steps [start, stop), each as the list of this rank's collated micro-batches.
+    """Yield, for each step, the list of this rank's collated micro-batches. Local.
 
-    Local. The list is empty where the rank's share is. With `workers` processes, started by
-    `start_method` ("fork", "forkserver" or "spawn"), loading runs ahead of the caller, over
-    steps and epochs; they end when the iterator is exhausted, closed or dropped. What a sample
-    draws at random is the same whoever loads it: see `SeededDataset`. Torch's default generator is
-    left alone. Raises ValueError for a micro-batch of nothing.
+    The list is empty if the rank's share is. Workers load ahead of the caller, over steps and
+    epochs, and end when the iterator is exhausted, closed or dropped. Random draws of the dataset
+    are reproducible (`SeededDataset`); torch's default generator is not advanced.
     """
-    sampler = MicroBatchSampler(
-        plan, rank=rank, size=size, micro_batch_size=micro_batch_size, start=start, stop=stop
-    )
+    sampler = MicroBatchSampler(plan, options, steps)
     loader = DataLoader(
         SeededDataset(dataset, plan.seed),
         batch_sampler=sampler,
-        num_workers=workers,
-        multiprocessing_context=start_method if workers else None,
-        collate_fn=collate,
-        worker_init_fn=_outlast_signals,
-        generator=torch.Generator().manual_seed(mixed_seed(plan.seed, start, rank)),
+        num_workers=options.workers,
+        multiprocessing_context=options.start_method if options.workers else None,
+        collate_fn=options.collate,
+        worker_init_fn=_ignore_signals,
+        generator=torch.Generator().manual_seed(mixed_seed(plan.seed, steps.start, options.rank)),
     )
     loaded = iter(loader)
     return ([next(loaded) for _ in range(count)] for count in sampler.counts())
 
 
-def spread(dataset: Dataset[Any], samples: int) -> Dataset[Any]:
-    """Return at most `samples` of a dataset, evenly spread over it; all of it for 0."""
-    total = len(cast(Sized, dataset))
-    if not 0 < samples < total:
-        return dataset
-    return Subset(dataset, [part(total, i, samples)[0] for i in range(samples)])
+def validation_batches(dataset: Dataset[Any], options: LoaderOptions) -> Iterator[Any]:
+    """Yield this rank's collated micro-batches of one pass over a dataset, in its order. Local.
 
-
-def validation_batches(
-    dataset: Dataset[Any],
-    *,
-    rank: int,
-    size: int,
-    micro_batch_size: int,
-    workers: int,
-    start_method: str,
-    collate: Collate = None,
-) -> Iterator[Any]:
-    """Yield this rank's collated micro-batches of the whole dataset, in its order, once.
-
-    Local. Every sample goes to one rank; ranks may get unequal numbers of micro-batches, or none.
+    Every sample goes to one rank. Ranks may get unequal numbers of micro-batches, or none.
     """
-    plan = SamplingPlan(len(cast(Sized, dataset)), size * micro_batch_size, seed=0, shuffle=False)
-    steps = batches(
-        dataset,
-        plan,
-        rank=rank,
-        size=size,
-        micro_batch_size=micro_batch_size,
-        start=0,
-        stop=plan.steps_per_epoch,
-        workers=workers,
-        start_method=start_method,
-        collate=collate,
-    )
-    for micro_batches in steps:
+    samples = len(cast(Sized, dataset))
+    plan = SamplingPlan(samples, options.size * options.micro_batch_size, seed=0, shuffle=False)
+    for micro_batches in batches(dataset, plan, options, range(plan.steps_per_epoch)):
         yield from micro_batches
 
 
-def _outlast_signals(worker: int) -> None:
-    """Leave it to the rank what a signal means that a scheduler sends to every process.
+def spread(dataset: Dataset[Any], samples: int) -> Dataset[Any]:
+    """Return a subset of at most `samples`, evenly spread over the dataset; for 0 all of it."""
+    total = len(cast(Sized, dataset))
+    return Subset(dataset, split(total, samples)[:-1]) if 0 < samples < total else dataset
 
-    SIGTERM is also how a rank ends a worker that does not answer: so not for long.
+
+def _ignore_signals(worker: int) -> None:
+    """Leave the reaction to a scheduler's signals, which every process receives, to the rank.
+
+    A rank also ends an unresponsive worker by SIGTERM: the worker then exits after a delay.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_later)
+    signal.signal(signal.SIGTERM, _exit_later)
 
 
-def _end_later(number: int, frame: FrameType | None) -> None:
-    signal.alarm(_OUTLAST_S)
+def _exit_later(number: int, frame: FrameType | None) -> None:
+    signal.alarm(_WORKER_GRACE_S)

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.metrics.step import Place, StepRecord
+from mntrain.metrics.step import StepRecord
 from mntrain.metrics.terminal import (
     ProgressPanel,
     evaluation,
@@ -30,6 +30,7 @@ from mntrain.metrics.terminal import (
     stdout,
     traffic_table,
 )
+from mntrain.rank_info import Place
 
 _STATUS_STYLES = {
     "completed": "green",

@@ -1,19 +1,17 @@
-"""What a step took and what a rank used: seconds by phase, memory, bytes by level."""
+"""Measurements of a training step and of memory: seconds by phase, means, bytes by role."""
 
 import dataclasses
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mntrain.rank_info import Usage
 from zero.memory import Memory
 
 PHASES = ("data", "forward", "backward", "reduce_wait", "optimizer")
@@ -97,38 +95,6 @@ class StepRecord:
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one rank runs."""
-
-    rank: int
-    host: str
-    node: int
-    local_rank: int
-    device: str
-    threads: int  # that torch computes with
-    gpu: str = ""  # its name, which all ranks of the host know it by; empty on the CPU
-    model: str = ""  # of the GPU, as torch says; empty on the CPU
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one rank used, from its start until now."""
-
-    peak_memory: int  # bytes of host memory, see `peak_memory`
-    peak_device_memory: int  # bytes allocated on the GPU; 0 on the CPU
-    node_messages: int  # sent within the node
-    node_bytes: int
-    cross_messages: int  # sent to other nodes
-    cross_bytes: int
-    communication_s: float  # in which a collective was under way
-    exposed_s: float  # in which the rank waited for one
-    device_memory: int = 0  # bytes allocated on the GPU now, as its peak above
-    reserved_memory: int = 0  # bytes that torch holds of it now, allocated or to be
-    peak_reserved_memory: int = 0
-    pinned_memory: int = 0  # bytes of host memory that transports hold pinned
-
-
 def memory_by_role(
     measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
 ) -> dict[str, dict[str, int]]:
@@ -157,44 +123,3 @@ def _spread(by_rank: Sequence[int]) -> dict[str, int]:
     middle = round(statistics.median(by_rank))
     peak_rank = by_rank.index(most)
     return {"least": min(by_rank), "median": middle, "most": most, "peak_rank": peak_rank}
-
-
-def peak_memory() -> int:
-    """This process's largest resident size so far, in bytes.
-
-    Of memory that ranks share, a page that k of them have mapped counts 1/k, where the system tells
-    (Linux): so the ranks of a node add up to what is physically there.
-    """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":
-        return peak  # Linux counts in KiB
-    try:
-        shared = _in_proc("status", "RssShmem") - _in_proc("smaps_rollup", "Pss_Shmem")
-    except (OSError, KeyError):
-        return peak * 1024
-    return peak * 1024 - shared
-
-
-def _in_proc(file: str, field: str) -> int:
-    """A figure of this process's memory, in bytes. OSError or KeyError where there is none."""
-    lines = Path("/proc/self", file).read_text().splitlines()
-    return int(dict(line.split(":", 1) for line in lines if ":" in line)[field].split()[0]) * 1024
-
-
-def peak_device_memory(device: torch.device) -> int:
-    """The most that torch had allocated on a GPU so far, in bytes; 0 on the CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def device_memory(device: torch.device) -> dict[str, int]:
-    """What torch holds on a GPU, in bytes, by the fields of `Usage`; 0 on the CPU. Local.
-
-    Does not wait for the device: torch keeps count in the process.
-    """
-    fields = {
-        "device_memory": torch.cuda.memory_allocated,
-        "reserved_memory": torch.cuda.memory_reserved,
-        "peak_reserved_memory": torch.cuda.max_memory_reserved,
-    }
-    on_gpu = device.type == "cuda"
-    return {name: int(asked(device)) if on_gpu else 0 for name, asked in fields.items()}

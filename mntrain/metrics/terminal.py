@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.metrics import units
-from mntrain.metrics.step import PHASES, Place, StepRecord
+from mntrain.metrics.step import PHASES, StepRecord
+from mntrain.rank_info import Place
 
 _PHASE_STYLES = dict(zip(PHASES, ("blue", "cyan", "green", "yellow", "magenta"), strict=True))
 _ROWS = 16  # of the table of places

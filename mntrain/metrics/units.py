@@ -30,8 +30,10 @@ def _scaled(value: float, base: int, units: Sequence[str]) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """The time of a step: 12.3 ms, 0.42 s."""
-    return f"{seconds:.2f} s" if seconds >= 0.0995 else f"{seconds * 1e3:.3g} ms"
+    """Format a time below a minute: 21.3 us, 12.3 ms, 0.42 s."""
+    if seconds >= 0.0995:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def clock(seconds: float) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mntrain.checkpoint import FoundCheckpoint, SavedCheckpoint, Saver, TrainingState
+from mntrain.checkpoint import FoundCheckpoint, RunProgress, SavedCheckpoint, Saver
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.report import Reporter
@@ -83,7 +83,7 @@ class Checkpointing:
     def at_end(self, record: StepRecord, skipped_steps: int, reporter: Reporter) -> None:
         """Save after the last step of a job, and wait for it. Collective. AgreedError."""
         self.settle(reporter, record.step)
-        self._tell(self._saver.save(self._moment(record, skipped_steps)), record.step, reporter)
+        self._tell(self._saver.save(self._progress(record, skipped_steps)), record.step, reporter)
 
     def settle(self, reporter: Reporter, step: int) -> None:
         """Wait for what is still being written. Collective. What goes wrong is a warning."""
@@ -126,13 +126,13 @@ class Checkpointing:
                 "before was still being written: save less often, or to a faster disk"
             )
         copy = time.perf_counter()
-        self._saver.begin(self._moment(record, skipped_steps))
+        self._saver.begin(self._progress(record, skipped_steps))
         end = time.perf_counter()
         self._cadence.saved(end - copy)
         self.costs.waited_s += end - start
 
-    def _moment(self, record: StepRecord, skipped_steps: int) -> TrainingState:
-        return TrainingState(
+    def _progress(self, record: StepRecord, skipped_steps: int) -> RunProgress:
+        return RunProgress(
             step=record.step,
             config=plain(self._config),
             samples=self._samples,

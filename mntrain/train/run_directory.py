@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain import checkpoint
-from mntrain.checkpoint import FoundCheckpoint, checkpoints_of, set_aside, writers
+from mntrain.checkpoint import FoundCheckpoint, checkpoints_of, describe_writers, set_aside
 from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
@@ -109,7 +109,7 @@ def tell(found: FoundCheckpoint, reporter: Reporter) -> None:
         reporter.warn(f"{path.name} was passed over: {why}")
     reporter.note(
         f"goes on after step {found.manifest.step}, from {found.path} "
-        f"(saved by {writers(found.manifest.world)})"
+        f"(saved by {describe_writers(found.manifest.world)})"
     )
 
 

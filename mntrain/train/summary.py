@@ -10,7 +10,8 @@ from torch import nn
 from mntrain.comm.topology import Topology
 from mntrain.config import Config
 from mntrain.metrics.flops import COMPUTES_IN, peak_of_all
-from mntrain.metrics.step import Place, StepRecord, memory_by_role
+from mntrain.metrics.step import StepRecord, memory_by_role
+from mntrain.rank_info import Place
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 

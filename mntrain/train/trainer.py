@@ -53,7 +53,7 @@ def run(config: Config) -> int:
         ) as world:
             return Trainer(world, config).fit()
     except AgreedError as error:
-        error.tell()
+        error.report()
         return 1 if isinstance(error, TrainingStoppedError) else 2
 
 
@@ -106,7 +106,7 @@ class Trainer:
         self._pace = Throughput()
         torch.manual_seed(sampling.mixed_seed(config.run.seed, world.rank, done))  # for dropout
         self._batches = sampling.batches(
-            train, self._plan, start=done, stop=self._stop, **self._dealing()
+            train, self._plan, self._loader_options(), range(done, self._stop)
         )
         self._means = MeanReducer(world)
         self._items = 0  # tokens, or samples, that the job has trained on
@@ -334,7 +334,7 @@ class Trainer:
         """
         self._model.eval()
         tally = WeightedSums()
-        for batch in sampling.validation_batches(self._valid, **self._dealing()):
+        for batch in sampling.validation_batches(self._valid, self._loader_options()):
             with self._precision.computing(self._world.device):
                 loss = self._loss(batch)
             tally.add(loss.count, {"loss": loss.mean, **loss.metrics})
@@ -371,16 +371,15 @@ class Trainer:
                     self._world.rank,
                 )
 
-    def _dealing(self) -> dict[str, Any]:
-        """How samples are dealt to ranks and loaded."""
-        return {
-            "rank": self._world.rank,
-            "size": self._world.size,
-            "micro_batch_size": self._config.train.micro_batch_size,
-            "workers": self._config.data.workers,
-            "start_method": self._config.data.worker_start,
-            "collate": self._task.collate,
-        }
+    def _loader_options(self) -> sampling.LoaderOptions:
+        return sampling.LoaderOptions(
+            rank=self._world.rank,
+            size=self._world.size,
+            micro_batch_size=self._config.train.micro_batch_size,
+            workers=self._config.data.workers,
+            start_method=self._config.data.worker_start,
+            collate=self._task.collate,
+        )
 
 
 def _warning(means: GlobalMeans, update: StepResult) -> str:

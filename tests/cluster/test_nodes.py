@@ -159,6 +159,7 @@ def test_traffic_crosses_the_link_between_nodes_only(make_cluster):
             assert sent[0] >= 8 * MIB if across else max(sent) < MIB
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ends", [(0, 1), (1, 0)], ids=["n1 to n2", "n2 to n1"])
 def test_link_is_not_faster_than_declared(make_cluster, ends):
     with make_cluster(ranks=(1, 1), link="100mbit") as cluster:
@@ -166,6 +167,7 @@ def test_link_is_not_faster_than_declared(make_cluster, ends):
     assert seconds >= 0.9 * 8 * MIB * 8 / 100e6
 
 
+@pytest.mark.thorough
 def test_job_stalls_while_a_link_is_down_and_goes_on_after(make_cluster, tmp_path):
     with (
         make_cluster(ranks=(1, 1), link=None) as cluster,
@@ -183,6 +185,7 @@ def test_job_stalls_while_a_link_is_down_and_goes_on_after(make_cluster, tmp_pat
         assert running.wait(SECONDS) == 0
 
 
+@pytest.mark.thorough
 def test_losing_a_node_ends_the_job(make_cluster, tmp_path):
     with (
         make_cluster(ranks=(2, 2), link=None) as cluster,
@@ -195,6 +198,7 @@ def test_losing_a_node_ends_the_job(make_cluster, tmp_path):
     assert code != 0 or library == "Open"
 
 
+@pytest.mark.thorough
 def test_crashed_node_is_gone_and_the_others_stay(make_cluster):
     with make_cluster(ranks=(1, 1), link=None) as cluster:
         sleeper = subprocess.Popen([*cluster.enter("n2"), "sleep", "1000"])
@@ -206,6 +210,7 @@ def test_crashed_node_is_gone_and_the_others_stay(make_cluster):
         assert subprocess.check_output([*cluster.enter("n1"), "hostname"]) == b"n1\n"
 
 
+@pytest.mark.thorough
 def test_nodes_share_files_but_neither_memory_nor_names(make_cluster, tmp_path):
     machine = Path("/etc/hosts").read_bytes()
     with make_cluster(ranks=(1, 1), link=None) as cluster:
@@ -220,6 +225,7 @@ def test_nodes_share_files_but_neither_memory_nor_names(make_cluster, tmp_path):
         assert Path("/etc/hosts").read_bytes() == machine
 
 
+@pytest.mark.thorough
 def test_clusters_run_side_by_side(make_cluster):
     def run(ranks):
         with make_cluster(ranks=ranks, link=None) as cluster:
@@ -230,6 +236,7 @@ def test_clusters_run_side_by_side(make_cluster):
     assert found == [[("n1", 1), ("n2", 1)], [("n1", 2)] * 2, [("n1", 1), ("n2", 1)]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("failure", [None, KeyboardInterrupt])
 def test_nothing_is_left_of_a_cluster(make_cluster, tmp_path, failure):
     with contextlib.ExitStack() as stack:
@@ -248,6 +255,7 @@ def test_nothing_is_left_of_a_cluster(make_cluster, tmp_path, failure):
         assert left(os.getpid(), str(tmp_path)) == ([], [], [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", [0, 7])
 def test_command_line_passes_the_exit_code(code):
     program = f"import sys; from mpi4py import MPI; sys.exit({code})"
@@ -255,6 +263,7 @@ def test_command_line_passes_the_exit_code(code):
     assert subprocess.run(command, timeout=SECONDS, check=False).returncode == code
 
 
+@pytest.mark.thorough
 def test_time_limit_ends_all_with_124(tmp_path):
     command = cli("--timeout", 2, "--", "python", "-c", TALK, tmp_path / "stop")
     with background(command) as running:
@@ -262,6 +271,7 @@ def test_time_limit_ends_all_with_124(tmp_path):
     assert left(running.pid, str(tmp_path)) == ([], [], [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_all(tmp_path, number):
     command = cli("--", "python", "-c", TALK, tmp_path / "stop")
@@ -272,6 +282,7 @@ def test_signal_ends_all(tmp_path, number):
     assert left(running.pid, str(tmp_path)) == ([], [], [])
 
 
+@pytest.mark.thorough
 def test_killed_cluster_leaves_a_directory_which_clean_removes(temporary):
     command = cli("--", "python", "-c", TALK, temporary / "stop")
     with background(command) as running:
@@ -282,6 +293,7 @@ def test_killed_cluster_leaves_a_directory_which_clean_removes(temporary):
     assert left(running.pid) == ([], [], [])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("temporary")
 def test_clean_ends_nodes_that_a_forked_process_keeps():
     program = (
@@ -305,6 +317,7 @@ def test_clean_ends_nodes_that_a_forked_process_keeps():
         owner.stdout.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("temporary")
 def test_clean_leaves_living_clusters_alone(make_cluster):
     with make_cluster(ranks=(1,)) as cluster:
@@ -313,12 +326,14 @@ def test_clean_leaves_living_clusters_alone(make_cluster):
         assert all(left(os.getpid()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [(), (2, 0)])
 def test_ranks_that_make_no_cluster_are_refused(ranks):
     with pytest.raises(ValueError, match="at least one rank each"):
         Cluster(ranks=ranks)
 
 
+@pytest.mark.thorough
 def test_the_reason_for_no_nodes_names_what_is_missing():
     program = "import nodes; print(nodes.available())"
     reason = subprocess.check_output(

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mntrain.metrics.report import Reporter, make_reporter
-from mntrain.metrics.step import Place, StepRecord, Usage, memory_by_role
+from mntrain.metrics.step import StepRecord, memory_by_role
+from mntrain.rank_info import Place, Usage
 from zero.memory import Memory
 
 

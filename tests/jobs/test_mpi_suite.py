@@ -3,12 +3,12 @@
 import pytest
 from launch import MPI_TESTS, run_suite
 
-# Of one rank what is not of several; two and three ranks share what either shows. At four what
-# depends on who is in which node, and not on what is computed there; parity and the wire's dtypes
-# are tested on emulated nodes, two of two ranks.
-OF_ONE = ("checkpoint", "collectives", "memory", "parity", "state", "trainer", "world")
+# On one rank, the tests whose subject differs there. On two and three ranks together, every test.
+# On four, the tests that depend on which rank is on which node; parity and wire dtypes also run on
+# emulated nodes of two ranks each.
+OF_ONE = ("checkpoint", "collectives", "shared_memory", "parity", "state", "trainer", "world")
 OF_NODES = ("collectives", "state", "transports")
-AT_TWO = ("memory", "stage_model", "stage_precision", "stage_updates", "state")
+AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("jobs", "cost", "stage_cost", "soak", "transports", "wire")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
@@ -18,6 +18,17 @@ SUITES = {
 }
 
 
+@pytest.mark.timeout(300)
+def test_quick_mpi_suite_passes(request):
+    """Every test of tests/mpi on three ranks, each parameter value once."""
+    if request.config.getoption("--all"):
+        pytest.skip("the whole suites run instead")
+    result = run_suite(3, [MPI_TESTS], timeout=280, everything=False)
+    if result.returncode != 0:
+        pytest.fail(result.report(), pytrace=False)
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("ranks", SUITES)
 def test_mpi_suite_passes(ranks):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from job import SMALL, completed, losses, metrics, summary, train, write_corpus
-from launch import mpirun
+from launch import TESTS, mpirun
 
 from mntrain.checkpoint.discovery import check, checkpoints_of, opened
 
@@ -89,6 +89,7 @@ def ckpt(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_listed_and_shown(tmp_path, stopped):
     listed = ckpt("list", stopped / "run")
     assert listed.returncode == 0
@@ -110,6 +111,32 @@ def stopped(tmp_path_factory) -> Path:
     return folder
 
 
+OLD = TESTS / "data" / "checkpoint-0.1"
+OLD_OPTIONS = [
+    *("--data.path", str(OLD / "corpus.txt"), "--zero.stage", "2", "--train.precision"),
+    *("bf16-pure", "--model.layers", "1", "--model.width", "16", "--optim.lr", "0.02"),
+]
+
+
+def test_a_checkpoint_of_version_0_1_is_verified():
+    path = OLD / "step-00000003"
+    verified = ckpt("verify", path)
+    assert (verified.returncode, verified.stderr) == (0, "")
+    assert verified.stdout.replace("\n", "") == f"{path}: sound, 0.1 MB"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path, ranks):
+    resume = ["--run.resume", str(OLD / "step-00000003")]
+    result = completed(train(ranks, tmp_path, *OLD_OPTIONS, *resume))
+    assert "(saved by 3 ranks on 1 node)" in result.stdout
+    assert [line["step"] for line in metrics(tmp_path)] == [4, 5, 6]
+    expected = json.loads((OLD / "losses.json").read_text())[3:]
+    # On 3 ranks the same bits on the machine that wrote the checkpoint; bf16 differs on others.
+    assert losses(tmp_path) == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
     small = tmp_path / "run"

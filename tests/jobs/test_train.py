@@ -61,6 +61,7 @@ def test_the_model_learns(tmp_path):
     assert values[-2] < 0.75 * values[0]
 
 
+@pytest.mark.thorough
 def test_the_resolved_configuration_runs_again_the_same_bit_for_bit(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -77,6 +78,7 @@ def test_the_resolved_configuration_runs_again_the_same_bit_for_bit(tmp_path):
     assert again == expected
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_follows_the_plain_one(tmp_path):
     options = ["--model.layers", "1", "--train.eval-samples", "12"]  # few shapes to compile for
     completed(train(1, tmp_path, *options, "--train.compile", timeout=110))

@@ -23,7 +23,7 @@ from worlds import RANKS
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import Saver, TrainingState
+from mntrain.checkpoint import RunProgress, Saver
 from mntrain.checkpoint.discovery import checkpoints_of, opened
 from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER
 
@@ -49,12 +49,12 @@ def folder():
         shutil.rmtree(path)
 
 
-def moment(step):
-    return TrainingState(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+def progress(step):
+    return RunProgress(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
 
 
 def save(world, model, optimizer, folder, *, step=2, keep=3):
-    return Saver(world, model, optimizer, folder, keep).save(moment(step))
+    return Saver(world, model, optimizer, folder, keep).save(progress(step))
 
 
 def double(kind):
@@ -317,7 +317,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(worlds, folder, monkeypa
         train(world, model, optimizer, range(turn))
         pieces, weights = saved(optimizer, model)
         gate.clear()
-        saver.begin(moment(turn))
+        saver.begin(progress(turn))
         train(world, model, optimizer, range(10, 13))
         assert saver.saving
         assert sum(world.gather(saver.ready())) < RANKS
@@ -345,7 +345,7 @@ def test_nobody_waits_for_what_is_ready(worlds, folder):
     optimizer = world.optimizer(model, ADAMW, stage=1)
     saver = Saver(world, model, optimizer, folder, keep=3)
     assert saver.ready() == 0
-    saver.begin(moment(1))
+    saver.begin(progress(1))
     stages = []
     while saver.saving:
         while sum(world.gather(saver.ready())) < RANKS:
@@ -372,15 +372,15 @@ def test_what_cannot_be_written_leaves_the_others_alone(worlds, folder, call, wa
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW, stage=1)
     saver = Saver(world, model, optimizer, folder, keep=3)
-    path = saver.save(moment(1)).path
+    path = saver.save(progress(1)).path
 
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
     def save():
         if way == "at once":
-            saver.save(moment(2))
-        saver.begin(moment(2))
+            saver.save(progress(2))
+        saver.begin(progress(2))
         if way == "begun":
             saver.finish()
         while sum(world.gather(saver.ready())) < RANKS or not saver.advance():
@@ -398,7 +398,7 @@ def test_what_cannot_be_written_leaves_the_others_alone(worlds, folder, call, wa
     assert [one.name for one in (folder / "checkpoints").iterdir()] == [path.name]
     assert checkpoint.newest(world, folder).path == path
     MPI.COMM_WORLD.Barrier()
-    assert saver.save(moment(3)).path == checkpoints_of(folder)[0]
+    assert saver.save(progress(3)).path == checkpoints_of(folder)[0]
     optimizer.close()
 
 

@@ -173,7 +173,7 @@ def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
             world.collectives.allocate(1, torch.uint8, CPU)  # lets go of what is dead
         states.append(state())
         assert messages_under_way() == []
-        assert not any(world._progress._busy for world in worlds)
+        assert not any(world._parts.engine._busy for world in worlds)
     (first, counts), (second, counts_at_end) = states
     growths = worlds[0].gather(second - first)
     for world in worlds:

@@ -33,16 +33,16 @@ class Rig:
 
     def __init__(self, ranks_per_node, device, *, mixed=False):
         self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
-        self.device, self.progress = device, self.world._progress
+        self.device, self.progress = device, self.world._parts.engine
         self.late = not isinstance(device, PromptDevice)
         kernels = LateKernels(device) if self.late else TorchKernels()
         self.devices = Devices(
             torch.device("cpu"), device, kernels, mixed=mixed, slot_bytes=SLOT_BYTES
         )
-        self.comm = self.on_thread(lambda: self.world._world.split(0, self.world.rank, "test"))
+        self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
-                self.comm, self.world._node, self.world.topology, self.progress, self.devices
+                self.comm, self.world._parts.node, self.world.topology, self.progress, self.devices
             )
         )
         self.selected = []
@@ -61,7 +61,7 @@ class Rig:
             "probe": lambda device: "",
         } | changes
         return TransportContext(
-            self.comm, self.world._node, self.world.topology, self.progress, **options
+            self.comm, self.world._parts.node, self.world.topology, self.progress, **options
         )
 
     def select(self, name, **changes):

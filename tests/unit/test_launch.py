@@ -49,11 +49,13 @@ def suite(tmp_path):
     return run
 
 
+@pytest.mark.thorough
 def test_exit_code_passes_through():
     assert mpirun(2, [sys.executable, "-c", ""], timeout=30).returncode == 0
     assert mpirun(2, [sys.executable, "-c", "raise SystemExit(3)"], timeout=30).returncode == 3
 
 
+@pytest.mark.thorough
 def test_plain_capture_keeps_stdout_and_stderr_apart():
     program = "import sys; print('to stdout'); print('to stderr', file=sys.stderr)"
     result = mpirun(3, [sys.executable, "-c", program], timeout=30)
@@ -63,6 +65,7 @@ def test_plain_capture_keeps_stdout_and_stderr_apart():
     assert "stderr" not in result.stdout
 
 
+@pytest.mark.thorough
 def test_per_rank_output_is_one_text_for_each_rank():
     program = """
 import os, sys
@@ -75,6 +78,7 @@ print("to stderr from", rank, file=sys.stderr)
     assert result.outputs == expected
 
 
+@pytest.mark.thorough
 def test_arguments_reach_the_command_as_given():
     words = ["a b", "$HOME", "it's", '"', "*", ""]
     program = "import sys; print(sys.argv[1:])"
@@ -83,6 +87,7 @@ def test_arguments_reach_the_command_as_given():
         assert (result.outputs or [result.stdout])[0] == f"{words}\n"
 
 
+@pytest.mark.thorough
 def test_environment_and_folder_reach_the_ranks(tmp_path):
     program = "import os; print(os.getcwd(), *map(os.environ.get, ['ONE', 'OMP_NUM_THREADS']))"
     result = mpirun(
@@ -95,6 +100,7 @@ def test_environment_and_folder_reach_the_ranks(tmp_path):
     assert result.stdout == f"{tmp_path} given 1\n"
 
 
+@pytest.mark.thorough
 def test_hanging_command_ends_at_its_limit_with_the_stack_of_every_thread():
     start = time.monotonic()
     result = mpirun(3, [sys.executable, "-c", HANG], timeout=4)
@@ -110,6 +116,7 @@ def test_hanging_command_ends_at_its_limit_with_the_stack_of_every_thread():
     assert living("sleep_in_main_thread") == []
 
 
+@pytest.mark.thorough
 def test_rank_inside_a_blocking_mpi_call_shows_its_stack():
     program = """
 from mpi4py import MPI
@@ -126,6 +133,7 @@ wait_for_a_message_that_never_comes()
         assert "wait_for_a_message_that_never_comes" in stack
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", ["", "raise SystemExit(1)"])
 def test_process_left_behind_by_a_rank_is_ended(code):
     program = f"""
@@ -139,6 +147,7 @@ subprocess.Popen([sys.executable, "-c", mark], start_new_session=True, stdout=nu
     assert living("left behind by a rank") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["world.Abort(1)", "time.sleep(600)"])
 def test_shared_memory_of_killed_ranks_is_removed(end):
     program = f"""
@@ -208,6 +217,7 @@ def test_failure_on_one_rank_is_reported_within_seconds(suite):
     assert "test_passes" not in report
 
 
+@pytest.mark.thorough
 def test_failure_is_reported_although_the_teardown_hangs(suite):
     start = time.monotonic()
     result = suite(
@@ -230,12 +240,14 @@ def test_failure_is_reported_although_the_teardown_hangs(suite):
     assert "before a teardown that hangs" in result.outputs[1]
 
 
+@pytest.mark.thorough
 def test_failure_on_every_rank_is_printed_by_every_rank(suite):
     result = suite(3, "def test_fails():\n    assert 1 + 1 == 3, 'everywhere'\n")
     assert result.returncode != 0
     assert ["AssertionError: everywhere" in output for output in result.outputs] == [True] * 3
 
 
+@pytest.mark.thorough
 def test_report_shows_equal_failures_once():
     failure = (
         'test_a.py::test_b FAILED [100%]\n  File "x.py", line 1 in f\n===== 1 failed in {} =====\n'
@@ -257,12 +269,14 @@ def test_report_shows_equal_failures_once():
     ]
 
 
+@pytest.mark.thorough
 def test_error_in_collection_is_shown(suite):
     result = suite(2, "import no_such_module\n")
     assert result.returncode != 0
     assert "No module named 'no_such_module'" in result.report()
 
 
+@pytest.mark.thorough
 def test_crash_of_a_rank_shows_its_stack(suite):
     result = suite(
         2,
@@ -279,10 +293,12 @@ def test_crash_of_a_rank_shows_its_stack(suite):
     assert "in test_crashes_on_rank_one" in result.report()
 
 
+@pytest.mark.thorough
 def test_suite_without_tests_does_not_pass(suite):
     assert suite(2, "").returncode != 0
 
 
+@pytest.mark.thorough
 def test_warnings_are_errors_in_the_ranks(suite):
     source = "def test_warns():\n    import warnings\n    warnings.warn('sample', UserWarning)\n"
     result = suite(1, source)

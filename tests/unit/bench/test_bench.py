@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -16,16 +17,16 @@ from rich.console import Console
 
 from mntrain.bench import limits
 from mntrain.bench.bench_options import ALGORITHMS, VERBS, BenchOptions, parse, size_label
-from mntrain.bench.candidates import LibraryCandidate
-from mntrain.bench.pattern import Pattern, holds, write
+from mntrain.bench.candidates import Candidate, LibraryCandidate, Pattern, fill, matches
+from mntrain.bench.measure import take_turns, turn_order
 from mntrain.bench.plot import missing, plot
-from mntrain.bench.printing import footer, header, short_time, show, speed
-from mntrain.bench.results import BenchResults, SkippedCase, TimedCase, WrongCase
+from mntrain.bench.printing import footer, header, show, speed
+from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.bench.run import files_problem
-from mntrain.bench.timing import in_turns
 from mntrain.comm.algorithms import selection
 from mntrain.comm.link_speed import copy_speed, link_speed
 from mntrain.comm.topology import Topology
+from mntrain.metrics.units import short_time
 from zero.collectives import SingleProcessCollectives
 
 COMMAND = [sys.executable, "-m", "mntrain", "bench"]
@@ -34,7 +35,7 @@ TERMINAL = {"force_terminal": True, "color_system": "truecolor"}
 
 
 def refused(*argv):
-    """What `parse` says on stderr of a command line that it refuses."""
+    """Return what `parse` prints to stderr for a command line that it refuses."""
     with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as exit_:
         parse(argv)
     assert exit_.value.code == 2
@@ -137,12 +138,12 @@ def test_help_of_training_mentions_the_command():
     assert "python -m mntrain bench\n" in result.stdout
 
 
-def test_every_algorithm_there_is_can_be_measured():
+def test_every_algorithm_can_be_measured():
     assert set(ALGORITHMS) == set(selection.ALGORITHMS)
 
 
 @pytest.mark.parametrize("nbytes", [8, 1000, 1024, 1536, 3 * 2**10, MIB, 5 * 2**30])
-def test_a_size_reads_as_it_is_typed(nbytes):
+def test_size_labels_parse_to_the_same_size(nbytes):
     assert parse(["--sizes", size_label(nbytes)]).sizes == (nbytes,)
 
 
@@ -150,10 +151,10 @@ def test_sizes_are_labelled_with_the_largest_unit_that_divides_them():
     assert [size_label(n) for n in (1000, 1536, 65536, 3 * MIB)] == ["1000", "1536", "64K", "3M"]
 
 
-def test_every_candidate_goes_once_a_turn_and_after_every_other_one_in_some():
-    turns = [in_turns(4, turn) for turn in range(40)]
+def test_every_candidate_runs_once_a_turn_and_after_every_other_one_in_some():
+    turns = [turn_order(4, turn) for turn in range(40)]
     assert all(sorted(turn) == [0, 1, 2, 3] for turn in turns)
-    assert turns == [in_turns(4, turn) for turn in range(40)]  # on every rank
+    assert turns == [turn_order(4, turn) for turn in range(40)]  # on every rank
     assert {pair for turn in turns for pair in pairwise(turn)} == set(permutations(range(4), 2))
 
 
@@ -164,26 +165,26 @@ def test_every_candidate_goes_once_a_turn_and_after_every_other_one_in_some():
         ("all_reduce", (1, 1, 1, 1), 1.5),
         ("all_reduce", (3, 1), 1.0),
         ("reduce_scatter", (2, 2), 0.5),
-        ("reduce_scatter", (3, 1), 0.75),  # what the rank alone has of the others' shards
+        ("reduce_scatter", (3, 1), 0.75),  # all shards but that of the node of one rank
         ("all_gather", (1, 1, 1, 1), 0.75),
-        ("all_gather", (2, 1, 3), 5 / 6),  # what the rank alone lacks
+        ("all_gather", (2, 1, 3), 5 / 6),  # the same
         ("broadcast", (1, 1, 1, 1), 1.0),
         ("broadcast", (2,), 0.0),
         ("all_reduce", (2,), 0.0),
         ("all_gather", (2,), 0.0),
     ],
 )
-def test_what_must_cross_the_link_of_some_node(verb, ranks, expected):
-    assert limits.crossing_at_least(verb, ranks) == pytest.approx(expected)
+def test_the_minimum_traffic_of_a_collective(verb, ranks, expected):
+    assert limits.minimum_traffic(verb, ranks) == pytest.approx(expected)
 
 
-def test_the_limit_says_what_it_is_where_nodes_are_unequal():
+def test_the_limit_is_described_for_equal_and_unequal_nodes():
     equal, unequal = (
-        limits.HardwareLimits(ranks, 100e6, {}).meaning for ranks in ((2, 2), (2, 1, 3))
+        limits.HardwareLimits(ranks, 100e6, {}).description for ranks in ((2, 2), (2, 1, 3))
     )
     assert equal.endswith("reduce_scatter and all_gather (M-1)/M S")
     assert "M = 3 nodes" in unequal
-    assert "reduce_scatter and all_gather 5/6 S" in unequal
+    assert "reduce_scatter and all_gather 5/6 S (all shards but" in unequal
 
 
 def test_the_limit_is_the_link_between_nodes_and_a_copy_within_one():
@@ -195,104 +196,122 @@ def test_the_limit_is_the_link_between_nodes_and_a_copy_within_one():
         assert memory.seconds(verb, 2 * MIB) == pytest.approx(2 * MIB / 2e9)
 
 
-@pytest.mark.parametrize(
-    ("once_s", "allowed_s", "expected"),
-    [
-        (1.0, 100.0, 5),  # as asked for
-        (1.0, 3.5, 3),  # as there is time for
-        (1.0, 0.1, 1),
-        (1.0, -1.0, 1),
-        (0.01, 100.0, 10),  # short: more often, for a tenth of a second
-        (1e-5, 100.0, 100),  # but not more than twenty times as often
-        (0.01, 0.07, 7),
-    ],
-)
-def test_repeats(once_s, allowed_s, expected):
-    assert limits.repeats(once_s, allowed_s, wanted=5) == expected
+class SleepingCandidate(Candidate):
+    """A collective that only sleeps."""
+
+    def __init__(self, seconds, correct):
+        super().__init__("sleep")
+        self.seconds, self.correct, self.runs = seconds, correct, 0
+
+    def prepare(self):
+        pass
+
+    def run(self):
+        self.runs += 1
+        time.sleep(self.seconds)
+
+    def is_correct(self):
+        return self.correct
 
 
-@pytest.mark.parametrize(
-    ("once_s", "nbytes", "larger", "expected"),
-    [
-        (0.5, 4096, 10**6, 0.5),  # latency, which does not grow
-        (0.02, 2 * 10**6, 8 * 10**6, 0.08),  # in proportion
-        (0.5, 2 * 10**6, 8 * 10**6, 0.5 + 2 * 0.06),  # at half the speed of the link
-    ],
-)
-def test_predictions(once_s, nbytes, larger, expected):
-    hardware = limits.HardwareLimits(ranks=(2, 2), link=100e6, copy={})
-    assert limits.predicted(hardware, "all_reduce", once_s, nbytes, larger) == pytest.approx(
-        expected
-    )
+class OneRank:
+    """What `take_turns` needs of a communicator, for one rank."""
+
+    def bcast(self, value):
+        return value
+
+    def allgather(self, value):
+        return [value]
+
+    def Ibarrier(self):  # noqa: N802 - mpi4py's name
+        return self
+
+    def Test(self):  # noqa: N802 - mpi4py's name
+        return True
+
+
+def test_candidates_take_turns_after_a_warm_up():
+    candidates = [SleepingCandidate(0.0, correct) for correct in (True, False)]
+    samples = take_turns(OneRank(), candidates, rounds=7, budget_s=60.0, warm_up=2)
+    assert [candidate.runs for candidate in candidates] == [9, 9]
+    assert [len(rounds) for rounds in samples] == [7, 7]
+    assert {correct for turn in samples[1] for _, correct in turn} == {False}
+
+
+def test_rounds_end_at_the_time_limit_but_one_is_always_made():
+    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.03, True)], rounds=99, budget_s=0.1)
+    assert 1 <= len(samples) <= 4
+    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.0, True)], rounds=99, budget_s=0.0)
+    assert len(samples) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 90])
 def test_every_partial_sum_of_the_pattern_is_exact(size, dtype):
     patterns = [Pattern(rank, size, dtype, torch.device("cpu")) for rank in range(size)]
-    total = torch.zeros_like(patterns[0].mine)
+    total = torch.zeros_like(patterns[0].contribution)
     for pattern in patterns:
-        total += pattern.mine  # rounds to dtype
+        total += pattern.contribution  # rounds to dtype
     backwards = torch.zeros_like(total)
     for pattern in reversed(patterns):
-        backwards += pattern.mine
+        backwards += pattern.contribution
     for pattern in patterns:
         assert torch.equal(total, pattern.total)
         assert torch.equal(backwards, pattern.total)
 
 
-def test_a_missing_rank_and_data_in_the_wrong_place_are_seen():
+def test_a_missing_rank_and_misplaced_data_are_detected():
     size = 4
     patterns = [Pattern(r, size, torch.float32, torch.device("cpu")) for r in range(size)]
     numel = 1_000_003  # more than a tile, and no multiple of it
     total = torch.empty(numel)
-    write(total, patterns[0].total)
-    assert holds(total, patterns[0].total)
+    fill(total, patterns[0].total)
+    assert matches(total, patterns[0].total)
     for pattern in patterns:
-        assert (pattern.total - pattern.mine)[:100].ne(pattern.total[:100]).any()
+        assert (pattern.total - pattern.contribution)[:100].ne(pattern.total[:100]).any()
     for shift in (1, 2, 1024, 2**18):
-        assert not holds(total.roll(shift), patterns[0].total)
+        assert not matches(total.roll(shift), patterns[0].total)
     total[-1] += 1
-    assert not holds(total, patterns[0].total)
+    assert not matches(total, patterns[0].total)
 
 
 @pytest.mark.parametrize(("at", "length"), [(0, 10), (7, 300_000), (225_279, 2), (400_000, 0)])
 def test_a_part_of_the_pattern_is_that_part_of_the_whole(at, length):
     pattern = Pattern(1, 3, torch.float32, torch.device("cpu"))
     whole = torch.empty(800_000)
-    write(whole, pattern.total)
+    fill(whole, pattern.total)
     part = torch.empty(length)
-    write(part, pattern.total, at)
+    fill(part, pattern.total, at)
     assert torch.equal(part, whole[at : at + length])
-    assert holds(part, pattern.total, at)
+    assert matches(part, pattern.total, at)
 
 
-def test_the_probe_of_memory_copies_so_many_bytes_a_second():
+def test_the_memory_probe_returns_a_plausible_speed():
     assert 1e6 < copy_speed(MIB, 0.01) < 1e13
 
 
-def test_a_single_node_has_no_link_to_probe():
+def test_the_link_probe_refuses_a_single_node():
     comm, alone = None, Topology(((0, 1),))
     with pytest.raises(ValueError, match="2 ranks on 1 node of 2: a single node has no link"):
         link_speed(comm, alone, 1.0)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_result_with_one_wrong_element_is_no_result(verb):
+def test_one_wrong_element_is_detected(verb):
     tensor = torch.empty(1000)
     pattern = Pattern(0, 1, torch.float32, torch.device("cpu"))
     candidate = LibraryCandidate("alone", verb, SingleProcessCollectives(), tensor, pattern)
     candidate.prepare()
     candidate.run()
-    assert candidate.right()
+    assert candidate.is_correct()
     tensor[777] += 1
-    assert not candidate.right()
+    assert not candidate.is_correct()
 
 
 def results(**changes):
-    """Results of one verb at two sizes: one algorithm wrong, one left out, at the larger."""
+    """Results of one collective at two sizes; at the larger one algorithm wrong, one skipped."""
     small, large = 65536, 16 * MIB
-    common = {"dtype": "fp32", "times_s": (0.002, 0.001, 0.004)}
+    times = {"times_s": (0.002, 0.001, 0.004)}
     given = {
         "facts": {
             "topology": "4 ranks on 2 nodes of 2",
@@ -302,25 +321,25 @@ def results(**changes):
             "dtype": "fp32",
         },
         "limits": limits.HardwareLimits(ranks=(2, 2), link=118e6, copy={large: 9.5e9}),
-        "timed": (
-            TimedCase("all_reduce", "lanes", small, limit_s=0.0005, **common),
-            TimedCase("all_reduce", "lanes", large, limit_s=0.0018, **common),
-            TimedCase("all_reduce", "flat", small, "fp32", 0.0005, (0.1,)),
+        "cases": (
+            BenchCase("all_reduce", "lanes", small, "fp32", 0.0005, **times),
+            BenchCase("all_reduce", "flat", small, "fp32", 0.0005, (0.1,)),
+            BenchCase("all_reduce", "lanes", large, "fp32", 0.0018, **times),
+            BenchCase("all_reduce", "flat", large, "fp32", 0.0018),
+            BenchCase("all_reduce", "leader", large, "fp32", 0.0018, wrong_ranks=(1, 3)),
         ),
-        "skipped": (SkippedCase("all_reduce", "flat", large, predicted_s=2.0, allowed_s=1.0),),
-        "wrong": (WrongCase("all_reduce", "leader", large, ranks=(1, 3)),),
     }
     return BenchResults(**(given | changes))
 
 
 def shown(width, **changes):
-    """What `show` prints to a terminal of this width, without styles, and with them."""
+    """Return what `show` prints on a terminal of this width, without and with styles."""
     console = Console(file=io.StringIO(), width=width, record=True, **TERMINAL)
     show(results(**changes), console)
     return console.export_text(clear=False), console.export_text(styles=True)
 
 
-def test_tables_show_the_median_and_the_share_and_the_best_in_bold():
+def test_tables_show_median_and_percentage_with_the_best_in_bold():
     text, styled = shown(80)
     rows = [line.split() for line in text.splitlines()]
     assert ["all_reduce", "64K", "16M"] in rows
@@ -330,14 +349,14 @@ def test_tables_show_the_median_and_the_share_and_the_best_in_bold():
     assert re.findall(r"\x1b\[1m *([^\x1b]*)", styled) == ["2 ms (25%)", "2 ms (90%)"]
 
 
-def test_sizes_that_do_not_fit_go_into_another_table():
+def test_sizes_that_do_not_fit_move_to_another_table():
     text, _ = shown(30)
     heads = [line.split() for line in text.splitlines() if line.split()[:1] == ["all_reduce"]]
     assert heads[:2] == [["all_reduce", "64K"], ["all_reduce", "16M"]]
     assert "…" not in text
 
 
-def test_the_header_says_what_was_measured_where():
+def test_the_header_describes_the_measurement():
     text = "\n".join(header(results()))
     for fact in ("4 ranks on 2 nodes of 2, MPICH 5.0.2", "mntrain 1.2.3, torch 2.13.0", "2026"):
         assert fact in text
@@ -348,12 +367,12 @@ def test_the_header_says_what_was_measured_where():
     assert "memory" in "\n".join(header(alone))
 
 
-def test_the_footer_says_what_is_wrong_and_what_was_left_out():
+def test_the_footer_lists_wrong_and_skipped_cases():
     assert footer(results())[1:] == [
         "all_reduce 16M by leader: a wrong result on rank 1, 3",
-        "-: left out, since it would have taken too long; give more --seconds",
+        "-: skipped for lack of time; increase --seconds",
     ]
-    assert footer(results(wrong=(), skipped=())) == []
+    assert footer(results(cases=results().timed)) == []
 
 
 def test_times_and_speeds_have_three_digits():
@@ -362,26 +381,26 @@ def test_times_and_speeds_have_three_digits():
     assert [speed(s) for s in (118.4e6, 999.6e6, 12.54e9)] == ["118 MB/s", "1 GB/s", "12.5 GB/s"]
 
 
-def test_files_are_refused_before_the_work(tmp_path):
+def test_unwritable_files_are_refused_before_the_measurement(tmp_path):
     assert (
         files_problem(BenchOptions()) == files_problem(BenchOptions(json=tmp_path / "a.json")) == ""
     )
     lost = tmp_path / "none" / "a.json"
-    told = f"--json {lost}: there is no folder {lost.parent}; make it first"
-    assert files_problem(BenchOptions(json=lost)) == told
-    told = f"--plot {tmp_path}: is a folder; name a file in it"
-    assert files_problem(BenchOptions(plot=tmp_path)) == told
+    message = f"--json {lost}: directory {lost.parent} does not exist; create it first"
+    assert files_problem(BenchOptions(json=lost)) == message
+    message = f"--plot {tmp_path}: is a directory; give a file in it"
+    assert files_problem(BenchOptions(plot=tmp_path)) == message
 
 
-def test_a_picture_without_matplotlib_is_refused_with_the_fix(monkeypatch, tmp_path):
+def test_a_plot_without_matplotlib_is_refused_with_the_fix(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert files_problem(BenchOptions(plot=tmp_path / "a.png")) == (
-        f"--plot {tmp_path / 'a.png'}: a picture needs matplotlib, which is not installed: "
+        f"--plot {tmp_path / 'a.png'}: a plot needs matplotlib, which is not installed: "
         "pip install 'mntrain[plot]'"
     )
 
 
-def test_the_picture_is_a_png_on_transparent_paper(tmp_path):
+def test_the_plot_is_a_png_with_a_transparent_background(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     plot(results(), tmp_path / "a.png")
     pixels = image.imread(tmp_path / "a.png")
@@ -398,15 +417,17 @@ def bench(ranks, folder, *words):
     return result, json.loads((folder / "bench.json").read_text())
 
 
-def test_a_file_that_cannot_be_is_told_by_one_rank():
+def test_an_unwritable_file_is_reported_by_one_rank():
     words = ["--device", "cpu", "--json", "/no/such/folder/a.json"]
     result = mpirun(2, [*COMMAND, *words], timeout=60, per_rank=True)
     assert result.returncode != 0, result.report()
-    message = "--json /no/such/folder/a.json: there is no folder /no/such/folder; make it first"
+    message = (
+        "--json /no/such/folder/a.json: directory /no/such/folder does not exist; create it first"
+    )
     assert result.outputs == [f"mntrain: error: {message}\n", ""], result.report()
 
 
-def test_a_job_measures_every_verb_by_every_algorithm(tmp_path):
+def test_a_job_measures_every_collective_by_every_algorithm(tmp_path):
     picture = ["--plot", "bench.png"] if not missing() else []
     sizes = ["--sizes", "24", "8K"]  # 24 bytes: shards of 3 and 3 elements; naive too
     result, found = bench(
@@ -429,14 +450,14 @@ def test_a_job_measures_every_verb_by_every_algorithm(tmp_path):
     assert [copy["size_bytes"] for copy in found["copy"]] == [24, 8192]
     assert found["topology"] == "2 ranks on 1 node of 2"
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
-    assert result.stdout.count("2 ranks on 1 node of 2") == 1  # one rank speaks
+    assert result.stdout.count("2 ranks on 1 node of 2") == 1  # one rank prints
     assert result.stdout.count("MPI_Bcast") == 1
     assert result.stderr.count("mntrain: all_reduce 8K: lanes ") == 1
     if picture:
         assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_job_between_nodes_is_held_against_the_link_and_leaves_out_what_takes_too_long(tmp_path):
+def test_a_job_on_two_nodes_is_compared_with_the_link_and_skips_what_exceeds_its_time(tmp_path):
     words = ["--comm.ranks-per-node", "1", "--dtype", "bf16", "--verbs", "reduce_scatter"]
     result, found = bench(2, tmp_path, *words, "--sizes", "4K", "1M", "--seconds", "0.01")
     assert found["virtual_ranks_per_node"] == 1
@@ -452,4 +473,4 @@ def test_a_job_between_nodes_is_held_against_the_link_and_leaves_out_what_takes_
     assert [(case["algorithm"], case["size_bytes"]) for case in found["skipped"]] == [
         (name, MIB) for name in names
     ]
-    assert "left out, since it would have taken too long; give more --seconds" in result.stdout
+    assert "skipped for lack of time; increase --seconds" in result.stdout

@@ -102,10 +102,10 @@ def train(model, optimizer):
 
 
 def save(world, model, optimizer, folder, step, *, config=CONFIG):
-    from mntrain.checkpoint import Saver, TrainingState
+    from mntrain.checkpoint import RunProgress, Saver
 
-    moment = TrainingState(step, config, samples=12, skipped_steps=0, eval_loss=None)
-    Saver(world, model, optimizer, folder, keep=3).save(moment)
+    progress = RunProgress(step, config, samples=12, skipped_steps=0, eval_loss=None)
+    Saver(world, model, optimizer, folder, keep=3).save(progress)
 
 
 @torch.no_grad()

@@ -20,7 +20,13 @@ from torch.utils.data import (
 )
 
 from mntrain.data.loader import shard
-from mntrain.data.sampling import MicroBatchSampler, SamplingPlan, batches, validation_batches
+from mntrain.data.sampling import (
+    LoaderOptions,
+    MicroBatchSampler,
+    SamplingPlan,
+    batches,
+    validation_batches,
+)
 
 PLANS = st.builds(
     SamplingPlan,
@@ -97,7 +103,7 @@ def test_micro_batches_put_together_are_the_share(plan, step, size, micro_batch_
 
 
 @given(PLANS, st.lists(st.integers(0, 200), min_size=1, max_size=8))
-def test_steps_are_the_same_in_any_order_of_asking(plan, steps):
+def test_steps_are_the_same_in_any_order_of_calls(plan, steps):
     first = {step: plan.indices(step) for step in steps}
     for step in reversed(steps):
         assert torch.equal(plan.indices(step), first[step])
@@ -124,7 +130,7 @@ def test_the_permutation_is_pinned():
     ]
 
 
-def test_changing_what_a_plan_gave_does_not_change_the_plan():
+def test_writing_to_returned_indices_does_not_change_the_plan():
     plan = SamplingPlan(samples=10, batch_size=4, seed=0)
     before = plan.indices(1).tolist()
     plan.indices(1).zero_()
@@ -146,7 +152,7 @@ def test_a_plan_leaves_torchs_random_state_alone():
         ({"seed": -1}, "seed -1 is negative"),
     ],
 )
-def test_a_plan_of_nothing_is_refused(arguments, message):
+def test_an_empty_plan_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SamplingPlan(**({"samples": 1, "batch_size": 1, "seed": 0} | arguments))
 
@@ -164,13 +170,10 @@ def test_batches_are_the_plans_micro_batches_over_epochs(size, workers, start_me
     got = batches(
         Numbers(plan.samples),
         plan,
-        rank=rank,
-        size=size,
-        micro_batch_size=2,
-        start=start,
-        stop=stop,
-        workers=workers,
-        start_method=start_method,
+        LoaderOptions(
+            rank=rank, size=size, micro_batch_size=2, workers=workers, start_method=start_method
+        ),
+        range(start, stop),
     )
     expected = [plan.micro_batches(step, rank, size, 2) for step in range(start, stop)]
     assert [[piece.tolist() for piece in pieces] for pieces in got] == expected
@@ -194,25 +197,22 @@ def drawn(size, start, stop, workers, micro_batch_size):
     plan = SamplingPlan(23, batch_size=7, seed=5)
     found = {}
     for rank in range(size):
-        steps = batches(
-            Augmented(23),
-            plan,
+        options = LoaderOptions(
             rank=rank,
             size=size,
             micro_batch_size=micro_batch_size,
-            start=start,
-            stop=stop,
             workers=workers,
             start_method="fork",
             collate=list,
         )
+        steps = batches(Augmented(23), plan, options, range(start, stop))
         for step, micro_batches in enumerate(steps, start):
             for samples in micro_batches:
                 found |= {(step, one[0]): one[1:] for one in samples}
     return found
 
 
-def test_a_sample_draws_the_same_whoever_loads_it():
+def test_random_draws_of_a_sample_do_not_depend_on_the_loading_rank():
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     whole = drawn(size=1, start=0, stop=8, workers=0, micro_batch_size=7)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -228,23 +228,19 @@ def test_a_rank_without_samples_gets_empty_steps(workers, start_method):
     got = batches(
         Numbers(4),
         SamplingPlan(samples=4, batch_size=1, seed=0),
-        rank=0,
-        size=2,
-        micro_batch_size=3,
-        start=0,
-        stop=3,
-        workers=workers,
-        start_method=start_method,
+        LoaderOptions(
+            rank=0, size=2, micro_batch_size=3, workers=workers, start_method=start_method
+        ),
+        range(3),
     )
     assert list(got) == [[], [], []]
 
 
 @pytest.mark.parametrize(("workers", "start_method"), WORKERS)
-def test_validation_deals_the_whole_dataset_once(workers, start_method):
+def test_validation_visits_the_whole_dataset_once(workers, start_method):
     seen = []
     for rank in range(3):
-        pieces = validation_batches(
-            Numbers(13),
+        options = LoaderOptions(
             rank=rank,
             size=3,
             micro_batch_size=2,
@@ -252,7 +248,7 @@ def test_validation_deals_the_whole_dataset_once(workers, start_method):
             start_method=start_method,
             collate=as_list_plus_one,
         )
-        seen.append(list(pieces))
+        seen.append(list(validation_batches(Numbers(13), options)))
     assert all(len(piece) <= 2 for pieces in seen for piece in pieces)
     numbers = [number for pieces in seen for piece in pieces for number in piece]
     assert sorted(numbers) == list(range(1, 14))
@@ -260,9 +256,8 @@ def test_validation_deals_the_whole_dataset_once(workers, start_method):
 
 
 def test_the_sampler_knows_its_length_and_can_be_pickled():
-    sampler = MicroBatchSampler(
-        SamplingPlan(10, 4, seed=0), rank=1, size=2, micro_batch_size=1, start=1, stop=6
-    )
+    options = LoaderOptions(rank=1, size=2, micro_batch_size=1)
+    sampler = MicroBatchSampler(SamplingPlan(10, 4, seed=0), options, range(1, 6))
     again = pickle.loads(pickle.dumps(sampler))
     assert len(sampler) == len(list(sampler)) == sum(sampler.counts())
     assert list(again) == list(sampler)
@@ -270,18 +265,17 @@ def test_the_sampler_knows_its_length_and_can_be_pickled():
 
 def test_loading_leaves_torchs_random_state_alone():
     state = torch.get_rng_state()
-    options = {"rank": 0, "size": 1, "micro_batch_size": 2, "workers": 1, "start_method": "fork"}
-    list(batches(Numbers(4), SamplingPlan(4, 2, seed=0), start=0, stop=2, **options))
+    options = LoaderOptions(rank=0, size=1, micro_batch_size=2, workers=1, start_method="fork")
+    list(batches(Numbers(4), SamplingPlan(4, 2, seed=0), options, range(2)))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_micro_batch_of_nothing_is_refused_at_once():
-    options = {"rank": 0, "size": 1, "start": 0, "stop": 1, "workers": 0, "start_method": "fork"}
+def test_an_empty_micro_batch_is_refused():
     with pytest.raises(ValueError, match="micro-batch of 0 samples"):
-        batches(Numbers(4), SamplingPlan(4, 2, seed=0), micro_batch_size=0, **options)
+        LoaderOptions(rank=0, size=1, micro_batch_size=0)
 
 
-# ---- the part of a user's loader ----
+# ---- sharding of a user's loader ----
 
 Pair = namedtuple("Pair", "x y")
 
@@ -302,7 +296,7 @@ def epoch_of(loader, rank, size, seed=0, epoch=0):
     return got
 
 
-def put_together(loader, size, **options):
+def concatenated(loader, size, **options):
     """The global batches, from all ranks' parts of two tensors; checks the stand-ins."""
     ranks = [epoch_of(loader, rank, size, **options) for rank in range(size)]
     whole = []
@@ -322,7 +316,7 @@ def test_the_parts_of_a_loader_are_the_global_batches(size, options):
     data = TensorDataset(torch.arange(18), torch.arange(18) * 2)
     loader = DataLoader(data, batch_size=4, **options)
     with torch.random.fork_rng(devices=[]):
-        whole = put_together(loader, size)
+        whole = concatenated(loader, size)
     assert [len(x) for x, _ in whole] == ([4] * 4 if options.get("drop_last") else [4] * 4 + [2])
     assert all(torch.equal(y, 2 * x) for x, y in whole)
     drawn = torch.cat([x for x, _ in whole]).tolist()
@@ -362,7 +356,7 @@ def test_each_iteration_is_an_epoch_with_an_order_of_its_own():
     assert [batch.tolist() for batch, _ in epoch_of(loader, 0, 1, seed=1)] != first
 
 
-def test_a_rank_loads_its_own_samples_only():
+def test_a_rank_loads_only_its_own_samples():
     data = Counting(12)
     for batch, share in epoch_of(DataLoader(data, batch_size=5), rank=1, size=2):
         assert len(batch) == share
@@ -383,7 +377,7 @@ def test_a_stand_in_comes_with_a_share_of_zero(workers):
     assert [(batch.tolist(), share) for batch, share in got] == [([1], 1), ([5], 1)]
 
 
-def test_the_share_is_that_of_the_batch_handed_out_while_workers_run_ahead():
+def test_the_share_matches_the_yielded_batch_while_workers_load_ahead():
     loader = DataLoader(
         Numbers(31),
         batch_sampler=UnevenBatches(),
@@ -429,7 +423,7 @@ class RandomDraws(Sampler):
         return self.n
 
 
-def test_a_sampler_that_draws_lazily_agrees_and_goes_on_from_draw_to_draw():
+def test_a_sampler_that_draws_lazily_continues_its_own_random_stream():
     loader = DataLoader(Numbers(50), batch_sampler=BatchSampler(RandomDraws(50), 5, False))
     drawn = []
     for rank in range(2):
@@ -457,21 +451,21 @@ def test_length_is_the_loaders():
         len(shard(iter([torch.zeros(2)]), 0, 3, 0, lambda n: None))
 
 
-# ---- batches cut ----
+# ---- sliced batches ----
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_any_iterable_of_batches_is_cut(size):
+def test_any_iterable_of_batches_is_sliced(size):
     source = [
         (torch.arange(start, stop), -torch.arange(start, stop))
         for start, stop in [(0, 4), (4, 5), (5, 12)]
     ]
-    whole = put_together(source, size)
+    whole = concatenated(source, size)
     for got, given_ in zip(whole, source, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, given_, strict=True))
 
 
-def test_nests_are_cut_and_keep_their_types():
+def test_nested_batches_are_sliced_and_keep_their_types():
     x = torch.arange(5)
     batch = {
         "pair": Pair(x, [x + 1, x.numpy()]),
@@ -493,7 +487,7 @@ def test_nests_are_cut_and_keep_their_types():
     assert len(batch["words"]) == len(batch["pair"].x) == 5
 
 
-def test_a_short_batch_is_cut_with_a_stand_in():
+def test_a_short_batch_is_sliced_with_a_stand_in():
     got = [epoch_of([torch.tensor([7, 8])], rank, 3)[0] for rank in range(3)]
     assert [(batch.tolist(), share) for batch, share in got] == [([7], 0), ([7], 1), ([8], 1)]
 
@@ -517,7 +511,7 @@ class Reversed(DataLoader):
     ],
     ids=["iterable dataset", "subclass with its own order", "no batch sampler"],
 )
-def test_loaders_without_indices_of_their_own_are_cut(loader, expected):
+def test_loaders_without_a_batch_sampler_are_sliced(loader, expected):
     got = [batch for batch, _ in epoch_of(loader, rank=1, size=2)]
     assert [(x[0] if isinstance(x, tuple | list) else x).tolist() for x in got] == expected
 
@@ -546,19 +540,19 @@ def test_ranks_agree_on_hand_written_loaders_that_draw():
         (torch.zeros(0, 3), "no samples"),
     ],
 )
-def test_batches_that_cannot_be_cut_are_refused(batch, message):
+def test_batches_that_cannot_be_sliced_are_refused(batch, message):
     with pytest.raises(ValueError, match=message):
         epoch_of([batch], 0, 2)
 
 
-def test_a_loader_cut_already_is_refused():
+def test_a_loader_that_is_sharded_already_is_refused():
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
     loader = DataLoader(Numbers(8), batch_size=2, sampler=sampler)
     with pytest.raises(ValueError, match="DistributedSampler"):
         shard(loader, 0, 2, 0, lambda n: None)
 
 
-def test_the_exact_mean_survives_uneven_shares_and_stand_ins():
+def test_weighted_shares_and_stand_ins_give_the_exact_mean():
     data = TensorDataset(torch.randn(7, 3, generator=torch.Generator().manual_seed(0)))
     loader = DataLoader(data, batch_size=5)
     whole = [batch.mean() for (batch,) in loader]

@@ -29,7 +29,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from mntrain.metrics.report import ConsoleReporter, Reporter, make_reporter
-from mntrain.metrics.step import Place, memory_by_role
+from mntrain.metrics.step import memory_by_role
+from mntrain.rank_info import Place
 from zero.memory import Memory
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

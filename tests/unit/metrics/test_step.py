@@ -5,7 +5,8 @@ from dataclasses import fields
 import torch
 from reports import used
 
-from mntrain.metrics.step import Usage, WeightedSums, device_memory, memory_by_role
+from mntrain.metrics.step import WeightedSums, memory_by_role
+from mntrain.rank_info import Usage, device_memory
 from zero.memory import Memory
 
 

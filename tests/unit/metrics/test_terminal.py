@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import RenderableType
 
 from mntrain.metrics import terminal, units
-from mntrain.metrics.step import StepRecord, Usage, memory_by_role
+from mntrain.metrics.step import StepRecord, memory_by_role
 from mntrain.metrics.terminal import (
     ProgressPanel,
     memory_table,
@@ -18,6 +18,7 @@ from mntrain.metrics.terminal import (
     result_table,
     traffic_table,
 )
+from mntrain.rank_info import Usage
 from zero.memory import Memory
 
 
@@ -282,7 +283,7 @@ def test_clock(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 ms"), (0.01234, "12.3 ms"), (0.42, "0.42 s"), (75.0, "75.00 s")]
+    ("seconds", "text"), [(0.0, "0 us"), (0.01234, "12.3 ms"), (0.42, "0.42 s"), (75.0, "75.00 s")]
 )
 def test_short_time(seconds, text):
     assert units.short_time(seconds) == text

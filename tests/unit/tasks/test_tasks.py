@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mntrain.config import Config
-from mntrain.data.sampling import SamplingPlan, batches
+from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches
 from mntrain.tasks import Loss, Task, corpus, load
 from mntrain.tasks.transformer import RMSNorm, Transformer
 
@@ -240,9 +240,10 @@ def test_workers_read_the_same_windows(text, workers, start_method):
     data = load("lm", small(text)).dataset("train")
     data[0]  # a map is open when the dataset goes to the workers
     plan = SamplingPlan(len(data), 8, seed=0)
-    options = {"rank": 0, "size": 1, "micro_batch_size": 3, "start": 0, "stop": 2}
-    loaded = batches(data, plan, workers=workers, start_method=start_method, **options)
-    for step, pieces in enumerate(loaded):
+    options = LoaderOptions(
+        rank=0, size=1, micro_batch_size=3, workers=workers, start_method=start_method
+    )
+    for step, pieces in enumerate(batches(data, plan, options, range(2))):
         for piece, indices in zip(pieces, plan.micro_batches(step, 0, 1, 3), strict=True):
             assert torch.equal(piece, torch.stack([data[i] for i in indices]))
 
@@ -583,8 +584,8 @@ def test_digits_are_learnt(modules, monkeypatch, folder, name):
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     plan = SamplingPlan(len(train), 64, seed=0)
-    options = {"rank": 0, "size": 1, "micro_batch_size": 64, "start": 0, "stop": 60}
-    for [batch] in batches(train, plan, workers=0, start_method="spawn", **options):
+    options = LoaderOptions(rank=0, size=1, micro_batch_size=64)
+    for [batch] in batches(train, plan, options, range(60)):
         optimizer.zero_grad()
         task.loss(model, batch).mean.backward()
         optimizer.step()

@@ -1,0 +1,256 @@
+"""Construction of a world over the ranks of a communicator, in named steps.
+
+MPI -> topology -> devices -> threads -> transport -> collectives -> tuning -> placements
+
+Every step is collective. `bootstrap` can be called again over a smaller communicator, for example
+after a world was abandoned because a rank was lost.
+"""
+
+import math
+import os
+import socket
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from mntrain import device
+from mntrain.comm import autotune, mpi
+from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.topology import Topology
+from mntrain.comm.transport import (
+    SelectedTransport,
+    TransportContext,
+    TransportError,
+    expect_known,
+    make_devices,
+    select_transport,
+)
+from mntrain.comm.tuning_cache import Tuning
+from mntrain.errors import AgreedError, ExceptionWatch, agreement, expect_same
+from mntrain.kernels import DeviceKernels
+from mntrain.rank_info import Place
+from zero.layout import MIB
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+# The dtypes in which gradients cross nodes; None: their own.
+WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """Arguments of `mntrain.init`; all ranks give equal values, except for `device`."""
+
+    device: str = "auto"
+    algorithm: str = "auto"
+    bucket_mb: float = 25.0
+    ranks_per_node: int | None = None
+    tune: bool = True
+    wire_dtype: str = "fp32"
+    transport: str = "auto"
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a gradient bucket in bytes."""
+        return int(self.bucket_mb * MIB)
+
+    def check(self) -> None:
+        """Raise ValueError for a value outside the allowed ones. Local."""
+        if self.algorithm != "auto":
+            AlgorithmTable.always(self.algorithm)
+        if not 1 / MIB <= self.bucket_mb < math.inf:
+            raise ValueError(f"bucket_mb is {self.bucket_mb}: a bucket must hold at least one byte")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ValueError(
+                f"wire_dtype {self.wire_dtype!r} is unknown: choose {', '.join(WIRE_DTYPES)}"
+            )
+        expect_known(self.transport)
+
+
+@dataclass
+class WorldParts:
+    """Everything that a world consists of: filled in by the steps of `bootstrap`, then constant.
+
+    `resources` frees the parts, collectively.
+    """
+
+    settings: WorldSettings
+    comm: mpi.Communicator
+    library: mpi.MpiLibrary
+    watch: ExceptionWatch
+    resources: ExitStack
+    hosts: list[int] = field(init=False)  # a key of each rank's host, by rank
+    topology: Topology = field(init=False)
+    node: mpi.Communicator = field(init=False)  # over this rank's node group
+    gpus: list[str] = field(init=False)  # identifier of each rank's GPU, by rank; empty for a CPU
+    device: torch.device = field(init=False)
+    sharing: str = field(init=False)  # warning about GPUs that several ranks share, or empty
+    kernels: DeviceKernels = field(init=False)
+    engine: ProgressEngine = field(init=False)
+    devices: Devices | None = field(init=False)
+    collectives: WorldCollectives = field(init=False)
+    transport: SelectedTransport = field(init=False)
+    tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
+    places: list[Place] = field(init=False)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's small picklable object, by rank. Collective."""
+        return self.engine.call(lambda: self.comm.gather_objects(value)).wait()
+
+
+def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldParts:
+    """Start MPI if necessary, and build a world over `comm` (default: all ranks). Collective.
+
+    `comm` is duplicated and stays the caller's. Raises AgreedError on all ranks for an argument
+    that any of them cannot accept, with everything freed, and mpi.SilentSingletonsError if the
+    launcher started more ranks than MPI sees. Any other exception leaves an ExceptionWatch
+    installed, which ends the job if nobody catches the exception.
+    """
+    world, library = mpi.start(comm)
+    watch = ExceptionWatch(world.rank, world.size, socket.gethostname())
+    watch.install()
+    resources = ExitStack()
+    resources.callback(watch.uninstall)
+    resources.callback(world.free)
+    parts = WorldParts(settings, world, library, watch, resources)
+    try:
+        for step in STEPS:
+            step(parts)
+    except AgreedError:
+        resources.close()
+        watch.install()  # lets rank 0 alone print the error if nobody catches it
+        raise
+    return parts
+
+
+def _find_topology(parts: WorldParts) -> None:
+    """Check the settings on all ranks, and group the ranks by node."""
+    comm, settings = parts.comm, parts.settings
+    parts.hosts = comm.node_keys()
+    with agreement(comm.gather_objects, comm.rank):
+        settings.check()
+        parts.topology = Topology.from_hosts(parts.hosts, settings.ranks_per_node)
+    compared = {**asdict(settings), "device": None}  # devices may differ
+    expect_same(comm.gather_objects(compared), comm.rank)
+    group = parts.topology.node_group(comm.rank)
+    node, local_rank = parts.topology.node(comm.rank), parts.topology.local_rank(comm.rank)
+    parts.node = comm.split(node, local_rank, "node")
+    parts.resources.callback(parts.node.free)
+    comm.levels = ["node" if rank in group else "cross" for rank in range(comm.size)]
+
+
+def _assign_devices(parts: WorldParts) -> None:
+    """Distribute the GPUs of every host over its ranks."""
+    comm = parts.comm
+    with agreement(comm.gather_objects, comm.rank):
+        visible = device.visible_gpus(parts.settings.device)
+    visible_gpus = comm.gather_objects(visible)
+    assigned = device.assign_all(parts.hosts, visible_gpus)
+    host_names = comm.gather_objects(parts.watch.host)
+    parts.sharing = device.sharing(parts.hosts, host_names, visible_gpus)
+    parts.gpus = [assignment.gpu for assignment in assigned]
+    parts.device = assigned[comm.rank].device
+    if parts.device.type == "cuda":
+        torch.cuda.set_device(parts.device)
+    parts.kernels = DeviceKernels(parts.device)
+
+
+def _set_threads(parts: WorldParts) -> None:
+    """Give torch this rank's share of the host's cores, unless OMP_NUM_THREADS is set."""
+    own_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    cores_by_rank = parts.comm.gather_objects(own_cores)
+    if not own_cores or "OMP_NUM_THREADS" in os.environ:
+        return
+    host = parts.hosts[parts.comm.rank]
+    users = [cores for cores, key in zip(cores_by_rank, parts.hosts, strict=True) if key == host]
+    share = sum(1 / sum(core in cores for cores in users) for core in own_cores)
+    torch.set_num_threads(max(1, int(share)))
+
+
+def _select_transport(parts: WorldParts) -> None:
+    """Start the communication thread, and choose how tensors of GPUs travel."""
+    parts.engine = engine = ProgressEngine()
+    parts.resources.callback(engine.close)
+    types = parts.gather(parts.device.type)
+    parts.devices = make_devices(types, parts.device, parts.kernels, engine)
+    context = TransportContext(
+        parts.comm, parts.node, parts.topology, engine, parts.devices, parts.gpus
+    )
+    try:
+        parts.transport = select_transport(parts.settings.transport, context)
+    except TransportError as error:
+        raise AgreedError(str(error), parts.comm.rank) from None
+    parts.resources.callback(parts.transport.close)
+
+
+def _make_collectives(parts: WorldParts) -> None:
+    """Make the collectives of the world."""
+    parts.collectives = parts.engine.call(lambda: _collectives_over(parts.comm, parts)).wait()
+
+
+def _collectives_over(comm: mpi.Communicator, parts: WorldParts) -> WorldCollectives:
+    """Make collectives over a communicator of all ranks. Runs on the communication thread."""
+    collectives = WorldCollectives(comm, parts.node, parts.topology, parts.engine, parts.devices)
+    collectives.transport = parts.transport.name or "host"
+    collectives.node_first = parts.transport.node_first
+    return collectives
+
+
+def _tune(parts: WorldParts) -> None:
+    """Choose the all-reduce algorithm for every size: as set, or by measurement for `auto`."""
+    settings = parts.settings
+    if settings.algorithm != "auto":
+        parts.collectives.table = AlgorithmTable.always(settings.algorithm)
+        return
+    if parts.comm.size == 1 or parts.transport.name == "nccl":
+        parts.collectives.table = AlgorithmTable.always("lanes")
+        return
+    tuned = _measure(parts) if settings.tune else autotune.untuned()
+    parts.collectives.table, parts.tuning = tuned.table, tuned.line
+
+
+def _measure(parts: WorldParts) -> Tuning:
+    tuner = autotune.Autotuner(
+        lambda comm: _collectives_over(comm, parts),
+        parts.comm,
+        parts.topology,
+        parts.engine,
+        parts.device,
+    )
+    facts = parts.watch.host, parts.library.name, parts.transport.name
+    return tuner.tune(parts.settings.bucket_bytes, facts)
+
+
+def _gather_places(parts: WorldParts) -> None:
+    """Let every rank know where the others run."""
+    on_gpu = parts.device.type == "cuda"
+    rank = parts.comm.rank
+    place = Place(
+        rank,
+        parts.watch.host,
+        parts.topology.node(rank),
+        parts.topology.local_rank(rank),
+        str(parts.device),
+        torch.get_num_threads(),
+        parts.gpus[rank],
+        torch.cuda.get_device_name(parts.device) if on_gpu else "",
+    )
+    parts.places = parts.gather(place)
+
+
+STEPS = (
+    _find_topology,
+    _assign_devices,
+    _set_threads,
+    _select_transport,
+    _make_collectives,
+    _tune,
+    _gather_places,
+)
