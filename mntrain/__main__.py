@@ -91,7 +91,7 @@ def _parsed(parse: Callable[..., T], words: Sequence[str], talks: bool, also: st
 
 def _with_all_ranks(run: Callable[[], int], talks: bool) -> int:
     """Run a job; where the launcher's ranks do not see each other, say so instead."""
-    from mntrain.comm.mpi import SilentSingletonsError  # noqa: PLC0415 - as above
+    from mntrain.comm.launcher import SilentSingletonsError  # noqa: PLC0415 - as above
 
     try:
         return run()

@@ -1,6 +1,6 @@
 """Construction of a world over the ranks of a communicator, in named steps.
 
-MPI -> topology -> devices -> threads -> transport -> collectives -> tuning -> placements
+MPI -> topology -> devices -> threads -> transport -> collectives -> placements
 
 Every step is collective. `bootstrap` can be called again over a smaller communicator, for example
 after a world was abandoned because a rank was lost.
@@ -17,7 +17,7 @@ import torch
 
 from mntrain import device
 from mntrain.comm import autotune, mpi
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.topology import Topology
@@ -191,29 +191,28 @@ def _select_transport(parts: WorldParts) -> None:
 
 
 def _make_collectives(parts: WorldParts) -> None:
-    """Make the collectives of the world."""
+    """Make the collectives, by the algorithm that is set or, for `auto`, tuned for every size."""
     parts.collectives = parts.engine.call(lambda: _collectives_over(parts.comm, parts)).wait()
+    settings = parts.settings
+    if settings.algorithm != "auto":
+        table = AlgorithmTable.always(settings.algorithm)
+        parts.collectives = parts.collectives.replace(table=table)
+    elif parts.comm.size > 1 and parts.transport.name != "nccl":
+        tuned = _measure(parts) if settings.tune else autotune.untuned()
+        parts.collectives, parts.tuning = parts.collectives.replace(table=tuned.table), tuned.line
 
 
 def _collectives_over(comm: mpi.Communicator, parts: WorldParts) -> WorldCollectives:
     """Make collectives over a communicator of all ranks. Runs on the communication thread."""
-    collectives = WorldCollectives(comm, parts.node, parts.topology, parts.engine, parts.devices)
-    collectives.transport = parts.transport.name or "host"
-    collectives.node_first = parts.transport.node_first
-    return collectives
-
-
-def _tune(parts: WorldParts) -> None:
-    """Choose the all-reduce algorithm for every size: as set, or by measurement for `auto`."""
-    settings = parts.settings
-    if settings.algorithm != "auto":
-        parts.collectives.table = AlgorithmTable.always(settings.algorithm)
-        return
-    if parts.comm.size == 1 or parts.transport.name == "nccl":
-        parts.collectives.table = AlgorithmTable.always("lanes")
-        return
-    tuned = _measure(parts) if settings.tune else autotune.untuned()
-    parts.collectives.table, parts.tuning = tuned.table, tuned.line
+    return WorldCollectives(
+        comm,
+        parts.node,
+        parts.topology,
+        parts.engine,
+        parts.devices,
+        transport=parts.transport.name or "host",
+        node_first=parts.transport.node_first,
+    )
 
 
 def _measure(parts: WorldParts) -> Tuning:
@@ -251,6 +250,5 @@ STEPS = (
     _set_threads,
     _select_transport,
     _make_collectives,
-    _tune,
     _gather_places,
 )

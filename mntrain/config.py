@@ -13,6 +13,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from mntrain.comm import algorithms
+
 
 @dataclass(frozen=True)
 class Option:
@@ -156,7 +158,7 @@ class CommConfig(_Checked):
     """How gradients travel."""
 
     algorithm: Annotated[
-        Literal["auto", "lanes", "leader", "flat", "naive"],
+        Literal[("auto", *algorithms.names())],  # type: ignore[valid-type]
         Option("all-reduce algorithm. auto: chosen for the machine."),
     ] = "auto"
     tune: Annotated[

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
+from mntrain.comm import algorithms
 from mntrain.config import CommConfig, Config, Option, annotations_of, flag_of, refusal
 
 _PROGRAM = "python -m mntrain bench"
@@ -24,7 +25,7 @@ share they reach of what the link between nodes (on one node: its memory) allows
       two sizes of one verb, kept as figures and as a picture"""
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-ALGORITHMS = ("lanes", "leader", "flat", "naive")
+ALGORITHMS = algorithms.names()
 GRAIN = 8  # bytes of fp64, the widest element: a size is a whole number of any
 
 

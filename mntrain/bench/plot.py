@@ -1,6 +1,7 @@
 """A plot of the results: bandwidth against size, one panel for each collective."""
 
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 # Colors that are visible on white and on black: the background is transparent.
 _INK = "#808890"
-_COLORS = dict(zip(ALGORITHMS, ("#2f87d6", "#d9822b", "#3f9e6b", "#a678c9"), strict=True))
+_COLORS = dict(zip(ALGORITHMS, cycle(("#2f87d6", "#d9822b", "#3f9e6b", "#a678c9"))))
 _NATIVE_COLOR = "#d65068"
 _PANEL_INCHES = (4.6, 3.4)
 

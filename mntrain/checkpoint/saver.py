@@ -306,7 +306,7 @@ class Saver:
 
 def _heard(everyone: CommFuture[T]) -> T:
     """What everyone told, without a hand in how it comes."""
-    while not everyone.settled:
+    while not everyone.done:
         time.sleep(_LISTEN_S)
     return everyone.wait()
 

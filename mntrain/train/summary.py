@@ -20,7 +20,7 @@ def introduction(world: World, config: Config, model: nn.Module) -> dict[str, st
     """What runs where and how, for `Reporter.start`. Collective."""
     count = sum(parameter.numel() for parameter in model.parameters())
     zero = config.zero
-    said = world.gather(world.collectives.why_messages)
+    said = world.gather(world.collectives.no_shared_memory_reason)
     concerns = [without_memory(said, world.topology), world.sharing]
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     return {
