@@ -18,13 +18,13 @@ from rich.console import Console
 from mntrain.bench import limits
 from mntrain.bench.bench_options import ALGORITHMS, VERBS, BenchOptions, parse, size_label
 from mntrain.bench.candidates import Candidate, LibraryCandidate, Pattern, fill, matches
+from mntrain.bench.link_speed import copy_speed, link_speed
 from mntrain.bench.measure import take_turns, turn_order
 from mntrain.bench.plot import missing, plot
 from mntrain.bench.printing import footer, header, show, speed
 from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.bench.run import files_problem
 from mntrain.comm import algorithms
-from mntrain.comm.link_speed import copy_speed, link_speed
 from mntrain.comm.topology import Topology
 from mntrain.metrics.units import short_time
 from zero.collectives import SingleProcessCollectives
