@@ -19,9 +19,9 @@ SHORTEST_S = 1e-3  # of a round; shorter ones measure latency
 def copy_speed(nbytes: int, seconds: float) -> float:
     """Return the speed of copies of `nbytes` bytes in host memory, in bytes/s. Local.
 
-    Each byte counts once, though it is read and written. torch copies, on its threads. Called by all
-    ranks of a node together, it measures each rank's share of their memory and cores. Makes as many
-    copies as fit into `seconds`, three at least, after a warm-up. Uses 2 * nbytes of memory.
+    Each byte counts once, though it is read and written. torch copies, on its threads. Called by
+    all ranks of a node together, it measures each rank's share of their memory and cores. Makes as
+    many copies as fit into `seconds`, three at least, after a warm-up. Uses 2 * nbytes of memory.
     """
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.zeros(nbytes, dtype=torch.uint8)
@@ -39,9 +39,9 @@ def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
     `comm` is the communicator of `topology`. The nodes form a ring: ranks of each node send to the
     next node and receive from the previous one, with several messages in flight. The leaders alone
     are measured, and all lanes where nodes have more than one rank; the better result counts. A
-    round ends with its slowest rank. Rounds double until about `seconds` have passed, and the better
-    of the last two counts: buffers would make short ones too fast. The result is the same on every
-    rank. Where there is a communication thread, call it there.
+    round ends with its slowest rank. Rounds double until about `seconds` have passed, and the
+    better of the last two counts: buffers would make short ones too fast. The result is the same on
+    every rank. Where there is a communication thread, call it there.
 
     Raises ValueError on a single node, which has no link.
     """
