@@ -80,7 +80,7 @@ class Call:
             self._delay()
 
     def finish(self):
-        """Read and overwrite the result as soon as the stream may, without a wait for the device."""
+        """Read and overwrite the result as soon as the stream may. Never wait for the device."""
         with on(self.waited):
             self.work.wait()
             found = self.tensor.clone()
