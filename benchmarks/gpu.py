@@ -1,13 +1,13 @@
-"""Training on a GPU: a GPT beside bare torch, all-reduce by transport, CuPy beside torch.
+"""Training on a GPU: a GPT vs. bare torch, all-reduce by transport, CuPy's sum vs. torch's.
 
     python benchmarks/gpu.py [--quick] [--parts step transports kernels] [--ranks 2 4]
 
-Needs one GPU, which several ranks share; with more, each rank has its own. Prints tables, and
-writes them and every figure to docs/results/. Takes about 8 minutes; with `--quick` about 3.
+Needs one GPU, which several ranks share; with more GPUs, each rank has its own. Writes tables and
+all figures to docs/results/. Takes about 8 minutes; with `--quick` about 3.
 
     python benchmarks/gpu.py --device cpu --tiny
 
-tries all of it on the CPU at toy sizes, and writes only where `--output` says.
+runs all of it on the CPU at toy sizes, and writes only to the folder of `--output`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ OPEN_MPI = ["--oversubscribe", "--bind-to", "none"]
 
 
 def main() -> int:
-    """Measure, and write what came out."""
+    """Measure, and write the results."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options.add_argument("--tiny", action="store_true", help="toy sizes; needed with --device cpu")
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def refusal(device: str, *, tiny: bool, gpus: int) -> str:
-    """Why this cannot be measured here; empty where it can."""
+    """Return why the benchmark cannot run here; "" if it can."""
     if device == "cpu" and not tiny:
         return (
             "on the CPU the sizes of a GPU take hours: add --tiny, which tries the benchmark at "
@@ -81,7 +81,7 @@ def refusal(device: str, *, tiny: bool, gpus: int) -> str:
 
 
 def measure_step(given: argparse.Namespace) -> dict[str, Any]:
-    """A world of one beside bare torch. A way that learns something else has no speed."""
+    """Measure a world of one vs. bare torch. All variants must reach the same loss."""
     seconds = 1 if given.tiny else QUICK_STEP_S if given.quick else STEP_S
     words = ["--device", given.device, "--micro-batch", given.micro_batch, "--seconds", seconds]
     found = job(1, "gpu_step.py", [*words, *["--tiny"] * given.tiny])
@@ -91,7 +91,7 @@ def measure_step(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_transports(given: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """All-reduce between so many ranks, by every transport that works here."""
+    """Measure all-reduce between `ranks` ranks, by every transport that works here."""
     mib = TINY_MIB if given.tiny else QUICK_MIB if given.quick else MIB
     case_s = 0.3 if given.tiny else QUICK_CASE_S if given.quick else CASE_S
     words = ["--device", given.device, "--case-s", case_s, "--mib", *mib]
@@ -99,9 +99,9 @@ def measure_transports(given: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def job(ranks: int, script: str, arguments: Sequence[object]) -> dict[str, Any]:
-    """Run a script of ranks/ on so many ranks of this machine: the object that it reports.
+    """Run a script of ranks/ on `ranks` ranks of this machine, and return its report.
 
-    Ends this program with what the ranks said if they fail, or take longer than LIMIT_S.
+    Ends this program with the output of the ranks if they fail or take longer than LIMIT_S.
     """
     start = time.perf_counter()
     command = [sys.executable, str(HERE / "ranks" / script), *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""The page of gpu.py: tables of what was measured, with what it is measured against."""
+"""The result page of gpu.py: tables of measurements and what they are compared with."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ UTILISATION = 0.45  # of the dense bf16 peak, at the least
 
 
 def report(page: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     jobs = [page[part] for part in ("step", "kernels") if part in page]
     used = [*jobs, *page.get("transports", [])][0]
     where = "the CPU, at toy sizes"
@@ -29,7 +29,7 @@ def report(page: dict[str, Any]) -> str:
 
 
 def step(found: dict[str, Any]) -> str:
-    """A training step of a world of one beside bare torch."""
+    """Return the table of a training step of a world of one vs. bare torch."""
     shape, peak = found["shape"], found["peak_flops"]
     how = "compiled whole unless said" if found["compiled"] else "not compiled"
     lines = [
@@ -48,7 +48,7 @@ def step(found: dict[str, Any]) -> str:
             if peak
             else "This device's peak is not known."
         ),
-        "| | step, ms | tokens/s | to bare torch | model TFLOP/s | of the peak | loss |\n"
+        "| | step, ms | tokens/s | x bare torch | model TFLOP/s | % of peak | loss |\n"
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     table = "\n".join(row(name, way, found, peak) for name, way in found["ways"].items())
@@ -56,7 +56,7 @@ def step(found: dict[str, Any]) -> str:
 
 
 def row(name: str, way: dict[str, Any], found: dict[str, Any], peak: float | None) -> str:
-    """One way to train."""
+    """Return the row of one variant."""
     tokens_per_s = found["tokens"] / way["median_s"]
     flops = tokens_per_s * found["flops_per_token"]
     return (
@@ -66,7 +66,7 @@ def row(name: str, way: dict[str, Any], found: dict[str, Any], peak: float | Non
 
 
 def transports(found: dict[str, Any]) -> str:
-    """All-reduce between ranks, by transport."""
+    """Return the table of all-reduce by transport."""
     sizes = [copy["mib"] for copy in found["copies"]]
     limits = {copy["mib"]: copy["seconds"] for copy in found["copies"]}
     took = {(row["what"], row["mib"]): row["median_s"] for row in found["rows"]}
@@ -87,12 +87,12 @@ def transports(found: dict[str, Any]) -> str:
         for name in dict.fromkeys(row["what"] for row in found["rows"])
     ]
     rows.append("| copy limit | " + " | ".join(f"{limits[at] * 1e3:.3g}" for at in sizes) + " |")
-    rows += [f"\n{name} is not among them: {why}" for name, why in found["absent"].items()]
+    rows += [f"\n{name} was not measured: {why}" for name, why in found["absent"].items()]
     return "\n\n".join([*lines, "\n".join([head, *rows])])
 
 
 def short(mib: float) -> str:
-    """A size in MiB."""
+    """Return a size in MiB."""
     return f"{mib:g}"
 
 

@@ -15,7 +15,7 @@ class Kernels(Protocol):
     squares to within 1e-12 of each other.
     """
 
-    name: str  # "torch" or "cupy", or "mixed" where both have a part
+    name: str  # "torch" or "cupy"
 
     def add(self, addends: Sequence[Tensor], total: Tensor) -> None:
         """Leave the sum of addends in `total`, all of one length.

@@ -15,8 +15,9 @@ from peer_candidates import GlooCandidate, HorovodCandidate, WireDtypeCollective
 
 import mntrain
 from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate, Pattern
+from mntrain.bench.link_speed import copy_speed
 from mntrain.bench.measure import rendezvous, take_turns
-from mntrain.comm import algorithms, link_speed
+from mntrain.comm import algorithms
 from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
 
@@ -175,8 +176,8 @@ def measure(
 def copy_seconds(comm: MPI.Intracomm, nbytes: int) -> dict[str, float]:
     """Return the seconds of a copy by all ranks at once, and by one rank while others sleep."""
     comm.Barrier()
-    together = min(comm.allgather(link_speed.copy_speed(nbytes, COPY_S)))
-    alone = link_speed.copy_speed(nbytes, COPY_S) if comm.rank == 0 else None
+    together = min(comm.allgather(copy_speed(nbytes, COPY_S)))
+    alone = copy_speed(nbytes, COPY_S) if comm.rank == 0 else None
     rendezvous(comm)
     return {"together_s": nbytes / together, "alone_s": nbytes / comm.bcast(alone)}
 

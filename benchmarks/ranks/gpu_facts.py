@@ -1,4 +1,4 @@
-"""What computes, and with which programs: what every script of gpu.py reports."""
+"""The GPU and the versions of packages, which every script of gpu.py reports."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ PACKAGES = ("triton", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """The GPU by its name, CUDA's version and the packages'; of the CPU the name is empty."""
+    """Return the name of the GPU ("" for the CPU), CUDA's version and those of the packages."""
     on_gpu = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "",

@@ -16,11 +16,12 @@ import torch
 from mntrain._version import __version__
 from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.limits import HardwareLimits
+from mntrain.bench.link_speed import copy_speed, link_speed
 from mntrain.bench.measure import measure
 from mntrain.bench.plot import missing, plot
 from mntrain.bench.printing import show
 from mntrain.bench.results import BenchCase, BenchResults
-from mntrain.comm import link_speed, mpi
+from mntrain.comm import mpi
 from mntrain.errors import AgreedError, expect_same
 from mntrain.metrics.terminal import stdout
 from mntrain.metrics.units import short_time
@@ -84,11 +85,11 @@ def files_problem(options: BenchOptions) -> str:
 def _limits(world: World, comm: mpi.Communicator, options: BenchOptions) -> HardwareLimits:
     """Probe the link between nodes and the memory bandwidth. Collective."""
     ranks = tuple(map(len, world.topology.nodes))
-    link = link_speed.link_speed(comm, world.topology, LINK_S) if len(ranks) > 1 else None
+    link = link_speed(comm, world.topology, LINK_S) if len(ranks) > 1 else None
     copy = {}
     for nbytes in options.sizes if len(ranks) == 1 else options.sizes[-1:]:
         world.gather(None)  # a barrier: all ranks copy at once
-        copy[nbytes] = min(world.gather(link_speed.copy_speed(nbytes, COPY_S)))
+        copy[nbytes] = min(world.gather(copy_speed(nbytes, COPY_S)))
     return HardwareLimits(ranks, link, copy)
 
 

@@ -1,16 +1,16 @@
-"""How a tensor's content gets into host memory, where MPI takes it, and comes back.
+"""Access to tensors for collectives: host tensors in place, device tensors through pinned slots.
 
-On the CPU a tensor lies there already. What lies on a device goes in chunks through slots of pinned
-memory, which the node's ranks share: so sums within the node are made there as for any host
-tensor. Every chunk is a collective of its own, and several are under way at a time:
+A device tensor travels in chunks through slots of pinned host memory that the node's ranks share,
+so that sums within the node are made there as for host tensors. Each chunk is a collective of its
+own, and several are in flight:
 
-    caller's stream        ... backward fills the bucket | mark |  goes on with backward    | wait
+    caller's stream        ... backward fills the bucket | event | continues with backward  | wait
     device to host                                        chunk 0 | chunk 1 | chunk 2 |
     node and wire                                                   chunk 0 | chunk 1 | chunk 2
     host to device                                                            chunk 0 | chunk 1 ..
 
-Only what a verb needs is copied: of a reduce-scatter only this rank's shard comes back, of an
-all-gather only that goes.
+Only the elements that a verb needs are copied: a reduce-scatter copies only this rank's shard back,
+and an all-gather copies only that shard to the host.
 """
 
 import weakref
@@ -33,26 +33,23 @@ SLOT_BYTES = 4 << 20  # large enough for a copy at full speed, small enough to o
 
 
 class TensorAccess(Protocol):
-    """A tensor on its way through a collective. Used on the communication thread."""
+    """A tensor as one collective accesses it, on the communication thread."""
 
-    host: Tensor  # the content where the collective works on it, once it is here
-    reachable: bool  # whether the node's other ranks may read and write it, if they know where
+    host: Tensor  # the memory that the collective works on, valid after `begin`
+    reachable: bool  # whether the node's other ranks may access `host` if it is shared memory
 
     def begin(self) -> None:
-        """Ask for the content, and do not wait. Loans begin in the order of their collectives."""
+        """Start to copy the content to `host`, in the order of the collectives. Does not wait."""
 
     def here(self) -> bool:
-        """Whether the content is here."""
+        """Return True when `host` holds the content."""
 
     def give_back(self) -> Work:
-        """Bring the result back to the tensor.
-
-        The work is waited for on the caller's thread.
-        """
+        """Start to copy the result back. The caller's thread waits for the returned work."""
 
 
 class HostAccess:
-    """A tensor that lies in host memory: MPI works on it directly."""
+    """Access to a host tensor in place."""
 
     reachable = True
 
@@ -60,30 +57,30 @@ class HostAccess:
         self.host = tensor
 
     def begin(self) -> None:
-        """See `TensorAccess.begin`."""
+        """Do nothing."""
 
     def here(self) -> bool:
-        """See `TensorAccess.here`."""
+        """Return True."""
         return True
 
     def give_back(self) -> Work:
-        """See `TensorAccess.give_back`."""
+        """Return completed work."""
         return CompletedWork()
 
 
 @dataclass(frozen=True)
 class StagingChunk:
-    """What of a tensor goes through one slot: runs of elements, which lie there end to end."""
+    """The elements of a tensor that go through one slot: runs, which lie there end to end."""
 
     runs: tuple[Span, ...]  # one for every shard, or one in all
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where the runs begin and end in the slot."""
+        """The limits of the runs in the slot."""
         return tuple(accumulate((high - low for low, high in self.runs), initial=0))
 
     def of(self, tensor: Tensor, which: Sequence[int] | None = None) -> list[Tensor]:
-        """Views of a flat tensor: the runs, or those of some shards."""
+        """Return views of a flat tensor: all runs, or those of some shards."""
         runs = self.runs if which is None else [self.runs[index] for index in which]
         return [tensor[low:high] for low, high in runs]
 
@@ -91,24 +88,23 @@ class StagingChunk:
 def chunks(
     bounds: Sequence[int], itemsize: int, slot_bytes: int, *, whole: bool
 ) -> list[StagingChunk]:
-    """A tensor's elements in as few chunks as fit into slots of so many bytes. Pure.
+    """Cut a tensor into as few chunks as fit into slots of `slot_bytes`. Pure.
 
-    Every chunk has a part of every shard, the first of them the beginnings; or, if the verb knows
-    no shards (`whole`), one run.
+    Each chunk has a part of every shard, in order; or one run if the verb has no shards (`whole`).
     """
     shards = [(bounds[0], bounds[-1])] if whole else list(pairwise(bounds))
-    room = slot_bytes // itemsize - len(shards)  # parts of a shard are equal to within an element
-    assert room > 0, (len(shards), slot_bytes)
-    count = max(1, -(-bounds[-1] // room))
+    capacity = slot_bytes // itemsize - len(shards)  # parts of a shard differ by one element
+    assert capacity > 0, (len(shards), slot_bytes)
+    count = max(1, -(-bounds[-1] // capacity))
     cuts = [[low + mark for mark in split(high - low, count)] for low, high in shards]
     return [StagingChunk(tuple((cut[i], cut[i + 1]) for cut in cuts)) for i in range(count)]
 
 
 class Staging:
-    """The slots of one rank, and the loans that go through them. Construction is node-collective.
+    """The pinned slots of one rank, used in turn. Construction is collective over the node.
 
-    As many slots as collectives may be under way, which begin and end in one order: so the oldest
-    slot is free when the next chunk comes.
+    There are as many slots as collectives may be in flight. Collectives begin and end in one order,
+    so the oldest slot is free when the next chunk begins.
     """
 
     def __init__(
@@ -116,48 +112,48 @@ class Staging:
     ) -> None:
         self.slot_bytes = slot_bytes
         self._copiers = (copier, HostCopy())
-        self._room = memory.allocate(DEPTH * slot_bytes)
-        self._free: list[list[DeviceEvent]] = [[] for _ in range(DEPTH)]  # by slot, after what
+        self._memory = memory.allocate(DEPTH * slot_bytes)
+        # By slot: the events after which it is free.
+        self._free: list[list[DeviceEvent]] = [[] for _ in range(DEPTH)]
         self._count = 0
-        # The room stays until it is pinned no more.
-        weakref.finalize(self, _undo, copier.pin(self._room), self._room)
+        # The memory must outlive its page lock.
+        weakref.finalize(self, _unpin, copier.pin(self._memory), self._memory)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return len(self._room)
+        return len(self._memory)
 
     def mark(self, tensor: Tensor) -> tuple[DeviceCopy, DeviceEvent]:
-        """Who copies a tensor, and what of the device's work is to come before."""
+        """Return the copies for a tensor, and the event after which its content is ready."""
         copier = next(copier for copier in self._copiers if copier.owns(tensor))
         return copier, copier.record_event()
 
     def slot(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """The next slot, as a tensor of so many elements; and its number."""
+        """Return the next slot, as a tensor of `numel` elements, and its index."""
         index = self._count % DEPTH
         self._count += 1
         start = index * self.slot_bytes
-        return self._room[start : start + numel * dtype.itemsize].view(dtype), index
+        return self._memory[start : start + numel * dtype.itemsize].view(dtype), index
 
     def free_after(self, index: int) -> list[DeviceEvent]:
-        """What is to be over before a slot is filled anew."""
+        """Return the events to wait for before a slot is filled again."""
         return self._free[index]
 
     def release(self, index: int, after: list[DeviceEvent]) -> None:
-        """Give a slot back, free after these marks."""
+        """Free a slot after the events."""
         self._free[index] = after
 
 
-def _undo(unpin: Callable[[], object], room: Tensor) -> None:
+def _unpin(unpin: Callable[[], object], memory: Tensor) -> None:
     unpin()
-    del room
+    del memory
 
 
 class StagedAccess:
-    """A chunk of a tensor that goes through a slot.
+    """Access to one chunk of a tensor through a slot.
 
-    `goes` and `comes` are what of the chunk is copied there and back: shards by index, or all
-    (None).
+    `goes` and `comes` are the indices of the shards to copy to the slot and back; None: all.
     """
 
     reachable = True
@@ -178,7 +174,7 @@ class StagedAccess:
         self._fetched: list[DeviceEvent] = []
 
     def begin(self) -> None:
-        """See `TensorAccess.begin`."""
+        """Start to copy the chunk into the next slot."""
         numel = self._chunk.bounds[-1]
         self.host, self._slot = self._staging.slot(numel, self._tensor.dtype)
         after = [self._ready, *self._staging.free_after(self._slot)]
@@ -188,20 +184,20 @@ class StagedAccess:
         ] or after
 
     def here(self) -> bool:
-        """See `TensorAccess.here`."""
+        """Return True when the slot holds the chunk."""
         return all(event.query() for event in self._fetched)
 
     def give_back(self) -> Work:
-        """See `TensorAccess.give_back`."""
-        marks = [
+        """Start to copy the result back, and free the slot after that."""
+        events = [
             self._copier.copy_to_device(parts, place, ())
             for place, parts in self._pairs(self._comes)
         ]
-        self._staging.release(self._slot, marks)
-        return StreamOrderedWork(marks)
+        self._staging.release(self._slot, events)
+        return StreamOrderedWork(events)
 
     def _pairs(self, which: Sequence[int] | None) -> list[tuple[Tensor, list[Tensor]]]:
-        """Places in the slot, and what of the tensor lies there."""
+        """Return parts of the slot, each with the parts of the tensor that lie there."""
         if which is None:
             return [(self.host, self._chunk.of(self._tensor))]
         bounds = self._chunk.bounds
@@ -211,12 +207,12 @@ class StagedAccess:
 
 
 class StreamOrderedWork:
-    """Work whose result is ready for the caller's stream, though perhaps not yet for the host."""
+    """Work whose result is ordered for the caller's stream, but may not be ready for the host."""
 
-    def __init__(self, marks: Sequence[DeviceEvent]) -> None:
-        self._marks = marks
+    def __init__(self, events: Sequence[DeviceEvent]) -> None:
+        self._events = events
 
     def wait(self) -> None:
-        """See `Work.wait`."""
-        for event in self._marks:
+        """Make the caller's stream wait for the events."""
+        for event in self._events:
             event.wait_on_stream()

@@ -193,10 +193,9 @@ def _connect_nccl(
     resources.callback(lambda: context.run(cross.free))
     resources.callback(lambda: context.run(alone.free))
     nodes = Topology(tuple((node,) for node in range(len(topology.nodes))))
+    table = AlgorithmTable.always("flat")
     collectives = context.run(
-        lambda: WorldCollectives(
-            cross, alone, nodes, context.progress, devices, table=AlgorithmTable.always("flat")
-        )
+        lambda: WorldCollectives(cross, alone, nodes, context.progress, devices, table=table)
     )
     copier, kernels = devices.copier, devices.kernels
     return nccl.NodeFirstCollectives(group, collectives, copier, kernels), ""

@@ -1,4 +1,4 @@
-"""`mpirun python -m mntrain --device cuda`, as a user runs it: it completes, learns and reports."""
+"""Jobs of the command line on a GPU complete, learn and report."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def skip_without_compiler():
 
 
 @pytest.mark.parametrize(("precision", "stage", "more"), JOBS)
-def test_a_job_on_the_gpu_learns_and_says_how_well_it_used_it(tmp_path, precision, stage, more):
+def test_a_job_on_the_gpu_learns_and_reports_its_utilisation(tmp_path, precision, stage, more):
     if "--train.compile" in more:
         skip_without_compiler()
     options = ["--device", ON, "--train.precision", precision, "--zero.stage", str(stage)]
@@ -46,7 +46,7 @@ def test_a_job_on_the_gpu_learns_and_says_how_well_it_used_it(tmp_path, precisio
     assert utilisation is None or 0 < utilisation < 1
 
 
-def test_a_job_on_the_gpu_goes_on_from_its_checkpoint_on_the_cpu(tmp_path):
+def test_a_job_on_the_gpu_resumes_from_its_checkpoint_on_the_cpu(tmp_path):
     options = ["--train.steps", str(STEPS), "--zero.stage", "1"]
     where = ["--device", ON, "--run.stop-after", str(STEPS // 2)]
     completed(train(2, tmp_path, *options, *where))

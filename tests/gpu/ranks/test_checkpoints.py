@@ -1,4 +1,4 @@
-"""A checkpoint knows no device: what a GPU has saved a CPU goes on with, and the other way round.
+"""Checkpoints do not depend on the device: they move from GPU to CPU and back.
 
 The losses are those of one process on the CPU that was never interrupted.
 """

@@ -1,4 +1,4 @@
-"""Which transport a job has, when it asks for one and when it does not."""
+"""The transport of a job: as requested, or by the rule of `auto`."""
 
 import pytest
 import torch
@@ -11,15 +11,15 @@ pytestmark = [pytest.mark.mpi, *gpu]
 
 
 @transports
-def test_a_world_has_the_transport_that_was_asked_for(worlds, transport):
+def test_a_world_has_the_requested_transport(worlds, transport):
     world = worlds(transport)
     assert world.device.type == ON
     chosen = transport if CUDA and world.size > 1 else ""
     assert world.gather(world.transport) == [chosen] * world.size
 
 
-@pytest.mark.skipif(not CUDA, reason="a rehearsal on the CPU has nothing to choose")
-def test_auto_chooses_what_works_and_all_ranks_the_same():
+@pytest.mark.skipif(not CUDA, reason="the CPU has no transports to select")
+def test_auto_selects_a_working_transport_the_same_on_all_ranks():
     with mntrain.init(device=ON) as world:
         assert world.transport in (TRANSPORTS if world.size > 1 else [""])
         assert len(set(world.gather(world.transport))) == 1

@@ -1,4 +1,4 @@
-"""What training takes of the device is what was predicted, and nothing of it grows."""
+"""Device memory of training equals the prediction and does not grow."""
 
 import gc
 import os

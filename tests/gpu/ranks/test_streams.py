@@ -1,7 +1,7 @@
-"""Collectives are ordered by streams: those who launch and who wait need no other synchronisation.
+"""Collectives are ordered by streams: callers need no other synchronisation.
 
-Memory holds NaN until what a collective is to take has been written, on the stream and late; and
-again as soon as its result has been read. Who looks too early or too late finds it.
+Memory holds NaN until the input of a collective is written, late and on the stream, and again as
+soon as the result has been read. An access at a wrong time finds the NaN. A longer run:
 
     MNTRAIN_SOAK=20000 python tests/helpers/launch.py 4 tests/gpu/ranks/test_streams.py
 """
@@ -35,7 +35,7 @@ def poison(tensor):
 
 
 class Call:
-    """One collective, whose result is known beforehand. `common` has the same chance on all."""
+    """One collective with a known result. `common` draws the same on all ranks, `own` does not."""
 
     def __init__(self, common, own, world, choices):
         self._own, self._device = own, world.device
@@ -48,10 +48,10 @@ class Call:
         self.collectives = world.collectives.replace(
             table=AlgorithmTable.always(algorithm, piece_bytes)
         )
-        # Ranks differ in their streams, and in how far behind these are.
+        # Ranks differ in their streams and in the delays of these.
         self.launched = own.choice(choices)
         self.waited = own.choice([self.launched, own.choice(choices)])
-        if RANKS == 1:  # nothing is under way then, and nothing to order
+        if RANKS == 1:  # the collectives of one rank order nothing
             self.waited = self.launched
         self.about = f"{self.verb} of {self.numel} {self.dtype} by {algorithm}, root {self.root}"
 
@@ -60,12 +60,12 @@ class Call:
             sleep(self._own.randrange(LONG))
 
     def _values(self, rank):
-        """Small whole numbers: sums of them are exact in every dtype."""
+        """Return small integers, whose sums are exact in every dtype."""
         index = torch.arange(self.numel, device=self._device)
         return (index * 7 + 3 * rank + self.salt) % 11 - 5
 
     def start(self):
-        """Fill the tensor late, and launch before that has happened."""
+        """Launch the collective before the tensor has been filled."""
         with on(self.launched):
             self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self._device)
             poison(self.tensor)
@@ -80,7 +80,7 @@ class Call:
             self._delay()
 
     def finish(self):
-        """Read the result as soon as the stream may, and spoil it. Does not wait for the device."""
+        """Read and overwrite the result as soon as the stream may. Never wait for the device."""
         with on(self.waited):
             self.work.wait()
             found = self.tensor.clone()
@@ -120,7 +120,7 @@ def test_thousands_of_collectives_on_late_streams(worlds, transport):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @transports
-def test_a_collective_waits_for_the_stream_and_the_stream_waits_for_it(worlds, transport, dtype):
+def test_a_collective_and_its_stream_wait_for_each_other(worlds, transport, dtype):
     world = worlds(transport)
     for stream in streams(world.device, 1):
         for numel in (1, 1001, 1_000_003):
@@ -146,7 +146,7 @@ def test_work_may_be_waited_for_in_any_order(worlds, transport):
 
 @transports
 def test_a_launch_does_not_wait_for_the_device(worlds, transport):
-    """The stream is still asleep when all launches have returned."""
+    """The stream still sleeps when all launches have returned."""
     world = worlds(transport)
     tensors = [torch.ones(20011, device=world.device) for _ in range(5)]
     synchronize()

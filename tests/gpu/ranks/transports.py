@@ -1,4 +1,4 @@
-"""Worlds on the device by transport; a transport that cannot work here is skipped, with why."""
+"""Worlds on the device by transport. A transport that cannot work here is skipped."""
 
 import pytest
 from oracle import SHARED

@@ -1,7 +1,4 @@
-"""How fast this machine is: its memory, and the link between its nodes.
-
-Both probes are short; what is measured with them knows what it can hope for.
-"""
+"""Short probes of the hardware limits: memory copies, and the link between nodes."""
 
 import time
 from collections import deque
@@ -20,12 +17,11 @@ SHORTEST_S = 1e-3  # of a round; shorter ones measure latency
 
 
 def copy_speed(nbytes: int, seconds: float) -> float:
-    """How fast a rank copies nbytes bytes from one place in host memory to another, in bytes/s.
+    """Return the speed of copies of `nbytes` bytes in host memory, in bytes/s. Local.
 
-    Local. The bytes are counted once, though they are read and written; the copy is torch's, on as
-    many threads as torch has here. Called by all ranks of a node at once it measures what each has
-    of the memory, and of the cores, that they share. As many copies as `seconds` hold, three at
-    least, after one to warm up. Takes 2 * nbytes of memory meanwhile.
+    Each byte counts once, though it is read and written. torch copies, on its threads. Called by
+    all ranks of a node together, it measures each rank's share of their memory and cores. Makes as
+    many copies as fit into `seconds`, three at least, after a warm-up. Uses 2 * nbytes of memory.
     """
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.zeros(nbytes, dtype=torch.uint8)
@@ -38,15 +34,14 @@ def copy_speed(nbytes: int, seconds: float) -> float:
 
 
 def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
-    """Payload bytes/s that a node sends and at the same time receives. Collective, blocking.
+    """Return the payload bytes/s that a node sends and receives at once. Collective, blocking.
 
-    `comm` is the world of `topology`. The nodes stand in a ring: ranks of every node send to the
-    next node while they receive from the one before, in pieces of which several are in flight.
-    Once only the leaders do so and once all lanes do, where nodes have more than one rank; the
-    better of the two counts. A round lasts until the slowest rank is done. Rounds double until
-    about `seconds` have passed, and the better of the longest two counts: short ones would flatter
-    a link whose buffers take a burst. The same number on every rank. Where there is a
-    communication thread, call it there.
+    `comm` is the communicator of `topology`. The nodes form a ring: ranks of each node send to the
+    next node and receive from the previous one, with several messages in flight. The leaders alone
+    are measured, and all lanes where nodes have more than one rank; the better result counts. A
+    round ends with its slowest rank. Rounds double until about `seconds` have passed, and the
+    better of the last two counts: buffers would make short ones too fast. The result is the same on
+    every rank. Where there is a communication thread, call it there.
 
     Raises ValueError on a single node, which has no link.
     """
@@ -58,16 +53,16 @@ def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
 
 
 def _ring_speed(comm: Communicator, topology: Topology, lanes: int, seconds: float) -> float:
-    """What `link_speed` measures, with so many lanes."""
+    """Return the speed of `link_speed` with `lanes` ranks per node."""
     memory = np.ones((2, PIECES_IN_FLIGHT, PIECE_BYTES), dtype=np.uint8)
     start = time.perf_counter()
     _round(comm, topology, lanes, WARM_UP_BYTES, memory)
     nbytes, speeds = WARM_UP_BYTES, []
     while True:
         comm.gather_objects(None)
-        mine = _round(comm, topology, lanes, nbytes, memory)
-        both = comm.gather_objects((mine, time.perf_counter() - start))
-        took, passed = max(float(took) for took, _ in both), float(both[0][1])
+        local_s = _round(comm, topology, lanes, nbytes, memory)
+        by_rank = comm.gather_objects((local_s, time.perf_counter() - start))
+        took, passed = max(float(took) for took, _ in by_rank), float(by_rank[0][1])
         speeds.append(lanes * nbytes / took)
         if took >= SHORTEST_S and passed + 2 * took > seconds:
             return max(speeds[-2:])
@@ -77,9 +72,9 @@ def _ring_speed(comm: Communicator, topology: Topology, lanes: int, seconds: flo
 def _round(
     comm: Communicator, topology: Topology, lanes: int, nbytes: int, memory: NDArray[np.uint8]
 ) -> float:
-    """Send and receive nbytes as a lane of the ring; the seconds until both are done.
+    """Send and receive `nbytes` as one lane of the ring, and return the seconds it takes.
 
-    Ranks that are no lane do nothing. `memory` holds pieces to send and to fill.
+    Ranks without a lane do nothing. `memory` holds the pieces to send and to receive.
     """
     node, lane = topology.node(comm.rank), topology.local_rank(comm.rank)
     if lane >= lanes:
@@ -88,19 +83,19 @@ def _round(
     preceding = topology.nodes[node - 1][lane]
     outgoing, incoming = memory
     start = time.perf_counter()
-    under_way: deque[tuple[Requests, Requests]] = deque()
+    in_flight: deque[tuple[Requests, Requests]] = deque()
     for index in range(nbytes // PIECE_BYTES):
         slot = index % PIECES_IN_FLIGHT
         if index >= PIECES_IN_FLIGHT:
-            _wait(*under_way.popleft())
-        under_way.append(
+            _wait(*in_flight.popleft())
+        in_flight.append(
             (comm.receive(preceding, incoming[slot]), comm.send(following, outgoing[slot]))
         )
-    for flights in under_way:
-        _wait(*flights)
+    for pair in in_flight:
+        _wait(*pair)
     return time.perf_counter() - start
 
 
-def _wait(*flights: Requests) -> None:
-    for flight in flights:
-        flight.wait()
+def _wait(*pairs: Requests) -> None:
+    for requests in pairs:
+        requests.wait()
