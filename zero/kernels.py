@@ -1,4 +1,4 @@
-"""Sums, casts and squares of flat tensors: what a device may have faster kernels for than torch."""
+"""The `Kernels` protocol: sums, casts and squares of flat tensors, and torch's implementation."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,39 +11,40 @@ from torch import Tensor
 class Kernels(Protocol):
     """Operations on flat contiguous tensors of one device, on its current stream. Local.
 
-    Whoever implements them gives the same result: the same bits of sums and of products, and
-    squares to within 1e-12 of each other.
+    All implementations give the same bits of sums and products, and sums of squares that agree to
+    within 1e-12.
     """
 
     name: str  # "torch" or "cupy"
 
     def add(self, addends: Sequence[Tensor], total: Tensor) -> None:
-        """Leave the sum of addends in `total`, all of one length.
+        """Write the sum of addends, all of one length, to `total`.
 
-        Added in their order, in the dtype that `sum_dtype` gives, and rounded once. Addends have
-        total's dtype or one that it widens; one of them may lie in total's memory.
+        Adds in order, in `sum_dtype`, and rounds once. Addends have total's dtype or a narrower
+        one; one of them may share total's memory.
         """
 
     def pack(self, source: Tensor, scale: float, target: Tensor) -> None:
-        """Leave `source` times `scale`, rounded to target's dtype, in `target`, of equal length.
+        """Write `source` times `scale`, rounded to target's dtype, to `target`, of equal length.
 
-        The product is in fp32, or in fp64 where source is. A scale of 0 makes zeros of anything.
+        The product is computed in fp32, or fp64 if source is. A scale of 0 gives zeros for any
+        values.
         """
 
     def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of squares of each tensor: a new fp64 tensor on their device, one element each.
+        """Return the sum of squares of each tensor: fp64, one element each, on their device.
 
-        Of equal elements it has equal bits, wherever in memory they lie. Of none it is 0.
+        Equal elements give equal bits at any address. An empty tensor gives 0.
         """
 
 
 class TorchKernels:
-    """The operations in torch alone, on any device."""
+    """The operations by torch, on any device."""
 
     name = "torch"
 
     def add(self, addends: Sequence[Tensor], total: Tensor) -> None:
-        """See `Kernels.add`."""
+        """Add in `sum_dtype`, two addends in one pass."""
         if len(addends) == 1:
             total.copy_(addends[0])
         elif len(addends) == 2 and addends[0].dtype == addends[1].dtype == total.dtype:
@@ -52,7 +53,7 @@ class TorchKernels:
             _add_many(addends, total)
 
     def pack(self, source: Tensor, scale: float, target: Tensor) -> None:
-        """See `Kernels.pack`."""
+        """Cast and multiply, in one pass where torch has the product in fp32."""
         wide = sum_dtype(source.dtype)
         if scale == 0:
             target.zero_()  # not a product: 0 * NaN is NaN
@@ -62,46 +63,46 @@ class TorchKernels:
             torch.mul(source, scale, out=target)
         elif target.dtype == wide:
             target.copy_(source).mul_(scale)
-        else:  # torch rounds products of 16 bits to 16 bits, whatever they are to become
+        else:  # torch rounds 16-bit products to 16 bits, whatever the output's dtype
             target.copy_(source.to(wide).mul_(scale))
 
     def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See `Kernels.square_sums`."""
+        """Sum squares in fp64."""
         if not tensors:
             return torch.zeros(0, dtype=torch.float64)
-        # A new tensor of each: where the elements lie decides in which order torch adds on CUDA.
+        # Copies, since on CUDA the address decides in which order torch adds.
         wide = (tensor.to(torch.float64, copy=True) for tensor in tensors)
         return torch.stack([torch.linalg.vector_norm(tensor) for tensor in wide]).square()
 
 
 @cache
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums accumulate: fp32, or wider where the tensor is; integers as int64."""
+    """Return the dtype in which sums accumulate: fp32 or wider; int64 for integers."""
     wide = torch.float32 if dtype.is_floating_point else torch.int64
     return torch.promote_types(dtype, wide)
 
 
 def _add_many(addends: Sequence[Tensor], total: Tensor) -> None:
-    """`Kernels.add`, for any number and dtypes of addends."""
+    """Add any number of addends of any dtypes."""
     wide = sum_dtype(total.dtype)
-    place = _place(addends, total)
-    if total.dtype != wide or place > 1:
-        # Those before the one that lies in total's memory, or all if they need more bits than it.
-        alone = place if total.dtype == wide else len(addends)
+    shared_at = _shared_index(addends, total)
+    if total.dtype != wide or shared_at > 1:
+        # Addends before the one in total's memory, or all if total is too narrow for their sum.
+        separate = shared_at if total.dtype == wide else len(addends)
         run = addends[0].to(wide, copy=True)
-        for addend in addends[1:alone]:
+        for addend in addends[1:separate]:
             run.add_(addend)
-        addends = [run, *addends[alone:]]
-        place = 1 if len(addends) > 1 else -1
-    if place == 1:
+        addends = [run, *addends[separate:]]
+        shared_at = 1 if len(addends) > 1 else -1
+    if shared_at == 1:
         torch.add(addends[0], total, out=total)
-    elif place < 0:
+    elif shared_at < 0:
         total.copy_(addends[0])
-    for addend in addends[max(place, 0) + 1 :]:
+    for addend in addends[max(shared_at, 0) + 1 :]:
         total.add_(addend)
 
 
-def _place(addends: Sequence[Tensor], total: Tensor) -> int:
-    """The index of the addend that lies in total's memory; -1 where none does."""
+def _shared_index(addends: Sequence[Tensor], total: Tensor) -> int:
+    """Return the index of the addend that shares total's memory, or -1."""
     at = total.data_ptr()
     return next((i for i, addend in enumerate(addends) if addend.data_ptr() == at), -1)

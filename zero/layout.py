@@ -1,20 +1,20 @@
-"""Where each parameter, bucket and shard lies. Pure: no tensors, no communication.
+"""The plan of buckets and shards. Pure: no tensors, no communication.
 
-    parameters, in the order of the model:     a (5)   b (3)   c (4)   d (2)
+    parameters, in the order of forward:     a (5)   b (3)   c (4)   d (2)
 
-    backward makes their gradients last first, so the buckets are filled in that order:
+    backward makes gradients in reverse order, so buckets are filled in that order:
 
-    bucket 0  | d d | c c c c |          launched first, while backward goes on
+    bucket 0  | d d | c c c c |          reduced first, during backward
     bucket 1  | b b b | a a a a a |
 
-A parameter never straddles two buckets, so its gradient is one view; one that is larger than a
-bucket gets a bucket of its own. Of every bucket each rank owns one shard:
+A parameter lies in one bucket, so its gradient is one view; a parameter that is larger than the
+bucket size has a bucket of its own. Each rank owns one shard of every bucket:
 
-    by element, 3 ranks (bounds 0, 2, 5, 8):     | b b | b a a | a a a |      shards cut anywhere
-    by parameter (bounds 0, 5, 5, 8):            | a a a a a | | b b b |      parameters stay whole
+    by element, 3 ranks (bounds 0, 2, 5, 8):     | b b | b a a | a a a |      cut anywhere
+    by parameter (bounds 0, 5, 5, 8):            | a a a a a | | b b b |      whole parameters
 
-What of a parameter lies in a shard is a piece: here the second rank owns the piece b[2:3] and the
-piece a[0:2], or nothing (but c, in bucket 0).
+A slice of a parameter that lies in a shard is a piece: the second rank owns the pieces b[2:3] and
+a[0:2] by element, and nothing of bucket 1 by parameter.
 """
 
 import math
@@ -26,22 +26,22 @@ from itertools import accumulate
 import torch
 
 MIB = 2**20
-# The first bucket leaves as soon as it has this, so that the wire has something to do early in
-# backward; the last one has no more than it needs to have this, for nothing overlaps it.
-ENDS = MIB
-LEAST_BUCKETS = 8  # that a model is laid into, if each can have a MiB: so that they can overlap
-EVEN = 64  # elements: of any dtype more than a GPU reads at a time
+# Bytes of the first bucket, so that communication starts early in backward, and of the last one,
+# which no computation overlaps.
+END_BYTES = MIB
+LEAST_BUCKETS = 8  # of a model, unless buckets would be smaller than a MiB: so that they overlap
+ALIGNED_NUMEL = 64  # elements that keep the next parameter aligned for a GPU, whatever the dtype
 
 
 @lru_cache(maxsize=1024)
 def split(numel: int, parts: int) -> tuple[int, ...]:
-    """Bounds (parts + 1 of them) that cut numel elements into parts, equal to within one."""
+    """Return the parts + 1 bounds that cut numel elements into parts, equal to within one."""
     return tuple(i * numel // parts for i in range(parts + 1))
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter."""
+    """Name, shape and dtype of a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """One parameter's place in a bucket: elements start to stop."""
+    """A parameter's elements in a bucket, start to stop."""
 
     spec: ParameterSpec
     start: int
@@ -64,7 +64,7 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Elements low to high of a parameter, which lie from `start` on in its bucket."""
+    """Elements low to high of a parameter, from element `start` of its bucket on."""
 
     spec: ParameterSpec
     start: int
@@ -78,13 +78,13 @@ class ParameterSlice:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the parameter."""
+        """Whether it is the whole parameter."""
         return self.numel == self.spec.numel
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A contiguous run of parameters of one dtype, and the shards that it is cut into."""
+    """Contiguous parameters of one dtype, and the bounds of their shards."""
 
     dtype: torch.dtype
     entries: tuple[BucketEntry, ...]
@@ -101,17 +101,19 @@ class Bucket:
         return self.numel * self.dtype.itemsize
 
     def shard(self, slot: int) -> tuple[int, int]:
-        """The elements, from and to, that a slot owns."""
+        """Return the range of elements (from, to) that a slot owns."""
         return self.bounds[slot], self.bounds[slot + 1]
 
     def pieces(self, start: int, stop: int) -> list[ParameterSlice]:
-        """What lies between two elements of the bucket, by parameter; none is empty."""
-        found = []
+        """Return the non-empty slices of parameters between two elements of the bucket."""
+        pieces = []
         for entry in self.entries:
             low, high = max(start, entry.start), min(stop, entry.stop)
             if low < high:
-                found.append(ParameterSlice(entry.spec, low, low - entry.start, high - entry.start))
-        return found
+                pieces.append(
+                    ParameterSlice(entry.spec, low, low - entry.start, high - entry.start)
+                )
+        return pieces
 
 
 def plan_buckets(
@@ -120,13 +122,13 @@ def plan_buckets(
     shards: int = 1,
     loads: Sequence[int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Lay parameters (in the model's order) into buckets of at most bucket_bytes.
+    """Plan buckets of at most bucket_bytes for parameters in the order of forward.
 
-    A model that would fill less than eight gets smaller ones, though none below a MiB; the first
-    and the last one are smaller where parameters allow. Buckets come in the order in which backward
-    is expected to fill them. Shards are equal to within
-    an element; with `loads`, the elements that each slot owns elsewhere, parameters stay whole and
-    are dealt so that the totals are balanced. The same on every rank that gives the same.
+    A model that would fill fewer than eight buckets gets smaller ones, but none below a MiB; the
+    first and the last one are smaller if parameters allow. Buckets are in the order in which
+    backward should fill them. Shards are equal to within an element. With `loads`, the elements
+    that each slot owns elsewhere, parameters stay whole and are dealt so that totals are balanced.
+    Equal arguments give equal plans.
     """
     owner = None if loads is None else _deal(specs, loads)
     total = _nbytes(specs)
@@ -139,13 +141,13 @@ def plan_buckets(
             runs.append(list(run))
             run.clear()
         run.append(spec)
-        if not runs and _nbytes(run) >= ENDS:
+        if not runs and _nbytes(run) >= END_BYTES:
             runs.append(list(run))
             run.clear()
     runs.extend(run for run in open_runs.values() if run)
     arrival = {spec.name: place for place, spec in enumerate(reversed(specs))}
     runs.sort(key=lambda run: max(arrival[spec.name] for spec in run))
-    runs[-1:] = _short_end(runs[-1]) if runs else []
+    runs[-1:] = _split_off_end(runs[-1]) if runs else []
     return tuple(_bucket(run, shards, owner) for run in runs)
 
 
@@ -153,14 +155,14 @@ def _nbytes(run: Sequence[ParameterSpec]) -> int:
     return sum(spec.numel * spec.dtype.itemsize for spec in run)
 
 
-def _short_end(run: list[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """The last bucket's parameters in two: of its end no more than has the bytes of an end."""
-    start = next((i for i in reversed(range(len(run))) if _nbytes(run[i:]) >= ENDS), 0)
+def _split_off_end(run: list[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """Split the last bucket so that its end is as small as END_BYTES allows."""
+    start = next((i for i in reversed(range(len(run))) if _nbytes(run[i:]) >= END_BYTES), 0)
     return [run[:start], run[start:]] if start else [run]
 
 
 def _deal(specs: Sequence[ParameterSpec], loads: Sequence[int]) -> dict[str, int]:
-    """The slot that owns each parameter: the largest first, to whoever has the least.
+    """Return the slot that owns each parameter: the largest first, to the slot with the least.
 
     Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
     """
@@ -174,8 +176,8 @@ def _deal(specs: Sequence[ParameterSpec], loads: Sequence[int]) -> dict[str, int
 
 
 def _bucket(run: Iterable[ParameterSpec], shards: int, owner: dict[str, int] | None) -> Bucket:
-    # What would leave those behind it at odd addresses goes last: a GPU reads them slowly there.
-    specs = sorted(run, key=lambda spec: spec.numel % EVEN != 0)
+    # Parameters of unaligned length go last, since a GPU reads unaligned ones behind them slowly.
+    specs = sorted(run, key=lambda spec: spec.numel % ALIGNED_NUMEL != 0)
     if owner is not None:
         specs.sort(key=lambda spec: owner[spec.name])
     entries: list[BucketEntry] = []

@@ -11,7 +11,7 @@ from torch import nn
 import mntrain
 from mntrain.train.consensus import model_digest
 from mntrain.train.schedule import weight_decay_groups
-from zero import NonFiniteGradientError
+from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
 
 pytestmark = pytest.mark.mpi
 
@@ -176,3 +176,28 @@ def test_a_model_goes_on_in_another_world():
             model(inputs(seed=RANK)).square().mean().backward()
             optimizer.step()
             assert all_alike(world, model_digest(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_are_gathered_in_16_bits_are_rounded_alike(stage, dtype):
+    model, other = net(), net()
+    alone = ZeroOptimizer(
+        other.named_parameters(), ADAMW, SingleProcessCollectives(), stage=stage, gather_dtype=dtype
+    )
+    with init() as world:
+        optimizer = world.optimizer(model, ADAMW, stage=stage, gather_dtype=dtype)
+        for seed in range(3):
+            for trained, stepper in ((model, optimizer), (other, alone)):
+                trained(inputs(seed=seed)).square().mean().backward()
+                stepper.step()
+                stepper.zero_grad()
+        assert all_alike(world, model_digest(model))
+        masters = {piece.name: piece for piece in optimizer.gather_slices()}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, parameter.to(dtype).to(parameter.dtype))
+            torch.testing.assert_close(parameter, other.get_parameter(name), rtol=2**-7, atol=1e-6)
+            if world.master:
+                master = masters[name].tensors["master"].view(parameter.shape)
+                assert torch.equal(master.to(dtype).to(parameter.dtype), parameter)
+        optimizer.close()

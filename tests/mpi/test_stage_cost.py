@@ -192,3 +192,20 @@ def test_on_one_level_stages_0_and_1_move_the_same_bytes(worlds, layout):
         totals.append([(counts[1], counts[3]) for counts in measured])
         optimizer.close()
     assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("layout", VIRTUAL[-2:])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gather_dtype_halves_the_bytes_of_the_all_gather(worlds, layout, stage):
+    numel, measured = 9600, []
+    world = worlds("lanes", layout, ONE)
+    for gather_dtype in (None, torch.bfloat16):
+        model = Vectors([numel])
+        optimizer = world.optimizer(model, ADAMW, stage=stage, gather_dtype=gather_dtype)
+        measured.append(spent(world, model, optimizer, 1))
+        optimizer.close()
+    gathered = bill("lanes", layout, transfers("lanes", layout, "all_gather", split(numel, RANKS)))
+    saved = less(*measured)
+    assert any(counts[1] + counts[3] for counts in saved)
+    for counts, whole in zip(saved, gathered, strict=True):
+        assert (2 * counts[1], 2 * counts[3]) == (whole[1], whole[3])

@@ -70,7 +70,7 @@ class TwoSteps(StatelessHook):
 
 
 def test_every_hook_has_a_name():
-    assert names() == ["bf16", "fp16", "fp32", "uncompressed"]
+    assert {"bf16", "fp16", "fp32", "uncompressed"} <= set(names())
     assert all(callable(make_hook(name)) for name in names())
 
 

@@ -1,0 +1,63 @@
+"""A schedule that averages parameters every second step, and trains by itself in between."""
+
+import pytest
+import torch
+from mpi4py import MPI
+from oracle import init
+from torch import nn
+
+from zero import SingleProcessCollectives, ZeroOptimizer
+
+pytestmark = pytest.mark.mpi
+
+RANKS, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+
+
+class AverageEverySecondStep:
+    """Every rank is a group of its own; after steps 1, 3, ... ranks average their parameters."""
+
+    def __init__(self, world):
+        self.sharding, self._world = SingleProcessCollectives(), world
+
+    def group(self, step):
+        return self.sharding
+
+    def after_update(self, step, updated):
+        if step % 2 == 0:
+            return False
+        for tensor in updated:
+            self._world.all_reduce(tensor.detach().view(-1)).wait()
+            tensor.div_(self._world.size)
+        return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_differ_between_averages_and_agree_after_them(stage, dtype):
+    model = nn.Linear(4, 1, bias=False, dtype=dtype)
+    with init() as world:
+        optimizer = ZeroOptimizer(
+            model.named_parameters(),
+            torch.optim.SGD,
+            world.collectives,
+            stage=stage,
+            schedule=AverageEverySecondStep(world.collectives),
+            model=model,
+            lr=0.5,
+        )
+        optimizer.start()
+        initial = model.weight.tolist()
+        assert world.gather(initial) == [initial] * RANKS
+        for _ in range(2):
+            before = model.weight.detach().clone()
+            inputs = torch.full((1, 4), 1.0 + RANK, dtype=dtype)
+            for turn in range(2):
+                model(inputs).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                everyone = world.gather(model.weight.tolist())
+                assert len({str(weights) for weights in everyone}) == (1 if turn else RANKS)
+            # Two steps of 0.5 * (1 + rank), averaged over ranks.
+            expected = before - (1 + (RANKS - 1) / 2)
+            torch.testing.assert_close(model.weight.detach(), expected)
+        optimizer.close()
