@@ -11,8 +11,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Importing this package starts nothing, and its names bring in torch only once they are asked for;
-`init` starts MPI.
+Importing the package has no effect: torch is imported on the first use of a name, and `init` starts
+MPI.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mntrain.errors import AgreedError
     from mntrain.tasks.base import Loss, Task
     from mntrain.world import World, init
-else:  # hidden from type checkers, which would take any name as one that it may give
+else:  # hidden from type checkers, for which any name would exist
     _MODULES = {
         "AgreedError": "mntrain.errors",
         "Loss": "mntrain.tasks.base",
@@ -36,13 +36,13 @@ else:  # hidden from type checkers, which would take any name as one that it may
     }
 
     def __getattr__(name: str) -> object:
-        """Import a name when it is first asked for: --help then does without torch."""
+        """Import a name on first use, so that --help needs no torch."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found = getattr(import_module(_MODULES[name]), name)
-        return found
+        globals()[name] = value = getattr(import_module(_MODULES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    """All names, those not yet imported too."""
+    """Return all names, including those that are not imported yet."""
     return sorted({*globals(), *__all__})

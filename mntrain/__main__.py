@@ -9,59 +9,62 @@ from mntrain import cli
 from mntrain._version import __version__
 from mntrain.bench import bench_options
 
+# Modules that import torch or MPI are imported inside functions: --help needs neither.
+# ruff: noqa: PLC0415
+
 T = TypeVar("T")
 
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-"""Where launchers tell a process its rank. Slurm's comes last: mpirun inside a job inherits it."""
+"""Variables in which launchers pass the rank. Slurm's is last: mpirun in a job inherits it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names, by default of this process, and return the exit code.
+    """Run the command in `argv` (default: of this process), and return the exit code.
 
-    Without a command it is train. Every rank parses the same words before MPI starts: all exit
-    alike, and one alone talks. Raises SystemExit as `options.parse` does.
+    The default command is train. Every rank parses the same words before MPI starts, so all exit
+    alike, and rank 0 alone prints. Raises SystemExit as `cli.parse_options` does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    talks = _talks(os.environ)
+    prints = _is_rank_0(os.environ)
     if words[:1] == ["--version"]:
-        if talks:
+        if prints:
             print(f"mntrain {__version__}")
         return 0
     named = bool(words) and not words[0].startswith("-")
     command = words.pop(0) if named else "train"
     if command not in _COMMANDS:
-        if talks:
+        if prints:
             print(
-                f"mntrain: {command}: no such command; the commands are {', '.join(_COMMANDS)}, "
-                "and without one it is train",
+                f"mntrain: {command}: no such command; the commands are {', '.join(_COMMANDS)} "
+                "(default: train)",
                 file=sys.stderr,
             )
-        _let_talk(os.environ)
+        _wait_for_rank_0(os.environ)
         return 2
-    return _COMMANDS[command](words, talks)
+    return _COMMANDS[command](words, prints)
 
 
-def _train(words: Sequence[str], talks: bool) -> int:
-    """Train; collective over the ranks that the launcher started."""
-    job = _parsed(cli.parse, words, talks, _ALSO)
-    from mntrain.train.trainer import run  # noqa: PLC0415 - torch and MPI, which --help does without
+def _train(words: Sequence[str], prints: bool) -> int:
+    """Train. Collective over the ranks that the launcher started."""
+    config = _parse(cli.parse, words, prints, _OTHER_COMMANDS)
+    from mntrain.train.trainer import run
 
-    return _with_all_ranks(lambda: run(job), talks)
-
-
-def _bench(words: Sequence[str], talks: bool) -> int:
-    """Measure the collectives; collective as above."""
-    asked = _parsed(bench_options.parse, words, talks)
-    from mntrain.bench.run import run  # noqa: PLC0415 - as above
-
-    return _with_all_ranks(lambda: run(asked, words), talks)
+    return _run_on_all_ranks(lambda: run(config), prints)
 
 
-def _ckpt(words: Sequence[str], talks: bool) -> int:
-    """Look at checkpoints; no rank but one has anything to do."""
-    from mntrain.checkpoint.commands import run  # noqa: PLC0415 - as above
+def _bench(words: Sequence[str], prints: bool) -> int:
+    """Measure the collectives. Collective over the ranks that the launcher started."""
+    options = _parse(bench_options.parse, words, prints)
+    from mntrain.bench.run import run
 
-    return run(words) if talks else 0
+    return _run_on_all_ranks(lambda: run(options, words), prints)
+
+
+def _ckpt(words: Sequence[str], prints: bool) -> int:
+    """Inspect checkpoints, on rank 0 alone."""
+    from mntrain.checkpoint.commands import run
+
+    return run(words) if prints else 0
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {
@@ -69,49 +72,49 @@ _COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {
     "bench": _bench,
     "ckpt": _ckpt,
 }
-_ALSO = """
-other commands, each with a --help of its own:
+_OTHER_COMMANDS = """
+other commands, each with its own --help:
   python -m mntrain bench
       measure the collectives of this cluster
   python -m mntrain ckpt list|show|verify|diff|export
-      look at checkpoints, compare them, and take the model out of one"""
+      inspect and compare checkpoints, and export the model of one"""
 
 
-def _parsed(parse: Callable[..., T], words: Sequence[str], talks: bool, also: str = "") -> T:
-    """Return what `parse` makes of the words; `also` follows its help."""
+def _parse(parse: Callable[..., T], words: Sequence[str], prints: bool, epilog: str = "") -> T:
+    """Return the parsed options; `epilog` is printed after the help."""
     try:
-        return parse(words, print_errors=talks)
+        return parse(words, print_errors=prints)
     except SystemExit as end:
         if end.code:
-            _let_talk(os.environ)
-        elif talks and also:
-            print(also)
+            _wait_for_rank_0(os.environ)
+        elif prints and epilog:
+            print(epilog)
         raise
 
 
-def _with_all_ranks(run: Callable[[], int], talks: bool) -> int:
-    """Run a job; where the launcher's ranks do not see each other, say so instead."""
-    from mntrain.comm.mpi import SilentSingletonsError  # noqa: PLC0415 - as above
+def _run_on_all_ranks(run: Callable[[], int], prints: bool) -> int:
+    """Run a job, or report that the launcher's ranks do not form one MPI world."""
+    from mntrain.comm.launcher import SilentSingletonsError
 
     try:
         return run()
     except SilentSingletonsError as error:
-        if talks:
+        if prints:
             print(f"mntrain: error: {error}", file=sys.stderr)
         return 2
 
 
-def _let_talk(environment: Mapping[str, str]) -> None:
-    """Wait for the rank that talks: launchers kill it when another one exits with an error."""
+def _wait_for_rank_0(environment: Mapping[str, str]) -> None:
+    """Wait until rank 0 has printed: launchers kill it when another rank exits with an error."""
     if any(name in environment for name in _RANK_VARIABLES):
-        from mntrain.comm.mpi import barrier  # noqa: PLC0415 - as above
+        from mntrain.comm.mpi import barrier
 
         sys.stderr.flush()
         barrier()
 
 
-def _talks(environment: Mapping[str, str]) -> bool:
-    """Return whether this process prints what all ranks know: rank 0, or no launcher's child."""
+def _is_rank_0(environment: Mapping[str, str]) -> bool:
+    """Return True on rank 0, and in a process that no launcher started."""
     ranks = (environment[name] for name in _RANK_VARIABLES if name in environment)
     return next(ranks, "0") == "0"
 

@@ -17,7 +17,7 @@ import torch
 
 from mntrain import device
 from mntrain.comm import autotune, mpi, transport
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.topology import Topology
@@ -191,9 +191,15 @@ def _make_collectives(parts: WorldParts) -> None:
     settings, selected = parts.settings, parts.transport
 
     def make(comm: mpi.Communicator) -> WorldCollectives:
-        made = WorldCollectives(comm, parts.node, parts.topology, parts.engine, parts.devices)
-        made.transport, made.node_first = selected.name or "host", selected.node_first
-        return made
+        return WorldCollectives(
+            comm,
+            parts.node,
+            parts.topology,
+            parts.engine,
+            parts.devices,
+            transport=selected.name or "host",
+            node_first=selected.node_first,
+        )
 
     parts.collectives = parts.engine.call(lambda: make(parts.comm)).wait()
     fixed = "lanes" if settings.algorithm == "auto" else settings.algorithm
@@ -205,7 +211,7 @@ def _make_collectives(parts: WorldParts) -> None:
             facts = parts.watch.host, parts.library.name, selected.name
             tuning = tuner.tune(settings.bucket_bytes, facts)
         table, parts.tuning = tuning.table, tuning.line
-    parts.collectives.table = table
+    parts.collectives = parts.collectives.replace(table=table)
 
 
 def _gather_places(parts: WorldParts) -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from mntrain.comm import algorithms
+
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
 
 
@@ -136,7 +138,7 @@ class TrainConfig:
 class CommConfig:
     """Communication of gradients."""
 
-    algorithm: Literal["auto", "lanes", "leader", "flat", "naive"] = Field(
+    algorithm: Literal[("auto", *algorithms.names())] = Field(  # type: ignore[valid-type]
         default="auto", description="all-reduce algorithm. auto: chosen for the machine."
     )
     tune: bool = Field(

@@ -1,4 +1,4 @@
-"""Devices: which one a rank gets, and how a batch gets there."""
+"""Assignment of GPUs to ranks, and movement of batches to a device."""
 
 import os
 from collections import Counter
@@ -14,25 +14,26 @@ from torch import Tensor
 class DeviceAssignment:
     """The device of one rank."""
 
-    index: int | None  # of its GPU, in the rank's own numbering; None: the CPU
-    gpu: str  # the GPU's name, the same for every rank that sees it; empty on the CPU
+    index: int | None  # of the GPU, in the rank's own numbering; None: the CPU
+    gpu: str  # identifier of the GPU, the same on all ranks that see it; empty on the CPU
 
     @property
     def device(self) -> torch.device:
-        """The device, as torch calls it."""
+        """The torch device."""
         return torch.device("cpu") if self.index is None else torch.device("cuda", self.index)
 
 
 def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) -> Any:
-    """A batch with every tensor in it on a device: in tuples, lists and dicts, or by its own `to`.
+    """Return a batch with every tensor on `device`. Local; does not synchronize with the GPU.
 
-    Nothing waits for a GPU: tensors reach it through pinned memory. With `floats`, floating-point
-    tensors are cast to that dtype.
+    Tensors may be nested in tuples, lists and dicts; other objects are moved by their own method
+    `to`, and kept if they have none. Tensors are copied through pinned memory. With `floats`,
+    floating-point tensors are cast to that dtype.
     """
     if isinstance(batch, Tensor):
         dtype = floats if floats is not None and batch.is_floating_point() else batch.dtype
         if device.type == "cuda" and batch.device.type == "cpu" and not batch.is_pinned():
-            batch = batch.pin_memory()  # else the copy would wait for all that is queued before it
+            batch = batch.pin_memory()  # a copy from pageable memory would wait for the stream
         return batch.to(device, dtype, non_blocking=True)
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
@@ -46,10 +47,10 @@ def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) ->
 
 
 def visible_gpus(wanted: str) -> list[str]:
-    """The names of the GPUs that this rank may have, in its own numbering; none for the CPU. Local.
+    """Return identifiers of the GPUs visible to this rank, by its own index. Local.
 
-    `auto` is CUDA where there is any. Raises ValueError for an unknown name, or for `cuda` where
-    there is none.
+    `wanted` is cpu (none), cuda, or auto (cuda if there is any). Raises ValueError for another
+    name, and for cuda if torch sees no GPU.
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {wanted!r} is unknown: choose auto, cpu or cuda")
@@ -57,7 +58,7 @@ def visible_gpus(wanted: str) -> list[str]:
         return []
     if not torch.cuda.is_available():
         raise ValueError(
-            "device cuda was asked for, but torch sees no GPU here: choose cpu or auto, or "
+            "device cuda was requested, but torch sees no GPU here: choose cpu or auto, or "
             "install a CUDA build of torch and make a GPU visible to the job"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -68,11 +69,11 @@ def visible_gpus(wanted: str) -> list[str]:
 
 
 def name_of(properties: Any, index: int, visible: Sequence[str]) -> str:
-    """The name of a GPU that all ranks of its host know it by: its UUID, where it can be had. Pure.
+    """Return an identifier of a GPU that is the same on all ranks of its host. Pure.
 
-    `properties` are torch's, `index` is the rank's own, `visible` what CUDA_VISIBLE_DEVICES lists.
-    Parts of one GPU (MIG) may all have its UUID, but are listed by names of their own. Without a
-    UUID it is the place on the bus; without that, what is listed, or the index.
+    `properties` are torch's, `index` is the rank's own, and `visible` the entries of
+    CUDA_VISIBLE_DEVICES. The identifier is the UUID; for a MIG instance, which may report the UUID
+    of the whole GPU, the entry. Without a UUID it is the PCI address, the entry, or the index.
     """
     listed = visible[index].strip() if index < len(visible) else ""
     if listed.startswith("MIG-"):
@@ -86,25 +87,28 @@ def name_of(properties: Any, index: int, visible: Sequence[str]) -> str:
 
 
 def assign(visible_gpus: Sequence[Sequence[str]]) -> list[DeviceAssignment]:
-    """Deal the GPUs of a host to its ranks. Pure: each of them finds the same.
+    """Assign the GPUs of one host to its ranks. Pure, so all ranks compute the same result.
 
-    `visible_gpus` has, for each rank of the host, the GPUs that it sees, in its own numbering; none: it
-    stays on the CPU. As many GPUs as can be are used, and by no more ranks than need be: no rank
-    could move to a GPU with fewer ranks, not even by way of others. Of equal ones a rank gets that
-    of its place among the ranks.
+    `visible_gpus` holds, for each rank of the host, the GPUs that it sees, by its own index; a rank
+    that sees none gets the CPU. As many GPUs as possible are used, and the load is balanced: no
+    rank could move to a GPU with fewer ranks, not even if others moved first. Among equal GPUs, a
+    rank gets the one at its own position.
 
         four ranks see a b      0 a   1 b   2 a   3 b
         ranks see a, b, c       0 a   1 b   2 c
         ranks see a, a b        0 a   1 b
 
-    A matching that grows by augmenting paths; at first a GPU takes one rank, then two, and so on.
+    Bipartite matching by augmenting paths, with a capacity per GPU of one rank, then two, and so
+    on until every rank is matched.
     """
     users: dict[str, list[int]] = {name: [] for names in visible_gpus for name in names}
     waiting = [rank for rank, names in enumerate(visible_gpus) if names]
-    most = 0
+    capacity = 0
     while waiting:
-        most += 1
-        waiting = [rank for rank in waiting if not _place(rank, visible_gpus, users, most, set())]
+        capacity += 1
+        waiting = [
+            rank for rank in waiting if not _match(rank, visible_gpus, users, capacity, set())
+        ]
     chosen = {rank: name for name, ranks in users.items() for rank in ranks}
     return [
         DeviceAssignment(names.index(chosen[rank]), chosen[rank])
@@ -114,19 +118,19 @@ def assign(visible_gpus: Sequence[Sequence[str]]) -> list[DeviceAssignment]:
     ]
 
 
-def _place(
+def _match(
     rank: int,
     visible_gpus: Sequence[Sequence[str]],
     users: dict[str, list[int]],
-    most: int,
+    capacity: int,
     full: set[str],
 ) -> bool:
-    """Find a rank a GPU with fewer than `most` ranks, if others may be moved. `full` was tried."""
+    """Match a rank to a GPU, moving others if necessary. `full`: GPUs visited on this path."""
     names = visible_gpus[rank]
     first = rank % len(names)
     names = [*names[first:], *names[:first]]
     for name in names:
-        if len(users[name]) < most:
+        if len(users[name]) < capacity:
             users[name].append(rank)
             return True
     for name in names:
@@ -134,7 +138,7 @@ def _place(
             continue
         full.add(name)
         for other in users[name]:
-            if _place(other, visible_gpus, users, most, full):
+            if _match(other, visible_gpus, users, capacity, full):
                 users[name][users[name].index(other)] = rank
                 return True
     return False
@@ -143,54 +147,53 @@ def _place(
 def assign_all(
     hosts: Sequence[Hashable], visible_gpus: Sequence[Sequence[str]]
 ) -> list[DeviceAssignment]:
-    """The same for all ranks of a job: `hosts` says by rank where it runs, `visible_gpus` what it sees."""
-    found: list[DeviceAssignment] = [DeviceAssignment(None, "")] * len(hosts)
+    """Return the assignments of all ranks of a job, host by host. Pure.
+
+    Both arguments are by rank: a key of the host, and the GPUs that the rank sees.
+    """
+    assignments = [DeviceAssignment(None, "")] * len(hosts)
     for host in dict.fromkeys(hosts):
-        here = [rank for rank, other in enumerate(hosts) if other == host]
-        for rank, given in zip(here, assign([visible_gpus[rank] for rank in here]), strict=True):
-            found[rank] = given
-    return found
+        ranks = [rank for rank, key in enumerate(hosts) if key == host]
+        for rank, given in zip(ranks, assign([visible_gpus[r] for r in ranks]), strict=True):
+            assignments[rank] = given
+    return assignments
 
 
 def sharing(
     hosts: Sequence[Hashable], names: Sequence[str], visible_gpus: Sequence[Sequence[str]]
 ) -> str:
-    """On which hosts ranks share GPUs, why, and what to do; empty where none do. Pure.
+    """Return a warning about hosts whose ranks share GPUs, with the reason and the fix. Pure.
 
-    All three are by rank; `names` are the hosts' for people.
+    Empty if no GPU is shared. All arguments are by rank; `names` are the names of the hosts.
     """
-    reasons: dict[str, list[str]] = {}
+    hosts_by_reason: dict[str, list[str]] = {}
     assigned = assign_all(hosts, visible_gpus)
     for host in dict.fromkeys(hosts):
-        here = [rank for rank, other in enumerate(hosts) if other == host and visible_gpus[rank]]
-        users = Counter(assigned[rank].gpu for rank in here)
-        if here and max(users.values()) > 1:
-            reasons.setdefault(
-                _why_shared([visible_gpus[rank] for rank in here], users), []
-            ).append(names[here[0]])
-    if not reasons:
+        ranks = [rank for rank, key in enumerate(hosts) if key == host and visible_gpus[rank]]
+        load = Counter(assigned[rank].gpu for rank in ranks)
+        if ranks and max(load.values()) > 1:
+            reason = _sharing_reason([visible_gpus[rank] for rank in ranks], load)
+            hosts_by_reason.setdefault(reason, []).append(names[ranks[0]])
+    if not hosts_by_reason:
         return ""
-    told = "; ".join(
-        f"on {', '.join(where[:3])}{f' and {len(where) - 3} more' * (len(where) > 3)}: {why}"
-        for why, where in reasons.items()
+    places = "; ".join(
+        f"on {', '.join(where[:3])}{f' and {len(where) - 3} more' * (len(where) > 3)}: {reason}"
+        for reason, where in hosts_by_reason.items()
     )
     return (
-        f"ranks share GPUs, so each is slower and has less memory ({told}). Run no more ranks than "
-        "GPUs, and let them see different ones or all: srun --gpus-per-task=1 or --gpu-bind=none, "
-        "mpirun without a CUDA_VISIBLE_DEVICES that is the same for all"
+        f"ranks share GPUs, so each is slower and has less memory ({places}). Run no more ranks "
+        "than GPUs, and make different GPUs or all of them visible to the ranks: "
+        "srun --gpus-per-task=1 or --gpu-bind=none, or mpirun without a common CUDA_VISIBLE_DEVICES"
     )
 
 
-def _why_shared(visible_gpus: Sequence[Sequence[str]], users: Counter[str]) -> str:
-    """Why ranks of a host share GPUs: `visible_gpus` is what those with GPUs see."""
+def _sharing_reason(visible_gpus: Sequence[Sequence[str]], load: Counter[str]) -> str:
+    """Return why ranks of a host share GPUs, given those that each rank with a GPU sees."""
     ranks, gpus = len(visible_gpus), len({name for names in visible_gpus for name in names})
-    idle = gpus - len(users)
+    idle, busiest = gpus - len(load), max(load.values())
     if not idle and ranks > gpus:
-        more = f"{ranks} ranks see {gpus} GPU{'s' * (gpus > 1)}"
-        uneven = max(users.values()) - min(users.values()) > 1
-        return f"{more}, and are bound so that one has {max(users.values())}" if uneven else more
-    bound = max(users.values())
-    return (
-        f"{bound} ranks are bound to one GPU, while {idle} of {gpus} {'is' if idle == 1 else 'are'}"
-        " idle"
-    )
+        text = f"{ranks} ranks see {gpus} GPU{'s' * (gpus > 1)}"
+        uneven = busiest - min(load.values()) > 1
+        return f"{text}, and are bound so that one has {busiest}" if uneven else text
+    verb = "is" if idle == 1 else "are"
+    return f"{busiest} ranks are bound to one GPU, while {idle} of {gpus} {verb} idle"

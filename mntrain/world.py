@@ -122,7 +122,7 @@ class World:
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
-                self.collectives.using(self.collectives.table.among_others()),
+                self.collectives.replace(table=self.collectives.table.among_others()),
                 bucket_bytes=settings.bucket_bytes,
                 buffers=[b for name, b in model.named_buffers() if name in persistent],
                 order=[name for name, _ in model.named_parameters()],

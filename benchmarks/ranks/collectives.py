@@ -16,12 +16,12 @@ from peer_candidates import GlooCandidate, HorovodCandidate, WireDtypeCollective
 import mntrain
 from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate, Pattern
 from mntrain.bench.measure import rendezvous, take_turns
-from mntrain.comm import link_speed
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm import algorithms, link_speed
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import WorldCollectives
 
 MIB = 2**20
-ALGORITHMS = ("lanes", "leader", "flat")
+ALGORITHMS = algorithms.candidates()
 SUMS = ("all_reduce", "reduce_scatter")
 CASE_S = 6.0  # for one collective at one size, all candidates together
 ROUNDS = (3, 20)  # fewest and most
@@ -75,7 +75,7 @@ def library_candidates(world: mntrain.World, verb: str, memory: torch.Tensor) ->
     pattern = Pattern(world.rank, world.size, torch.float32, world.device)
     variants: dict[str, WorldCollectives | WireDtypeCollectives] = {"mntrain": world.collectives}
     for name in ALGORITHMS:
-        variants[f"mntrain {name}"] = world.collectives.using(AlgorithmTable.always(name))
+        variants[f"mntrain {name}"] = world.collectives.replace(table=AlgorithmTable.always(name))
     if verb in SUMS and len(world.topology.nodes) > 1:
         variants["mntrain, bf16 wire"] = WireDtypeCollectives(world.collectives, torch.bfloat16)
     return [LibraryCandidate(name, verb, it, memory, pattern) for name, it in variants.items()]

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from mntrain.cli import parse_options
+from mntrain.comm import algorithms
 from mntrain.config import STRICT, Device, OptionalPath, OrNone
 
 _PROGRAM = "python -m mntrain bench"
@@ -22,9 +23,8 @@ share of the link's bandwidth (on one node: of the memory's) that they reach. Fo
       two sizes of one collective, with all figures and a plot"""
 
 Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-Algorithm = Literal["lanes", "leader", "flat", "naive"]
 VERBS: tuple[Verb, ...] = get_args(Verb)
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+ALGORITHMS = algorithms.names()
 GRAIN = 8  # bytes of fp64, the widest element: a size is a multiple of any element's
 
 
@@ -72,7 +72,10 @@ class BenchOptions:
     verbs: Annotated[tuple[Verb, ...], AfterValidator(_unique)] = Field(
         default=VERBS, description=f"collectives to measure, of {', '.join(VERBS)}."
     )
-    algorithms: Annotated[tuple[Algorithm, ...], AfterValidator(_unique)] = Field(
+    algorithms: Annotated[
+        tuple[Literal[ALGORITHMS], ...],  # type: ignore[valid-type]
+        AfterValidator(_unique),
+    ] = Field(
         default=("lanes", "leader", "flat"),
         description=f"algorithms to measure, of {', '.join(ALGORITHMS)}.",
     )

@@ -134,8 +134,9 @@ def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, wor
     """Load the state of a model and its optimizer from a checkpoint, in place. Collective.
 
     Every rank reads only the optimizer state of its own shard. Learning rates, weight decays and
-    options that depend on the device (`JOB_OPTIONS`) keep their present values. Raises AgreedError
-    if the checkpoint is of another model; the model is unchanged then.
+    options that depend on the device (`JOB_OPTIONS`) keep their present values. A checkpoint does
+    not hold the state of a communication hook, which starts anew. Raises AgreedError if the
+    checkpoint is of another model; the model is unchanged then.
     """
     with world.agreement():
         with open_tensors(found.path / MODEL) as file:
@@ -147,6 +148,7 @@ def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, wor
                     "slices": _read_slices(file, found.manifest, optimizer),
                     "param_groups": found.manifest.param_groups,
                     "loss_scale": found.manifest.loss_scale,
+                    "steps": found.manifest.step,  # the phase of the sync schedule
                 }
             )
         for group, before in zip(optimizer.param_groups, present, strict=True):

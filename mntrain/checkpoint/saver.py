@@ -300,7 +300,7 @@ class Saver:
 
 def _poll(future: CommFuture[T]) -> T:
     """Return a collective's result without driving it: the calling thread does that."""
-    while not future.settled:
+    while not future.done:
         time.sleep(_POLL_S)
     return future.wait()
 

@@ -36,7 +36,7 @@ class ShardOutline:
 
 
 class CheckpointShard:
-    """What this rank saves: views of its present tensors."""
+    """Views of the tensors that this rank saves."""
 
     def __init__(self, world: World, model: nn.Module, optimizer: ZeroOptimizer) -> None:
         self._rank, self._size = world.rank, world.size

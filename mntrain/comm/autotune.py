@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mntrain._version import __version__
 from mntrain.comm import tuning_cache
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithms import candidates
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
@@ -118,7 +119,7 @@ class Autotuner:
         rounds: list[list[float]] = []
         while len(rounds) <= REPETITIONS:
             local = [
-                self._time_once(collectives.using(AlgorithmTable.always(name)), tensor)
+                self._time_once(collectives.replace(table=AlgorithmTable.always(name)), tensor)
                 for name in candidates()
             ]
             now = time.perf_counter()
@@ -145,11 +146,6 @@ class Autotuner:
 
     def _run(self, function: Callable[[], T]) -> T:
         return self._progress.call(function).wait()
-
-
-def candidates() -> tuple[str, ...]:
-    """Return the algorithms to time."""
-    return tuple(name for name in ALGORITHMS if name != "naive")
 
 
 def sizes(bucket_bytes: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Memory for what arrives, lent piece by piece and kept for the next one."""
+"""Reusable buffers for messages."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from mntrain.comm.reduction import as_bytes
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mntrain.comm.mpi import Bytes
 
-LEAST_BYTES = 4 << 10
-MOST_VIEWS = 64  # of one room: the lengths of a program's pieces are few
+MIN_BYTES = 4 << 10
+MAX_VIEWS = 64  # kept for one buffer: the lengths of a program's chunks are few
+
+
+def as_bytes(tensor: Tensor) -> "Bytes":
+    """Return the memory of a flat contiguous tensor as MPI takes it. A view, not a copy."""
+    assert tensor.dim() == 1
+    assert tensor.is_contiguous()
+    data = tensor.view(torch.uint8)
+    return data if data.is_cuda else data.numpy()
 
 
 class BufferView(NamedTuple):
-    """Flat elements, and the same memory as MPI takes it."""
+    """A flat tensor, and the same memory as MPI takes it."""
 
     tensor: Tensor
     bytes: "Bytes"
@@ -28,7 +34,7 @@ class BufferView(NamedTuple):
 class BufferRows(NamedTuple):
     """Flat tensors of one length that lie end to end, and the same memory as MPI takes it.
 
-    `arrays` are numpy's views of them: none of a dtype that numpy lacks, or on a device.
+    `arrays` are NumPy views of the tensors; empty for device memory and for dtypes NumPy lacks.
     """
 
     tensors: Sequence[Tensor]
@@ -37,18 +43,18 @@ class BufferRows(NamedTuple):
 
 
 class Buffer:
-    """Memory for elements of any dtype. Keeps its views, since to make one takes its time."""
+    """Memory for elements of any dtype. Keeps its views, since creating one takes some time."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory, self.nbytes = memory, len(memory)
         self._rows: dict[tuple[int, int, torch.dtype], BufferRows] = {}
 
     def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferRows:
-        """So many times so many elements, of undefined content."""
+        """Return `count` uninitialized tensors of `numel` elements each."""
         rows = self._rows.get((count, numel, dtype))
         if rows is None:
             tensor = self._memory[: count * numel * dtype.itemsize].view(dtype)
-            if len(self._rows) >= MOST_VIEWS:
+            if len(self._rows) >= MAX_VIEWS:
                 self._rows.clear()
             tensors = tensor.view(count, numel).unbind()
             rows = BufferRows(tensors, as_bytes(tensor), _arrays(tensors))
@@ -57,64 +63,63 @@ class Buffer:
 
 
 class BufferPool:
-    """Rooms of sizes that are powers of two, on one device. One thread uses it."""
+    """Buffers on one device whose sizes are powers of two. One thread at a time uses it."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
         self._free: dict[int, list[Buffer]] = defaultdict(list)
 
-    def lend(self) -> "Lease":
-        """Rooms until the block is left: `with scratch.lend() as lent`."""
+    def lease(self) -> "Lease":
+        """Return a lease of buffers for one block: `with pool.lease() as lease`."""
         return Lease(self)
 
-    def take(self, nbytes: int) -> Buffer:
-        """A room for so many bytes, which is to come back."""
-        size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+    def acquire(self, nbytes: int) -> Buffer:
+        """Take a buffer of at least `nbytes` bytes out of the pool, or make one."""
+        size = max(MIN_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
         free = self._free[size]
-        return free.pop() if free else Buffer(self._new(size))
+        return free.pop() if free else Buffer(self._allocate(size))
 
-    def take_back(self, rooms: Iterable[Buffer]) -> None:
-        """Have rooms for others again."""
-        for room in rooms:
-            self._free[room.nbytes].append(room)
+    def release(self, buffers: Iterable[Buffer]) -> None:
+        """Put buffers back into the pool."""
+        for buffer in buffers:
+            self._free[buffer.nbytes].append(buffer)
 
-    def _new(self, size: int) -> Tensor:
-        room = torch.empty(size, dtype=torch.uint8, device=self._device)
-        if room.is_cuda:  # kernels may be under way that use what lay there, which MPI knows not
+    def _allocate(self, size: int) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if memory.is_cuda:  # kernels that used this memory before may still run; MPI does not wait
             torch.cuda.current_stream(self._device).synchronize()
-        return room
+        return memory
 
 
 class Lease:
-    """Rooms that come back together."""
+    """Buffers that return to their pool together, when the `with` block ends."""
 
-    def __init__(self, scratch: BufferPool) -> None:
-        self._scratch = scratch
-        self._rooms: list[Buffer] = []
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._buffers: list[Buffer] = []
 
-    def data(self, numel: int, dtype: torch.dtype) -> BufferView:
-        """So many flat elements, of undefined content."""
+    def buffer(self, numel: int, dtype: torch.dtype) -> BufferView:
+        """Return an uninitialized flat tensor."""
         rows = self.rows(1, numel, dtype)
         return BufferView(rows.tensors[0], rows.bytes)
 
     def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferRows:
-        """So many tensors of so many elements, of undefined content."""
-        room = self._scratch.take(count * numel * dtype.itemsize)
-        self._rooms.append(room)
-        return room.rows(count, numel, dtype)
+        """Return `count` uninitialized tensors of `numel` elements each."""
+        buffer = self._pool.acquire(count * numel * dtype.itemsize)
+        self._buffers.append(buffer)
+        return buffer.rows(count, numel, dtype)
 
     def __enter__(self) -> Self:
-        """These."""
+        """Return this lease."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give them back."""
-        self._scratch.take_back(self._rooms)
+        """Put the buffers back into the pool."""
+        self._pool.release(self._buffers)
 
 
 def _arrays(tensors: Sequence[Tensor]) -> Sequence["NDArray[Any]"]:
-    """Views of tensors by numpy, or nothing where it has none."""
     try:
         return [tensor.numpy() for tensor in tensors]
-    except TypeError:  # of a dtype that numpy lacks, or on a device
+    except TypeError:  # of a dtype that NumPy lacks, or on a device
         return []

@@ -1,147 +1,134 @@
-"""One collective on one rank: from the caller's tensor to pieces, and back."""
+"""The hierarchical algorithms' operations: from a call to the chunks that the engine drives."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from mntrain.comm.algorithms.chunk_plan import Chunk, HierarchyPlan
-from mntrain.comm.algorithms.hierarchical import LaneOwner, NodeMember, tag_of
-from mntrain.comm.algorithms.naive import NaiveSteps
-from mntrain.comm.collective_call import CollectiveCall, CollectiveContext
-from mntrain.comm.cuda_aware import SideStream
-from mntrain.comm.intranode import CommTools, MessageAccess, SharedMemoryAccess, Steps
-from mntrain.comm.mpi import TAGS
+from mntrain.comm.chunk_plan import Chunk, HierarchyPlan
+from mntrain.comm.collective_call import CollectiveCall, WorldContext
+from mntrain.comm.hierarchical import LaneOwner, NodeMember, tag_of
+from mntrain.comm.intranode import CommContext, MessageAccess, SharedMemoryAccess
+from mntrain.comm.pending import NumberedChunk, Operation, Steps
+from mntrain.comm.small_messages import SmallCollective
 from mntrain.comm.staging import TensorAccess
 from zero.collectives import Work
 
-# Pieces under way: enough to fill a link while others compute on the core; but more than switches
-# have buffers for gets lost on its way to a node to which all others send.
+# Chunks in flight: enough to fill a link while other ranks compute on the core. More bytes than
+# switches can buffer would be dropped on the way to a node to which all others send.
 CHUNKS_IN_FLIGHT = 8
-IN_FLIGHT_BYTES = 4 << 20
+BYTES_IN_FLIGHT = 4 << 20
 
 
-@dataclass
-class DeviceContext:
-    """What collectives on a device's memory have besides. One thread uses it."""
+class HierarchicalAlgorithm:
+    """The algorithm of a plan: shared memory or messages within nodes, messages between them."""
 
-    tools: CommTools
-    beside: SideStream
+    host_only = False
 
+    def __init__(self, world: WorldContext, plan: HierarchyPlan) -> None:
+        self._world, self._plan = world, plan
 
-Hand = LaneOwner | NodeMember
+    def operation(
+        self, call: CollectiveCall, access: TensorAccess, context: CommContext
+    ) -> Operation[Work]:
+        """Implement `Algorithm.operation`: in chunks, or in one message if the call is small."""
+        if call.small:
+            return SmallCollective(self._world, call, access, context, self._plan.nodes)
+        return ChunkedCollective(self._world, self._plan, call, access, context)
 
 
 class ChunkedCollective:
-    """See `underway.Operation`."""
+    """An `Operation` on a flat tensor, cut into the chunks of a plan."""
 
     def __init__(
         self,
-        shared: CollectiveContext,
+        world: WorldContext,
+        plan: HierarchyPlan,
         call: CollectiveCall,
-        loan: TensorAccess,
-        direct: DeviceContext | None,
-        *,
-        light: bool,
+        access: TensorAccess,
+        context: CommContext,
     ) -> None:
-        self._shared, self._call, self._loan = shared, call, loan
-        self._tools = direct.tools if direct else shared.tools
-        self._beside = direct.beside if direct else None
-        self.window = max(2, min(CHUNKS_IN_FLIGHT, IN_FLIGHT_BYTES // call.choice.piece_bytes))
-        self._scheme = shared.schemes.get(call.choice.algorithm)
-        self.light, self.alone = light, call.choice.alone
-        near = self._scheme is not None and len(self._scheme.members) > 1
-        self._board = shared.board if near else None
-        self._number = 0
-        self._tray: Tensor | None = None  # where the result is, if it is not in the tensor
+        self._world, self._plan, self._call = world, plan, call
+        self._access, self._context = access, context
+        self.max_in_flight = max(
+            2, min(CHUNKS_IN_FLIGHT, BYTES_IN_FLIGHT // call.choice.chunk_bytes)
+        )
+        self.wakes_thread = call.wakes_thread
+        self.latency_bound = not call.choice.concurrent
+        self._flags = world.flags if len(plan.members) > 1 else None
+        self._number = 0  # of this collective among those of the flags
+        self._inline: Tensor | None = None  # the flags' slot with the result, if it is there
 
     def begin(self) -> None:
-        """See `Operation.begin`."""
-        self._loan.begin()
+        """Start to bring the tensor into place."""
+        self._access.begin()
 
     def enter(self) -> bool:
-        """See `Operation.enter`."""
-        if not self._loan.here():
+        """Enter the node's flags once the tensor is in place."""
+        if not self._access.here():
             return False
-        if self._board is not None:
-            self._number = self._board.entered
-            self._board.enter(self._loan.host, reachable=self._loan.reachable)
+        if self._flags is not None:
+            self._number = self._flags.entered
+            self._flags.enter(self._access.host, reachable=self._access.reachable)
         return True
 
-    def ready(self) -> bool:
-        """See `Operation.ready`."""
-        return self._board is None or self._board.everyone_entered(self._number)
+    def all_entered(self) -> bool:
+        """Return whether all ranks of the node have entered."""
+        return self._flags is None or self._flags.all_entered(self._number)
 
-    def pieces(self) -> Iterator[tuple[int, Steps[None]]]:
-        """See `Operation.pieces`."""
-        if self._beside is None:
-            yield from self._pieces()
-            return
-        for number, steps in self._pieces():
-            yield number, self._beside.run(steps)
+    def chunks(self) -> Iterator[NumberedChunk]:
+        """Yield the chunks in which this rank takes part."""
+        for number, steps in self._chunks():
+            yield number, self._context.run(steps)
 
-    def _pieces(self) -> Iterator[tuple[int, Steps[None]]]:
-        scheme = self._scheme
-        tools, tensor = self._tools, self._loan.host
-        if scheme is None:
-            number = self._shared.number(1)
-            yield number, self._naive(NaiveSteps(tools.comm, tensor, number % TAGS))
-            return
+    def _chunks(self) -> Iterator[NumberedChunk]:
+        plan, context, tensor = self._plan, self._context, self._access.host
         wire = self._call.wire or tensor.dtype
-        pieces = self._planned(scheme)
-        first = self._shared.number(len(pieces))
-        everyone: list[Tensor] | None = [tensor]
-        if self._board is not None:
-            everyone = self._board.tensors(self._number, tensor)
-        if everyone is not None:
-            mine = everyone[scheme.local_rank]
-            self._tray = None if mine is tensor else mine
-            near = SharedMemoryAccess(tools, scheme, everyone)
-            owner = LaneOwner(tools, scheme, near, wire=wire, first=first)
-            for piece in pieces:
-                if piece.lane == scheme.local_rank:
-                    yield first + piece.index, self._steps(owner, piece, len(pieces))
+        chunks = self._planned()
+        first = self._world.number_chunks(len(chunks))
+        tensors: list[Tensor] | None = [tensor]
+        if self._flags is not None:
+            tensors = self._flags.tensors(self._number, tensor)
+        if tensors is not None:
+            own = tensors[plan.local_rank]
+            self._inline = None if own is tensor else own
+            shared = SharedMemoryAccess(context, plan, tensors)
+            owner = LaneOwner(context, plan, shared, wire, first)
+            for chunk in chunks:
+                if chunk.lane == plan.local_rank:
+                    yield first + chunk.index, self._steps(owner, chunk, len(chunks))
             return
-        for piece in pieces:
-            hand: Hand = NodeMember(tools, scheme, tensor, first)
-            if piece.lane == scheme.local_rank:
-                messaged = MessageAccess(tools, scheme, tensor, tag_of(first, piece))
-                hand = LaneOwner(tools, scheme, messaged, wire=wire, first=first)
-            yield first + piece.index, self._steps(hand, piece, len(pieces))
+        for chunk in chunks:
+            role: LaneOwner | NodeMember = NodeMember(context, plan, tensor, first)
+            if chunk.lane == plan.local_rank:
+                by_messages = MessageAccess(context, plan, tensor, tag_of(first, chunk))
+                role = LaneOwner(context, plan, by_messages, wire, first)
+            yield first + chunk.index, self._steps(role, chunk, len(chunks))
 
     def leave(self) -> None:
-        """See `Operation.leave`."""
-        if self._board is not None:
-            self._board.leave()
+        """Leave the node's flags."""
+        if self._flags is not None:
+            self._flags.leave()
 
-    def left(self) -> bool:
-        """See `Operation.left`."""
-        return self._board is None or self._board.everyone_left(self._number)
+    def all_left(self) -> bool:
+        """Return whether all ranks of the node have left."""
+        return self._flags is None or self._flags.all_left(self._number)
 
     def finish(self) -> Work:
-        """See `Operation.finish`: what the caller's thread waits for on the device."""
-        if self._tray is not None:
-            self._loan.host.copy_(self._tray)
-        return self._loan.give_back()
+        """Return the work that brings the result back to the caller's tensor."""
+        if self._inline is not None:
+            self._access.host.copy_(self._inline)
+        return self._access.give_back()
 
-    def _planned(self, scheme: HierarchyPlan) -> tuple[Chunk, ...]:
-        call, tensor = self._call, self._loan.host
-        sizes = tensor.element_size(), call.choice.piece_bytes, call.choice.pieces
+    def _planned(self) -> tuple[Chunk, ...]:
+        call, tensor, plan = self._call, self._access.host, self._plan
+        sizes = tensor.element_size(), call.choice.chunk_bytes, call.choice.min_chunks
         if call.verb == "all_reduce":
-            return scheme.sums(len(tensor), *sizes)
+            return plan.all_reduce(len(tensor), *sizes)
         if call.verb == "broadcast":
-            return scheme.copies(len(tensor), *sizes)
-        return scheme.shards(call.bounds, *sizes)
+            return plan.broadcast(len(tensor), *sizes)
+        return plan.by_shard(call.bounds, *sizes)
 
-    def _steps(self, hand: Hand, piece: Chunk, pieces: int) -> Steps[None]:
+    def _steps(self, role: LaneOwner | NodeMember, chunk: Chunk, chunks: int) -> Steps[None]:
         if self._call.verb == "broadcast":
-            return hand.copy(piece, self._call.root, pieces)
-        return hand.gather(piece) if self._call.verb == "all_gather" else hand.sum(piece)
-
-    def _naive(self, hand: NaiveSteps) -> Steps[None]:
-        call = self._call
-        if call.verb == "broadcast":
-            return hand.copy(call.root)
-        if call.verb == "all_gather":
-            return hand.gather(call.bounds, self._shared.owners)
-        return hand.sum(call.wire)
+            return role.broadcast(chunk, self._call.root, chunks)
+        return role.all_gather(chunk) if self._call.verb == "all_gather" else role.reduce(chunk)

@@ -1,46 +1,46 @@
-"""The asynchronous collectives of a world: handed to the communication thread, waited for here."""
+"""The asynchronous collectives of a world: validate, choose, access the tensor, submit."""
 
 import copy
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mntrain.comm.algorithms.chunk_plan import HierarchyPlan, world_slots
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmTable
+from mntrain.comm import algorithms
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.buffers import BufferPool
-from mntrain.comm.chunked import ChunkedCollective, DeviceContext
-from mntrain.comm.collective_call import CollectiveCall, CollectiveContext, Verb
-from mntrain.comm.cuda_aware import DeviceAccess, DeviceAdder, SideStream
+from mntrain.comm.collective_call import Algorithm, CollectiveCall, Verb, WorldContext
+from mntrain.comm.cuda_aware import DeviceAccess, SideStream
 from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.intranode import CommTools, no_fence
+from mntrain.comm.intranode import CommContext
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
-from mntrain.comm.pending import Future, Operation
-from mntrain.comm.reduction import HostAdder
+from mntrain.comm.pending import Future
 from mntrain.comm.shared_flags import SharedFlags
 from mntrain.comm.shared_memory import NodeSharedMemory
-from mntrain.comm.small_messages import SMALL_BYTES, SmallCollective
+from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES
 from mntrain.comm.staging import SLOT_BYTES, HostAccess, StagedAccess, Staging, TensorAccess, chunks
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
-from zero.kernels import Kernels
+from zero.kernels import Kernels, TorchKernels
 from zero.layout import split
 
-# To wake a thread for less costs more than to wait for who is to wait for it.
+# Up to this size the engine's thread is not woken: waking it takes longer than the collective.
 NO_WAKE_BYTES = 128 << 10
 
 Transport = Literal["host", "cuda-aware", "nccl"]
+Part = tuple[CollectiveCall, TensorAccess, CommContext]
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What a world has whose tensors lie on devices, on some rank at least."""
+    """What a world uses if tensors of any of its ranks lie on devices."""
 
     device: torch.device  # of this rank
     copier: DeviceCopy
@@ -49,14 +49,27 @@ class Devices:
     slot_bytes: int = SLOT_BYTES
 
 
-class WorldCollectives:
-    """`zero.collectives.Collectives` over MPI: any flat tensor, in host or CUDA memory.
+@dataclass(frozen=True)
+class CollectiveOptions:
+    """The options of `WorldCollectives`, the same on all ranks."""
 
-    `table` says by which algorithm, `transport` how tensors of devices travel: through host memory,
-    from device memory by MPI, or by `node_first`; of at most `gathered_bytes`, all ranks' together,
-    everyone gathers everything. Construction is collective over the world, on its
-    communication thread; `node` are the ranks of this rank's node. `devices` is given by all ranks
-    or by none.
+    table: AlgorithmTable
+    """The algorithm for each size of a tensor."""
+    transport: Transport
+    """How device tensors travel: staged in host memory, directly by MPI, or by `node_first`."""
+    node_first: NodeFirstCollectives | None
+    """The collectives of transport nccl."""
+    small_message_bytes: int
+    """Up to this total of all ranks' tensors, every rank gathers them all."""
+
+
+class WorldCollectives:
+    """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
+
+    Immutable: `replace` returns collectives with other options, over the same communicator and
+    shared memory. Construction is collective over the world, on the engine's thread; `node` is the
+    communicator of this rank's node. `devices` is given by all ranks or by none; `options` are the
+    fields of `CollectiveOptions`.
     """
 
     def __init__(
@@ -64,40 +77,42 @@ class WorldCollectives:
         comm: Communicator,
         node: Communicator,
         topology: Topology,
-        progress: ProgressEngine,
+        engine: ProgressEngine,
         devices: Devices | None = None,
+        **options: Any,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.table = AlgorithmTable.always("lanes")
-        self.transport: Transport = "host"
-        self.node_first: NodeFirstCollectives | None = None
-        self.gathered_bytes = SMALL_BYTES
-        self._slots = world_slots(topology)
-        self._progress = progress
+        self._options = _options(options)
+        self._engine, self._devices = engine, devices
         self._memory = NodeSharedMemory(node)
-        owners = [0] * self.size
-        for rank, slot in enumerate(self._slots):
-            owners[slot] = rank
-        schemes = {
-            name: HierarchyPlan.of(name, topology, self.rank)
-            for name in ALGORITHMS
-            if name != "naive"
-        }
-        tools = CommTools(comm, BufferPool(), HostAdder(), no_fence)
-        board = SharedFlags(self._memory, node.rank, node.size)
-        self._shared = CollectiveContext(tools, schemes, board, tuple(owners))
-        self._devices = devices
+        flags = SharedFlags(self._memory, node.rank, node.size)
+        self._world = WorldContext(comm, topology, flags)
+        self._algorithms: dict[str, Algorithm] = {}  # those in use so far
+        self._host = CommContext(comm, BufferPool(), TorchKernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
-            beside = SideStream(devices.copier)
-            sums = DeviceAdder(devices.kernels)
-            self._direct = DeviceContext(
-                CommTools(comm, BufferPool(devices.device), sums, beside.fence), beside
-            )
+            stream, buffers = SideStream(devices.copier), BufferPool(devices.device)
+            self._device = CommContext(comm, buffers, devices.kernels.add, stream.fence, stream.run)
+
+    def replace(self, **options: Any) -> "WorldCollectives":
+        """Return the same world's collectives with some of the options replaced. Local."""
+        other = copy.copy(self)
+        other._options = dataclasses.replace(self._options, **options)
+        return other
 
     @property
-    def why_messages(self) -> str:
-        """Why this node's ranks share no memory and send messages; empty where they do share."""
+    def table(self) -> AlgorithmTable:
+        """The algorithm for each size of a tensor."""
+        return self._options.table
+
+    @property
+    def transport(self) -> Transport:
+        """How device tensors travel."""
+        return self._options.transport
+
+    @property
+    def no_shared_memory_reason(self) -> str:
+        """Why this node's ranks share no memory and send messages; empty if they share it."""
         return self._memory.why_not
 
     @property
@@ -107,38 +122,32 @@ class WorldCollectives:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory through which this rank's GPU is reached."""
+        """Bytes of pinned host memory in which this rank's device tensors are staged."""
         return self._staging.nbytes if self._devices is not None else 0
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which a collective was under way, so far."""
-        return self._progress.busy_s
+        """Seconds so far in which a collective was active."""
+        return self._engine.busy_s
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which callers waited for collectives, so far."""
-        return self._progress.waited_s
-
-    def using(self, table: AlgorithmTable) -> "WorldCollectives":
-        """The same world's collectives, by other choices. Local."""
-        other = copy.copy(self)
-        other.table = table
-        return other
+        """Seconds so far in which callers waited for collectives."""
+        return self._engine.waited_s
 
     def slot(self, rank: int) -> int:
-        """See `Collectives.slot`."""
-        return self._slots[rank]
+        """Return the slot of a rank's shard; see `Topology.slots`."""
+        return self._world.topology.slots[rank]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Collectives.allocate`."""
+        """Return a new tensor of zeros, on the CPU in memory shared with the node. Collective."""
         if device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
         nbytes = numel * dtype.itemsize
-        return self._progress.call(lambda: self._memory.allocate(nbytes)).wait().view(dtype)
+        return self._engine.call(lambda: self._memory.allocate(nbytes)).wait().view(dtype)
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
-        """See `Collectives.all_reduce`."""
+        """Start to sum a tensor over all ranks, in place. Collective."""
         return self._start("all_reduce", tensor, None, wire=wire)
 
     def reduce_scatter(
@@ -147,34 +156,24 @@ class WorldCollectives:
         bounds: Sequence[int] | None = None,
         wire: torch.dtype | None = None,
     ) -> Work:
-        """See `Collectives.reduce_scatter`."""
+        """Start to sum over all ranks, in place, where only this rank's shard counts. Collective.
+
+        Raises ValueError for bounds that do not cut the tensor into `size` shards.
+        """
         return self._start("reduce_scatter", tensor, bounds, wire=wire)
 
     def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        """See `Collectives.all_gather`."""
+        """Start to copy this rank's shard to all ranks, in place. Collective.
+
+        Raises ValueError for bounds that do not cut the tensor into `size` shards.
+        """
         return self._start("all_gather", tensor, bounds)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        """See `Collectives.broadcast`."""
+        """Start to copy the root's tensor to all ranks, in place. Collective."""
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is no rank of this world: 0 to {self.size - 1}")
         return self._start("broadcast", tensor, None, root=root)
-
-    def _cut(self, bounds: Sequence[int] | None, numel: int) -> tuple[int, ...]:
-        """The caller's bounds, in a copy that nobody changes while the collective is under way."""
-        if bounds is None:
-            return split(numel, self.size)
-        cut = tuple(bounds)
-        if (
-            len(cut) != self.size + 1
-            or (cut[0], cut[-1]) != (0, numel)
-            or any(low > high for low, high in pairwise(cut))
-        ):
-            raise ValueError(
-                f"bounds {cut} do not cut {numel} elements into {self.size} shards: give "
-                f"{self.size + 1} indices that never decrease, from 0 to {numel}"
-            )
-        return cut
 
     def _start(
         self,
@@ -185,90 +184,87 @@ class WorldCollectives:
         root: int = 0,
         wire: torch.dtype | None = None,
     ) -> Work:
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"a collective takes a flat contiguous tensor, not one of shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
-                "contiguous one"
-            )
-        cut = self._cut(bounds, tensor.numel())
+        _check_flat(tensor)
+        shard_bounds = _shard_bounds(bounds, tensor.numel(), self.size)
+        self._engine.check_open()
         if self.size == 1:
-            self._progress.expect_open()
             return CompletedWork()
-        nbytes = tensor.nbytes
-        call = CollectiveCall(verb, self.table.of(nbytes), cut, root, wire)
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if self._devices is None:
-            return self._submit(nbytes, call, HostAccess(tensor), None)
-        if self._by_node_first(call, tensor):
-            return self._node_first(call, tensor)
-        parts = self._parts(call, tensor, self._devices)
-        works = [self._submit(nbytes, *part) for part in parts]
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        choice = self._options.table.of(tensor.nbytes)
+        algorithm = self._algorithm(choice.algorithm)
+        small = 0 < tensor.nbytes * self.size <= self._options.small_message_bytes
+        wakes = not small and (self._devices is not None or tensor.nbytes > NO_WAKE_BYTES)
+        call = CollectiveCall(verb, choice, shard_bounds, root, wire, small, wakes)
+        node_first = self._node_first(call, tensor, algorithm)
+        if node_first is not None:
+            return node_first
+        works = [
+            CollectiveWork(self._engine, self._engine.submit(algorithm.operation(*part)))
+            for part in self._access(call, tensor, algorithm)
+        ]
         return works[0] if len(works) == 1 else CombinedWork(works)
 
-    def _submit(
-        self, nbytes: int, call: CollectiveCall, loan: TensorAccess, direct: DeviceContext | None
-    ) -> Work:
-        """Hand in a collective of a tensor of so many bytes, or a chunk of it."""
-        operation: Operation[Work]
-        small = direct is None and 0 < nbytes * self.size <= self.gathered_bytes
-        if small and call.choice.algorithm != "naive":
-            operation = SmallCollective(self._shared, call, loan)
-        else:
-            light = self._devices is None and nbytes <= NO_WAKE_BYTES
-            operation = ChunkedCollective(self._shared, call, loan, direct, light=light)
-        return CollectiveWork(self._progress, self._progress.submit(operation))
+    def _algorithm(self, name: str) -> Algorithm:
+        algorithm = self._algorithms.get(name)
+        if algorithm is None:
+            algorithm = self._algorithms[name] = algorithms.load(name).make(self._world)
+        return algorithm
 
-    def _parts(
-        self, call: CollectiveCall, tensor: Tensor, devices: Devices
-    ) -> Iterator[tuple[CollectiveCall, TensorAccess, DeviceContext | None]]:
-        """What a collective is made of, on all ranks alike."""
-        copier, mark = self._staging.mark(tensor)
-        on_device = copier is devices.copier
-        if on_device and self.transport == "cuda-aware" and call.choice.algorithm != "naive":
-            yield call, DeviceAccess(tensor, copier, mark), self._direct
+    def _access(self, call: CollectiveCall, tensor: Tensor, algorithm: Algorithm) -> Iterator[Part]:
+        """Yield the collectives that one call is made of, the same on all ranks.
+
+        A host tensor is accessed where it lies; a device tensor too if MPI takes device memory.
+        Other device tensors are staged in host memory, in several chunks if they are long; in a
+        world with both kinds of ranks, host tensors are cut into the same chunks.
+        """
+        if self._devices is None:
+            yield call, HostAccess(tensor), self._host
             return
-        if not (on_device or devices.mixed):
-            yield call, HostAccess(tensor), None
+        copier, mark = self._staging.mark(tensor)
+        on_device = copier is self._devices.copier
+        if on_device and self._options.transport == "cuda-aware" and not algorithm.host_only:
+            # Non-blocking MPI collectives on device memory crash in Open MPI.
+            direct = call._replace(small=False)
+            yield direct, DeviceAccess(tensor, copier, mark), self._device
+            return
+        if not (on_device or self._devices.mixed):
+            yield call, HostAccess(tensor), self._host
             return
         whole = call.verb in ("all_reduce", "broadcast")
         cut = chunks(call.bounds, tensor.element_size(), self._staging.slot_bytes, whole=whole)
         if not on_device and len(cut) == 1:
-            yield call, HostAccess(tensor), None
+            yield call, HostAccess(tensor), self._host
             return
-        goes, comes = self._copied(call)
+        goes, comes = self._staged_shards(call)
         for chunk in cut:
-            ready = copier, mark
-            loan = StagedAccess(self._staging, tensor, chunk, ready=ready, goes=goes, comes=comes)
+            access = StagedAccess(
+                self._staging, tensor, chunk, ready=(copier, mark), goes=goes, comes=comes
+            )
             bounds = split(chunk.bounds[-1], self.size) if whole else chunk.bounds
-            yield call._replace(bounds=bounds), loan, None
+            yield call._replace(bounds=bounds), access, self._host
 
-    def _copied(self, call: CollectiveCall) -> tuple[Sequence[int] | None, Sequence[int] | None]:
-        """What goes to host memory, and what comes from it: shards by slot, or all (None)."""
-        mine = self._slots[self.rank]
+    def _staged_shards(
+        self, call: CollectiveCall
+    ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+        """Return the slots to copy to host memory and those to copy back; None: all."""
+        own = self.slot(self.rank)
         if call.verb == "reduce_scatter":
-            return None, [mine]
+            return None, [own]
         if call.verb == "all_gather":
-            return [mine], [slot for slot in range(self.size) if slot != mine]
+            return [own], [slot for slot in range(self.size) if slot != own]
         if call.verb == "broadcast":
             return (None, []) if call.root == self.rank else ([], None)
         return None, None
 
-    def _by_node_first(self, call: CollectiveCall, tensor: Tensor) -> bool:
-        return (
-            self.transport == "nccl"
-            and self.node_first is not None
-            and self._devices is not None
-            and self._devices.copier.owns(tensor)
-            and call.verb in self.node_first.verbs
-            and call.choice.algorithm != "naive"
-        )
-
-    def _node_first(self, call: CollectiveCall, tensor: Tensor) -> Work:
-        self._progress.expect_open()
-        first = self.node_first
-        assert first is not None
+    def _node_first(
+        self, call: CollectiveCall, tensor: Tensor, algorithm: Algorithm
+    ) -> Work | None:
+        """Start a collective by transport nccl; None where another transport is to be used."""
+        first, devices = self._options.node_first, self._devices
+        if self._options.transport != "nccl" or first is None or devices is None:
+            return None
+        if algorithm.host_only or call.verb not in first.verbs or not devices.copier.owns(tensor):
+            return None
         if call.verb == "all_reduce":
             return first.all_reduce(tensor, call.wire)
         if call.verb == "reduce_scatter":
@@ -277,28 +273,64 @@ class WorldCollectives:
 
 
 class CollectiveWork:
-    """A collective under way: first on the communication thread, then on the device."""
+    """The work of one collective: first on the engine, then on the device."""
 
-    def __init__(self, progress: ProgressEngine, ticket: Future[Work]) -> None:
-        self._progress, self._ticket = progress, ticket
+    def __init__(self, engine: ProgressEngine, future: Future[Work]) -> None:
+        self._engine, self._future = engine, future
 
     def wait(self) -> None:
-        """See `Work.wait`."""
-        if self._ticket.settled:
-            self._ticket.wait().wait()
+        """Return when the result may be used; see `Work.wait`."""
+        if self._future.done:
+            self._future.wait().wait()
             return
         start = time.perf_counter()
-        self._ticket.wait().wait()
-        self._progress.waited_s += time.perf_counter() - start
+        self._future.wait().wait()
+        self._engine.waited_s += time.perf_counter() - start
 
 
 class CombinedWork:
-    """Several collectives as one."""
+    """Several works as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Wait for all of them."""
         for work in self._works:
             work.wait()
+
+
+def _options(options: dict[str, Any]) -> CollectiveOptions:
+    defaults = {
+        "table": AlgorithmTable.always("lanes"),
+        "transport": "host",
+        "node_first": None,
+        "small_message_bytes": SMALL_MESSAGE_BYTES,
+    }
+    return CollectiveOptions(**{**defaults, **options})
+
+
+def _check_flat(tensor: Tensor) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"a collective takes a flat contiguous tensor, not one of shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
+            "contiguous one"
+        )
+
+
+def _shard_bounds(bounds: Sequence[int] | None, numel: int, size: int) -> tuple[int, ...]:
+    """Return a copy of the caller's bounds, or those of equal shards. Raises ValueError."""
+    if bounds is None:
+        return split(numel, size)
+    cut = tuple(bounds)
+    if (
+        len(cut) != size + 1
+        or (cut[0], cut[-1]) != (0, numel)
+        or any(low > high for low, high in pairwise(cut))
+    ):
+        raise ValueError(
+            f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
+            f"indices that never decrease, from 0 to {numel}"
+        )
+    return cut

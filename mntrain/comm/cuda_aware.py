@@ -6,15 +6,12 @@ wider, on a side stream. The host does not wait for the device: where MPI is to 
 result, or to overwrite memory that a kernel reads, a step polls an event.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from mntrain.comm.device_copy import DeviceCopy, DeviceEvent
-from mntrain.comm.intranode import Steps
+from mntrain.comm.pending import Steps
 from mntrain.comm.staging import StreamOrderedWork
 from zero.collectives import Work
-from zero.kernels import Kernels
 
 
 class DeviceAccess:
@@ -36,17 +33,6 @@ class DeviceAccess:
         """Return work that ends with the side stream's work so far."""
         with self._copier.side_stream():
             return StreamOrderedWork([self._copier.record_event()])
-
-
-class DeviceAdder:
-    """Sums of device tensors on the current stream."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def add(self, addends: Sequence[Tensor], total: Tensor, place: int | None) -> None:
-        """Leave the sum of `addends`, in their order, in `total`."""
-        self._kernels.add(addends, total)
 
 
 class SideStream:

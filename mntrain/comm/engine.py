@@ -1,19 +1,21 @@
-"""The communication thread keeps several collectives under way, and a few pieces of them.
+"""The progress engine: several collectives in flight, a few chunks of each.
 
-    queue       what was handed in
-    entered     at most DEPTH collectives, in the order in which they were handed in
-    pieces      a few of them under way, started in one order: the first collective's first
+    queue        collectives and functions that were submitted, in order
+    active       at most DEPTH collectives, in the order of the queue
+    in flight    a few of their chunks, started in one order: the first collective's first
 
-A piece is a generator that yields what to ask before it goes on. The thread asks all of them in
-turn, and when nothing has moved for a while it sleeps between rounds, so that the core computes for
-somebody who does not wait.
+A chunk is a generator that yields a test and continues when the test returns True. One thread at a
+time tests all of them in turn, and sleeps between rounds in which nothing has moved, since other
+ranks may need the core.
 
-All ranks start pieces in the same order, and a piece waits for nothing but the same piece on other
-ranks: so the first unfinished one can always go on, and nobody waits in a circle.
+All ranks start chunks in the same order, and a chunk waits only for the same chunk on other ranks.
+So the oldest unfinished chunk can always continue, and no circle of waiting ranks arises.
 """
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,242 +25,264 @@ from mntrain.comm.mpi import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
 from mntrain.comm.pending import Future, Operation, PendingCollective
 from mntrain.comm.shared_flags import DEPTH
 
-# How long something light may rest that nobody waits for.
-REST_S = 20e-3
-RESTS = 50  # of the thread in a row, before it sleeps until it is rung
-
 T = TypeVar("T")
+ABANDON_S = 1.0  # to wait for the thread's current round; a thread that blocks in MPI is left
 
 
 class WakeEvent:
-    """Wakes the one thread that listens. An Event would make a lock for every wait."""
+    """An event for one listening thread. `threading.Event` would allocate a lock for each wait."""
 
     def __init__(self) -> None:
-        self._silent = threading.Lock()
-        self._silent.acquire()
+        self._unset = threading.Lock()
+        self._unset.acquire()
 
-    def ring(self) -> None:
-        """End the wait that is under way, or the next one."""
-        with suppress(RuntimeError):  # it rings already
-            self._silent.release()
+    def set(self) -> None:
+        """End the current wait, or the next one."""
+        with suppress(RuntimeError):  # it is set already
+            self._unset.release()
 
     def wait(self, seconds: float = -1) -> bool:
-        """Sleep until it rings, or for so long; whether it has. Then it is silent."""
-        return self._silent.acquire(timeout=seconds)
+        """Wait until the event is set or time is up, and clear it; return whether it was set."""
+        return self._unset.acquire(timeout=seconds)
 
-    def hush(self) -> None:
-        """Let it be silent."""
-        self._silent.acquire(blocking=False)
+    def clear(self) -> None:
+        """Unset the event."""
+        self._unset.acquire(blocking=False)
+
+
+class _UnwokenEngine(threading.local):
+    """The engine to which this thread last submitted an operation that woke no thread."""
+
+    engine: "weakref.ref[ProgressEngine] | None" = None
+
+    def switch_to(self, engine: "ProgressEngine") -> None:
+        """Wake the thread of another engine before this thread leaves its queue for `engine`."""
+        last = self.engine() if self.engine is not None else None
+        if last is not None and last is not engine and not last.idle:
+            last._wake.set()
 
 
 Task = PendingCollective[Any] | Callable[[], None]
+_unwoken = _UnwokenEngine()
 
 
 class ProgressEngine:
-    """What moves the collectives of a world: one thread, or whoever waits for one of them.
+    """Runs the collectives of a world, on its own thread or on a thread that waits for one.
 
-    Collectives and functions run in the order in which they are handed in: on every rank the same
-    order, as collectives need. A thread of its own moves them while the caller computes; a caller
-    that waits does so itself meanwhile, which saves waking another thread twice. Only one of them
-    at a time makes MPI calls. Idle, the thread sleeps.
+    Collectives and functions run in the order of their submission, which must be the same on every
+    rank. The engine's thread progresses them while callers compute; a caller that waits does so
+    itself, which saves two thread switches. Only one thread at a time makes MPI calls.
     """
 
     def __init__(self) -> None:
-        self._tasks: deque[Task] = deque()
-        self._under_way: deque[PendingCollective[Any]] = deque()
-        self._patience = Backoff()
-        self._open = True
+        self._reference = weakref.ref(self)
+        self._queue: deque[Task] = deque()
+        self._active: deque[PendingCollective[Any]] = deque()
+        self._backoff = Backoff()
+        self._closed = ""  # why nothing more is accepted
+        self._abandoned = False
         self.waited_s = 0.0  # by callers, for collectives
-        self._idle_at = 0.0  # seconds under way when nothing was, last
-        self._since: float | None = None  # when something was, after that
-        self._turn = threading.Lock()  # whoever holds it moves the collectives
-        self._waiters: deque[None] = deque()  # one for every caller who wants it
-        self._first: Callable[[], object] | None = None  # what the thread is to do before more
-        self._dozes = False  # whether the thread will look for what is to do without being rung
-        self._bell = WakeEvent()  # rung when something is handed in, or the turn wanted
+        self._busy_before_s = 0.0  # the part of `busy_s` before `_busy_since`
+        self._busy_since: float | None = None
+        self._turn = threading.Lock()  # held by the thread that progresses the collectives
+        self._waiters: deque[None] = deque()  # one entry for every caller that wants the turn
+        self._first: Callable[[], object] | None = None
+        self._wake = WakeEvent()  # set on submissions, and by callers that want the turn
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
 
     def submit(self, operation: Operation[T]) -> Future[T]:
-        """Queue a collective. Returns at once. RuntimeError after `close`.
+        """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
-        A light one wakes nobody: it rests until it is waited for, until something else comes, or
-        for REST_S. Who waits for it while there is nothing else moves it from end to end.
+        An operation that does not wake the thread is progressed, in the order of the queue, by a
+        caller that waits for any future of this engine, or by the thread when another submission
+        or a `call` wakes it. No rank has to wait for this very operation; but until each rank has
+        waited for some future, submitted an operation that wakes the thread, or used `call` (as
+        `close` does), the other ranks' waits do not end. Ranks may differ in which of these they
+        do, and when, without a deadlock: each of them progresses the whole queue, in one order. A
+        thread that turns to another engine wakes the thread of this one first. It must not wait for
+        other ranks in any other way, such as a blocking MPI call, while the operation is pending.
         """
-        ticket: Future[T] = Future(self.see_to)
-        self._put(PendingCollective(operation, ticket), wake=not operation.light)
-        return ticket
+        future: Future[T] = Future(self.drive_until)
+        self._put(PendingCollective(operation, future), wake=operation.wakes_thread)
+        if not operation.wakes_thread:
+            _unwoken.switch_to(self)
+            _unwoken.engine = self._reference
+        return future
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Queue a function; it runs when nothing is under way. RuntimeError after `close`."""
-        ticket: Future[T] = Future(self.see_to)
-        self._put(lambda: ticket.settle(function))
-        return ticket
+        """Queue a function that runs when nothing is active. Raises RuntimeError as `submit`."""
+        future: Future[T] = Future(self.drive_until)
+        self._put(lambda: future.resolve(function), wake=True)
+        return future
 
-    def see_to(self, ticket: Future[Any]) -> None:
-        """Return when a ticket is settled; until then, move the collectives."""
-        if ticket.settled or self._run_at_once(ticket):
+    def drive_until(self, future: Future[Any]) -> None:
+        """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
+        if future.done:
             return
+        _unwoken.switch_to(self)
         self._waiters.append(None)
-        try:  # whatever interrupts this, the thread is to go on
-            if self._turn.locked():
-                self._bell.ring()
-            with self._turn:
-                self._bell.hush()
-                while not ticket.settled:
-                    pause(self._round(LATENCY_BOUND))
-        finally:
-            self._waiters.pop()
-            if self._busy:
-                self._bell.ring()
-
-    def _run_at_once(self, ticket: Future[Any]) -> bool:
-        """Run what a ticket is for, if it is light and there is nothing else to do; whether so."""
-        if not self._turn.acquire(blocking=False):
-            return False
         try:
-            task = self._tasks[0] if len(self._tasks) == 1 and not self._under_way else None
-            if not isinstance(task, PendingCollective) or not task.is_light(ticket):
-                return False
-            self._tasks.popleft()
-            self._under_way.append(task)
-            self._count_time()
+            if self._turn.locked():
+                self._wake.set()
+            while not self._turn.acquire(timeout=ABANDON_S):
+                self._check_not_abandoned()
             try:
-                task.run()
-            except BaseException as error:
-                task.fail(error)
-            self._under_way.clear()
-            self._count_time()
-            return True
-        finally:
-            self._turn.release()
+                self._wake.clear()
+                while not future.done:
+                    self._check_not_abandoned()
+                    pause(self._round(LATENCY_BOUND))
+            finally:
+                self._turn.release()
+        finally:  # also after an interrupt, the thread takes over
+            self._waiters.pop()
+            if self._needs_thread:
+                self._wake.set()
 
     def prepare(self, function: Callable[[], object]) -> None:
-        """Let the thread itself do something first, and not whoever waits for it. Once."""
+        """Run a function once on the engine's own thread, before anything else runs there."""
         self._first = function
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        self.call(self._end).wait()
-        self._bell.ring()
-        self._thread.join()
+        """Finish what is queued and end the thread. Collective; local after `abandon`."""
+        if not self._abandoned:
+            self.call(self._refuse_more).wait()
+        self._wake.set()
+        self._thread.join(ABANDON_S if self._abandoned else None)
 
-    def expect_open(self) -> None:
-        """RuntimeError after `close`."""
-        if not self._open:
-            raise RuntimeError("this world is closed: no communication after its `with` block")
+    def abandon(self) -> None:
+        """Stop without finishing what is queued. Local; does not wait for other ranks.
 
-    def _put(self, task: Task, *, wake: bool = True) -> None:
-        self.expect_open()
-        self._tasks.append(task)
-        if wake or not self._dozes:
-            self._bell.ring()
+        Every pending future and every later use raises RuntimeError. Tensors of pending collectives
+        are kept for the life of the process, since MPI may still access them. A thread that blocks
+        in an MPI call ends when that call does.
+        """
+        if not self._closed:
+            self._closed = "this world was abandoned: no communication after `abandon`"
+        self._abandoned = True
+        atexit.register(
+            lambda *kept: None, self._queue, self._active
+        )  # for the life of the process
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ABANDON_S)
 
-    def _end(self) -> None:
-        self._open = False
+    def check_open(self) -> None:
+        """Raise RuntimeError after `close` or `abandon`."""
+        if self._closed:
+            raise RuntimeError(self._closed)
 
     @property
-    def _busy(self) -> bool:
-        return bool(self._tasks or self._under_way)
-
-    def _run(self) -> None:
-        while self._open:
-            self._rest()
-            with self._turn:
-                self._bell.hush()
-                if self._first is not None:
-                    self._first()
-                    self._first = None
-                while self._busy and not self._waiters:
-                    delay = self._round(BACKGROUND)
-                    if not delay:
-                        pause(0)
-                    else:
-                        self._bell.wait(delay)
-
-    def _rest(self) -> None:
-        """Sleep until something is to do: rung, or looking now and then while light ones come."""
-        self._dozes = True
-        for _ in range(RESTS):
-            if self._bell.wait(REST_S) or self._busy or self._first:
-                return
-        self._dozes = False
-        if not self._busy:  # whoever has come in since rings
-            self._bell.wait()
-
-    def _round(self, manner: WaitPolicy) -> float:
-        """Let everything go on that can; the seconds to wait before the next round."""
-        if not self._under_way:
-            self._patience.begin()
-        happened = self._take_in()
-        try:
-            happened = self._move() or happened
-        except BaseException as error:  # nothing can be known of those behind it, either
-            while self._under_way:
-                self._under_way.popleft().fail(error)
-        self._count_time()
-        if happened:
-            self._patience.reset()
-            return 0.0
-        if manner is LATENCY_BOUND and not all(one.alone for one in self._under_way):
-            manner = BANDWIDTH_BOUND
-        return self._patience.delay(manner)
+    def idle(self) -> bool:
+        """Whether nothing is queued or active."""
+        return not (self._queue or self._active)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which a collective was under way, so far."""
-        since = self._since
-        return self._idle_at + (time.perf_counter() - since if since is not None else 0.0)
+        """Seconds so far in which a collective was active."""
+        since = self._busy_since
+        return self._busy_before_s + (time.perf_counter() - since if since is not None else 0.0)
 
-    def _count_time(self) -> None:
+    def _put(self, task: Task, *, wake: bool) -> None:
+        self.check_open()
+        self._queue.append(task)
+        if wake:
+            self._wake.set()
+
+    def _refuse_more(self) -> None:
+        self._closed = "this world is closed: no communication after its `with` block"
+
+    def _check_not_abandoned(self) -> None:
+        if self._abandoned:
+            raise RuntimeError(self._closed)
+
+    @property
+    def _needs_thread(self) -> bool:
+        """Whether a task is left that the thread should progress while nobody waits."""
+        tasks = [*self._active, *self._queue]
+        return any(not isinstance(t, PendingCollective) or t.operation.wakes_thread for t in tasks)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            with self._turn:
+                self._wake.clear()
+                if self._first is not None:
+                    self._first()
+                    self._first = None
+                while not (self.idle or self._waiters or self._abandoned):
+                    delay = self._round(BACKGROUND)
+                    if delay:
+                        self._wake.wait(delay)
+                    else:
+                        pause(0)
+
+    def _round(self, policy: WaitPolicy) -> float:
+        """Progress everything once; return the seconds to sleep before the next round."""
+        if not self._active:
+            self._backoff.begin()
+        moved = self._take_from_queue()
+        try:
+            moved = self._advance() or moved
+        except BaseException as error:  # nothing is known of those behind it, either
+            while self._active:
+                self._active.popleft().fail(error)
+        self._update_clock()
+        if moved:
+            self._backoff.reset()
+            return 0.0
+        if policy is LATENCY_BOUND and not all(p.operation.latency_bound for p in self._active):
+            policy = BANDWIDTH_BOUND
+        return self._backoff.delay(policy)
+
+    def _update_clock(self) -> None:
         """Start or stop the clock of `busy_s`."""
-        if self._under_way and self._since is None:
-            self._since = time.perf_counter()
-        elif not self._under_way and self._since is not None:
-            self._idle_at, self._since = self.busy_s, None
+        if self._active and self._busy_since is None:
+            self._busy_since = time.perf_counter()
+        elif not self._active and self._busy_since is not None:
+            self._busy_before_s, self._busy_since = self.busy_s, None
 
-    def _take_in(self) -> bool:
-        """Begin what can begin; whether anything has."""
-        happened = False
-        while len(self._under_way) < DEPTH:
-            if not self._tasks:
-                break
-            task = self._tasks[0]
+    def _take_from_queue(self) -> bool:
+        """Begin what may begin; return whether anything did."""
+        moved = False
+        while self._queue and len(self._active) < DEPTH:
+            task = self._queue[0]
             if isinstance(task, PendingCollective):
-                task.begin()
-                self._under_way.append(task)
-            elif self._under_way:
+                task.operation.begin()
+                self._active.append(task)
+            elif self._active:
                 break
             else:
                 task()
-            self._tasks.popleft()
-            happened = True
-        return happened
+            self._queue.popleft()
+            moved = True
+        return moved
 
-    def _move(self) -> bool:
-        """Let every collective go on that can; whether any has."""
-        happened, may_start, oldest = False, True, None
-        moving = sum(one.pieces for one in self._under_way)
-        for one in self._under_way:
-            if not one.entered:
-                if not one.enter():
+    def _advance(self) -> bool:
+        """Advance every active collective as far as it can go; return whether any did."""
+        moved, may_start, oldest = False, True, None
+        in_flight = sum(pending.in_flight for pending in self._active)
+        for pending in self._active:
+            if not pending.entered:
+                if not pending.operation.enter():
                     break
-                happened = True
-            before = one.pieces
+                pending.entered = moved = True
+            before = pending.in_flight
             if before:
-                happened = one.move() or happened
-            if may_start and not one.started:
-                happened = one.start(moving - before, oldest) or happened
-            may_start = may_start and one.started
-            oldest = one.oldest if oldest is None else oldest
-            moving += one.pieces - before
-        for one in self._under_way:
-            if not one.left:
-                if not one.done:
+                moved = pending.advance_chunks() or moved
+            if may_start and not pending.all_started:
+                moved = pending.start_chunks(in_flight - before, oldest) or moved
+            may_start = may_start and pending.all_started
+            oldest = pending.oldest if oldest is None else oldest
+            in_flight += pending.in_flight - before
+        for pending in self._active:
+            if not pending.left:
+                if not pending.done:
                     break
-                one.leave()
-                happened = True
-        while self._under_way and self._under_way[0].left and self._under_way[0].settle():
-            self._under_way.popleft()
-            happened = True
-        return happened
+                pending.operation.leave()
+                pending.left = moved = True
+        while self._active and self._active[0].left and self._active[0].operation.all_left():
+            pending = self._active.popleft()
+            pending.future.resolve(pending.operation.finish)
+            moved = True
+        return moved

@@ -1,165 +1,170 @@
-"""Within the node: how the owner of a lane gets what the others have, and hands them what it made.
+"""Access to the tensors of a node's ranks, for the rank that owns a lane.
 
-Two ways of one contract. In shared memory the owner reads and writes its peers' tensors, who have
-nothing to do. Where a tensor lies outside of it, everything goes by messages.
-
-Steps are generators: they yield what to ask before they go on, and so many of them take turns in
-one thread.
+In shared memory the owner reads and writes its peers' tensors, and they have nothing to do. Where
+a tensor lies outside of shared memory, its data travel as messages.
 """
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mntrain.comm.algorithms.chunk_plan import HierarchyPlan, Span
-from mntrain.comm.buffers import BufferPool, BufferView
+from mntrain.comm.buffers import BufferPool, BufferView, as_bytes
+from mntrain.comm.chunk_plan import HierarchyPlan, Span
 from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.reduction import Adder, as_bytes
+from mntrain.comm.pending import Steps
 
-T = TypeVar("T")
-Steps = Generator[Callable[[], bool], None, T]
-
-
-@dataclass
-class CommTools:
-    """What all collectives of a world work with. One thread at a time uses it."""
-
-    comm: Communicator
-    scratch: BufferPool
-    adder: Adder
-    fence: Callable[[], Steps[None]]
-    """What has been computed is in memory when these steps are over: MPI may send it."""
+BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache
 
 
 def no_fence() -> Steps[None]:
-    """The fence of the host, which computes in order."""
+    """Return at once: what the host has computed is in memory."""
     yield from ()
 
 
-BLOCK_BYTES = 256 << 10  # what is added and handed out while it is in the cache
+def unchanged(steps: Steps[None]) -> Steps[None]:
+    """Return the steps as they are."""
+    return steps
+
+
+@dataclass(frozen=True)
+class CommContext:
+    """Buffers and sums in one kind of memory. One thread at a time uses it."""
+
+    comm: Communicator
+    buffers: BufferPool
+    add: Callable[[Sequence[Tensor], Tensor], None]
+    """Leave the sum of addends, in their order, in a tensor; see `zero.kernels.Kernels.add`."""
+    fence: Callable[[], Steps[None]] = no_fence
+    """Wait until everything computed so far is in memory, so that MPI may send it."""
+    run: Callable[[Steps[None]], Steps[None]] = unchanged
+    """Run a chunk's steps where this memory's work is queued, for example on a side stream."""
 
 
 class IntranodeAccess(Protocol):
-    """The tensors of a node's members in one collective, as the owner of a lane reaches them."""
+    """The tensors of a node's ranks in one collective, as the owner of a lane reaches them.
+
+    Ranks of the node are given by local rank.
+    """
 
     dtype: torch.dtype  # of all of them
 
-    def data(self, part: Span) -> BufferView:
-        """A part of this rank's tensor."""
+    def buffer(self, span: Span) -> BufferView:
+        """Return a view of a span of this rank's tensor."""
 
-    def sum(self, part: Span, to: Collection[int]) -> Steps[None]:
-        """Leave the sum over the node in this rank's part, and in that of the members `to`."""
+    def reduce(self, span: Span, to: Collection[int]) -> Steps[None]:
+        """Leave the sum over the node in this rank's span, and in that of the ranks `to`."""
 
-    def take(self, part: Span, source: int) -> Steps[None]:
-        """Bring a part of a member's tensor to the same place of this rank's."""
+    def fetch(self, span: Span, source: int) -> Steps[None]:
+        """Copy a span of another rank's tensor to this rank's."""
 
-    def give(self, part: Span, to: Collection[int]) -> Steps[None]:
-        """Bring a part of this rank's tensor to the same place of other members'."""
+    def publish(self, span: Span, to: Collection[int]) -> Steps[None]:
+        """Copy a span of this rank's tensor to the ranks `to`."""
 
 
 class SharedMemoryAccess:
-    """Members' tensors are views of their memory. Nothing to wait for: all have entered."""
+    """Access to tensors in shared memory. Its steps never wait: all ranks have entered."""
 
-    def __init__(self, tools: CommTools, scheme: HierarchyPlan, tensors: Sequence[Tensor]) -> None:
-        self._adder, self._traffic = tools.adder, tools.comm.traffic
-        self._tensors, self._local_rank = tensors, scheme.local_rank
+    def __init__(
+        self, context: CommContext, plan: HierarchyPlan, tensors: Sequence[Tensor]
+    ) -> None:
+        self._add_tensors, self._traffic = context.add, context.comm.traffic
+        self._tensors, self._local_rank = tensors, plan.local_rank
         self.dtype = tensors[0].dtype
-        self._bytes = as_bytes(tensors[scheme.local_rank])
-        self._cuts: dict[Span, Sequence[Tensor]] = {}  # of all members' tensors
+        self._bytes = as_bytes(tensors[plan.local_rank])
+        self._views: dict[Span, Sequence[Tensor]] = {}
 
-    def data(self, part: Span) -> BufferView:
-        """See `IntranodeAccess.data`."""
-        low, high = part
+    def buffer(self, span: Span) -> BufferView:
+        """Return a view of a span of this rank's tensor."""
+        low, high = span
         size = self.dtype.itemsize
-        return BufferView(self._cut(part)[self._local_rank], self._bytes[low * size : high * size])
+        return BufferView(self._of(span)[self._local_rank], self._bytes[low * size : high * size])
 
-    def sum(self, part: Span, to: Collection[int]) -> Steps[None]:
-        """See `IntranodeAccess.sum`."""
+    def reduce(self, span: Span, to: Collection[int]) -> Steps[None]:
+        """Sum all ranks' spans, in blocks that stay in the cache until they are published."""
         yield from ()
         if len(self._tensors) == 1:
             return
-        addends = self._cut(part)
+        addends = self._of(span)
         if not to:
             self._add(addends, to)
-        else:  # what is handed out is still in the cache
+        else:
             block = BLOCK_BYTES // self.dtype.itemsize
-            for several in zip(*(cut.split(block) for cut in addends), strict=True):
-                self._add(several, to)
-        self._count(part, len(self._tensors) - 1 + len(to))
+            for blocks in zip(*(view.split(block) for view in addends), strict=True):
+                self._add(blocks, to)
+        self._count(span, len(self._tensors) - 1 + len(to))
 
-    def take(self, part: Span, source: int) -> Steps[None]:
-        """See `IntranodeAccess.take`."""
+    def fetch(self, span: Span, source: int) -> Steps[None]:
+        """Read the span from the source's memory."""
         yield from ()
-        cuts = self._cut(part)
-        cuts[self._local_rank].copy_(cuts[source])
-        self._count(part, 1)
+        views = self._of(span)
+        views[self._local_rank].copy_(views[source])
+        self._count(span, 1)
 
-    def give(self, part: Span, to: Collection[int]) -> Steps[None]:
-        """See `IntranodeAccess.give`."""
+    def publish(self, span: Span, to: Collection[int]) -> Steps[None]:
+        """Write the span to the memory of the ranks `to`."""
         yield from ()
-        cuts = self._cut(part)
-        for local in to:
-            cuts[local].copy_(cuts[self._local_rank])
-        self._count(part, len(to))
+        views = self._of(span)
+        for local_rank in to:
+            views[local_rank].copy_(views[self._local_rank])
+        self._count(span, len(to))
 
     def _add(self, addends: Sequence[Tensor], to: Collection[int]) -> None:
         total = addends[self._local_rank]
-        self._adder.add(addends, total, self._local_rank)
-        for local in to:
-            addends[local].copy_(total)
+        self._add_tensors(addends, total)
+        for local_rank in to:
+            addends[local_rank].copy_(total)
 
-    def _cut(self, part: Span) -> Sequence[Tensor]:
-        """A part of every member's tensor."""
-        cuts = self._cuts.get(part)
-        if cuts is None:
-            low, high = part
-            cuts = self._cuts[part] = [tensor[low:high] for tensor in self._tensors]
-        return cuts
+    def _of(self, span: Span) -> Sequence[Tensor]:
+        """Return a span of every rank's tensor."""
+        views = self._views.get(span)
+        if views is None:
+            low, high = span
+            views = self._views[span] = [tensor[low:high] for tensor in self._tensors]
+        return views
 
-    def _count(self, part: Span, times: int) -> None:
-        self._traffic.bytes["node"] += times * (part[1] - part[0]) * self.dtype.itemsize
+    def _count(self, span: Span, times: int) -> None:
+        self._traffic.bytes["node"] += times * (span[1] - span[0]) * self.dtype.itemsize
 
 
 class MessageAccess:
-    """Members send what the owner asks for, and take what it gives: see `pieces.Follower`."""
+    """Access by messages; the other ranks run the steps of `hierarchical.NodeMember`."""
 
-    def __init__(self, tools: CommTools, scheme: HierarchyPlan, tensor: Tensor, tag: int) -> None:
-        self._comm, self._adder, self._scratch = tools.comm, tools.adder, tools.scratch
-        self._fence = tools.fence
+    def __init__(self, context: CommContext, plan: HierarchyPlan, tensor: Tensor, tag: int) -> None:
+        self._context, self._comm = context, context.comm
         self._tensor, self._tag, self.dtype = tensor, tag, tensor.dtype
-        self._members, self._local_rank = scheme.members, scheme.local_rank
+        self._members, self._local_rank = plan.members, plan.local_rank
 
-    def data(self, part: Span) -> BufferView:
-        """See `IntranodeAccess.data`."""
-        cut = self._tensor[slice(*part)]
-        return BufferView(cut, as_bytes(cut))
+    def buffer(self, span: Span) -> BufferView:
+        """Return a view of a span of this rank's tensor."""
+        view = self._tensor[slice(*span)]
+        return BufferView(view, as_bytes(view))
 
-    def sum(self, part: Span, to: Collection[int]) -> Steps[None]:
-        """See `IntranodeAccess.sum`."""
-        mine = self.data(part).tensor
-        here = self._local_rank
-        others = [member for local, member in enumerate(self._members) if local != here]
-        with self._scratch.lend() as lent:
-            theirs = [lent.data(len(mine), self.dtype) for _ in others]
-            flights = [
-                self._comm.receive(member, data.bytes, self._tag)
-                for member, data in zip(others, theirs, strict=True)
+    def reduce(self, span: Span, to: Collection[int]) -> Steps[None]:
+        """Receive the other ranks' spans, sum them, and send the sum to the ranks `to`."""
+        total, local_rank = self.buffer(span).tensor, self._local_rank
+        others = [member for local, member in enumerate(self._members) if local != local_rank]
+        with self._context.buffers.lease() as lease:
+            received = [lease.buffer(len(total), self.dtype) for _ in others]
+            receives = [
+                self._comm.receive(member, buffer.bytes, self._tag)
+                for member, buffer in zip(others, received, strict=True)
             ]
-            yield Requests.of(*flights).over
-            addends = [data.tensor for data in theirs]
-            addends.insert(here, mine)
-            self._adder.add(addends, mine, here)
-            yield from self._fence()
-        yield from self.give(part, to)
+            yield Requests.of(*receives).test
+            addends = [buffer.tensor for buffer in received]
+            addends.insert(local_rank, total)
+            self._context.add(addends, total)
+            yield from self._context.fence()
+        yield from self.publish(span, to)
 
-    def take(self, part: Span, source: int) -> Steps[None]:
-        """See `IntranodeAccess.take`."""
-        yield self._comm.receive(self._members[source], self.data(part).bytes, self._tag).over
+    def fetch(self, span: Span, source: int) -> Steps[None]:
+        """Receive the span from its source."""
+        yield self._comm.receive(self._members[source], self.buffer(span).bytes, self._tag).test
 
-    def give(self, part: Span, to: Collection[int]) -> Steps[None]:
-        """See `IntranodeAccess.give`."""
-        data = self.data(part).bytes
-        yield Requests.of(*(self._comm.send(self._members[i], data, self._tag) for i in to)).over
+    def publish(self, span: Span, to: Collection[int]) -> Steps[None]:
+        """Send the span to the ranks `to`."""
+        data = self.buffer(span).bytes
+        sends = [self._comm.send(self._members[local], data, self._tag) for local in to]
+        yield Requests.of(*sends).test

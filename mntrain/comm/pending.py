@@ -1,212 +1,161 @@
-"""A collective under way: its pieces, which go on one by one or several at a time.
+"""One collective in flight: its state, its chunks, and the future that its caller waits for."""
 
-A piece is a generator that yields what to ask before it goes on. All ranks start pieces in one
-order, and a piece waits for nothing but the same piece on other ranks.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from mntrain.comm.intranode import Steps
-from mntrain.comm.mpi import BANDWIDTH_BOUND, LATENCY_BOUND, TAGS, Backoff, WaitPolicy, pause
+from mntrain.comm.mpi import TAGS
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+# A generator that yields a test and continues when the test returns True: many take turns in one
+# thread. It returns a T.
+Steps = Generator[Callable[[], bool], None, T]
+# The number of a chunk among all chunks of the world, and its steps.
+NumberedChunk = tuple[int, Steps[None]]
+
 
 class Operation(Protocol[T_co]):
-    """A collective, as the thread sees it. Called in this order, on the thread."""
+    """A collective as the engine drives it. Methods are called in this order, and never block."""
 
-    window: int  # how many pieces may be under way when one of its own starts
-    light: bool  # whether it is so small that who waits for it may as well move it, piece by piece
-    alone: bool  # whether who waits for it waits for nothing else
+    max_in_flight: int  # it starts no chunk while so many are in flight, of all collectives
+    wakes_thread: bool  # False: it is progressed only by waiting callers, or along with others
+    latency_bound: bool  # True: its caller waits for nothing else, so polling may be eager
 
     def begin(self) -> None:
-        """Let the tensor come to where the collective works on it. Asks nothing."""
+        """Start to bring the tensor to where the collective works on it."""
 
     def enter(self) -> bool:
-        """Tell the node that this rank's tensor is there. False: it is not yet; ask again."""
+        """Announce this rank's tensor to its node; False while the tensor is not in place yet."""
 
-    def ready(self) -> bool:
-        """Whether its pieces may start: everyone in the node has entered. Local."""
+    def all_entered(self) -> bool:
+        """Return whether every rank of the node has entered, so that chunks may start."""
 
-    def pieces(self) -> Iterator[tuple[int, Steps[None]]]:
-        """The pieces in which this rank has work, in order, each with its number in the world."""
+    def chunks(self) -> Iterator[NumberedChunk]:
+        """Yield the chunks in which this rank takes part, in ascending order of their numbers."""
 
     def leave(self) -> None:
-        """Tell the node that this rank's work is done."""
+        """Announce to the node that this rank's work is done."""
 
-    def left(self) -> bool:
-        """Whether everyone in the node has left, so that the tensor is this rank's again."""
+    def all_left(self) -> bool:
+        """Return whether every rank of the node has left, so that the tensor is free again."""
 
     def finish(self) -> T_co:
-        """The result."""
+        """Return the result."""
 
 
 class Future(Generic[T]):
-    """The result of a task, some day. `see_to` returns when it is settled."""
+    """The result of a task that the engine runs later."""
 
-    def __init__(self, see_to: Callable[["Future[Any]"], None]) -> None:
-        self._see_to = see_to
-        self.settled = False
+    def __init__(self, drive_until: Callable[["Future[Any]"], None]) -> None:
+        self._drive_until = drive_until
+        self.done = False
         self._result: T | None = None
         self._error: BaseException | None = None
 
-    def settle(self, task: Callable[[], T]) -> None:
-        """Run the task and keep what it returned or raised."""
+    def resolve(self, function: Callable[[], T]) -> None:
+        """Call a function and keep what it returns or raises as the result."""
         try:
-            self._result = task()
-        except BaseException as error:  # whatever it is, the waiting thread raises it
+            self._result = function()
+        except BaseException as error:  # of any kind: the waiting thread raises it
             self._error = error
-        self.settled = True
+        self.done = True
 
     def fail(self, error: BaseException) -> None:
-        """Have the waiting thread raise an error."""
+        """Make `wait` raise an error."""
         self._error = error
-        self.settled = True
+        self.done = True
 
     def wait(self) -> T:
-        """Block until the task has run; return what it returned, or raise what it raised."""
-        self._see_to(self)
+        """Block until the task has run; return its result or raise its error. May be repeated."""
+        self._drive_until(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # T may itself be None
 
 
-Numbered = tuple[int, Steps[None]]
-
-
-def _least(*numbers: int | None) -> int:
-    return min(number for number in numbers if number is not None)
-
-
 class PendingCollective(Generic[T]):
-    """A collective that the thread has in hand."""
+    """A collective that the engine has taken from its queue."""
 
-    def __init__(self, operation: Operation[T], ticket: Future[T]) -> None:
-        self._operation, self._ticket = operation, ticket
-        self._waiting: Iterator[Numbered] | None = None  # pieces that have not started
-        self._next: Numbered | None = None  # the first of them
-        self._moving: list[tuple[Numbered, Callable[[], bool]]] = []  # in the order of numbers
-        self.entered = self.started = self.left = False
-        self.alone = operation.alone
+    def __init__(self, operation: Operation[T], future: Future[T]) -> None:
+        self.operation, self.future = operation, future
+        self._unstarted: Iterator[NumberedChunk] | None = None
+        self._next: NumberedChunk | None = None  # the first unstarted chunk
+        # Chunks in flight and the test that each waits for, in the order of their numbers.
+        self._in_flight: list[tuple[NumberedChunk, Callable[[], bool]]] = []
+        self.entered = self.all_started = self.left = False
 
     @property
-    def pieces(self) -> int:
-        """How many are under way."""
-        return len(self._moving)
+    def in_flight(self) -> int:
+        """The number of chunks in flight."""
+        return len(self._in_flight)
 
     @property
     def oldest(self) -> int | None:
-        """The lowest number of a piece under way."""
-        return self._moving[0][0][0] if self._moving else None
+        """The lowest number of a chunk in flight."""
+        return self._in_flight[0][0][0] if self._in_flight else None
 
     @property
     def done(self) -> bool:
-        """Whether this rank has no more work in it."""
-        return self.started and not self._moving
+        """Whether this rank has no work left in it."""
+        return self.all_started and not self._in_flight
 
-    def begin(self) -> None:
-        """See `Operation.begin`."""
-        self._operation.begin()
+    def start_chunks(self, others: int, oldest: int | None) -> bool:
+        """Start chunks as far as allowed; return whether anything happened.
 
-    def enter(self) -> bool:
-        """Enter, unless it has; whether it has now."""
-        self.entered = self.entered or self._operation.enter()
-        return self.entered
-
-    def start(self, others: int, oldest: int | None) -> bool:
-        """Start pieces; whether anything has happened.
-
-        So many of other collectives are under way, of which the oldest has this number. None starts
-        while another that would have the same tag is under way. The first one starts alone: whoever
-        shares the core is to send something, too, before this rank sends more.
+        `others` is the number of other collectives' chunks in flight, `oldest` the lowest number
+        among them. No chunk starts while another one with the same tag is in flight. The first
+        chunk starts alone: other ranks on this core send their first one before this rank goes on.
         """
-        first = self._waiting is None
-        if self._waiting is None:
-            if not self._operation.ready():
+        first = self._unstarted is None
+        if self._unstarted is None:
+            if not self.operation.all_entered():
                 return False
-            self._waiting = self._operation.pieces()
-        happened = False
-        while not self.started and others + len(self._moving) < self._operation.window:
-            self._next = self._next or next(self._waiting, None)
+            self._unstarted = self.operation.chunks()
+        moved = False
+        while not self.all_started and others + self.in_flight < self.operation.max_in_flight:
+            self._next = self._next or next(self._unstarted, None)
             if self._next is None:
-                self.started = happened = True
+                self.all_started = moved = True
                 break
             number = self._next[0]
-            if number - _least(oldest, self.oldest, number) >= TAGS:
+            lowest = min(n for n in (oldest, self.oldest, number) if n is not None)
+            if number - lowest >= TAGS:
                 break
-            piece, self._next = self._next, None
-            happened = True
-            self._go_on(piece)
+            chunk, self._next = self._next, None
+            moved = True
+            self._continue(chunk)
             if first:
                 break
-        return happened
+        return moved
 
-    def move(self) -> bool:
-        """Let every piece go on that can; whether any has."""
-        first = next((n for n, (_, ask) in enumerate(self._moving) if ask()), None)
+    def advance_chunks(self) -> bool:
+        """Continue every chunk whose test succeeds; return whether any did."""
+        first = next((i for i, (_, test) in enumerate(self._in_flight) if test()), None)
         if first is None:
             return False
-        self._moving, after = self._moving[:first], self._moving[first:]
-        self._go_on(after[0][0])
-        for piece, ask in after[1:]:
-            if ask():
-                self._go_on(piece)
+        self._in_flight, rest = self._in_flight[:first], self._in_flight[first:]
+        self._continue(rest[0][0])
+        for chunk, test in rest[1:]:
+            if test():
+                self._continue(chunk)
             else:
-                self._moving.append((piece, ask))
-        return True
-
-    def leave(self) -> None:
-        """Tell the others that this rank is done."""
-        self._operation.leave()
-        self.left = True
-
-    def settle(self) -> bool:
-        """Hand the tensor back, if all others are done too; whether it has been."""
-        if not self._operation.left():
-            return False
-        self._ticket.settle(self._operation.finish)
+                self._in_flight.append((chunk, test))
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Give up: whoever waits gets the error."""
-        self._ticket.fail(error)
+        """Make the future raise an error, and release what the chunks in flight hold."""
+        for (_, steps), _ in self._in_flight:
+            steps.close()
+        self._in_flight.clear()
+        self.future.fail(error)
 
-    def is_light(self, ticket: Future[Any]) -> bool:
-        """Whether this is what the ticket is for, and so small that one piece follows the other."""
-        return self._ticket is ticket and self._operation.light
-
-    def run(self) -> None:
-        """Do all of it, one piece after the other, instead of all that is above.
-
-        Other ranks may have several pieces under way: a piece waits only for itself on them.
-        """
-        operation = self._operation
-        manner = LATENCY_BOUND if operation.alone else BANDWIDTH_BOUND
-        operation.begin()
-        _until(operation.enter, manner)
-        _until(operation.ready, manner)
-        for _, steps in operation.pieces():
-            try:
-                for ask in steps:
-                    _until(ask, manner)
-            finally:
-                steps.close()
-        operation.leave()
-        _until(operation.left, manner)
-        self._ticket.settle(operation.finish)
-
-    def _go_on(self, piece: Numbered) -> None:
-        for ask in piece[1]:
-            if not ask():
-                self._moving.append((piece, ask))
-                return
-
-
-def _until(ask: Callable[[], bool], manner: WaitPolicy) -> None:
-    """Ask in this manner until the answer is yes."""
-    if not ask():
-        patience = Backoff()
-        while not ask():
-            pause(patience.delay(manner))
+    def _continue(self, chunk: NumberedChunk) -> None:
+        try:
+            for test in chunk[1]:
+                if not test():
+                    self._in_flight.append((chunk, test))
+                    return
+        except BaseException:
+            chunk[1].close()
+            raise

@@ -1,12 +1,12 @@
-"""Memory that the ranks of a node share: each has parts of its own, and reads and writes others'.
+"""Memory shared by the ranks of a node: each rank owns parts of it and accesses the others' parts.
 
-A segment is a file without a name (memfd) of every rank, mapped by all ranks of the node. Compared
-with a window of MPI_Win_allocate_shared:
+A segment is one anonymous file (memfd) per rank, mapped by all ranks of the node. Compared with a
+window of MPI_Win_allocate_shared:
 
-- the memory lives as long as any tensor in it, also when the world is gone;
-- nothing stays behind when a job is killed, for there is no name;
-- it does not count as /dev/shm, of which containers give 64 MB; and if there is not enough, that is
-  an error here and now, not a signal at the first touch.
+- the memory lives as long as any tensor in it, even after the world is closed;
+- a killed job leaves nothing behind, since the file has no name;
+- it does not count against /dev/shm, which is 64 MB in many containers; and where memory is short,
+  the allocation fails, instead of a signal at the first access.
 
 Sources: memfd_create(2); Hashmi et al., "Designing Efficient Shared Address Space Reduction
 Collectives for Multi-/Many-cores", IPDPS 2018, for summing straight from the peers' memory.
@@ -23,11 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mntrain.comm.mpi import Communicator
 
-TOKEN_BYTES = 16  # at the end of a segment: it tells whose it is
+TOKEN_BYTES = 16  # at the end of a segment, to identify it
 
 
 class SegmentOffset(NamedTuple):
-    """Where a tensor lies in shared memory: its segment, and the first byte there."""
+    """The location of a tensor in shared memory: its segment and its first byte there."""
 
     segment: int
     start: int
@@ -35,23 +35,23 @@ class SegmentOffset(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedSegment:
-    """What one `allocate` made."""
+    """The result of one `allocate`."""
 
     address: int  # of this rank's own part
     nbytes: int
-    own: StorageWeakRef  # this rank's part, which its tensors keep
+    own: StorageWeakRef  # this rank's part, which its tensors keep alive
     parts: dict[int, Tensor]  # by local rank: the others', as bytes
 
     @property
     def dead(self) -> bool:
-        """Whether no tensor of this rank lies in its part any more."""
+        """Whether no tensor of this rank uses its part any more."""
         return bool(self.own.expired())
 
 
 class NodeSharedMemory:
-    """The shared memory of one node group. `why_not` says why there is none, where there is none.
+    """The shared memory of one node group. `why_not` is the reason if there is none, else empty.
 
-    `allocate` and construction are collective over the node group; all else is local.
+    Construction and `allocate` are collective over the node group; all else is local.
     """
 
     def __init__(self, node: Communicator) -> None:
@@ -64,33 +64,33 @@ class NodeSharedMemory:
             del trial
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A flat tensor of zeros, as bytes, that the node's ranks can reach. Collective.
+        """Return a flat tensor of zero bytes that the node's ranks can access. Collective.
 
-        Where any of them cannot have it, all take memory of their own, and `why_not` says why.
+        If it fails on any of them, all ranks use private memory, and `why_not` is set.
         """
         if self._node.size == 1 or self.why_not or not nbytes:
             return torch.zeros(nbytes, dtype=torch.uint8)
         dead = [index for index, segment in self._segments.items() if segment.dead]
         token = secrets.token_bytes(TOKEN_BYTES)
-        file, mine, problem = _create(nbytes, token)
+        file, own, problem = _create(nbytes, token)
         try:
             offers = self._node.gather_objects((os.getpid(), file, token, problem, dead))
             self._forget([offer[-1] for offer in offers])
             parts, problem = self._attach(offers, nbytes)
-            problems = [said for said in self._node.gather_objects(problem) if said]
+            problems = [text for text in self._node.gather_objects(problem) if text]
         finally:
             if file >= 0:
                 os.close(file)
-        if problems or mine is None:
+        if problems or own is None:
             self.why_not = problems[0]
             return torch.zeros(nbytes, dtype=torch.uint8)
-        own = StorageWeakRef(mine.untyped_storage())
-        self._segments[self._count] = SharedSegment(mine.data_ptr(), nbytes, own, parts)
+        weak = StorageWeakRef(own.untyped_storage())
+        self._segments[self._count] = SharedSegment(own.data_ptr(), nbytes, weak, parts)
         self._count += 1
-        return mine
+        return own
 
     def _forget(self, dead: list[list[int]]) -> None:
-        """Drop the parts that their owners, by local rank, will name no more."""
+        """Drop the parts whose owners, by local rank, no longer use them."""
         for local_rank, indices in enumerate(dead):
             for index in indices:
                 if index in self._segments:
@@ -100,7 +100,7 @@ class NodeSharedMemory:
             del self._segments[index]
 
     def _attach(self, offers: list[Any], nbytes: int) -> tuple[dict[int, Tensor], str]:
-        """The others' parts, by local rank, and why one cannot be had."""
+        """Return the other ranks' parts, by local rank, and the reason if one is inaccessible."""
         parts: dict[int, Tensor] = {}
         for local_rank, (pid, file, token, problem, _) in enumerate(offers):
             if problem:
@@ -110,11 +110,11 @@ class NodeSharedMemory:
             try:
                 parts[local_rank] = _map(f"/proc/{pid}/fd/{file}", nbytes, token)
             except OSError as error:
-                return {}, f"rank {self._node.rank} of the node cannot reach another's: {error}"
+                return {}, f"local rank {self._node.rank} cannot map a peer's memory: {error}"
         return parts, ""
 
     def locate(self, tensor: Tensor) -> SegmentOffset | None:
-        """Where a flat host tensor lies, if it lies in this memory."""
+        """Return the location of a flat host tensor; None if it is not in this memory."""
         address = tensor.data_ptr()
         nbytes = tensor.numel() * tensor.element_size()
         for index, segment in self._segments.items():
@@ -123,21 +123,23 @@ class NodeSharedMemory:
                 return SegmentOffset(index, start)
         return None
 
-    def view(self, local_rank: int, place: SegmentOffset, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor in the part of another rank of the node, which said where it lies."""
-        part = self._segments[place.segment].parts[local_rank]
-        return part[place.start : place.start + numel * dtype.itemsize].view(dtype)
+    def view(
+        self, local_rank: int, location: SegmentOffset, numel: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Return a tensor in another rank's part, at the location that rank has published."""
+        part = self._segments[location.segment].parts[local_rank]
+        return part[location.start : location.start + numel * dtype.itemsize].view(dtype)
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of this rank's living parts."""
+        """Bytes of this rank's parts that are in use."""
         return sum(s.nbytes for s in self._segments.values() if not s.dead)
 
 
 def _create(nbytes: int, token: bytes) -> tuple[int, Tensor | None, str]:
-    """A new file in memory, open, and all of it as a tensor; or why there is none."""
+    """Return a new open file in memory, its content as a tensor, and the reason if it failed."""
     if not hasattr(os, "memfd_create"):
-        return -1, None, "this system has no files in memory (memfd_create)"
+        return -1, None, "this system has no memfd_create"
     file = -1
     try:
         file = os.memfd_create("mntrain", os.MFD_CLOEXEC)
@@ -147,11 +149,11 @@ def _create(nbytes: int, token: bytes) -> tuple[int, Tensor | None, str]:
     except OSError as error:
         if file >= 0:
             os.close(file)
-        return -1, None, f"{nbytes} bytes of memory to share cannot be had: {error}"
+        return -1, None, f"{nbytes} bytes of shared memory cannot be allocated: {error}"
 
 
 def _map(path: str, nbytes: int, token: bytes) -> Tensor:
-    """A file in memory as a tensor of bytes. OSError where it is not the one with the token."""
+    """Return a file in memory as a tensor of bytes. Raises OSError unless it ends in the token."""
     length = nbytes + TOKEN_BYTES
     try:
         if os.stat(path).st_size != length:

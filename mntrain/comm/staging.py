@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mntrain.comm.algorithms.chunk_plan import Span
+from mntrain.comm.chunk_plan import Span
 from mntrain.comm.device_copy import DeviceCopy, DeviceEvent, HostCopy
 from mntrain.comm.shared_flags import DEPTH
 from mntrain.comm.shared_memory import NodeSharedMemory

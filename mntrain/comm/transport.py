@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from mntrain.comm import nccl
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, Transport, WorldCollectives
 from mntrain.comm.device_copy import CudaCopy, HostCopy
 from mntrain.comm.engine import ProgressEngine
@@ -194,8 +194,9 @@ def _connect_nccl(
     resources.callback(lambda: context.run(alone.free))
     nodes = Topology(tuple((node,) for node in range(len(topology.nodes))))
     collectives = context.run(
-        lambda: WorldCollectives(cross, alone, nodes, context.progress, devices)
+        lambda: WorldCollectives(
+            cross, alone, nodes, context.progress, devices, table=AlgorithmTable.always("flat")
+        )
     )
-    collectives.table = AlgorithmTable.always("flat")
     copier, kernels = devices.copier, devices.kernels
     return nccl.NodeFirstCollectives(group, collectives, copier, kernels), ""

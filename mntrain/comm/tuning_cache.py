@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from mntrain.comm.algorithms.selection import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 
 MAX_AGE = timedelta(days=30)
 MAX_ENTRIES = 100

@@ -115,7 +115,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How one rank loads its share. Raises ValueError for an empty micro-batch."""
+    """Options of one rank's data loading. Raises ValueError for an empty micro-batch."""
 
     rank: int
     size: int

@@ -50,7 +50,7 @@ def describe_job(world: World, config: Config, model: nn.Module) -> JobDescripti
     count = sum(parameter.numel() for parameter in model.parameters())
     zero = config.zero
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
-    reasons = world.gather(world.collectives.why_messages)
+    reasons = world.gather(world.collectives.no_shared_memory_reason)
     warnings = [shared_memory_warning(reasons, world.topology), world.sharing]
     return JobDescription(
         model=f"{config.task}: {count / 1e6:.2f} M parameters",

@@ -79,8 +79,7 @@ def test_unknown_command_is_refused_with_those_that_exist(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "mntrain: trian: no such command; the commands are train, bench, ckpt, and without one it "
-        "is train\n"
+        "mntrain: trian: no such command; the commands are train, bench, ckpt (default: train)\n"
     )
 
 

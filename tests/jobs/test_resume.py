@@ -1,4 +1,4 @@
-"""Jobs that end before their run does, by order, by Ctrl-C or by a kill, and jobs that go on."""
+"""Jobs that end before their run is complete, and jobs that resume it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
 
 
 def steps_kept(folder: Path) -> list[int]:
-    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    """The steps of the run's checkpoints, the newest first, after verifying them."""
     paths = list_checkpoints(folder / "run")
     for path in paths:
         verify(path, inspect(path))
@@ -36,14 +36,14 @@ def parts(tmp_path) -> Path:
     return tmp_path / "parts"
 
 
-def test_a_job_killed_at_any_instant_loses_what_came_after_the_last_checkpoint(whole, parts):
+def test_a_job_killed_at_any_instant_resumes_from_its_last_checkpoint(whole, parts):
     options = [*ONE_EACH, "--train.steps", "120"]
     completed(train(2, whole, "--train.steps", "120"))
     chance, reached = random.Random(5), 0
     for _ in range(2):
-        train(2, parts, *options, timeout=chance.uniform(4, 8))  # then all of it is killed
+        train(2, parts, *options, timeout=chance.uniform(4, 8))  # then the whole job is killed
         newest, done = max(steps_kept(parts), default=0), len(metrics_so_far(parts))
-        assert newest >= max(done - 2, reached)  # the last two may still be on their way
+        assert newest >= max(done - 2, reached)  # the last two may not be complete yet
         reached = newest
     if reached < 120:
         completed(train(2, parts, *options))
@@ -56,7 +56,7 @@ def metrics_so_far(folder: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def test_a_damaged_checkpoint_costs_its_interval(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_on_resume(tmp_path):
     result = completed(train(2, tmp_path, "--run.stop-after", "3", "--checkpoint.every", "2"))
     assert "step 3  step-00000003 is safe: " in result.stdout
     first = summary(tmp_path)
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path, ranks):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
+def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_path):
     small = tmp_path / "run"
     small.mkdir()
     # Room for one checkpoint of about 0.5 MB, not for two.
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
     try:
         result = train(2, tmp_path, "--checkpoint.every", "2")
         assert steps_kept(tmp_path) == [2]
-        # On the way that is a warning. In the end it is what the job is said to have failed in.
+        # During the run it is a warning; at the end the job fails with it.
         for step, kind in ((4, "warning"), (6, "error")):
             assert (
                 result.stderr.count(f"{kind}: {small}/checkpoints/step-{step:08d} was not sa") == 1
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_was_needed(tmp_path):
         subprocess.run(["umount", small], check=True)
 
 
-def test_a_job_that_must_save_and_cannot_says_so_with_its_exit_code(tmp_path):
+def test_a_job_that_cannot_save_fails(tmp_path):
     corpus = write_corpus(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")

@@ -9,11 +9,11 @@ import torch
 from mpi4py import MPI
 from worlds import RANKS, Worlds
 
-from mntrain.comm.algorithms.selection import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 
 RANK = MPI.COMM_WORLD.rank
 CPU = torch.device("cpu")
-PIECE_BYTES = AlgorithmChoice("lanes").piece_bytes
+PIECE_BYTES = AlgorithmChoice("lanes").chunk_bytes
 
 # Multiples of these, up to 68 of them, are exact in the dtype and in none that is narrower.
 UNIT = {
@@ -75,8 +75,9 @@ class Way:
 
     def __init__(self, world, algorithm, piece_bytes, arena, gathered_bytes=0):
         self.world, self.arena, self.algorithm = world, arena, algorithm
-        self.collectives = world.collectives.using(AlgorithmTable.always(algorithm, piece_bytes))
-        self.collectives.gathered_bytes = gathered_bytes
+        self.collectives = world.collectives.replace(
+            table=AlgorithmTable.always(algorithm, piece_bytes), small_message_bytes=gathered_bytes
+        )
 
     def by(self, algorithm, piece_bytes=PIECE_BYTES):
         """Another way in the same world."""

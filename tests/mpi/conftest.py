@@ -108,15 +108,16 @@ def give_up(item: pytest.Item, limit: float) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def in_pieces() -> Iterator[None]:
-    """Let small tensors go as large ones do: in pieces, by the communication thread.
+def in_chunks() -> Iterator[None]:
+    """Cut small tensors into chunks, progressed by the engine's thread, as large ones are.
 
-    test_gathered.py and some of test_collectives.py have the other ways.
+    test_small_messages.py and some of test_collectives.py test the other ways.
     """
+    from mntrain.comm import collectives  # it imports torch, which takes a while
+
     with pytest.MonkeyPatch.context() as patch:
-        if (used := sys.modules.get("mntrain.comm.collectives")) is not None:
-            patch.setattr(used, "SMALL_BYTES", 0)
-            patch.setattr(used, "NO_WAKE_BYTES", 0)
+        patch.setattr(collectives, "SMALL_MESSAGE_BYTES", 0)
+        patch.setattr(collectives, "NO_WAKE_BYTES", 0)
         yield
 
 

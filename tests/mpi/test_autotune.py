@@ -9,8 +9,8 @@ from mpi4py import MPI
 from worlds import RANKS, refusal
 
 import mntrain
-from mntrain.comm import autotune
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.comm import algorithms, autotune
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 from mntrain.comm.autotune import Autotuner
 from mntrain.comm.tuning_cache import Tuning, cache_path, store
 
@@ -160,7 +160,7 @@ def test_without_tuning_auto_is_lanes(runs):
     assert COMM.rank or not cache_path().exists()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 def test_an_algorithm_given_by_name_is_not_timed(runs, algorithm):
     with tuned(algorithm=algorithm) as world:
         assert world.collectives.table == AlgorithmTable.always(algorithm)

@@ -24,9 +24,8 @@ from cases import (
 )
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL, make_world
 
-from mntrain.comm import mpi, pending, shared_flags
-from mntrain.comm.algorithms import hierarchical
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.comm import algorithms, hierarchical, mpi, pending, shared_flags
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 
 pytestmark = pytest.mark.mpi
 
@@ -52,7 +51,7 @@ def test_every_verb_at_every_size_twice(ways, algorithm, layout, place):
 
 
 @pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 def test_every_dtype(ways, algorithm, dtype):
     for layout, place in product(VIRTUAL, ["plain", "mixed"]):
         way = ways(algorithm, layout)
@@ -63,7 +62,7 @@ def test_algorithms_may_change_from_call_to_call(ways):
     way = ways("lanes", VIRTUAL[-1])
     several = [
         case
-        for algorithm, piece_bytes in product(ALGORITHMS, [64, 4096, 1 << 20])
+        for algorithm, piece_bytes in product(algorithms.names(), [64, 4096, 1 << 20])
         for case in cases(way.by(algorithm, piece_bytes), [5, 1003], roots=[RANKS - 1])
     ]
     run(way.world, several)
@@ -83,14 +82,16 @@ def test_the_table_says_which_algorithm_moves_which_size(ways):
     expected += [(600, "lanes"), (1000, "lanes")]
     for numel, algorithm in expected:
         tensor = everyone[RANK, :numel].clone()
-        world.collectives.using(table).all_reduce(tensor).wait()
+        world.collectives.replace(table=table).all_reduce(tensor).wait()
         assert torch.equal(tensor, sums[algorithm][:numel])
 
 
 def test_another_choice_does_not_change_the_worlds(ways):
     collectives = ways().world.collectives
     before = collectives.table
-    assert collectives.using(AlgorithmTable.always("flat")).table == AlgorithmTable.always("flat")
+    assert collectives.replace(table=AlgorithmTable.always("flat")).table == AlgorithmTable.always(
+        "flat"
+    )
     assert collectives.table is before
 
 
@@ -162,7 +163,7 @@ def test_every_rank_knows_whose_shard_lies_where(ways, layout):
     slots = [way.collectives.slot(rank) for rank in range(RANKS)]
     assert sorted(slots) == list(range(RANKS))
     assert way.world.gather(slots) == [slots] * RANKS
-    for algorithm in ALGORITHMS:
+    for algorithm in algorithms.names():
         other = way.by(algorithm).collectives
         assert [other.slot(rank) for rank in range(RANKS)] == slots
 
@@ -219,7 +220,7 @@ def test_sums_are_made_in_the_order_of_members_wherever_the_cut(
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 def test_16_bit_sums_accumulate_in_32_bits(ways, algorithm):
     # In bf16, 256 + 1 is 256 again; in fp16, 60000 + 60000 is infinite.
     small = [256.0] + [1.0] * (RANKS - 1)
@@ -236,7 +237,7 @@ def test_16_bit_sums_accumulate_in_32_bits(ways, algorithm):
 
 def test_auto_is_one_of_them_and_sums():
     with make_world("auto") as world:
-        assert world.algorithm in ALGORITHMS
+        assert world.algorithm in algorithms.names()
         assert world.sum([1.0, world.rank]) == [RANKS, RANKS * (RANKS - 1) // 2]
 
 
@@ -265,21 +266,36 @@ def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_byte
 
 
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
-def test_who_waits_for_a_light_one_does_all_of_it(ways, monkeypatch, algorithm, layout):
-    at_once = []
-
-    class Noted(pending.PendingCollective):
-        def run(self):
-            at_once.append(self)
-            super().run()
-
-    monkeypatch.setattr("mntrain.comm.engine.UnderWay", Noted)
+def test_collectives_that_wake_no_thread(ways, monkeypatch, algorithm, layout):
     monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", 1 << 20)
     way = ways(algorithm, layout, 200)
     for place in PLACES:
-        for case in cases(way, [3, 1003], roots=[RANKS - 1], place=place):
+        several = cases(way, [3, 1003], roots=[RANKS - 1], place=place)
+        for case in several:
             run(way.world, [case])
-    assert bool(at_once) == (RANKS > 1)
+        run(way.world, several)
+
+
+def test_ranks_that_wake_their_threads_at_different_times_do_not_block_each_other(
+    ways, monkeypatch
+):
+    """Some ranks wait at once, others after more collectives, which may wake the thread."""
+    way = ways("lanes", VIRTUAL[-1])
+    for limit, late in product((0, 1 << 20), range(RANKS)):
+        monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", limit)
+        for small in (way, way.gathered()):
+            first, second = cases(small, [17], roots=[0])[:2]
+            works = [first.launch()]
+            if late != RANK:
+                works[0].wait()
+            works.append(second.launch())
+            if late == RANK:
+                time.sleep(0.01)
+            works[1].wait()
+            works[0].wait()
+            first.check()
+            second.check()
+        way.arena.clear()
 
 
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])

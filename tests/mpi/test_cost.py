@@ -10,12 +10,12 @@ from mpi4py import MPI
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, Worlds
 
 from mntrain.comm import mpi
-from mntrain.comm.algorithms.selection import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 
 pytestmark = pytest.mark.mpi
 
 ITEM = 4  # bytes of an fp32 element
-PIECE = AlgorithmChoice("lanes").piece_bytes
+PIECE = AlgorithmChoice("lanes").chunk_bytes
 SMALL = 16 << 10  # bytes that every node sends whole
 TRAY = 32 << 10  # bytes that a board has room for
 SIZES = [0, 1, 2, 7, 1003, 1200, 4096, 5003]  # in fp32: within a node, in trays
@@ -228,7 +228,7 @@ def launch(collectives, verb, tensor, root=0, **given):
 
 def cost(world, algorithm, verb, tensor, *, piece_bytes=PIECE, **given):
     """What one collective adds to the counts of every rank."""
-    collectives = world.collectives.using(AlgorithmTable.always(algorithm, piece_bytes))
+    collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm, piece_bytes))
     before = usage(world)
     launch(collectives, verb, tensor, **given).wait()
     return less(usage(world), before)
@@ -246,7 +246,7 @@ VERBS = [
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_every_transfer_is_accounted_for(costs, algorithm, layout, place):
     world, arena = costs(layout)
-    collectives = world.collectives.using(AlgorithmTable.always(algorithm))
+    collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm))
     before = usage(world)
     for (verb, root), sizes in product(VERBS, (SIZES, LARGE)):
         arena.clear()

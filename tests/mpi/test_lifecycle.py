@@ -51,7 +51,7 @@ def test_a_bad_argument_is_refused_by_all_ranks(arguments, words):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_where_there_is_none_is_refused():
-    assert refusal(mntrain.init, device="cuda").startswith("device cuda was asked for, but torch")
+    assert refusal(mntrain.init, device="cuda").startswith("device cuda was requested, but torch")
 
 
 @pytest.mark.mpi(min_size=2)

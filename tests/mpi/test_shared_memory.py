@@ -11,8 +11,7 @@ from cases import CPU, PIECE_BYTES, RANK, Arena, Way, cases, run
 from mpi4py import MPI
 from worlds import RANKS, VIRTUAL, make_world
 
-from mntrain.comm import shared_memory
-from mntrain.comm.algorithms.selection import ALGORITHMS
+from mntrain.comm import algorithms, shared_memory
 
 pytestmark = pytest.mark.mpi
 
@@ -48,7 +47,7 @@ def allocate(world, numel, dtype=torch.float32):
 def check_collectives(world):
     """Every algorithm, with and without what `allocate` gives."""
     arena = Arena(world, 1 << 20)
-    for algorithm in ALGORITHMS:
+    for algorithm in algorithms.names():
         way = Way(world, algorithm, PIECE_BYTES, arena)
         several = [
             case
@@ -81,7 +80,7 @@ def test_ranks_that_share_a_node_share_it_and_others_do_not():
             tensor = allocate(world, 1000)
             # Its own part, and a view of each other one.
             assert maps() - before == (world.local_size if world.local_size > 1 else 0)
-            assert world.collectives.why_messages == ""
+            assert world.collectives.no_shared_memory_reason == ""
             own = world.collectives.shared_bytes - other
             assert own == (4000 if world.local_size > 1 else 0)
             del tensor
@@ -205,8 +204,8 @@ def be_somebody_else(monkeypatch):
 
 REASONS = [
     (refuse_files, "there is none, today"),
-    (refuse_maps, f"rank {LAST} of the node cannot reach another's: not that of others"),
-    (be_somebody_else, "rank 0 of the node cannot reach another's"),
+    (refuse_maps, f"local rank {LAST} cannot map a peer's memory: not that of others"),
+    (be_somebody_else, "local rank 0 cannot map a peer's memory"),
 ]
 
 
@@ -218,7 +217,7 @@ def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
             way(monkeypatch)
         with make_world() as world:
             monkeypatch.undo()
-            why = world.collectives.why_messages
+            why = world.collectives.no_shared_memory_reason
             assert why.startswith(words)
             assert world.gather(why) == [why] * RANKS
             assert world.collectives.shared_bytes == 0
@@ -237,7 +236,7 @@ def test_what_one_rank_cannot_have_any_more_later_on(monkeypatch, way, words):
                 way(monkeypatch)
             after = allocate(world, 20011).fill_(RANK)
             monkeypatch.undo()
-            assert world.collectives.why_messages.startswith(words)
+            assert world.collectives.no_shared_memory_reason.startswith(words)
             assert not allocate(world, 3).any()
             for tensor in (before, after):
                 messages = sum(rank.node_messages for rank in world.usage())
@@ -261,7 +260,7 @@ def test_a_limit_on_the_size_of_files_is_a_reason(limit):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         with world:
-            why = world.collectives.why_messages
+            why = world.collectives.no_shared_memory_reason
             assert why.endswith("File too large")
             assert world.gather(why) == [why] * RANKS
             check_collectives(world)
@@ -275,7 +274,7 @@ def test_one_node_does_without_and_the_others_do_not(monkeypatch):
     with make_world("lanes", max(2, RANKS // 2)) as world:
         monkeypatch.undo()
         last = RANK in world.topology.node_group(LAST) and world.local_size > 1
-        assert world.collectives.why_messages == ("there is none, today" if last else "")
+        assert world.collectives.no_shared_memory_reason == ("there is none, today" if last else "")
         check_collectives(world)
 
 

@@ -7,7 +7,7 @@ import torch
 from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
-from mntrain.comm.small_messages import SMALL_BYTES, SmallCollective
+from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES, SmallCollective
 
 pytestmark = pytest.mark.mpi
 
@@ -21,11 +21,11 @@ def gathers(monkeypatch):
     seen = []
 
     class Noted(SmallCollective):
-        def __init__(self, shared, call, loan):
-            seen.append(len(loan.host))
-            super().__init__(shared, call, loan)
+        def __init__(self, world, call, access, *args):
+            seen.append(len(access.host))
+            super().__init__(world, call, access, *args)
 
-    monkeypatch.setattr("mntrain.comm.collectives.SmallCollective", Noted)
+    monkeypatch.setattr("mntrain.comm.chunked.SmallCollective", Noted)
     return seen
 
 
@@ -109,12 +109,12 @@ def test_shards_lie_where_the_caller_cuts(ways):
 
 @pytest.mark.skipif(RANKS == 1, reason="alone, nothing is sent")
 def test_what_is_larger_goes_in_pieces(ways, gathers):
-    way = ways("lanes", VIRTUAL[-1]).gathered(SMALL_BYTES)
-    most = SMALL_BYTES // 4 // RANKS
+    way = ways("lanes", VIRTUAL[-1]).gathered(SMALL_MESSAGE_BYTES)
+    most = SMALL_MESSAGE_BYTES // 4 // RANKS
     for numel in (most, most + 1):
         run(way.world, cases(way, [numel], roots=[0]))
     assert gathers == [most] * 4
-    naive = Way(way.world, "naive", 1 << 20, way.arena, SMALL_BYTES)
+    naive = Way(way.world, "naive", 1 << 20, way.arena, SMALL_MESSAGE_BYTES)
     run(way.world, cases(naive, [most], roots=[0]))
     assert gathers == [most] * 4
 
@@ -124,7 +124,7 @@ def test_a_world_gathers_what_is_small_unless_it_is_told_not_to(gathers, monkeyp
     with make_world("lanes", VIRTUAL[-1]) as world:
         world.collectives.all_reduce(torch.ones(3)).wait()
         assert gathers == []  # by these tests' conftest
-    monkeypatch.setattr("mntrain.comm.collectives.SMALL_BYTES", SMALL_BYTES)
+    monkeypatch.setattr("mntrain.comm.collectives.SMALL_MESSAGE_BYTES", SMALL_MESSAGE_BYTES)
     with make_world("lanes", VIRTUAL[-1]) as world:
         assert world.sum([1.0, 2.0]) == [RANKS, 2 * RANKS]
         assert gathers == [2]

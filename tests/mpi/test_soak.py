@@ -16,9 +16,9 @@ from cases import CPU, RANK, shard
 from mpi4py import MPI
 from worlds import RANKS, VIRTUAL, make_world
 
-from mntrain.comm import mpi
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmTable
-from mntrain.comm.small_messages import SMALL_BYTES
+from mntrain.comm import algorithms, mpi
+from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -46,9 +46,11 @@ class Call:
         nbytes = numel * dtype.itemsize
         # As few as one piece a lane, or a few dozens.
         piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
-        algorithm = common.choice(ALGORITHMS)
-        self.collectives = world.collectives.using(AlgorithmTable.always(algorithm, piece_bytes))
-        self.collectives.gathered_bytes = common.choice([0, SMALL_BYTES])
+        algorithm = common.choice(algorithms.names())
+        self.collectives = world.collectives.replace(
+            table=AlgorithmTable.always(algorithm, piece_bytes),
+            small_message_bytes=common.choice([0, SMALL_MESSAGE_BYTES]),
+        )
         wire = common.choice([None, torch.bfloat16, torch.float16])
         self.given = {"wire": wire} if dtype == torch.float32 else {}
         self.salt = common.randrange(100)
@@ -173,7 +175,7 @@ def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
             world.collectives.allocate(1, torch.uint8, CPU)  # lets go of what is dead
         states.append(state())
         assert messages_under_way() == []
-        assert not any(world._parts.engine._busy for world in worlds)
+        assert all(world._parts.engine.idle for world in worlds)
     (first, counts), (second, counts_at_end) = states
     growths = worlds[0].gather(second - first)
     for world in worlds:

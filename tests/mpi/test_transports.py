@@ -12,7 +12,7 @@ from devices import GlooGroup, LateDevice, LateGlooGroup, LateKernels, PromptDev
 from mpi4py import MPI
 
 import mntrain
-from mntrain.comm.algorithms.selection import AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.probe_process import child_environment
 from mntrain.comm.transport import TransportContext, TransportError, select_transport
@@ -68,8 +68,9 @@ class Rig:
         """Use a transport and return its explanation."""
         selected = select_transport(name, self.context(**changes))
         self.selected.append(selected)
-        self.collectives.transport = selected.name
-        self.collectives.node_first = selected.node_first
+        self.collectives = self.collectives.replace(
+            transport=selected.name, node_first=selected.node_first
+        )
         return selected.line
 
     def use(self, name):
@@ -125,8 +126,10 @@ def test_every_verb_gives_its_result(rig, name, ranks_per_node, dtype):
     every = ranks_per_node == 2 and dtype == torch.float32
     algorithms = ("lanes", "leader", "flat", "naive", "gathered") if every else ("lanes",)
     for algorithm, numel in itertools.product(algorithms, SIZES):
-        collectives.gathered_bytes = 1 << 30 if algorithm == "gathered" else 0
-        collectives.table = AlgorithmTable.always(algorithm.replace("gathered", "lanes"), 1 << 10)
+        collectives = collectives.replace(
+            small_message_bytes=1 << 30 if algorithm == "gathered" else 0,
+            table=AlgorithmTable.always(algorithm.replace("gathered", "lanes"), 1 << 10),
+        )
         bounds = uneven(numel, size)
         slot = collectives.slot(rank)
         mine = slice(bounds[slot], bounds[slot + 1])

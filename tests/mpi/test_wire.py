@@ -8,7 +8,7 @@ import torch
 from cases import PLACES, RANK, bits, check_bits, cuts, in_order, ramp, shard
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL
 
-from mntrain.comm.algorithms.selection import ALGORITHMS
+from mntrain.comm import algorithms
 
 pytestmark = pytest.mark.mpi
 
@@ -111,7 +111,7 @@ def test_any_length_of_a_piece(ways, piece_bytes, place):
 
 
 @pytest.mark.parametrize("wire", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 def test_the_tensors_own_dtype_rounds_nothing(ways, algorithm, wire):
     for layout in VIRTUAL:
         way = ways(algorithm, layout)
@@ -125,7 +125,7 @@ def test_the_tensors_own_dtype_rounds_nothing(ways, algorithm, wire):
 
 @pytest.mark.parametrize("wire", WIRES, **names)
 def test_fp64_travels_in_16_bits_too(ways, wire):
-    for layout, algorithm in product(VIRTUAL, ALGORITHMS):
+    for layout, algorithm in product(VIRTUAL, algorithms.names()):
         way = ways(algorithm, layout)
         everyone = addends(1003, torch.float64)
         tensor = everyone[RANK].clone()

@@ -1,4 +1,4 @@
-"""What a world knows, and what its ranks do and refuse together."""
+"""Attributes, small collectives and agreed errors of a world."""
 
 import pytest
 import torch
@@ -29,17 +29,17 @@ def world(worlds):
     return worlds("lanes")
 
 
-def in_turn(words, last):
-    """The refusal of two kinds of ranks: all but the last, and the last one."""
+def combined(words, last):
+    """The message for one error of all ranks but the last, and another one of the last."""
     others = ", ".join(map(str, range(LAST)))
     return f"rank{'s' * (LAST > 1)} {others}: {words}; rank {LAST}: {last}"
 
 
-# Who is where.
+# Topology and places.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_world_knows_its_place(worlds, layout):
+def test_ranks_and_sizes_follow_the_topology(worlds, layout):
     world = worlds("lanes", layout)
     letters = layout if isinstance(layout, str) else "a" * RANKS
     topology = Topology.from_hosts(letters, None if isinstance(layout, str) else layout)
@@ -53,7 +53,7 @@ def test_a_world_knows_its_place(worlds, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_knows_where_the_others_run(worlds, layout):
+def test_places_are_those_of_all_ranks(worlds, layout):
     world = worlds("lanes", layout)
     assert [place.rank for place in world.places] == list(range(RANKS))
     for place in world.places:
@@ -65,7 +65,7 @@ def test_every_rank_knows_where_the_others_run(worlds, layout):
     assert world.device == torch.device("cpu")
 
 
-def test_a_world_names_its_mpi(world):
+def test_library_is_the_mpi_library(world):
     assert world.library.name.startswith(MPI.get_vendor()[0])
     assert world.library.threads in ("serialized", "multiple")
 
@@ -74,10 +74,10 @@ def test_this_machine_is_one_node(world):
     assert world.topology.nodes == (tuple(range(RANKS)),)
 
 
-# What they do together.
+# Small collectives.
 
 
-def test_gather_hands_everyones_object_to_all_by_rank(world):
+def test_gather_returns_the_objects_of_all_ranks(world):
     assert world.gather({"rank": world.rank}) == [{"rank": rank} for rank in range(RANKS)]
     assert world.gather(None) == [None] * RANKS
 
@@ -102,14 +102,14 @@ def test_objects_and_tensors_keep_the_order_of_the_program(world):
 # Agreement.
 
 
-def test_nothing_raised_is_nothing_said(world):
+def test_agreement_without_an_error_does_nothing(world):
     with world.agreement():
         done = True
     assert done
 
 
 @pytest.mark.parametrize("kind", [ValueError, OSError, ImportError, RuntimeError])
-def test_what_all_ranks_refuse_alike_is_said_once(world, kind):
+def test_an_error_of_all_ranks_is_reported_once(world, kind):
     def refuse():
         with world.agreement():
             raise kind("the file is empty")
@@ -118,7 +118,7 @@ def test_what_all_ranks_refuse_alike_is_said_once(world, kind):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_one_rank_refuses_all_refuse_and_name_it(world):
+def test_an_error_of_one_rank_is_raised_on_all_with_its_rank(world):
     def refuse():
         with world.agreement():
             if world.rank == LAST:
@@ -129,15 +129,15 @@ def test_what_one_rank_refuses_all_refuse_and_name_it(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_different_refusals_are_all_told(world):
+def test_different_errors_are_all_reported(world):
     def refuse():
         with world.agreement():
             raise ValueError("two" if world.rank == LAST else "one")
 
-    assert refusal(refuse) == in_turn("one", "two")
+    assert refusal(refuse) == combined("one", "two")
 
 
-def test_a_refusal_without_words_is_named_by_its_kind(world):
+def test_an_error_without_a_message_is_reported_by_its_type(world):
     def refuse():
         with world.agreement():
             raise RuntimeError
@@ -145,7 +145,7 @@ def test_a_refusal_without_words_is_named_by_its_kind(world):
     assert refusal(refuse) == "RuntimeError"
 
 
-def test_the_cause_of_a_refusal_is_kept_where_it_happened(world):
+def test_the_failing_rank_keeps_the_cause(world):
     def refuse():
         with world.agreement():
             if world.rank == LAST:
@@ -156,7 +156,7 @@ def test_the_cause_of_a_refusal_is_kept_where_it_happened(world):
     assert isinstance(error.value.__cause__, ValueError) == (world.rank == LAST)
 
 
-def test_what_was_agreed_on_is_not_agreed_on_again(world):
+def test_an_agreed_error_passes_through_an_outer_agreement(world):
     def refuse():
         with world.agreement(), world.agreement():
             raise ValueError("once")
@@ -171,7 +171,7 @@ def two_layers(width=3, dtype=torch.float32):
     return nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1)).to(dtype)
 
 
-def test_models_alike_make_an_optimizer_and_take_rank_0s_weights(world):
+def test_optimizer_takes_the_weights_of_rank_0(world):
     torch.manual_seed(world.rank)
     model = two_layers()
     world.optimizer(model, **SGD).close()
@@ -217,14 +217,14 @@ def test_buffers_are_taken_from_rank_0(world):
     ],
     ids=["shape", "dtype", "one more", "one fewer", "frozen", "another layer"],
 )
-def test_models_that_differ_are_refused_by_all_ranks(world, build, words):
+def test_different_models_are_refused_on_all_ranks(world, build, words):
     said = refusal(world.optimizer, build(world.rank == LAST), **SGD)
     assert said.startswith("the model differs between ranks: ")
     assert words.format(last=LAST) in said
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_one_ranks_optimizer_refuses_all_refuse(world):
+def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
     said = refusal(world.optimizer, two_layers(), torch.optim.SGD, lr=-1.0 if world.rank else 0.1)
     assert "Invalid learning rate: -1.0" in said
     assert said.startswith("rank")
@@ -246,7 +246,7 @@ def test_what_one_ranks_optimizer_refuses_all_refuse(world):
         ("loss_scale", None, "dynamic"),
     ],
 )
-def test_optimizers_that_differ_are_refused_by_all_ranks(world, name, usual, other):
+def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other):
     given = {name: other if world.rank == LAST else usual}
     said = refusal(world.optimizer, two_layers(), **given, **SGD)
     assert said == f"{name} differs between ranks: rank 0 has {usual}, rank {LAST} has {other}"
@@ -265,7 +265,7 @@ def test_an_unknown_stage_is_refused(world):
         ("loss_scale", -1.0),
     ],
 )
-def test_what_an_optimizer_cannot_do_is_refused(world, name, bad):
+def test_bad_arguments_of_the_optimizer_are_refused(world, name, bad):
     said = refusal(world.optimizer, two_layers(), **{name: bad}, **SGD)
     assert repr(bad) in said
 

@@ -7,8 +7,7 @@ from mpi4py import MPI
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.comm import mpi
-from mntrain.comm.algorithms.selection import ALGORITHMS
+from mntrain.comm import algorithms, mpi
 
 RANKS = MPI.COMM_WORLD.size
 
@@ -21,7 +20,7 @@ LAYOUTS = VIRTUAL + DEALT
 # The layout tells the one-level algorithms only which messages to count where.
 EVERY_WORLD = [
     pytest.param(algorithm, layout, id=f"{algorithm}-{layout or 'one'}")
-    for algorithm in ALGORITHMS
+    for algorithm in algorithms.names()
     for layout in (LAYOUTS if algorithm in ("leader", "lanes") else LAYOUTS[:2])
 ]
 

@@ -1,4 +1,4 @@
-"""A batch on its way to the device, and which device a rank gets."""
+"""Movement of batches to a device, and assignment of GPUs to ranks."""
 
 import itertools
 from collections import Counter, namedtuple
@@ -28,7 +28,7 @@ def test_floats_are_cast_and_nothing_else():
     assert [tensor.dtype for tensor in moved] == [torch.bfloat16, torch.int64, torch.bool]
 
 
-def test_what_can_move_itself_does():
+def test_objects_are_moved_by_their_own_method():
     class Graph:
         def to(self, device, non_blocking):
             return "moved", device, non_blocking
@@ -36,11 +36,11 @@ def test_what_can_move_itself_does():
     assert move(Graph(), CPU, torch.bfloat16) == ("moved", CPU, True)
 
 
-# Which GPU a rank gets
+# Assignment of GPUs
 
 
 def gpus(*everyone):
-    """What the ranks of a host get, each seeing GPUs that are called by a letter."""
+    """The GPUs assigned to the ranks of a host; a letter names a GPU."""
     return [given.gpu for given in assign(everyone)]
 
 
@@ -48,14 +48,14 @@ def indices(*everyone):
     return [given.index for given in assign(everyone)]
 
 
-def test_ranks_that_see_all_get_that_of_their_place_and_start_over():
+def test_ranks_that_see_all_gpus_get_them_in_turn():
     assert gpus(*["abcd"] * 4) == [*"abcd"]
     assert indices(*["abcd"] * 4) == [0, 1, 2, 3]
     assert gpus(*["ab"] * 5) == [*"ababa"]
     assert gpus(*["abcd"] * 2) == [*"ab"]
 
 
-def test_a_rank_that_sees_one_gets_it_as_its_first():
+def test_a_rank_that_sees_one_gpu_gets_it():
     assert gpus("a", "b", "c") == [*"abc"]
     assert indices("a", "b", "c") == [0, 0, 0]
     assert str(assign(["a", "b"])[1].device) == "cuda:0"
@@ -68,18 +68,18 @@ def test_numberings_may_differ_between_ranks():
     assert sorted(gpus("abc", "cab", "bca")) == [*"abc"]
 
 
-def test_who_has_a_choice_leaves_the_only_one_to_who_has_not():
+def test_a_rank_with_a_choice_leaves_the_only_gpu_of_another_rank():
     assert gpus("ab", "a") == ["b", "a"]
     assert gpus("ab", "bc", "a", "abcd") == ["b", "c", "a", "d"]
 
 
-def test_who_sees_none_stays_on_the_cpu_and_takes_nothing():
+def test_a_rank_that_sees_no_gpu_stays_on_the_cpu():
     assert gpus("", "ab", "", "ab") == ["", "b", "", "a"]
     assert [str(given.device) for given in assign(["", "a"])] == ["cpu", "cuda:0"]
     assert gpus() == []
 
 
-def test_every_host_is_dealt_for_itself():
+def test_hosts_are_assigned_independently():
     found = assign_all([0, 7, 0, 7, 3], ["ab", "cd", "ab", "cd", ""])
     assert [given.gpu for given in found] == ["a", "c", "b", "d", ""]
 
@@ -88,7 +88,7 @@ views = st.lists(st.lists(st.sampled_from("abcdef"), unique=True, max_size=6), m
 
 
 @given(views)
-def test_everyone_gets_what_it_sees_and_is_told_its_own_index(everyone):
+def test_every_rank_gets_a_gpu_that_it_sees_by_its_own_index(everyone):
     for names, given_ in zip(everyone, assign(everyone), strict=True):
         if names:
             assert names[given_.index] == given_.gpu
@@ -97,19 +97,19 @@ def test_everyone_gets_what_it_sees_and_is_told_its_own_index(everyone):
 
 
 def spread(chosen):
-    """How many ranks the GPUs have, the fullest first."""
+    """The number of ranks on each GPU, in descending order."""
     return sorted(Counter(filter(None, chosen)).values(), reverse=True)
 
 
 @given(st.lists(st.lists(st.sampled_from("abcd"), unique=True, max_size=3), max_size=5))
-def test_no_other_deal_uses_more_gpus_or_shares_them_more_evenly(everyone):
+def test_no_other_assignment_is_more_balanced(everyone):
     choices = itertools.product(*[names or [""] for names in everyone])
     best = min((spread(choice) for choice in choices), key=lambda s: [*s, *[0] * (5 - len(s))])
     assert spread(given.gpu for given in assign(everyone)) == best
 
 
 @given(views)
-def test_no_gpu_is_shared_while_one_that_a_rank_of_it_sees_is_idle(everyone):
+def test_no_gpu_is_shared_while_one_of_its_ranks_sees_an_idle_gpu(everyone):
     chosen = [given.gpu for given in assign(everyone)]
     used = Counter(chosen)
     for names, mine in zip(everyone, chosen, strict=True):
@@ -117,44 +117,44 @@ def test_no_gpu_is_shared_while_one_that_a_rank_of_it_sees_is_idle(everyone):
             assert all(used[name] for name in names)
 
 
-# What is said of it
+# Warnings about shared GPUs
 
 
-def said(*everyone, hosts=None):
+def warning(*everyone, hosts=None):
     hosts = hosts or [0] * len(everyone)
     return sharing(hosts, [f"n{host}" for host in hosts], everyone)
 
 
 @pytest.mark.parametrize("everyone", [["abcd"] * 4, ["a", "b"], ["", ""], ["ab", "a", ""], []])
-def test_nothing_is_said_where_nobody_shares(everyone):
-    assert said(*everyone) == ""
+def test_no_warning_if_no_gpu_is_shared(everyone):
+    assert warning(*everyone) == ""
 
 
-def test_more_ranks_than_gpus_are_said():
-    assert "(on n0: 3 ranks see 2 GPUs). Run no more ranks than GPUs" in said("ab", "ab", "ab")
-    assert "on n0: 2 ranks see 1 GPU)" in said("a", "a")
+def test_warning_about_more_ranks_than_gpus():
+    assert "(on n0: 3 ranks see 2 GPUs). Run no more ranks than GPUs" in warning("ab", "ab", "ab")
+    assert "on n0: 2 ranks see 1 GPU)" in warning("a", "a")
 
 
-def test_ranks_that_are_bound_to_one_while_others_are_idle_are_said_with_the_fix():
-    text = said("a", "a", "a", "bcd")
+def test_warning_about_ranks_bound_to_one_gpu_has_the_fix():
+    text = warning("a", "a", "a", "bcd")
     assert "3 ranks are bound to one GPU, while 2 of 4 are idle" in text
     assert "srun --gpus-per-task=1 or --gpu-bind=none" in text
-    assert "2 ranks are bound to one GPU, while 1 of 3 is idle" in said("a", "a", "bc")
+    assert "2 ranks are bound to one GPU, while 1 of 3 is idle" in warning("a", "a", "bc")
 
 
-def test_an_uneven_binding_is_said():
-    assert "4 ranks see 2 GPUs, and are bound so that one has 3" in said("a", "a", "a", "b")
+def test_warning_about_an_uneven_binding():
+    assert "4 ranks see 2 GPUs, and are bound so that one has 3" in warning("a", "a", "a", "b")
 
 
-def test_hosts_of_one_kind_are_told_together_and_many_in_short():
+def test_warning_groups_hosts_by_reason():
     hosts = [rank // 2 for rank in range(12)]
-    text = said(*["a", "a"] * 5, "ab", "ab", hosts=hosts)
+    text = warning(*["a", "a"] * 5, "ab", "ab", hosts=hosts)
     assert "(on n0, n1, n2 and 2 more: 2 ranks see 1 GPU)" in text
-    text = said("a", "a", "b", "b", "bc", hosts=[0, 0, 1, 1, 1])
+    text = warning("a", "a", "b", "b", "bc", hosts=[0, 0, 1, 1, 1])
     assert "(on n0: 2 ranks see 1 GPU; on n1: 3 ranks see 2 GPUs)" in text
 
 
-# What a GPU is called
+# Identifiers of GPUs
 
 UUID = "8f6d1c2a-0000-4000-8000-000000000001"
 
@@ -172,11 +172,11 @@ UUID = "8f6d1c2a-0000-4000-8000-000000000001"
         ({}, "3", "1"),
     ],
 )
-def test_a_gpu_is_known_by_its_uuid_or_the_next_best(properties, visible, name):
+def test_identifier_is_the_uuid_or_a_fallback(properties, visible, name):
     assert name_of(SimpleNamespace(**properties), 1, visible.split(",")) == name
 
 
-def test_the_cpu_is_what_is_asked_for():
+def test_cpu_needs_no_gpu():
     assert visible_gpus("cpu") == []
 
 
@@ -194,13 +194,13 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
-def test_gpus_are_seen_by_names_of_their_own():
+def test_visible_gpus_have_different_identifiers():
     assert len(set(visible_gpus("cuda"))) == len(visible_gpus("auto")) == torch.cuda.device_count()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
-def test_a_batch_reaches_the_gpu_behind_what_is_queued_without_waiting_for_it():
+def test_move_does_not_wait_for_the_gpu():
     device = torch.device("cuda")
     batch = torch.arange(1_000_000)
     move(batch, device)  # the first takes pinned memory

@@ -74,7 +74,7 @@ def test_all_modules_were_found():
     assert {
         "mntrain",
         "mntrain.comm.mpi",
-        "mntrain.comm.algorithms.chunk_plan",
+        "mntrain.comm.algorithms.lanes",
         "zero.layout",
     } <= set(MODULES)
     assert {"mntrain.bootstrap", "zero.optimizer"} <= ours("mntrain.world")

@@ -1,56 +1,77 @@
-"""The oracle: everyone sends everything to everyone, and adds in the order of ranks."""
+"""Naive: every rank sends its whole tensor to every other and sums in rank order. The test oracle.
 
-from collections.abc import Sequence
+Each rank sends N - 1 messages of the whole tensor, whatever the verb (broadcast: only the root).
+"""
+
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from mntrain.comm.intranode import Steps
-from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.reduction import as_bytes
+from mntrain.comm.buffers import as_bytes
+from mntrain.comm.collective_call import (
+    Algorithm,
+    CollectiveCall,
+    SingleChunkOperation,
+    WorldContext,
+)
+from mntrain.comm.intranode import CommContext
+from mntrain.comm.mpi import Requests
+from mntrain.comm.pending import Operation, Steps
+from mntrain.comm.staging import TensorAccess
+from zero.collectives import Work
 from zero.kernels import sum_dtype
 
+AUTO = False
 
-class NaiveSteps:
-    """The shortest correct steps of the four verbs, on a flat tensor in host memory.
 
-    Messages a rank: N - 1, each of the whole tensor, whatever the verb (broadcast: the root's).
-    """
+def make(world: WorldContext) -> Algorithm:
+    """Return the algorithm for a world."""
+    return NaiveAlgorithm(world)
 
-    def __init__(self, comm: Communicator, tensor: Tensor, tag: int) -> None:
-        self._comm, self._tensor, self._tag = comm, tensor, tag
-        self._others = [peer for peer in range(comm.size) if peer != comm.rank]
 
-    def sum(self, wire: torch.dtype | None) -> Steps[None]:
-        """All-reduce. A reduce-scatter too: everybody keeps all shards."""
-        dtype = wire or self._tensor.dtype
-        first, *others = yield from self._everyone(self._tensor.to(dtype))
-        total = first.to(sum_dtype(self._tensor.dtype))
-        for theirs in others:  # torch's own sum has an order that depends on the place
-            total += theirs
-        self._tensor.copy_(total.to(dtype))
+class NaiveAlgorithm:
+    """The shortest correct implementation of the four verbs, on host memory."""
 
-    def gather(self, bounds: Sequence[int], owners: Sequence[int]) -> Steps[None]:
-        """All-gather. `owners`: the rank that owns each slot."""
-        everyone = yield from self._everyone(self._tensor)
-        for (low, high), owner in zip(pairwise(bounds), owners, strict=True):
-            self._tensor[low:high].copy_(everyone[owner][low:high])
+    host_only = True
 
-    def copy(self, root: int) -> Steps[None]:
-        """Broadcast."""
-        data = as_bytes(self._tensor)
-        if self._comm.rank == root:
-            yield Requests.of(
-                *(self._comm.send(peer, data, self._tag) for peer in self._others)
-            ).over
+    def __init__(self, world: WorldContext) -> None:
+        self._world, self._comm = world, world.comm
+        self._others = [peer for peer in range(world.comm.size) if peer != world.comm.rank]
+
+    def operation(
+        self, call: CollectiveCall, access: TensorAccess, context: CommContext
+    ) -> Operation[Work]:
+        """Implement `Algorithm.operation` as one chunk."""
+        steps = {"broadcast": self._broadcast, "all_gather": self._all_gather}.get(
+            call.verb, self._sum
+        )
+        return SingleChunkOperation(self._world, call, access, steps)
+
+    def _sum(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
+        """All-reduce; also reduce-scatter, in which every rank ends with all shards."""
+        dtype = call.wire or tensor.dtype
+        first, *others = yield from self._gather(tensor.to(dtype), tag)
+        total = first.to(sum_dtype(tensor.dtype))
+        for addend in others:  # torch.sum adds in another order
+            total += addend
+        tensor.copy_(total.to(dtype))
+
+    def _all_gather(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
+        tensors = yield from self._gather(tensor, tag)
+        for (low, high), owner in zip(pairwise(call.bounds), self._world.owners, strict=True):
+            tensor[low:high].copy_(tensors[owner][low:high])
+
+    def _broadcast(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
+        data = as_bytes(tensor)
+        if self._comm.rank == call.root:
+            yield Requests.of(*(self._comm.send(peer, data, tag) for peer in self._others)).test
         else:
-            yield self._comm.receive(root, data, self._tag).over
+            yield self._comm.receive(call.root, data, tag).test
 
-    def _everyone(self, mine: Tensor) -> Steps[list[Tensor]]:
-        """Everyone's tensor, by rank, in memory of their own."""
-        everyone = [mine.clone() for _ in range(self._comm.size)]
-        receives = [self._comm.receive(p, as_bytes(everyone[p]), self._tag) for p in self._others]
-        sends = [self._comm.send(p, as_bytes(mine), self._tag) for p in self._others]
-        yield Requests.of(*receives, *sends).over
-        return everyone
+    def _gather(self, tensor: Tensor, tag: int) -> Steps[list[Tensor]]:
+        """Return copies of every rank's tensor, by rank."""
+        tensors = [tensor.clone() for _ in range(self._comm.size)]
+        receives = [self._comm.receive(p, as_bytes(tensors[p]), tag) for p in self._others]
+        sends = [self._comm.send(p, as_bytes(tensor), tag) for p in self._others]
+        yield Requests.of(*receives, *sends).test
+        return tensors

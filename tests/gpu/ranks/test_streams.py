@@ -17,7 +17,8 @@ from worlds import RANKS
 
 from gpu.place import ON, gpu, on, sleep, streams, synchronize
 from gpu.ranks.transports import transports
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmTable
+from mntrain.comm import algorithms
+from mntrain.comm.algorithm_table import AlgorithmTable
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
@@ -41,10 +42,12 @@ class Call:
         self.numel, self.dtype = common.choice(SIZES), common.choice(DTYPES)
         self.verb, self.root = common.choice(VERBS), common.randrange(RANKS)
         self.salt = common.randrange(100)
-        algorithm = common.choice(ALGORITHMS)
+        algorithm = common.choice(algorithms.names())
         nbytes = self.numel * self.dtype.itemsize
         piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
-        self.collectives = world.collectives.using(AlgorithmTable.always(algorithm, piece_bytes))
+        self.collectives = world.collectives.replace(
+            table=AlgorithmTable.always(algorithm, piece_bytes)
+        )
         # Ranks differ in their streams, and in how far behind these are.
         self.launched = own.choice(choices)
         self.waited = own.choice([self.launched, own.choice(choices)])

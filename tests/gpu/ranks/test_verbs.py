@@ -10,7 +10,8 @@ from worlds import RANKS
 from gpu.place import gpu
 from gpu.ranks.transports import transports
 from mntrain.bench.candidates import LibraryCandidate, Pattern
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmTable
+from mntrain.comm import algorithms
+from mntrain.comm.algorithm_table import AlgorithmTable
 from zero.layout import MIB
 
 pytestmark = [pytest.mark.mpi, *gpu]
@@ -43,7 +44,7 @@ class Way:
 
     def __init__(self, world, algorithm):
         self.arena = Arena(world)
-        self.collectives = world.collectives.using(AlgorithmTable.always(algorithm))
+        self.collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm))
 
 
 class OnDevice(Case):
@@ -55,7 +56,7 @@ class OnDevice(Case):
 
 
 @pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 @transports
 def test_every_verb_at_sizes_that_do_not_divide(worlds, transport, algorithm, dtype):
     world = worlds(transport)
@@ -72,7 +73,7 @@ def test_every_verb_at_sizes_that_do_not_divide(worlds, transport, algorithm, dt
         run(world, several)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 @transports
 def test_shards_wherever_the_caller_cuts(worlds, transport, algorithm):
     world = worlds(transport)
@@ -93,9 +94,9 @@ def test_sums_of_any_numbers_are_those_of_the_naive_oracle(worlds, transport, dt
     for numel in (5, 20011, 500_009):
         values = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
         naive = values.to(world.device)
-        world.collectives.using(AlgorithmTable.always("naive")).all_reduce(naive).wait()
-        for verb, algorithm in product(SUMS, ALGORITHMS[:3]):
-            collectives = world.collectives.using(AlgorithmTable.always(algorithm))
+        world.collectives.replace(table=AlgorithmTable.always("naive")).all_reduce(naive).wait()
+        for verb, algorithm in product(SUMS, algorithms.names()[:3]):
+            collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm))
             ours = values.to(world.device)
             getattr(collectives, verb)(ours).wait()
             own = shard(collectives, numel) if verb == "reduce_scatter" else slice(None)

@@ -30,7 +30,7 @@ from mntrain.bench.plot import missing, plot
 from mntrain.bench.printing import footer, header, show, speed
 from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.bench.run import files_problem
-from mntrain.comm.algorithms import selection
+from mntrain.comm import algorithms
 from mntrain.comm.link_speed import copy_speed, link_speed
 from mntrain.comm.topology import Topology
 from mntrain.metrics.units import short_time
@@ -142,7 +142,7 @@ def test_help_of_training_mentions_the_command():
 
 
 def test_every_algorithm_can_be_measured():
-    assert set(ALGORITHMS) == set(selection.ALGORITHMS)
+    assert set(ALGORITHMS) == set(algorithms.names())
 
 
 @pytest.mark.parametrize("nbytes", [8, 1000, 1024, 1536, 3 * 2**10, MIB, 5 * 2**30])

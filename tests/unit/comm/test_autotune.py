@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mntrain.cli import parse
 from mntrain.comm import autotune
-from mntrain.comm.algorithms.selection import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 from mntrain.comm.autotune import affordable_size, choose, explain, make_table, sizes, untuned
 from mntrain.comm.topology import Topology
 from mntrain.comm.tuning_cache import MAX_ENTRIES, Tuning, cache_path, find, key_of, store

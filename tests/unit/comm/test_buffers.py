@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from mntrain.comm.buffers import LEAST_BYTES, MOST_VIEWS, BufferPool
+from mntrain.comm.buffers import MAX_VIEWS, MIN_BYTES, BufferPool, as_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1000, 4097])
 def test_a_room_has_the_length_and_dtype_that_was_asked_for(numel, dtype):
-    with BufferPool().lend() as lent:
-        tensor, data = lent.data(numel, dtype)
+    with BufferPool().lease() as lent:
+        tensor, data = lent.buffer(numel, dtype)
         assert (len(tensor), tensor.dtype, data.nbytes) == (numel, dtype, numel * dtype.itemsize)
         tensor.fill_(1)  # it may be written from end to end
         assert tensor.sum() == numel
@@ -18,7 +18,7 @@ def test_a_room_has_the_length_and_dtype_that_was_asked_for(numel, dtype):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1003])
 def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
-    with BufferPool().lend() as lent:
+    with BufferPool().lease() as lent:
         rows = lent.rows(3, numel, dtype)
         for number, tensor in enumerate(rows.tensors):
             assert (len(tensor), tensor.dtype) == (numel, dtype)
@@ -30,14 +30,14 @@ def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_rows_of_a_dtype_that_numpy_lacks_have_no_arrays(dtype):
-    with BufferPool().lend() as lent:
+    with BufferPool().lease() as lent:
         rows = lent.rows(2, 5, dtype)
         assert ([tensor.dtype for tensor in rows.tensors], list(rows.arrays)) == ([dtype] * 2, [])
 
 
 def test_rooms_that_are_lent_together_do_not_meet():
-    with BufferPool().lend() as lent:
-        a, b = lent.data(1000, torch.float32).tensor, lent.data(1000, torch.float32).tensor
+    with BufferPool().lease() as lent:
+        a, b = lent.buffer(1000, torch.float32).tensor, lent.buffer(1000, torch.float32).tensor
         a.fill_(1)
         b.fill_(2)
         assert set(a.tolist()) == {1}
@@ -45,8 +45,8 @@ def test_rooms_that_are_lent_together_do_not_meet():
 
 def test_nor_do_those_of_two_blocks():
     scratch = BufferPool()
-    with scratch.lend() as one, scratch.lend() as other:
-        addresses = {lent.data(1000, torch.float32).tensor.data_ptr() for lent in (one, other)}
+    with scratch.lease() as one, scratch.lease() as other:
+        addresses = {lent.buffer(1000, torch.float32).tensor.data_ptr() for lent in (one, other)}
     assert len(addresses) == 2
 
 
@@ -54,8 +54,8 @@ def test_a_room_that_came_back_is_lent_again_to_whom_it_fits():
     scratch = BufferPool()
 
     def address(numel, dtype):
-        with scratch.lend() as lent:
-            return lent.data(numel, dtype).tensor.data_ptr()
+        with scratch.lease() as lent:
+            return lent.buffer(numel, dtype).tensor.data_ptr()
 
     first = address(3000, torch.float32)
     assert address(2048, torch.float64) == first  # 16 KiB hold both
@@ -64,9 +64,9 @@ def test_a_room_that_came_back_is_lent_again_to_whom_it_fits():
 
 def test_a_room_that_had_many_lengths_has_the_next_one_too():
     scratch = BufferPool()
-    for numel in range(MOST_VIEWS + 2):
-        with scratch.lend() as lent:
-            assert len(lent.data(numel, torch.uint8).tensor) == numel
+    for numel in range(MAX_VIEWS + 2):
+        with scratch.lease() as lent:
+            assert len(lent.buffer(numel, torch.uint8).tensor) == numel
 
 
 def test_a_room_comes_back_after_an_error_too():
@@ -74,11 +74,24 @@ def test_a_room_comes_back_after_an_error_too():
     addresses = []
 
     def fail():
-        with scratch.lend() as lent:
-            addresses.append(lent.data(1, torch.float32).tensor.data_ptr())
+        with scratch.lease() as lent:
+            addresses.append(lent.buffer(1, torch.float32).tensor.data_ptr())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    with scratch.lend() as lent:
-        assert [lent.data(LEAST_BYTES // 8, torch.float64).tensor.data_ptr()] == addresses
+    with scratch.lease() as lent:
+        assert [lent.buffer(MIN_BYTES // 8, torch.float64).tensor.data_ptr()] == addresses
+
+
+def test_the_bytes_of_a_tensor_are_its_memory():
+    tensor = torch.arange(6, dtype=torch.int16)
+    data = as_bytes(tensor[2:4])
+    assert data.tobytes() == tensor[2:4].numpy().tobytes()
+    data[:] = 0
+    assert tensor.tolist() == [0, 1, 0, 0, 4, 5]
+    assert as_bytes(torch.empty(0)).nbytes == 0
+
+
+def test_bits_of_bf16_are_its_memory_too():
+    assert as_bytes(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x80, 0x3F]

@@ -1,4 +1,4 @@
-"""Boards of a node's ranks, all in this process."""
+"""The flags of a node's ranks, all in this process."""
 
 import threading
 import time
@@ -50,119 +50,119 @@ def same_memory(a, b):
     return (a.data_ptr(), len(a), a.dtype) == (b.data_ptr(), len(b), b.dtype)
 
 
-def test_a_collective_is_entered_when_all_have_entered_and_left_when_all_have_left():
-    boards, _ = make(3)
+def test_a_collective_is_entered_or_left_when_all_ranks_have():
+    flags, _ = make(3)
     for number in range(3 * DEPTH):
-        for board in boards:
-            assert not any(b.everyone_entered(number) for b in boards if b is not board)
-            board.enter(torch.zeros(1))
-        assert all(board.everyone_entered(number) for board in boards)
-        for board in boards:
-            assert not any(b.everyone_left(number) for b in boards if b is not board)
-            board.leave()
-        assert all(board.everyone_left(number) for board in boards)
-    assert all(board.everyone_entered(0) and board.everyone_left(0) for board in boards)
+        for view in flags:
+            assert not any(b.all_entered(number) for b in flags if b is not view)
+            view.enter(torch.zeros(1))
+        assert all(view.all_entered(number) for view in flags)
+        for view in flags:
+            assert not any(b.all_left(number) for b in flags if b is not view)
+            view.leave()
+        assert all(view.all_left(number) for view in flags)
+    assert all(view.all_entered(0) and view.all_left(0) for view in flags)
 
 
-def test_every_rank_finds_the_others_tensors_in_shared_memory():
-    boards, memories = make(3)
+def test_every_rank_sees_the_other_ranks_tensors():
+    flags, memories = make(3)
     tensors = [memory.allocate(4096).view(torch.float32) for memory in memories]
-    for offset, (board, tensor) in enumerate(zip(boards, tensors, strict=True)):
-        board.enter(tensor[offset : offset + 7])  # each where it likes
-    for rank, board in enumerate(boards):
-        found = board.tensors(0, tensors[rank][rank : rank + 7])
+    for offset, (view, tensor) in enumerate(zip(flags, tensors, strict=True)):
+        view.enter(tensor[offset : offset + 7])  # each where it likes
+    for rank, view in enumerate(flags):
+        found = view.tensors(0, tensors[rank][rank : rank + 7])
         for offset, (theirs, tensor) in enumerate(zip(found, tensors, strict=True)):
             assert same_memory(theirs, tensor[offset : offset + 7])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
-def test_small_tensors_of_ones_own_lie_in_trays(dtype):
-    boards, _ = make(2)
+def test_small_private_tensors_are_copied_to_inline_slots(dtype):
+    flags, _ = make(2)
     numel = INLINE_BYTES // dtype.itemsize
     for number in range(2 * DEPTH):
         tensors = [torch.full((numel,), 10 * rank + number % 10).to(dtype) for rank in range(2)]
-        for board, tensor in zip(boards, tensors, strict=True):
-            board.enter(tensor)
-        for rank, board in enumerate(boards):
-            found = board.tensors(number, tensors[rank])
+        for view, tensor in zip(flags, tensors, strict=True):
+            view.enter(tensor)
+        for rank, view in enumerate(flags):
+            found = view.tensors(number, tensors[rank])
             assert all(map(torch.equal, found, tensors))
-            assert same_memory(found[rank], board.tray(number, tensors[rank]))
+            assert same_memory(found[rank], view.inline_slot(number, tensors[rank]))
             assert not same_memory(found[rank], tensors[rank])
-        for board in boards:
-            board.leave()
+        for view in flags:
+            view.leave()
 
 
-def test_trays_of_collectives_under_way_together_do_not_meet():
-    boards, _ = make(2)
+def test_collectives_in_flight_use_different_inline_slots():
+    flags, _ = make(2)
     numel = INLINE_BYTES // 4
     for number in range(DEPTH):
-        for board in boards:
-            board.enter(torch.full((numel,), number, dtype=torch.int32))
+        for view in flags:
+            view.enter(torch.full((numel,), number, dtype=torch.int32))
     for number in range(DEPTH):
-        for theirs in boards[0].tensors(number, torch.empty(numel, dtype=torch.int32)):
+        for theirs in flags[0].tensors(number, torch.empty(numel, dtype=torch.int32)):
             assert set(theirs.tolist()) == {number}
 
 
-def test_a_large_tensor_of_ones_own_is_out_of_reach_for_all():
-    boards, memories = make(2)
+def test_a_large_private_tensor_is_out_of_reach_for_all():
+    flags, memories = make(2)
     shared, own = memories[0].allocate(INLINE_BYTES + 8), torch.zeros(INLINE_BYTES + 8).byte()
-    boards[0].enter(shared)
-    boards[1].enter(own)
-    assert boards[0].tensors(0, shared) is None
-    assert boards[1].tensors(0, own) is None
+    flags[0].enter(shared)
+    flags[1].enter(own)
+    assert flags[0].tensors(0, shared) is None
+    assert flags[1].tensors(0, own) is None
 
 
-def test_a_tray_meets_a_tensor_in_shared_memory():
-    boards, memories = make(2)
+def test_an_inline_slot_and_a_shared_tensor_in_one_collective():
+    flags, memories = make(2)
     shared, own = memories[0].allocate(80).view(torch.float32), torch.arange(20.0)
-    boards[0].enter(shared)
-    boards[1].enter(own)
-    for rank, board in enumerate(boards):
-        found = board.tensors(0, (shared, own)[rank])
+    flags[0].enter(shared)
+    flags[1].enter(own)
+    for rank, view in enumerate(flags):
+        found = view.tensors(0, (shared, own)[rank])
         assert same_memory(found[0], shared)
         assert torch.equal(found[1], own)
 
 
-def test_empty_tensors_can_be_reached():
-    boards, _ = make(2)
-    for board in boards:
-        board.enter(torch.zeros(0))
-    assert [len(tensor) for tensor in boards[0].tensors(0, torch.zeros(0))] == [0, 0]
+def test_empty_tensors_are_reachable():
+    flags, _ = make(2)
+    for view in flags:
+        view.enter(torch.zeros(0))
+    assert [len(tensor) for tensor in flags[0].tensors(0, torch.zeros(0))] == [0, 0]
 
 
-def test_without_shared_memory_there_is_nobody_to_wait_for():
-    board = SharedFlags(NoMemory(), 0, 2)
-    board.enter(torch.zeros(1))
-    assert board.everyone_entered(0)
-    assert board.tensors(0, torch.zeros(1)) is None
-    board.leave()
-    assert board.everyone_left(0)
+def test_without_shared_memory_no_rank_is_waited_for():
+    view = SharedFlags(NoMemory(), 0, 2)
+    view.enter(torch.zeros(1))
+    assert view.all_entered(0)
+    assert view.tensors(0, torch.zeros(1)) is None
+    view.leave()
+    assert view.all_left(0)
 
 
-def test_a_rank_alone_has_its_own_tensor():
-    board = SharedFlags(NoMemory(), 0, 1)
+def test_a_single_rank_has_its_own_tensor():
+    view = SharedFlags(NoMemory(), 0, 1)
     mine = torch.zeros(1)
-    board.enter(mine)
-    (found,) = board.tensors(0, mine)
+    view.enter(mine)
+    (found,) = view.tensors(0, mine)
     assert found is mine
 
 
-def test_who_sees_a_rank_enter_sees_what_it_wrote_before():
-    boards, _ = make(2)
+def test_data_written_before_entering_are_visible_afterwards():
+    flags, _ = make(2)
     turns, seen = 300, []
 
     def play(rank):
-        mine, other = boards[rank], 1 - rank
+        mine, other = flags[rank], 1 - rank
         for number in range(turns):
             mine.enter(torch.full((1000,), float(number + rank)))
             end = time.monotonic() + 30
-            while not mine.everyone_entered(number):
+            while not mine.all_entered(number):
                 assert time.monotonic() < end
                 time.sleep(0)
-            tray = mine.tensors(number, torch.empty(1000))[other]
-            seen.append(set(tray.tolist()) == {float(number + other)})
+            slot = mine.tensors(number, torch.empty(1000))[other]
+            seen.append(set(slot.tolist()) == {float(number + other)})
             mine.leave()
-            while not mine.everyone_left(number):
+            while not mine.all_left(number):
                 time.sleep(0)
 
     threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]

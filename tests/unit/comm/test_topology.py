@@ -1,23 +1,16 @@
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.comm.mpi import SIZE_VARIABLES, SilentSingletonsError, check_launcher
-from mntrain.comm.topology import LaneLayout, Topology
+from mntrain.comm.launcher import SIZE_VARIABLES, SilentSingletonsError, check_launcher
+from mntrain.comm.topology import Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 TOPOLOGIES = st.builds(
     Topology.from_hosts, HOSTS, st.one_of(st.none(), st.integers(min_value=1, max_value=5))
 )
-
-
-@st.composite
-def lanes(draw):
-    topology = draw(TOPOLOGIES)
-    return LaneLayout(topology, draw(st.integers(1, topology.smallest_node)))
 
 
 @pytest.mark.parametrize(
@@ -138,69 +131,31 @@ def test_a_topology_says_what_it_is(hosts, words):
     assert str(Topology.from_hosts(hosts)) == words
 
 
-def test_the_documented_lanes():
-    lanes = LaneLayout(Topology.from_hosts("aabb"), 2)
-    assert lanes.lane_slots == ((0, 2), (2, 4))
-    assert lanes.block_slots(0) == ((0, 1), (1, 2))
-    assert lanes.block_slots(1) == ((2, 3), (3, 4))
-    assert lanes.owners == (0, 2, 1, 3)
-    assert lanes.slots == (0, 2, 1, 3)
-
-
-def test_one_lane_goes_by_node():
-    lanes = LaneLayout(Topology.from_hosts("ababab"), 1)
-    assert lanes.owners == (0, 2, 4, 1, 3, 5)
-    assert lanes.lane_slots == ((0, 6),)
-    assert lanes.block_slots(0) == ((0, 3), (3, 6))
+def test_the_documented_slots():
+    topology = Topology.from_hosts("aabb")
+    assert topology.owners == (0, 2, 1, 3)
+    assert topology.slots == (0, 2, 1, 3)
 
 
 def test_ranks_beyond_the_lanes_are_served_by_a_lane():
-    lanes = LaneLayout(Topology.from_hosts("aaaaabb"), 2)
-    assert [lanes.lane_of(rank) for rank in range(7)] == [0, 1, 0, 1, 0, 0, 1]
-    assert lanes.owners == (0, 2, 4, 5, 1, 3, 6)
-    assert lanes.lane_slots == ((0, 4), (4, 7))
-    assert lanes.block_slots(0) == ((0, 3), (3, 4))
+    assert Topology.from_hosts("aaaaabb").owners == (0, 2, 4, 5, 1, 3, 6)
 
 
-@given(lanes())
-def test_owners_and_slots_are_inverse_permutations_of_the_ranks(lanes):
-    ranks = range(lanes.topology.size)
-    assert sorted(lanes.owners) == list(ranks)
-    assert sorted(lanes.slots) == list(ranks)
-    assert [lanes.slots[lanes.owners[slot]] for slot in ranks] == list(ranks)
+@given(TOPOLOGIES)
+def test_owners_and_slots_are_inverse_permutations_of_the_ranks(topology):
+    ranks = range(topology.size)
+    assert sorted(topology.owners) == sorted(topology.slots) == list(ranks)
+    assert [topology.slots[topology.owners[slot]] for slot in ranks] == list(ranks)
 
 
-@given(lanes())
-def test_runs_of_slots_are_contiguous_disjoint_and_complete(lanes):
-    assert len(lanes.lane_slots) == lanes.count
-    blocks = []
-    for lane, run in enumerate(lanes.lane_slots):
-        inside = lanes.block_slots(lane)
-        assert len(inside) == len(lanes.topology.nodes)
-        assert (inside[0][0], inside[-1][1]) == run
-        blocks += inside
-    # Each run starts where the one before it ends, from the first slot to the last; none is empty,
-    # since every lane has an owner on every node.
-    assert blocks[0][0] == 0
-    assert blocks[-1][1] == lanes.topology.size
-    assert all(before[1] == after[0] for before, after in pairwise(blocks))
-    assert all(low < high for low, high in blocks)
-
-
-@given(lanes())
-def test_a_block_holds_the_slots_of_its_nodes_ranks_on_its_lane(lanes):
-    topology = lanes.topology
-    for lane in range(lanes.count):
-        for node, (low, high) in enumerate(lanes.block_slots(lane)):
-            served = [rank for rank in topology.nodes[node] if lanes.lane_of(rank) == lane]
-            assert list(lanes.owners[low:high]) == served
-            assert topology.local_rank(served[0]) == lane  # the lane's owner comes first
-
-
-@pytest.mark.parametrize(("hosts", "count"), [("aabb", 0), ("aabb", 3), ("aaab", 2)])
-def test_a_lane_without_an_owner_on_every_node_cannot_be_made(hosts, count):
-    with pytest.raises(AssertionError):
-        LaneLayout(Topology.from_hosts(hosts), count)
+@given(TOPOLOGIES)
+def test_slots_go_by_lane_then_by_node_then_by_local_rank(topology):
+    lanes = topology.smallest_node
+    keys = [
+        (topology.local_rank(rank) % lanes, topology.node(rank), topology.local_rank(rank))
+        for rank in topology.owners
+    ]
+    assert keys == sorted(keys)
 
 
 # What mpirun and srun leave in the environment, against the world that MPI sees.

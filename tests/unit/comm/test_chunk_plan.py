@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.comm.algorithms.chunk_plan import NOBODY, SMALL_BYTES, HierarchyPlan, world_slots
+from mntrain.comm.algorithms import load
+from mntrain.comm.chunk_plan import NO_RANK, WHOLE_BYTES
 from mntrain.comm.topology import Topology
 from zero.layout import split
 
@@ -29,7 +30,7 @@ algorithms = st.sampled_from(FASTER)
 
 
 def schemes(algorithm, topology):
-    return [HierarchyPlan.of(algorithm, topology, rank) for rank in range(topology.size)]
+    return [load(algorithm).plan(topology, rank) for rank in range(topology.size)]
 
 
 def same_on_all_ranks(several, plan):
@@ -72,27 +73,27 @@ def lanes_take_turns(pieces, lanes):
 
 def test_a_scheme_says_what_counts_as_a_node_and_who_owns_which_lane():
     topology = Topology(((0, 1, 4), (2, 3)))
-    flat, leader, lanes = (HierarchyPlan.of(name, topology, 3) for name in FASTER)
-    assert flat.owners == ((0, 1, 2, 3, 4),)
+    flat, leader, lanes = (load(name).plan(topology, 3) for name in FASTER)
+    assert flat.lane_owners == ((0, 1, 2, 3, 4),)
     assert (flat.node, flat.local_rank, flat.members) == (3, 0, (3,))
-    assert leader.owners == ((0, 2),)
-    assert lanes.owners == ((0, 2), (1, 3))
+    assert leader.lane_owners == ((0, 2),)
+    assert lanes.lane_owners == ((0, 2), (1, 3))
     assert (lanes.node, lanes.local_rank, lanes.members) == (1, 1, (2, 3))
 
 
 @given(topologies())
 def test_every_lane_has_an_owner_on_every_node_and_no_rank_owns_two(topology):
     for algorithm, lanes in zip(FASTER, (1, 1, topology.smallest_node), strict=True):
-        scheme = HierarchyPlan.of(algorithm, topology, 0)
-        assert scheme.lanes == len(scheme.owners) == lanes
-        for lane, owners in enumerate(scheme.owners):
+        scheme = load(algorithm).plan(topology, 0)
+        assert scheme.lanes == len(scheme.lane_owners) == lanes
+        for lane, owners in enumerate(scheme.lane_owners):
             assert len(owners) == len(scheme.nodes.nodes)
             assert all(scheme.nodes.local_rank(owner) == lane for owner in owners)
 
 
 @given(topologies())
 def test_slots_are_a_bijection_that_the_algorithm_does_not_change(topology):
-    slots = world_slots(topology)
+    slots = topology.slots
     assert sorted(slots) == list(range(topology.size))
     assert {scheme.slots for name in FASTER for scheme in schemes(name, topology)} == {slots}
 
@@ -103,14 +104,14 @@ def test_slots_are_a_bijection_that_the_algorithm_does_not_change(topology):
 @given(topologies(), algorithms, numels, itemsizes, piece_lengths)
 def test_sums_cover_every_element_once(topology, algorithm, numel, itemsize, length):
     several = schemes(algorithm, topology)
-    pieces = same_on_all_ranks(several, lambda scheme: scheme.sums(numel, itemsize, length))
+    pieces = same_on_all_ranks(several, lambda scheme: scheme.all_reduce(numel, itemsize, length))
     assert covered(part for piece in pieces for part in piece.parts) == all_of(0, numel)
     nodes = len(several[0].nodes.nodes)
     for piece in pieces:
         assert 0 < piece.parts[-1][1] - piece.parts[0][0] <= max(1, length // itemsize)
         assert all(before[1] == after[0] for before, after in pairwise(piece.parts))
         assert len(piece.parts) in (1, nodes)
-        assert piece.ranks == ()
+        assert piece.shard_owners == ()
     lanes_take_turns(pieces, several[0].lanes)
 
 
@@ -118,10 +119,10 @@ def test_sums_cover_every_element_once(topology, algorithm, numel, itemsize, len
 def test_lanes_and_parts_of_sums_are_cut_at_cache_lines(
     topology, algorithm, numel, itemsize, length
 ):
-    scheme = HierarchyPlan.of(algorithm, topology, 0)
+    scheme = load(algorithm).plan(topology, 0)
     starts, totals = {}, [0] * scheme.lanes
     line = 64 // itemsize
-    for piece in scheme.sums(numel, itemsize, length):
+    for piece in scheme.all_reduce(numel, itemsize, length):
         start = piece.parts[0][0]
         starts.setdefault(piece.lane, start)
         totals[piece.lane] += piece.parts[-1][1] - start
@@ -135,17 +136,17 @@ def test_lanes_and_parts_of_sums_are_cut_at_cache_lines(
 
 @pytest.mark.parametrize(
     ("nodes", "nbytes", "parts"),
-    [(1, 1 << 20, 1), (2, 1 << 20, 1), (3, SMALL_BYTES, 1), (3, SMALL_BYTES + 4, 3), (5, 1, 1)],
+    [(1, 1 << 20, 1), (2, 1 << 20, 1), (3, WHOLE_BYTES, 1), (3, WHOLE_BYTES + 4, 3), (5, 1, 1)],
 )
 def test_more_than_two_nodes_share_what_is_not_small(nodes, nbytes, parts):
     topology = Topology(tuple((node,) for node in range(nodes)))
-    for piece in HierarchyPlan.of("leader", topology, 0).sums(-(-nbytes // 4), 4, 4096):
+    for piece in load("leader").plan(topology, 0).all_reduce(-(-nbytes // 4), 4, 4096):
         assert len(piece.parts) == parts
 
 
 def test_a_lane_is_cut_into_as_few_pieces_as_may_be_of_about_one_length():
     topology = Topology(((0,), (1,)))
-    pieces = HierarchyPlan.of("leader", topology, 1).sums(1001, 4, 400)
+    pieces = load("leader").plan(topology, 1).all_reduce(1001, 4, 400)
     assert [high - low for piece in pieces for low, high in piece.parts] == [91] * 11
 
 
@@ -169,15 +170,17 @@ def test_shards_are_complete_and_every_piece_has_one_of_every_node(
 ):
     topology, bounds = cut_tensor
     several = schemes(algorithm, topology)
-    pieces = same_on_all_ranks(several, lambda scheme: scheme.shards(bounds, itemsize, length))
+    pieces = same_on_all_ranks(several, lambda scheme: scheme.by_shard(bounds, itemsize, length))
     nodes, lanes = several[0].nodes, several[0].lanes
     found = {rank: [] for rank in range(topology.size)}
     for piece in pieces:
-        assert len(piece.parts) == len(piece.ranks) == len(nodes.nodes)
+        assert len(piece.parts) == len(piece.shard_owners) == len(nodes.nodes)
         assert any(low < high for low, high in piece.parts)
-        for node, (rank, (low, high)) in enumerate(zip(piece.ranks, piece.parts, strict=True)):
+        for node, (rank, (low, high)) in enumerate(
+            zip(piece.shard_owners, piece.parts, strict=True)
+        ):
             assert high - low <= max(1, length // itemsize // len(nodes.nodes))
-            if rank == NOBODY:
+            if rank == NO_RANK:
                 assert low == high
                 continue
             assert nodes.node(rank) == node
@@ -197,10 +200,14 @@ def test_shards_are_complete_and_every_piece_has_one_of_every_node(
 
 def test_a_rank_beyond_the_lanes_is_served_by_one_of_them():
     topology = Topology(((0, 1, 2), (3, 4)))
-    scheme = HierarchyPlan.of("lanes", topology, 0)
-    pieces = scheme.shards(split(50, 5), 4, 1 << 20)
+    scheme = load("lanes").plan(topology, 0)
+    pieces = scheme.by_shard(split(50, 5), 4, 1 << 20)
     # Slots go by lane, then by node: ranks 0 and 2, then 3, are served by lane 0.
-    assert [(p.lane, p.ranks) for p in pieces] == [(0, (0, 3)), (1, (1, 4)), (0, (2, NOBODY))]
+    assert [(p.lane, p.shard_owners) for p in pieces] == [
+        (0, (0, 3)),
+        (1, (1, 4)),
+        (0, (2, NO_RANK)),
+    ]
     assert [p.parts for p in pieces] == [
         ((0, 10), (20, 30)),
         ((30, 40), (40, 50)),
@@ -216,7 +223,7 @@ def test_copies_cover_every_element_once_and_are_dealt_to_the_lanes(
     topology, algorithm, numel, itemsize, length
 ):
     several = schemes(algorithm, topology)
-    pieces = same_on_all_ranks(several, lambda scheme: scheme.copies(numel, itemsize, length))
+    pieces = same_on_all_ranks(several, lambda scheme: scheme.broadcast(numel, itemsize, length))
     parts = [part for piece in pieces for part in piece.parts]
     assert len(parts) == len(pieces)
     assert covered(parts) == all_of(0, numel)
@@ -229,7 +236,7 @@ def test_copies_cover_every_element_once_and_are_dealt_to_the_lanes(
 def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
     root = data.draw(st.integers(0, topology.size - 1))
     pieces = data.draw(st.integers(1, 3))
-    scheme = HierarchyPlan.of(algorithm, topology, 0)
+    scheme = load(algorithm).plan(topology, 0)
     nodes = scheme.nodes.nodes
     said = [each.route(root, pieces) for each in schemes(algorithm, topology)]
     ways = [said[node[0]] for node in nodes]
@@ -254,9 +261,9 @@ def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
 
 
 def test_plans_are_made_once():
-    scheme = HierarchyPlan.of("lanes", Topology(((0, 1), (2, 3))), 0)
+    scheme = load("lanes").plan(Topology(((0, 1), (2, 3))), 0)
     bounds = split(1000, 4)
     size = torch.float32.itemsize
-    assert scheme.sums(1000, size, 64) is scheme.sums(1000, size, 64)
-    assert scheme.shards(bounds, size, 64) is scheme.shards(bounds, size, 64)
-    assert scheme.copies(1000, size, 64) is scheme.copies(1000, size, 64)
+    assert scheme.all_reduce(1000, size, 64) is scheme.all_reduce(1000, size, 64)
+    assert scheme.by_shard(bounds, size, 64) is scheme.by_shard(bounds, size, 64)
+    assert scheme.broadcast(1000, size, 64) is scheme.broadcast(1000, size, 64)

@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from mntrain.comm.algorithms.selection import ALGORITHMS, AlgorithmChoice, AlgorithmTable
+from mntrain.comm import algorithms
+from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
 
 SMALL, MIDDLE, LARGE = (
     AlgorithmChoice("naive"),
@@ -28,7 +29,7 @@ def test_a_step_goes_up_to_its_bytes_and_the_last_one_beyond(nbytes, choice):
     assert AlgorithmTable(((100, SMALL), (2000, MIDDLE), (9000, LARGE))).of(nbytes) == choice
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms.names())
 def test_always_is_one_choice_for_every_size(algorithm):
     table = AlgorithmTable.always(algorithm, 4321)
     assert {table.of(nbytes) for nbytes in (0, 1, 1 << 50)} == {AlgorithmChoice(algorithm, 4321)}
@@ -36,7 +37,7 @@ def test_always_is_one_choice_for_every_size(algorithm):
 
 @pytest.mark.parametrize("make", [AlgorithmChoice, AlgorithmTable.always])
 def test_an_algorithm_that_there_is_not_is_refused(make):
-    words = "unknown algorithm 'ring': choose auto, lanes, leader, flat, naive"
+    words = "unknown algorithm 'ring': choose auto, flat, lanes, leader, naive"
     with pytest.raises(ValueError, match=re.escape(words)):
         make("ring")
 
@@ -46,7 +47,7 @@ def test_an_algorithm_that_there_is_not_is_refused(make):
     [(1 << 20, "1 MiB"), (4 << 20, "4 MiB"), (256 << 10, "256 KiB"), (1536 << 10, "1536 KiB")],
 )
 def test_a_choice_in_words(nbytes, words):
-    assert str(AlgorithmChoice("lanes", nbytes)) == f"lanes, {words} pieces"
+    assert str(AlgorithmChoice("lanes", nbytes)) == f"lanes, {words} chunks"
 
 
 def test_one_of_several_goes_in_fewer_and_longer_pieces():
@@ -57,7 +58,7 @@ def test_one_of_several_goes_in_fewer_and_longer_pieces():
     assert [most for most, _ in among.steps] == [100, 1000]
     for (_, alone), (_, choice) in zip(table.steps, among.steps, strict=True):
         assert choice.algorithm == alone.algorithm
-        assert choice.piece_bytes == 2 * alone.piece_bytes
-        assert choice.pieces < alone.pieces
-        assert alone.alone
-        assert not choice.alone
+        assert choice.chunk_bytes == 2 * alone.chunk_bytes
+        assert choice.min_chunks < alone.min_chunks
+        assert not alone.concurrent
+        assert choice.concurrent

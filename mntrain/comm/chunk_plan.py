@@ -1,0 +1,199 @@
+"""The plan of a hierarchical collective: its nodes, lanes and chunks. Pure.
+
+A plan is made of the nodes of a topology and a number of lanes. Lane k is the part of a tensor that
+local rank k owns on every node:
+
+    flat      every rank is a node of its own    one lane
+    leader    the topology's nodes               one lane, owned by the leaders
+    lanes     the topology's nodes               as many lanes as the smallest node has ranks
+
+An all-reduce cuts a tensor into lanes, a lane into chunks, and with more than two nodes a chunk
+into one part per node, which that node sums and sends back:
+
+    tensor   | lane 0                      | lane 1                      |
+    chunks   | chunk       | chunk         | chunk       | chunk         |
+    parts    | n0 | n1 | n2| ...
+
+A reduce-scatter or an all-gather takes shards where they lie: the first chunk of a lane holds the
+beginning of one shard of every node, the next chunk continues. All ranks start chunks in the same
+order, so no circle of waiting ranks arises.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from mntrain.comm.algorithm_table import MIN_CHUNKS
+from mntrain.comm.topology import Topology
+from zero.layout import split
+
+Span = tuple[int, int]  # elements from, to
+
+EMPTY: Span = (0, 0)
+NO_RANK = -1
+# Lanes and parts begin at whole cache lines where the verb leaves the choice.
+LINE_BYTES = 64
+# A lane is not cut into shorter chunks for the sake of their number.
+MIN_CHUNK_BYTES = 64 << 10
+# Up to this size every node sends its whole sum to every other: one message's latency, not two.
+WHOLE_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is in flight together. `parts` has one part, or one for every node of the plan.
+
+    `shard_owners`: by node, the rank whose shard the part belongs to, NO_RANK where there is none;
+    empty where the parts belong to all ranks.
+    """
+
+    index: int  # in the order in which all ranks start them
+    lane: int
+    parts: tuple[Span, ...]
+    shard_owners: tuple[int, ...] = ()
+
+
+class HierarchyPlan:
+    """The nodes and lanes of an algorithm, as seen by one rank. Hashable by identity.
+
+    `slots` maps rank to slot, the same for all algorithms of a world.
+    """
+
+    def __init__(self, nodes: Topology, lanes: int, slots: tuple[int, ...], rank: int) -> None:
+        self.nodes, self.lanes, self.slots = nodes, lanes, slots
+        self.node = nodes.node(rank)
+        self.local_rank = nodes.local_rank(rank)
+        self.members = nodes.node_group(rank)  # of this rank's node, by local rank
+
+    @cached_property
+    def lane_owners(self) -> tuple[tuple[int, ...], ...]:
+        """By lane: the rank that owns it on each node."""
+        return tuple(tuple(n[lane] for n in self.nodes.nodes) for lane in range(self.lanes))
+
+    @cached_property
+    def gathers_on_ring(self) -> bool:
+        """Whether an all-gather goes around a ring of nodes instead of directly.
+
+        It does where some of several nodes have more shards than others. On a ring no node sends
+        more than the whole tensor without the shards of the next node, and every node must receive
+        about as much; a direct exchange would make the largest node send more.
+        """
+        return len(set(map(len, self.nodes.nodes))) > 1 and len(self.nodes.nodes) > 2
+
+    @cached_property
+    def _shard_rows(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By lane: rows of ranks, one a node (or NO_RANK), whose shards are in flight together."""
+        lanes = []
+        for lane in range(self.lanes):
+            columns = [node[lane :: self.lanes] for node in self.nodes.nodes]
+            rows = range(max(map(len, columns)))
+            lanes.append(
+                tuple(tuple(c[row] if row < len(c) else NO_RANK for c in columns) for row in rows)
+            )
+        return tuple(lanes)
+
+    @lru_cache(maxsize=256)  # noqa: B019 - a world has few plans, which live as long as it does
+    def all_reduce(
+        self, numel: int, itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
+    ) -> tuple[Chunk, ...]:
+        """Return the chunks of an all-reduce."""
+        count, line = len(self.nodes.nodes), max(1, LINE_BYTES // itemsize)
+        whole = count <= 2 or numel * itemsize <= WHOLE_BYTES
+        chunks = []
+        for lane, (low, high) in enumerate(_aligned((0, numel), self.lanes, line)):
+            length = chunk_bytes // itemsize
+            if count > 1:
+                length = _chunk_length(high - low, itemsize, chunk_bytes, min_chunks)
+            for number, span in enumerate(_cut((low, high), length)):
+                parts = (span,) if whole else tuple(_aligned(span, count, line))
+                chunks.append((number, lane, parts, ()))
+        return _in_order(chunks)
+
+    @lru_cache(maxsize=256)  # noqa: B019 - as above
+    def by_shard(
+        self,
+        bounds: tuple[int, ...],
+        itemsize: int,
+        chunk_bytes: int,
+        min_chunks: int = MIN_CHUNKS,
+    ) -> tuple[Chunk, ...]:
+        """Return the chunks of a reduce-scatter, which are also those of an all-gather."""
+        count = len(self.nodes.nodes)
+        numel = bounds[-1] // self.lanes
+        length = max(1, _chunk_length(numel, itemsize, chunk_bytes, min_chunks) // count)
+        chunks = []
+        for lane, rows in enumerate(self._shard_rows):
+            number = 0
+            for ranks in rows:
+                shards = [EMPTY if r == NO_RANK else self.shard(r, bounds) for r in ranks]
+                cuts = [_cut(shard, length) for shard in shards]
+                for step in range(max(map(len, cuts))):
+                    parts = tuple(cut[step] if step < len(cut) else EMPTY for cut in cuts)
+                    chunks.append((number, lane, parts, ranks))
+                    number += 1
+        return _in_order(chunks)
+
+    @lru_cache(maxsize=256)  # noqa: B019 - as above
+    def broadcast(
+        self, numel: int, itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
+    ) -> tuple[Chunk, ...]:
+        """Return the chunks of a broadcast, which take the lanes in turn."""
+        cuts = _cut((0, numel), _chunk_length(numel, itemsize, chunk_bytes, min_chunks))
+        return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
+
+    def shard(self, rank: int, bounds: tuple[int, ...]) -> Span:
+        """Return the span of a rank's shard."""
+        slot = self.slots[rank]
+        return bounds[slot], bounds[slot + 1]
+
+    def route(self, root: int, chunks: int) -> tuple[int | None, list[int]]:
+        """Return the node that sends a broadcast's chunk here, and the nodes that get it from here.
+
+        Several chunks go along a chain of nodes, in which every link carries every chunk once. A
+        single one goes down a binomial tree, which is less deep.
+        """
+        count, first = len(self.nodes.nodes), self.nodes.node(root)
+        place = (self.node - first) % count  # in the chain or tree
+        if chunks > 1:
+            before, after = place - 1, [place + 1]
+        else:
+            low = place & -place if place else 1 << count.bit_length()
+            before, after = place - low, [place + step for step in _powers_below(low)]
+        source = (before + first) % count if place else None
+        return source, [(node + first) % count for node in after if node < count]
+
+
+def _powers_below(limit: int) -> list[int]:
+    return [1 << i for i in reversed(range(limit.bit_length() - 1))]
+
+
+def _chunk_length(numel: int, itemsize: int, chunk_bytes: int, min_chunks: int) -> int:
+    """Return the elements of a chunk where `numel` elements make at least `min_chunks` chunks."""
+    nbytes = max(numel * itemsize // min_chunks, MIN_CHUNK_BYTES)
+    return max(1, min(chunk_bytes, nbytes) // itemsize)
+
+
+def _aligned(span: Span, parts: int, line: int) -> list[Span]:
+    """Cut a span into parts of whole lines, equal to within one line."""
+    low, high = span
+    marks = [low + min(mark * line, high - low) for mark in split(-(-(high - low) // line), parts)]
+    return list(pairwise(marks))
+
+
+def _cut(span: Span, length: int) -> list[Span]:
+    """Cut a span into as few parts of at most this length as possible, of about equal length."""
+    low, high = span
+    count = -(-(high - low) // max(1, length))
+    marks = [low + mark for mark in split(high - low, count)] if count else []
+    return list(pairwise(marks))
+
+
+def _in_order(
+    chunks: Iterable[tuple[int, int, tuple[Span, ...], tuple[int, ...]]],
+) -> tuple[Chunk, ...]:
+    """Return chunks in the order of their numbers within a lane, taking the lanes in turn."""
+    return tuple(
+        Chunk(index, lane, parts, owners)
+        for index, (_, lane, parts, owners) in enumerate(sorted(chunks, key=lambda c: c[:2]))
+    )

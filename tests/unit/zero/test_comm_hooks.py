@@ -1,0 +1,199 @@
+"""Communication hooks: what they are called with, chains of collectives, and saved state."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from first_of_two import FirstOfTwo
+from torch import nn
+
+from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.comm_hooks import ChainedWork, StatelessHook, make_hook, names, wait_all
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+def layers():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def optimizer_of(model, hook, world=FirstOfTwo, **options):
+    """An optimizer with a bucket for each layer."""
+    return ZeroOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        world(),
+        lr=0.5,
+        comm_hook=hook,
+        bucket_bytes=80,
+        partition="parameter",
+        **options,
+    )
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 4)).square().mean().backward()
+    result = optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+class Log(StatelessHook):
+    """Reduces as usual, and keeps the buckets."""
+
+    def __init__(self):
+        self.buckets = []
+
+    def __call__(self, bucket):
+        self.buckets.append(bucket)
+        return bucket.reduce()
+
+
+class TwoSteps(StatelessHook):
+    """Two collectives for every bucket, the second of twice what the first has left."""
+
+    def __init__(self):
+        self.log = []
+
+    def __call__(self, bucket):
+        return ChainedWork(self._steps(bucket))
+
+    def _steps(self, bucket):
+        self.log.append(("first", bucket.index))
+        yield bucket.collectives.all_reduce(bucket.gradients)
+        bucket.gradients.mul_(2)
+        self.log.append(("second", bucket.index))
+        yield bucket.reduce()
+        bucket.gradients.div_(2)
+
+
+def test_every_hook_has_a_name():
+    assert names() == ["bf16", "fp16", "fp32", "uncompressed"]
+    assert all(callable(make_hook(name)) for name in names())
+
+
+def test_an_unknown_hook_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="comm_hook 'gzip' is unknown: choose one of bf16, fp16"):
+        make_hook("gzip")
+
+
+def test_a_wire_dtype_beside_a_hook_is_refused():
+    with pytest.raises(ValueError, match="give one of the two"):
+        make_hook("bf16", torch.float16)
+
+
+@STAGES
+def test_a_hook_gets_every_bucket_in_order(stage):
+    hook = Log()
+    model = layers()
+    optimizer = optimizer_of(model, hook, stage=stage)
+    for _ in range(2):
+        step(model, optimizer)
+    assert [bucket.index for bucket in hook.buckets] == [0, 1, 2] * 2
+    for bucket in hook.buckets:
+        assert len(bucket.gradients) == bucket.layout.numel == 20
+        assert bucket.sharded == (stage > 0)
+        assert len(bucket.shard) == (bucket.layout.bounds[1] if stage else 20)
+
+
+def test_one_rank_calls_no_hook():
+    hook = Log()
+    model = layers()
+    step(model, optimizer_of(model, hook, SingleProcessCollectives))
+    assert not hook.buckets
+
+
+@STAGES
+def test_a_chain_leaves_the_sums_of_one_collective(stage):
+    expected, chained = layers(), layers()
+    reference = optimizer_of(expected, None, stage=stage)
+    optimizer = optimizer_of(chained, TwoSteps(), stage=stage)
+    for _ in range(3):
+        assert step(chained, optimizer) == step(expected, reference)
+    for parameter, other in zip(chained.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_chains_start_their_collectives_in_the_order_of_launches():
+    hook = TwoSteps()
+    model = layers()
+    step(model, optimizer_of(model, hook))
+    assert hook.log == [(turn, index) for turn in ("first", "second") for index in range(3)]
+
+
+def test_at_stage_2_a_chain_ends_before_another_bucket_needs_its_memory():
+    hook = TwoSteps()
+    model = layers()
+    optimizer = optimizer_of(model, hook, stage=2)
+    expected = optimizer.expected_memory()
+    step(model, optimizer)
+    assert [index for turn, index in hook.log if turn == "first"] == [0, 1, 2]
+    assert hook.log.index(("second", 0)) < hook.log.index(("first", 2))
+    assert optimizer.memory() == expected
+
+
+def test_a_finished_chain_may_be_waited_for_again():
+    log = []
+
+    def steps():
+        yield SimpleNamespace(wait=lambda: log.append("waited"))
+        log.append("decoded")
+
+    work = ChainedWork(steps())
+    assert log == []
+    wait_all([work])
+    work.wait()
+    assert log == ["waited", "decoded"]
+
+
+# State.
+
+
+class Counting(StatelessHook):
+    """Keeps a tensor that grows with every bucket."""
+
+    def __init__(self):
+        self.seen = torch.zeros(1)
+
+    def __call__(self, bucket):
+        self.seen += 1
+        return bucket.reduce()
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen.copy_(state["seen"])
+
+
+def test_the_state_of_a_hook_is_saved_and_restored():
+    model, hook, fresh = layers(), Counting(), Counting()
+    optimizer = optimizer_of(model, hook)
+    step(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer_of(layers(), fresh).load_state_dict(state)
+    assert fresh.seen == hook.seen == 3
+
+
+def test_the_state_of_a_hook_is_not_carried_over_to_another_size():
+    class FirstOfThree(FirstOfTwo):
+        size = 3
+
+    model, fresh = layers(), Counting()
+    optimizer = optimizer_of(model, Counting())
+    step(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="the hook starts anew"):
+        optimizer_of(layers(), fresh, FirstOfThree).load_state_dict(state)
+    assert fresh.seen == 0
+
+
+def test_a_state_from_before_there_were_hooks_loads():
+    model, hook = layers(), Counting()
+    optimizer = optimizer_of(model, hook)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["comm_hook"], state["steps"]
+    optimizer.load_state_dict(state)
+    assert hook.seen == 0

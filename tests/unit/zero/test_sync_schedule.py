@@ -1,0 +1,86 @@
+"""Sync schedules: the group of each step, and what is exchanged after it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.sync_schedule import EveryStep
+
+
+class Doubling:
+    """Counts the steps of its group, and doubles parameters after every second step."""
+
+    def __init__(self):
+        self.sharding = SingleProcessCollectives()
+        self.steps = []
+
+    def group(self, step):
+        self.steps.append(step)
+        return self.sharding
+
+    def after_update(self, step, updated):
+        if step % 2:
+            for tensor in updated:
+                tensor.mul_(2)
+        return bool(step % 2)
+
+
+def weight_of_1(dtype=torch.float32):
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def make(model, **options):
+    return ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, SingleProcessCollectives(), lr=0.25, **options
+    )
+
+
+def test_by_default_every_step_is_over_all_ranks():
+    optimizer = make(weight_of_1())
+    assert isinstance(optimizer.schedule, EveryStep)
+    assert optimizer.group is optimizer.schedule.sharding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_schedule_is_asked_for_each_step_and_may_change_parameters(stage, dtype):
+    model, schedule = weight_of_1(dtype), Doubling()
+    optimizer = make(model, stage=stage, schedule=schedule)
+    weights = []
+    for _ in range(4):
+        model(torch.ones(1, 1, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(model.weight.item())
+    assert weights == [0.75, 1.0, 0.75, 1.0]
+    assert sorted(set(schedule.steps)) == [0, 1, 2, 3]
+
+
+def test_a_skipped_step_exchanges_all_the_same():
+    model = weight_of_1()
+    optimizer = make(model, schedule=Doubling(), non_finite="skip")
+    for _ in range(2):
+        (model(torch.ones(1, 1)) * math.nan).sum().backward()
+        assert optimizer.step().skipped
+        optimizer.zero_grad()
+    assert model.weight.item() == 2.0
+
+
+def test_the_number_of_steps_is_part_of_the_state():
+    model = weight_of_1()
+    optimizer = make(model, schedule=Doubling())
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    schedule = Doubling()
+    resumed = make(model, schedule=schedule)
+    resumed.load_state_dict(optimizer.state_dict())
+    schedule.steps.clear()
+    assert resumed.group is schedule.sharding
+    assert schedule.steps == [3]
