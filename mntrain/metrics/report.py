@@ -44,7 +44,7 @@ _LOG_INTERVAL_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobDescription:
-    """What runs where and how, as texts for the display."""
+    """Facts about a job and its places, as texts for the display."""
 
     model: str
     topology: str
@@ -73,7 +73,7 @@ class Reporter:
     """Silent reporter, for all ranks but the master. A context manager; all methods are local."""
 
     def start(self, job: JobDescription) -> None:
-        """Show what runs where."""
+        """Show the description of the job."""
 
     def step(self, record: StepRecord) -> None:
         """Show a step and append it to metrics.jsonl. Raises RuntimeError unless entered."""

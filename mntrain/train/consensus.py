@@ -13,6 +13,7 @@ from torch import nn
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS
 from mntrain.metrics.step import WeightedSums
+from mntrain.world import World
 from zero.collectives import Collectives, gather_objects
 
 
@@ -30,12 +31,12 @@ class GlobalMeans:
 class MeanReducer:
     """Turns the weighted sums of every rank into means over a group of ranks.
 
-    The first call also gathers the names of the task's metrics, so that a rank without a sample of
-    its own knows them too. `rank` is this rank in the world, for errors.
+    The first call, which is collective in the world, also gathers the names of the task's metrics,
+    so that a rank without a sample of its own knows them too.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._names: list[str] | None = None
 
     def __call__(
@@ -52,7 +53,7 @@ class MeanReducer:
         TrainingStoppedError, which names `where`, if no rank has counted any item.
         """
         if self._names is None:
-            by_rank = gather_objects(group, sums.names())
+            by_rank = self._world.gather(sums.names())
             self._names = sorted({name for names in by_rank for name in names})
         local_sums = sums.sums(self._names)
         encoded = [x for pair in (local_values or {}).items() for x in _encode(*pair, group)]
@@ -67,7 +68,7 @@ class MeanReducer:
         }
         if not count:
             raise TrainingStoppedError(
-                f"{where}, no rank has anything to take a mean over", self._rank
+                f"{where}, no rank has anything to take a mean over", self._world.rank
             )
         means = {name: total / count for name, total in zip(self._names, global_sums, strict=True)}
         loss, nonfinite = means.pop("loss"), ""

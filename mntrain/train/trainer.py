@@ -71,7 +71,7 @@ class Trainer:
         self._checkpointing, self._reporter = job.checkpointing, job.reporter
         self._precision = PRECISIONS[config.train.precision]
         self._signals = SignalRequests()
-        self._means = MeanReducer(world.rank)
+        self._means = MeanReducer(world)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._totals = RunTotals(job.task.flops_per_item(job.model), skipped_steps)
         self._longest_step_s = 0.0

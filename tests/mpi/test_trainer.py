@@ -99,7 +99,7 @@ def steps_taken(folder: Path) -> int:
     return len((folder / "run" / "metrics.jsonl").read_text().splitlines())
 
 
-def told(folder: Path) -> dict:
+def summary_of(folder: Path) -> dict:
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
@@ -112,7 +112,9 @@ def told(folder: Path) -> dict:
         ([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT], "preempted", 75),
     ],
 )
-def test_one_ranks_signal_ends_all_after_the_same_step(world, tmp_path, signals, status, code):
+def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
+    world, tmp_path, signals, status, code
+):
     Signalling.signals = signals
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
     config = small(tmp_path, f"{__name__}:Signalling", steps=50)
@@ -120,7 +122,7 @@ def test_one_ranks_signal_ends_all_after_the_same_step(world, tmp_path, signals,
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
         assert steps_taken(tmp_path) == 2
-        summary = told(tmp_path)
+        summary = summary_of(tmp_path)
         assert summary["status"] == status
         assert summary["reason"] == f"{signals[0].name} on rank {RANKS - 1}"
         # Who only interrupts gets the checkpoints asked for: none.
@@ -143,15 +145,15 @@ def test_a_signal_while_the_last_checkpoint_is_written_does_not_end_it(
     config = replace(config, checkpoint=CheckpointConfig(every="40"))
     assert Trainer(world, config).fit() == 130
     if world.master:
-        assert told(tmp_path)["checkpoint"].endswith("step-00000002")
+        assert summary_of(tmp_path)["checkpoint"].endswith("step-00000002")
 
 
-def test_a_job_ends_when_its_time_does(world, tmp_path):
+def test_a_job_ends_before_its_deadline(world, tmp_path):
     config = small(tmp_path, steps=10**6)
     config = replace(config, run=replace(config.run, max_minutes=2 / 60))
     assert Trainer(world, config).fit() == 75
     if world.master:
-        summary = told(tmp_path)
+        summary = summary_of(tmp_path)
         assert (summary["status"], summary["reason"]) == (
             "preempted",
             "--run.max-minutes 0.0333333",
@@ -160,7 +162,7 @@ def test_a_job_ends_when_its_time_does(world, tmp_path):
         assert inspect(newest).step == summary["steps"] == steps_taken(tmp_path)
 
 
-def test_the_best_evaluation_is_saved_and_kept_besides(world, tmp_path, monkeypatch):
+def test_the_checkpoint_of_the_best_evaluation_is_kept(world, tmp_path, monkeypatch):
     losses = iter([5.0, 3.0, 4.0, 4.5, 3.5, 6.0])
     evaluate = Trainer.evaluate
     monkeypatch.setattr(
@@ -172,7 +174,7 @@ def test_the_best_evaluation_is_saved_and_kept_besides(world, tmp_path, monkeypa
     if world.master:
         kept = list_checkpoints(tmp_path / "run")
         assert [(inspect(path).step, inspect(path).eval_loss) for path in kept] == [(12, 6), (4, 3)]
-        assert told(tmp_path)["checkpoints"]["saved"] == 4  # after 2, 4, 6 and 12
+        assert summary_of(tmp_path)["checkpoints"]["saved"] == 4  # after 2, 4, 6 and 12
 
 
 class Slow(LanguageModel):
@@ -195,13 +197,13 @@ def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most
     config = replace(small(tmp_path, f"{__name__}:Slow", steps=12), checkpoint=checkpoint)
     assert Trainer(world, config).fit() == 0
     if world.master:
-        summary = told(tmp_path)
+        summary = summary_of(tmp_path)
         assert least <= summary["checkpoints"]["saved"] <= most
         assert summary["checkpoints"]["waited_s"] > 0
         assert summary["checkpoint"].endswith("step-00000012")
 
 
-def test_a_disk_that_is_too_slow_is_said_once(world, tmp_path, monkeypatch, capsys):
+def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("mntrain.train.checkpointing._LONG_WAIT_S", 0.0)
     config = replace(small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1"))
     assert Trainer(world, config).fit() == 0

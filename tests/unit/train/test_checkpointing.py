@@ -1,4 +1,4 @@
-"""How often a run is saved."""
+"""Intervals between saves."""
 
 import math
 import time
@@ -17,20 +17,20 @@ def clock(monkeypatch):
     return now
 
 
-def test_steps():
+def test_an_interval_in_steps():
     interval = SaveInterval("3", mtbf_hours=24)
     assert interval.wanted
     assert [step for step in range(1, 10) if interval.due_after(step)] == [3, 6, 9]
     assert not interval.due_now()
 
 
-def test_none():
+def test_no_interval():
     interval = SaveInterval("0", mtbf_hours=24)
     assert not interval.wanted
     assert not any(interval.due_after(step) for step in range(1, 10))
 
 
-def test_minutes(clock):
+def test_an_interval_in_minutes(clock):
     interval = SaveInterval("1.5min", mtbf_hours=24)
     assert interval.wanted
     assert not interval.due_after(1)
@@ -67,19 +67,19 @@ def test_no_other_interval_loses_less_time(cost, mtbf):
     assert time_lost(chosen, cost, mtbf) <= best * 1.001 + 1e-9
 
 
-def test_saves_that_take_longer_than_failures_are_apart():
+def test_saves_that_take_longer_than_the_time_between_failures():
     assert optimal_interval(100, 10) == 10
 
 
 @pytest.mark.parametrize("every", ["0", "500", "10min", "0.5min", "auto"])
-def test_what_may_be_given(every):
+def test_valid_values_of_checkpoint_every(every):
     assert CheckpointConfig(every=every).every == every
 
 
 @pytest.mark.parametrize(
     "every", ["-1", "1.5", "10 min", "0min", "0.0min", "min", "often", "1h", ""]
 )
-def test_what_may_not(every):
+def test_invalid_values_of_checkpoint_every(every):
     with pytest.raises(ValueError, match=r"\nevery\n") as error:
         CheckpointConfig(every=every)
     assert "must be a number of steps, minutes such as 10min, or auto" in str(error.value)

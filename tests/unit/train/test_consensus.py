@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,39 +40,39 @@ def test_equal_models_have_equal_digests():
 
 
 @pytest.mark.parametrize("name", model().state_dict())
-def test_one_bit_of_any_parameter_or_buffer_shows(name):
+def test_one_bit_of_any_parameter_or_buffer_changes_the_digest(name):
     first, second = model(), model()
     flip_a_bit(second.state_dict()[name])
     assert model_digest(first) != model_digest(second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.complex64])
-def test_every_dtype_shows(dtype):
+def test_a_digest_covers_every_dtype(dtype):
     ones = torch.ones(3, dtype=dtype)
     assert model_digest(Holding(ones)) == model_digest(Holding(ones.clone()))
     assert model_digest(Holding(ones)) != model_digest(Holding(ones + ones))
 
 
-def test_bits_count_rather_than_values():
+def test_a_digest_depends_on_bits_not_values():
     assert model_digest(Holding(torch.tensor([0.0]))) != model_digest(Holding(torch.tensor([-0.0])))
     nan = torch.tensor([float("nan")])
     assert model_digest(Holding(nan)) == model_digest(Holding(nan.clone()))
 
 
-def test_tensors_without_elements_or_dimensions_are_taken():
+def test_tensors_without_elements_or_dimensions_have_digests():
     first = Holding(torch.zeros(0, 3), nn.Parameter(torch.tensor(1.0)), torch.tensor(True))
     second = Holding(torch.zeros(0, 3), nn.Parameter(torch.tensor(1.0)), torch.tensor(False))
     assert model_digest(first) == model_digest(copy.deepcopy(first)) != model_digest(second)
 
 
-def test_the_order_in_memory_does_not_count():
+def test_a_digest_does_not_depend_on_the_memory_format():
     first = model()
     second = copy.deepcopy(first).to(memory_format=torch.channels_last)
     assert second[0].weight.stride() != first[0].weight.stride()
     assert model_digest(first) == model_digest(second)
 
 
-def test_a_digest_leaves_the_model_alone():
+def test_a_digest_does_not_change_the_model():
     module = model()
     before = copy.deepcopy(module.state_dict())
     model_digest(module)
@@ -80,7 +81,7 @@ def test_a_digest_leaves_the_model_alone():
 
 
 @pytest.mark.parametrize(
-    ("digests", "odd"),
+    ("digests", "differing"),
     [
         ("a", []),
         ("aaaa", []),
@@ -94,8 +95,8 @@ def test_a_digest_leaves_the_model_alone():
         ("abbcc", [0, 3, 4]),
     ],
 )
-def test_odd_ranks_are_those_against_the_commonest(digests, odd):
-    assert differing_ranks(list(digests)) == odd
+def test_differing_ranks_are_those_without_the_most_common_digest(digests, differing):
+    assert differing_ranks(list(digests)) == differing
 
 
 def test_means_weigh_items_and_a_maximum_is_not_summed(monkeypatch):
@@ -106,10 +107,10 @@ def test_means_weigh_items_and_a_maximum_is_not_summed(monkeypatch):
             return super().all_reduce(tensor, wire)
 
     monkeypatch.setitem(METRICS, "longest", Metric("max"))
-    monkeypatch.setattr(consensus, "gather_objects", lambda group, value: [value, value])
     sums = WeightedSums()
     sums.add(3, {"loss": torch.tensor(1.0)})
     local_values = {"flag": 1.0, "longest": 4.0}
-    means = consensus.MeanReducer(0)(sums, SecondOfTwo(), "in step 1", local_values)
+    world = SimpleNamespace(rank=0, gather=lambda names: [names, names])
+    means = consensus.MeanReducer(world)(sums, SecondOfTwo(), "in step 1", local_values)
     assert (means.loss, means.count, means.nonfinite) == (3.0, 4, "")
     assert means.values == {"flag": 2.0, "longest": 5.0}

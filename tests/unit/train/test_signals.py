@@ -1,4 +1,4 @@
-"""When a job has to be over."""
+"""Deadlines of a job."""
 
 import time
 from datetime import datetime, timedelta
@@ -20,7 +20,7 @@ def slurm(seconds: float) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time() + seconds))}
 
 
-def test_there_is_none_outside_of_an_allocation():
+def test_there_is_no_deadline_outside_of_an_allocation():
     assert not Deadline.of(None, {}).near(1e9, 1e9)
 
 
@@ -51,16 +51,16 @@ def test_a_clock_that_is_set_back_changes_nothing(clock, monkeypatch):
     assert deadline.near(1, 1)
 
 
-def scontrol(folder, monkeypatch, says: str) -> dict[str, str]:
-    """A Slurm that gives jobs no end in their environment, and a scontrol that says so much."""
+def scontrol(folder, monkeypatch, script: str) -> dict[str, str]:
+    """Return the environment of a Slurm job without an end time, and install a scontrol."""
     program = folder / "scontrol"
-    program.write_text(f"#!/bin/sh\n{says}\n")
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     return {"SLURM_JOB_ID": "7"}
 
 
-def test_scontrol_is_asked_where_the_environment_does_not_say(tmp_path, monkeypatch):
+def test_scontrol_is_run_if_the_environment_has_no_end_time(tmp_path, monkeypatch):
     end = (datetime.now() + timedelta(seconds=100)).isoformat(timespec="seconds")
     line = f'echo "JobId=$4 JobName=a StartTime=2026-01-01T00:00:00 EndTime={end} Deadline=N/A"'
     deadline = Deadline.of(None, scontrol(tmp_path, monkeypatch, line))
@@ -68,6 +68,8 @@ def test_scontrol_is_asked_where_the_environment_does_not_say(tmp_path, monkeypa
     assert 98 < deadline.at - time.monotonic() < 101
 
 
-@pytest.mark.parametrize("says", ["exit 1", 'echo "JobId=7 EndTime=Unknown Deadline=N/A"', "echo"])
-def test_a_scontrol_that_does_not_know_leaves_no_deadline(tmp_path, monkeypatch, says):
-    assert Deadline.of(None, scontrol(tmp_path, monkeypatch, says)).at is None
+@pytest.mark.parametrize(
+    "script", ["exit 1", 'echo "JobId=7 EndTime=Unknown Deadline=N/A"', "echo"]
+)
+def test_without_an_answer_of_scontrol_there_is_no_deadline(tmp_path, monkeypatch, script):
+    assert Deadline.of(None, scontrol(tmp_path, monkeypatch, script)).at is None
