@@ -1,6 +1,7 @@
 """Who imports whom, and that importing starts nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -79,6 +80,16 @@ def test_all_modules_were_found():
     } <= set(MODULES)
     assert {"mntrain.bootstrap", "zero.optimizer"} <= ours("mntrain.world")
     assert "mntrain.train.trainer" in ours("mntrain.__main__")  # inside a function
+
+
+def test_the_architecture_guide_has_these_layers():
+    guide = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^ (\d)  (\w.*)$", guide, re.MULTILINE)
+    documented = [set(names.split(", ")) for _, names in reversed(rows)]
+    private = {"mntrain", "mntrain._version"}
+    assert documented == [
+        {name.removeprefix("mntrain.") for name in layer - private} for layer in LAYERS
+    ]
 
 
 def test_the_layers_name_no_module_that_is_gone():
