@@ -8,9 +8,10 @@ from launch import run_suite
 TESTS = Path(__file__).parents[1] / "gpu" / "ranks"
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_what_the_gpu_tests_ask_of_a_gpu_holds_on_the_cpu(monkeypatch):
     monkeypatch.setenv("GPU_TESTS_ON", "cpu")
-    result = run_suite(2, [TESTS], timeout=180)
+    result = run_suite(2, [TESTS], timeout=280)
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)

@@ -450,7 +450,7 @@ def test_a_job_measures_every_collective_by_every_algorithm(tmp_path):
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert result.stdout.count("2 ranks on 1 node of 2") == 1  # one rank prints
     assert result.stdout.count("MPI_Bcast") == 1
-    assert result.stderr.count("mntrain: all_reduce 8K: lanes ") == 1
+    assert result.stderr.count("mntrain: all_reduce 8K: flat ") == 1
     if picture:
         assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 

@@ -552,6 +552,7 @@ def test_token_ids_have_no_sample(tmp_path):
     assert task.sample(task.model()) is None
 
 
+@pytest.mark.thorough
 def test_the_language_model_learns_the_alphabet(text):
     task = load("lm", small(text, context=8))
     torch.manual_seed(0)
