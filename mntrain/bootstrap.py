@@ -9,6 +9,7 @@ after a world was abandoned because a rank was lost.
 import math
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -91,6 +92,7 @@ class WorldParts:
     transport: SelectedTransport = field(init=False)
     tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
     places: list[Place] = field(init=False)
+    groups: ExitStack = field(default_factory=ExitStack)  # frees the communicators of groups
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's small picklable object, by rank. Collective."""
@@ -112,6 +114,7 @@ def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldPar
     resources.callback(watch.uninstall)
     resources.callback(world.free)
     parts = WorldParts(settings, world, library, watch, resources)
+    resources.enter_context(parts.groups)
     try:
         for step in STEPS:
             step(parts)
@@ -212,6 +215,52 @@ def _make_collectives(parts: WorldParts) -> None:
             tuning = tuner.tune(settings.bucket_bytes, facts)
         table, parts.tuning = tuning.table, tuning.line
     parts.collectives = parts.collectives.replace(table=table)
+
+
+def make_node_collectives(parts: WorldParts) -> WorldCollectives:
+    """Make collectives over this rank's node group. Collective over the world."""
+    group = parts.topology.node_group(parts.comm.rank)
+    return _make_group_collectives(parts, group, "node", parts.node)
+
+
+def make_cross_collectives(parts: WorldParts) -> WorldCollectives:
+    """Make collectives over this rank's cross group. Collective over the world."""
+    single = _split(parts, (parts.comm.rank,), "self")
+    return _make_group_collectives(
+        parts, parts.topology.cross_group(parts.comm.rank), "cross", single
+    )
+
+
+def _make_group_collectives(
+    parts: WorldParts, group: Sequence[int], level: str, node: mpi.Communicator
+) -> WorldCollectives:
+    """Make collectives over a group of ranks whose messages all belong to one level.
+
+    Tensors on GPUs are staged in host memory where the world's go through NCCL.
+    """
+    comm = _split(parts, group, f"{level} group")
+    comm.traffic, comm.levels = parts.comm.traffic, [level] * comm.size
+    ranks = range(comm.size)
+    topology = Topology((tuple(ranks),) if level == "node" else tuple((r,) for r in ranks))
+    transport = parts.collectives.transport
+    return parts.engine.call(
+        lambda: WorldCollectives(
+            comm,
+            node,
+            topology,
+            parts.engine,
+            parts.devices,
+            transport="host" if transport == "nccl" else transport,
+            table=parts.collectives.table,
+        )
+    ).wait()
+
+
+def _split(parts: WorldParts, group: Sequence[int], name: str) -> mpi.Communicator:
+    """Return a communicator over a group of ranks, in the world's order. Collective."""
+    comm = parts.engine.call(lambda: parts.comm.split(group[0], parts.comm.rank, name)).wait()
+    parts.groups.callback(comm.free)
+    return comm
 
 
 def _gather_places(parts: WorldParts) -> None:

@@ -118,6 +118,15 @@ def describe_model(model: nn.Module) -> list[str]:
     ]
 
 
+def describe_option(option: object) -> object:
+    """Return a name or None as it is, and an object as its class and plain public attributes."""
+    if option is None or isinstance(option, str):
+        return option
+    attributes = getattr(option, "__dict__", {}).items()
+    plain = [(n, v) for n, v in attributes if isinstance(v, int | float | str) and n[0] != "_"]
+    return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"
+
+
 def expect_same_model(descriptions: Sequence[Sequence[str]], rank: int) -> None:
     """Raise AgreedError, as `rank`, unless all ranks have equal results of `describe_model`."""
     for other, theirs in enumerate(descriptions):

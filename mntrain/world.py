@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -9,13 +10,22 @@ import torch
 from torch import nn
 
 from mntrain import errors
-from mntrain.bootstrap import TRAVEL_DTYPES, WorldSettings, bootstrap
+from mntrain.bootstrap import (
+    TRAVEL_DTYPES,
+    WorldSettings,
+    bootstrap,
+    make_cross_collectives,
+    make_node_collectives,
+)
+from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.pending import Future
 from mntrain.data.loader import ShardedLoader, shard
 from mntrain.errors import AgreedError
 from mntrain.rank_info import Usage, device_memory, peak_device_memory, peak_memory
+from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
-from zero.param_groups import check_trainable
+from zero.param_groups import check_trainable, name_parameters
+from zero.sync_schedule import SyncSchedule
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,6 +75,18 @@ class World:
         """True on rank 0, which reports for all ranks."""
         return self.rank == 0
 
+    @cached_property
+    def node_collectives(self) -> WorldCollectives:
+        """`zero.Collectives` over the node group. The first access is collective in the world."""
+        self._parts.engine.check_open()
+        return make_node_collectives(self._parts)
+
+    @cached_property
+    def cross_collectives(self) -> WorldCollectives:
+        """`zero.Collectives` over the cross group. The first access is collective in the world."""
+        self._parts.engine.check_open()
+        return make_cross_collectives(self._parts)
+
     def optimizer(
         self,
         model: nn.Module,
@@ -77,6 +99,8 @@ class World:
         non_finite: Literal["stop", "skip"] = "stop",
         loss_scale: float | Literal["dynamic"] | None = None,
         groups: Iterable[dict[str, Any]] | None = None,
+        comm_hook: str | CommHook | None = None,
+        schedule: SyncSchedule | None = None,
         **kwargs: Any,
     ) -> ZeroOptimizer:
         """Make a distributed optimizer for a model on `device`. Collective.
@@ -86,8 +110,9 @@ class World:
         forward: each module waits for its own when it is called.
 
         `zero.ZeroOptimizer` documents them and `step` in full. Raises AgreedError (a ValueError)
-        on all ranks if they differ in the model or in an argument from `stage` to `loss_scale`, or
-        if any rank cannot accept one.
+        on all ranks if they differ in the model, in an argument from `stage` to `loss_scale`, or in
+        the class or a public number, string or bool of `comm_hook` or `schedule`; or if any rank
+        cannot accept one.
 
         Args:
             model: names, shapes, dtypes and strides must be the same on all ranks.
@@ -99,6 +124,10 @@ class World:
             non_finite: stop raises for an infinite or NaN gradient, skip skips its step.
             loss_scale: a factor, or dynamic, for fp16 gradients.
             groups: parameter groups in torch's format; default: one group of all parameters.
+            comm_hook: name of a hook or a hook (`zero.comm_hooks`), which sums buckets instead of
+                the one for `wire_dtype`.
+            schedule: the ranks over which a step is averaged (`zero.sync_schedule`), of groups as
+                `node_collectives` and `cross_collectives`; None: all ranks in every step.
             **kwargs: arguments of `optimizer_class`.
 
         """
@@ -111,9 +140,11 @@ class World:
             "loss_scale": loss_scale,
         }
         settings = self._parts.settings
-        self._expect_same(**shared)
+        objects = {"comm_hook": comm_hook, "schedule": schedule}
+        described = {name: errors.describe_option(value) for name, value in objects.items()}
+        self._expect_same(**shared, **described)
         with self.agreement():
-            named = _named_groups(model, groups)
+            named = name_parameters(model, groups)
         errors.expect_same_model(self.gather(errors.describe_model(model)), self.rank)
         with self.agreement():  # before any collective allocation
             check_trainable(named, sharded=stage != 0)
@@ -129,6 +160,8 @@ class World:
                 model=model,
                 wire_dtype=TRAVEL_DTYPES[settings.wire_dtype],
                 gather_dtype=TRAVEL_DTYPES[settings.gather_dtype],
+                comm_hook=comm_hook,
+                schedule=schedule,
                 kernels=self.kernels,
                 **shared,
                 **kwargs,
@@ -303,24 +336,3 @@ def init(
             transport=transport,
         ),
     )
-
-
-def _named_groups(
-    model: nn.Module, groups: Iterable[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """Return torch's parameter groups with each parameter replaced by (name, parameter)."""
-    if groups is None:
-        return [{"params": list(model.named_parameters())}]
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    try:
-        return [{**g, "params": [(names[p], p) for p in _parameters(g)]} for g in groups]
-    except KeyError:
-        raise ValueError(
-            "a parameter group holds a tensor that is no parameter of the model"
-        ) from None
-
-
-def _parameters(group: dict[str, Any]) -> Iterable[Any]:
-    """Return the parameters of a group; torch accepts a single tensor, too."""
-    params: Iterable[Any] = group["params"]
-    return [params] if isinstance(params, torch.Tensor) else params

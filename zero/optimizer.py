@@ -196,7 +196,7 @@ class ZeroOptimizer(ShardedOptimizer):
             raise ValueError("step() takes no closure: ranks might run backward unequally often")
         self.synchronize()
         weight, divisor, unused = self._reduction.take()
-        norm = self._clipping.norm(self.group, self._shards(), divisor)
+        norm = self._agreed(self._clipping.norm(self.group, self._shards(), divisor))
         finite = math.isfinite(norm)
         coef = self._clipping.coefficient(norm) if finite else 0.0
         self.wait_for_parameters()
@@ -250,6 +250,17 @@ class ZeroOptimizer(ShardedOptimizer):
         self._reduction.buckets.close()
         super().close()
 
+    def _agreed(self, norm: float) -> float:
+        """Return the norm of this rank's group, or one that is not finite if any group's is not.
+
+        So all ranks skip or stop together, and have the same loss scale. Collective.
+        """
+        if self.group.size == self._collectives.size:
+            return norm
+        total = torch.tensor([norm], dtype=torch.float64)
+        self._collectives.all_reduce(total).wait()
+        return norm if math.isfinite(total) else float(total)
+
     def _update(self, factor: float, unused: frozenset[str]) -> None:
         """Let the torch optimizer update this rank's slices by their sums times `factor`. Local."""
         self._owned.sync_from_parameters()
@@ -265,7 +276,7 @@ class ZeroOptimizer(ShardedOptimizer):
         elif not self._skips:
             reduced = self._owned.reduced(self._stage.gradients)
             where = find_non_finite(
-                self.group, reduced, self._named, local_finite=bool(self._reduction.finite)
+                self._collectives, reduced, self._named, local_finite=bool(self._reduction.finite)
             )
             self._reduction.end_step()
             raise NonFiniteGradientError(f"the gradient's norm is {norm}: {where}")

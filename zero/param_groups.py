@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 Named: TypeAlias = tuple[str, Parameter]
@@ -191,3 +192,24 @@ def difference(saved: list[list[Any]], own: list[list[str]]) -> str:
         if saved_names != own_names and not lacking and not extra:
             words.append(f"the parameters of group {index} come in another order")
     return "; ".join(words)
+
+
+def name_parameters(
+    model: nn.Module, groups: Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Return torch's parameter groups with each parameter replaced by (name, parameter)."""
+    if groups is None:
+        return [{"params": list(model.named_parameters())}]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    try:
+        return [{**g, "params": [(names[p], p) for p in _parameters(g)]} for g in groups]
+    except KeyError:
+        raise ValueError(
+            "a parameter group holds a tensor that is no parameter of the model"
+        ) from None
+
+
+def _parameters(group: dict[str, Any]) -> Iterable[Any]:
+    """Return the parameters of a group; torch accepts a single tensor, too."""
+    params: Iterable[Any] = group["params"]
+    return [params] if isinstance(params, torch.Tensor) else params

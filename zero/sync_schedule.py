@@ -18,8 +18,16 @@ from zero.collectives import Collectives
 class SyncSchedule(Protocol):
     """The groups of ranks that a training step communicates in.
 
-    All that is collective in a step runs over `group(step)`: gradients, batch weights, the norm,
-    buffers, and the loss means that a trainer takes. All ranks of a group give the same answers.
+    Gradients, batch weights, the norm and buffers of a step are exchanged over `group(step)` alone.
+    All ranks of a group give the same answers, and at least one of them has a sample in each step.
+
+    Decisions about the job are agreed over all ranks in every step, whatever the group: otherwise
+    one group would end or save while another goes on, and the two would wait for each other for
+    ever. So a step that is not finite in one group is skipped, or raises, on all ranks; and a
+    trainer takes means, signals and save requests over the world. Each is a small all-reduce.
+
+    Between exchanges, parameters, buffers and optimizer state differ between groups. A checkpoint,
+    a comparison of replicas or an evaluation of one model belongs after a step that exchanged them.
     """
 
     sharding: Collectives  # over which state and gradients are sharded; from stage 1 on the group

@@ -14,12 +14,11 @@ from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS
 from mntrain.metrics.step import WeightedSums
 from mntrain.world import World
-from zero.collectives import Collectives, gather_objects
 
 
 @dataclass(frozen=True)
 class GlobalMeans:
-    """Means over the items of a group of ranks, and other reduced values: the same on all of it."""
+    """Means over the items of all ranks, and other reduced values: the same on every rank."""
 
     loss: float
     metrics: dict[str, float]  # the task's further means
@@ -29,10 +28,11 @@ class GlobalMeans:
 
 
 class MeanReducer:
-    """Turns the weighted sums of every rank into means over a group of ranks.
+    """Turns the weighted sums of every rank into means over the world.
 
-    The first call, which is collective in the world, also gathers the names of the task's metrics,
-    so that a rank without a sample of its own knows them too.
+    Over the world under any sync schedule: flags that end or save a job travel with the means. The
+    first call also gathers the names of the task's metrics, so that a rank without a sample of its
+    own knows them too.
     """
 
     def __init__(self, world: World) -> None:
@@ -42,48 +42,47 @@ class MeanReducer:
     def __call__(
         self,
         sums: WeightedSums,
-        group: Collectives,
         where: str,
         local_values: Mapping[str, float] | None = None,
     ) -> GlobalMeans:
-        """Return the means over all ranks of the group. Collective in the group.
+        """Return the means over all ranks. Collective.
 
         `local_values`, under the same names on every rank, travel in the same message. Each is
         reduced as its metric declares; those that are no metrics are summed. Raises
         TrainingStoppedError, which names `where`, if no rank has counted any item.
         """
+        world = self._world
         if self._names is None:
-            by_rank = self._world.gather(sums.names())
+            by_rank = world.gather(sums.names())
             self._names = sorted({name for names in by_rank for name in names})
         local_sums = sums.sums(self._names)
-        encoded = [x for pair in (local_values or {}).items() for x in _encode(*pair, group)]
+        encoded = [x for pair in (local_values or {}).items() for x in self._encode(*pair)]
         summed = torch.tensor([*local_sums, sums.count, *encoded], dtype=torch.float64)
-        group.all_reduce(summed).wait()
+        world.collectives.all_reduce(summed).wait()
         totals = iter(summed.tolist())
         global_sums = list(islice(totals, len(self._names)))
         count = next(totals)
         values = {
-            name: max(islice(totals, group.size)) if _is_maximum(name) else next(totals)
+            name: max(islice(totals, world.size)) if _is_maximum(name) else next(totals)
             for name in local_values or {}
         }
         if not count:
             raise TrainingStoppedError(
-                f"{where}, no rank has anything to take a mean over", self._world.rank
+                f"{where}, no rank has anything to take a mean over", world.rank
             )
         means = {name: total / count for name, total in zip(self._names, global_sums, strict=True)}
         loss, nonfinite = means.pop("loss"), ""
         if not math.isfinite(loss):
-            losses = gather_objects(group, local_sums[self._names.index("loss")])
+            losses = world.gather(local_sums[self._names.index("loss")])
             culprits = [f"{x} on rank {r}" for r, x in enumerate(losses) if not math.isfinite(x)]
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
         return GlobalMeans(loss, means, int(count), values, nonfinite)
 
-
-def _encode(name: str, value: float, group: Collectives) -> list[float]:
-    """Return what to sum for a value: a maximum needs a place for each rank."""
-    if not _is_maximum(name):
-        return [value]
-    return [value if rank == group.rank else 0.0 for rank in range(group.size)]
+    def _encode(self, name: str, value: float) -> list[float]:
+        """Return what to sum for a value: a maximum needs a place for each rank."""
+        if not _is_maximum(name):
+            return [value]
+        return [value if rank == self._world.rank else 0.0 for rank in range(self._world.size)]
 
 
 def _is_maximum(name: str) -> bool:

@@ -161,11 +161,11 @@ class Trainer:
             return self._job.task.loss(self._model, moved)
 
     def _reduce_means(self, step: int, sums: WeightedSums) -> GlobalMeans:
-        """Return the step's means over the ranks that the sync schedule names. Collective.
+        """Return the step's means over all ranks, and the sums of their flags. Collective.
 
         Raises TrainingStoppedError if the loss is not finite, unless such steps are skipped.
         """
-        means = self._means(sums, self._optimizer.group, f"in step {step}", self._local_values())
+        means = self._means(sums, f"in step {step}", self._local_values())
         skips = self._config.optim.non_finite == "skip" or self._precision.loss_scale == "dynamic"
         if means.nonfinite and not skips:
             raise self._stopped(f"in step {step}, the loss is {means.nonfinite}")
@@ -239,7 +239,7 @@ class Trainer:
             loss = self._loss(batch)
             sums.add(loss.count, {"loss": loss.mean, **loss.metrics})
         self._model.train()
-        means = self._means(sums, self._world.collectives, "in evaluation")
+        means = self._means(sums, "in evaluation")
         if means.nonfinite:
             raise self._stopped(f"in evaluation, the loss is {means.nonfinite}")
         return means

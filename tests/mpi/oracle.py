@@ -57,9 +57,13 @@ def assert_parity(world, model, alone, tolerance=EXACT):
     assert len(set(world.gather(model_digest(model)))) == 1
 
 
-def init(algorithm="lanes", ranks_per_node=2, bucket_mb=SMALL):
+def init(algorithm="lanes", ranks_per_node=2, bucket_mb=SMALL, **options):
     return mntrain.init(
-        algorithm=algorithm, ranks_per_node=ranks_per_node, bucket_mb=bucket_mb, device="cpu"
+        algorithm=algorithm,
+        ranks_per_node=ranks_per_node,
+        bucket_mb=bucket_mb,
+        device="cpu",
+        **options,
     )
 
 

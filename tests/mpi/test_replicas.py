@@ -178,15 +178,15 @@ def test_a_model_goes_on_in_another_world():
             assert all_alike(world, model_digest(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_that_are_gathered_in_16_bits_are_rounded_alike(stage, dtype):
+def test_parameters_that_are_gathered_in_16_bits_are_rounded_alike(stage, setting, dtype):
     model, other = net(), net()
     alone = ZeroOptimizer(
         other.named_parameters(), ADAMW, SingleProcessCollectives(), stage=stage, gather_dtype=dtype
     )
-    with init() as world:
-        optimizer = world.optimizer(model, ADAMW, stage=stage, gather_dtype=dtype)
+    with init(gather_dtype=setting) as world:
+        optimizer = world.optimizer(model, ADAMW, stage=stage)
         for seed in range(3):
             for trained, stepper in ((model, optimizer), (other, alone)):
                 trained(inputs(seed=seed)).square().mean().backward()

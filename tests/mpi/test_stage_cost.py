@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from oracle import ADAMW, OWN, modes
+from oracle import ADAMW, OWN, init, modes
 from test_cost import ITEM, bill, less, nodes_of, split, transfers, usage
 from torch import nn
 from worlds import EVERY_WORLD, RANKS, VIRTUAL
@@ -196,14 +196,13 @@ def test_on_one_level_stages_0_and_1_move_the_same_bytes(worlds, layout):
 
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_gather_dtype_halves_the_bytes_of_the_all_gather(worlds, layout, stage):
+def test_a_gather_dtype_halves_the_bytes_of_the_all_gather(layout, stage):
     numel, measured = 9600, []
-    world = worlds("lanes", layout, ONE)
-    for gather_dtype in (None, torch.bfloat16):
+    for gather_dtype in ("fp32", "bf16"):
         model = Vectors([numel])
-        optimizer = world.optimizer(model, ADAMW, stage=stage, gather_dtype=gather_dtype)
-        measured.append(spent(world, model, optimizer, 1))
-        optimizer.close()
+        with init("lanes", layout, ONE, gather_dtype=gather_dtype) as world:
+            optimizer = world.optimizer(model, ADAMW, stage=stage)
+            measured.append(spent(world, model, optimizer, 1))
     gathered = bill("lanes", layout, transfers("lanes", layout, "all_gather", split(numel, RANKS)))
     saved = less(*measured)
     assert any(counts[1] + counts[3] for counts in saved)

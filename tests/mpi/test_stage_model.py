@@ -39,16 +39,16 @@ sharded = pytest.mark.parametrize("stage", [1, 2])
 @pytest.fixture
 def late(monkeypatch):
     """Let parameters arrive long after the step that made them."""
-    ready = ChunkedCollective.ready
+    all_entered = ChunkedCollective.all_entered
     due = {}
 
-    def ready_later(self):
+    def all_entered_later(self):
         now = time.perf_counter()
         if self._call.verb == "all_gather" and now < due.setdefault(self, now + DELAY):
             return False
-        return ready(self)
+        return all_entered(self)
 
-    monkeypatch.setattr(ChunkedCollective, "ready", ready_later)
+    monkeypatch.setattr(ChunkedCollective, "all_entered", all_entered_later)
 
 
 # Reading parameters right after a step.

@@ -1,4 +1,6 @@
-"""A schedule that averages parameters every second step, and trains by itself in between."""
+"""A schedule that averages parameters every second step; each rank trains alone in between."""
+
+import math
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from oracle import init
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.norms import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi
 
@@ -61,3 +64,37 @@ def test_parameters_differ_between_averages_and_agree_after_them(stage, dtype):
             expected = before - (1 + (RANKS - 1) / 2)
             torch.testing.assert_close(model.weight.detach(), expected)
         optimizer.close()
+
+
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(loss_scale):
+    model = nn.Linear(4, 1, bias=False)
+    with init() as world:
+        schedule = AverageEverySecondStep(world.collectives)
+        optimizer = world.optimizer(
+            model,
+            torch.optim.SGD,
+            lr=0.5,
+            schedule=schedule,
+            non_finite="skip",
+            loss_scale=loss_scale,
+        )
+        factor = math.inf if RANK == RANKS - 1 else 1.0
+        optimizer.scale(model(torch.ones(1, 4)).sum() * factor).backward()
+        result = optimizer.step()
+        assert result.skipped
+        scale = optimizer.state_dict()["loss_scale"]
+        assert world.gather(scale) == [scale] * RANKS
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks():
+    model = nn.Linear(4, 1, bias=False)
+    with init() as world:
+        schedule = AverageEverySecondStep(world.collectives)
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.5, schedule=schedule)
+        factor = math.inf if RANK == RANKS - 1 else 1.0
+        (model(torch.ones(1, 4)).sum() * factor).backward()
+        with pytest.raises(NonFiniteGradientError) as error:
+            optimizer.step()
+        assert "not finite in weight" in str(error.value)
+        assert world.gather(str(error.value)) == [str(error.value)] * RANKS

@@ -9,11 +9,14 @@ from worlds import LAYOUTS, RANKS, Worlds, refusal
 import mntrain
 from mntrain.comm.topology import Topology
 from mntrain.errors import AgreedError
+from zero.collectives import gather_objects
+from zero.comm_hooks.cast import CastHook
+from zero.sync_schedule import EveryStep
 
 pytestmark = pytest.mark.mpi
 
 COMM = MPI.COMM_WORLD
-LAST = RANKS - 1
+RANK, LAST = COMM.rank, RANKS - 1
 SGD = {"optimizer_class": torch.optim.SGD, "lr": 0.1}
 
 
@@ -99,6 +102,23 @@ def test_objects_and_tensors_keep_the_order_of_the_program(world):
         assert tensor.tolist() == [step * RANKS] * 3
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_of_groups_sum_over_the_node_and_over_the_cross_group(worlds, layout):
+    world = worlds("lanes", layout)
+    node, cross = world.topology.node_group(RANK), world.topology.cross_group(RANK)
+    before = world.usage()[RANK]
+    for collectives, group in [(world.node_collectives, node), (world.cross_collectives, cross)]:
+        assert (collectives.rank, collectives.size) == (group.index(RANK), len(group))
+        for numel in (3, 100_000):
+            tensor = torch.full((numel,), float(RANK), dtype=torch.float64)
+            collectives.all_reduce(tensor).wait()
+            assert tensor.tolist() == [sum(group)] * numel
+        assert gather_objects(collectives, RANK) == list(group)
+    after = world.usage()[RANK]
+    assert (after.cross_bytes > before.cross_bytes) == (len(cross) > 1)
+    assert world.node_collectives is world.node_collectives
+
+
 # Agreement.
 
 
@@ -162,6 +182,16 @@ def test_an_agreed_error_passes_through_an_outer_agreement(world):
             raise ValueError("once")
 
     assert refusal(refuse) == "once"
+
+
+class Every:
+    """What ranks compare of a schedule: its public attributes, but not the others."""
+
+    def __init__(self, steps):
+        self.steps, self._rank = steps, RANK
+
+    def __repr__(self):
+        return f"Every(steps={self.steps})"
 
 
 # Models that differ.
@@ -244,12 +274,27 @@ def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
         ("norm_type", 2.0, 1.0),
         ("non_finite", "stop", "skip"),
         ("loss_scale", None, "dynamic"),
+        ("comm_hook", "uncompressed", "bf16"),
+        ("schedule", None, Every(2)),
+        ("schedule", Every(2), Every(3)),
     ],
 )
 def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other):
     given = {name: other if world.rank == LAST else usual}
     said = refusal(world.optimizer, two_layers(), **given, **SGD)
     assert said == f"{name} differs between ranks: rank 0 has {usual}, rank {LAST} has {other}"
+
+
+def test_a_hook_and_a_schedule_are_passed_on(world):
+    schedule, hook = EveryStep(world.node_collectives), CastHook(torch.bfloat16)
+    optimizer = world.optimizer(two_layers(), comm_hook=hook, schedule=schedule, **SGD)
+    assert optimizer.schedule is schedule
+    assert optimizer.group is world.node_collectives
+    optimizer.close()
+    with mntrain.init(device="cpu", wire_dtype="fp16") as narrow:
+        assert "give one of the two" in refusal(
+            narrow.optimizer, two_layers(), comm_hook=hook, **SGD
+        )
 
 
 def test_an_unknown_stage_is_refused(world):

@@ -110,7 +110,9 @@ def test_means_weigh_items_and_a_maximum_is_not_summed(monkeypatch):
     sums = WeightedSums()
     sums.add(3, {"loss": torch.tensor(1.0)})
     local_values = {"flag": 1.0, "longest": 4.0}
-    world = SimpleNamespace(rank=0, gather=lambda names: [names, names])
-    means = consensus.MeanReducer(world)(sums, SecondOfTwo(), "in step 1", local_values)
+    world = SimpleNamespace(
+        rank=0, size=2, gather=lambda names: [names, names], collectives=SecondOfTwo()
+    )
+    means = consensus.MeanReducer(world)(sums, "in step 1", local_values)
     assert (means.loss, means.count, means.nonfinite) == (3.0, 4, "")
     assert means.values == {"flag": 2.0, "longest": 5.0}
