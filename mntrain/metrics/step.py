@@ -1,13 +1,10 @@
-"""Measurements of a step and of a job: seconds by phase, sums of means, memory by role."""
+"""Measurements of a step and of a job: seconds by phase, memory by role."""
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-import torch
-from torch import Tensor
 
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.metrics.registry import PHASES
@@ -54,37 +51,6 @@ class StepTimer:
     def exposed(self) -> float:
         """Return the time in which this rank waited for a collective."""
         return self._collectives.waited_s - self._waited_s
-
-
-class WeightedSums:
-    """Sums of means weighted by their counts, so that totals over ranks give exact means."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, count: int, means: Mapping[str, Tensor]) -> None:
-        """Add 0-dim means over the same `count` items. Does not wait for a device."""
-        if not count:
-            return
-        self.count += count
-        for name, mean in means.items():
-            term = mean.detach().to(torch.float64) * count
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
-
-    def names(self) -> list[str]:
-        """Return the names that have been added so far."""
-        return list(self._sums)
-
-    def sums(self, names: Sequence[str]) -> list[float]:
-        """Return sums by name, 0 for a name that was never added. Waits for the device, once."""
-        known = [name for name in names if name in self._sums]
-        if not known:
-            return [0.0] * len(names)
-        device = self._sums[known[0]].device
-        values = torch.stack([self._sums[name].to(device) for name in known]).tolist()
-        by_name = dict(zip(known, values, strict=True))
-        return [by_name.get(name, 0.0) for name in names]
 
 
 def memory_by_role(

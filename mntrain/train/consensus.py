@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS
-from mntrain.metrics.step import WeightedSums
 from zero.collectives import Collectives, gather_objects
 
 
@@ -27,36 +26,44 @@ class GlobalMeans:
     nonfinite: str  # "nan on rank 1" if the loss is not finite, else ""
 
 
-class MeanReducer:
-    """Turns the weighted sums of every rank into means over a group of ranks.
+class MeanAccumulator:
+    """Sums means weighted by their counts, and reduces them to exact means over a group of ranks.
 
-    The first call also gathers the names of the task's metrics, so that a rank without a sample of
-    its own knows them too. `rank` is this rank in the world, for errors.
+    The first reduction also gathers the names of the task's metrics, so that a rank without a
+    sample of its own knows them too. `rank` is this rank in the world, for errors.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._names: list[str] | None = None
+        self._names: list[str] = []
+        self._count = 0
+        self._sums: dict[str, Tensor] = {}
 
-    def __call__(
-        self,
-        sums: WeightedSums,
-        group: Collectives,
-        where: str,
-        local_values: Mapping[str, float] | None = None,
+    def add(self, count: int, means: Mapping[str, Tensor]) -> None:
+        """Add 0-dim means over the same `count` items. Local; does not wait for a device."""
+        if not count:
+            return
+        self._count += count
+        for name, mean in means.items():
+            term = mean.detach().to(torch.float64) * count
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+
+    def reduce(
+        self, group: Collectives, where: str, local_values: Mapping[str, float] | None = None
     ) -> GlobalMeans:
-        """Return the means over all ranks of the group. Collective in the group.
+        """Return the means over all ranks of the group, and start anew. Collective in the group.
 
         `local_values`, under the same names on every rank, travel in the same message. Each is
         reduced as its metric declares; those that are no metrics are summed. Raises
         TrainingStoppedError, which names `where`, if no rank has counted any item.
         """
-        if self._names is None:
-            by_rank = gather_objects(group, sums.names())
+        if not self._names:
+            by_rank = gather_objects(group, list(self._sums))
             self._names = sorted({name for names in by_rank for name in names})
-        local_sums = sums.sums(self._names)
+        local_sums, local_count = self._local_sums(), self._count
+        self._count, self._sums = 0, {}
         encoded = [x for pair in (local_values or {}).items() for x in _encode(*pair, group)]
-        summed = torch.tensor([*local_sums, sums.count, *encoded], dtype=torch.float64)
+        summed = torch.tensor([*local_sums, local_count, *encoded], dtype=torch.float64)
         group.all_reduce(summed).wait()
         totals = iter(summed.tolist())
         global_sums = list(islice(totals, len(self._names)))
@@ -76,6 +83,15 @@ class MeanReducer:
             culprits = [f"{x} on rank {r}" for r, x in enumerate(losses) if not math.isfinite(x)]
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
         return GlobalMeans(loss, means, int(count), values, nonfinite)
+
+    def _local_sums(self) -> list[float]:
+        """Return this rank's sums by name, 0 for a missing one. Waits for the device, once."""
+        if not self._sums:
+            return [0.0] * len(self._names)
+        device = next(iter(self._sums.values())).device
+        values = torch.stack([total.to(device) for total in self._sums.values()]).tolist()
+        by_name = dict(zip(self._sums, values, strict=True))
+        return [by_name.get(name, 0.0) for name in self._names]
 
 
 def _encode(name: str, value: float, group: Collectives) -> list[float]:

@@ -19,9 +19,9 @@ from mntrain import device, tasks
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.step import StepTimer, WeightedSums
+from mntrain.metrics.step import StepTimer
 from mntrain.train import compiling, run_directory
-from mntrain.train.consensus import GlobalMeans, MeanReducer, differing_ranks, model_digest
+from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
 from mntrain.train.job import TrainingJob
 from mntrain.train.precision import PRECISIONS
 from mntrain.train.signals import SignalRequests
@@ -71,7 +71,7 @@ class Trainer:
         self._checkpointing, self._reporter = job.checkpointing, job.reporter
         self._precision = PRECISIONS[config.train.precision]
         self._signals = SignalRequests()
-        self._means = MeanReducer(world.rank)
+        self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._totals = RunTotals(job.task.flops_per_item(job.model), skipped_steps)
         self._longest_step_s = 0.0
@@ -128,31 +128,29 @@ class Trainer:
         timer = StepTimer(self._world.collectives)
         with timer("data"):
             micro_batches = next(self._job.batches)
-        sums = self._forward_backward(micro_batches, timer)
+        self._forward_backward(micro_batches, timer)
         with timer("reduce_wait"):
             self._optimizer.synchronize()
-            means = self._reduce_means(step, sums)
+            means = self._reduce_means(step)
         lr = float(self._job.scheduler.get_last_lr()[0])
         with timer("optimizer"):
             update = self._update(step)
         record = self._record(step, lr, means, update, timer)
         return self._check_and_evaluate(record), means.values
 
-    def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> WeightedSums:
-        """Accumulate gradients over micro-batches; return the sums of their means. Local.
+    def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> None:
+        """Accumulate gradients and means over micro-batches. Local.
 
         Only the last backward sends gradients.
         """
-        sums = WeightedSums()
         for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with timer("forward"):
                 loss = self._loss(batch)
             with timer("backward"), self._optimizer.no_sync() if left else nullcontext():
                 self._optimizer.backward(loss.mean, weight=loss.count)
-            sums.add(loss.count, {"loss": loss.mean, **loss.metrics})
+            self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
         if not micro_batches:
             self._optimizer.share(0)
-        return sums
 
     def _loss(self, batch: Any) -> tasks.Loss:
         """Return the task's loss of a micro-batch, after moving it to the device. Local."""
@@ -160,12 +158,12 @@ class Trainer:
         with self._precision.autocast_context(self._world.device):
             return self._job.task.loss(self._model, moved)
 
-    def _reduce_means(self, step: int, sums: WeightedSums) -> GlobalMeans:
+    def _reduce_means(self, step: int) -> GlobalMeans:
         """Return the step's means over the ranks that the sync schedule names. Collective.
 
         Raises TrainingStoppedError if the loss is not finite, unless such steps are skipped.
         """
-        means = self._means(sums, self._optimizer.group, f"in step {step}", self._local_values())
+        means = self._means.reduce(self._optimizer.group, f"in step {step}", self._local_values())
         skips = self._config.optim.non_finite == "skip" or self._precision.loss_scale == "dynamic"
         if means.nonfinite and not skips:
             raise self._stopped(f"in step {step}, the loss is {means.nonfinite}")
@@ -234,12 +232,11 @@ class Trainer:
         Raises TrainingStoppedError if the loss is not finite.
         """
         self._model.eval()
-        sums = WeightedSums()
         for batch in self._job.data.validation_batches():
             loss = self._loss(batch)
-            sums.add(loss.count, {"loss": loss.mean, **loss.metrics})
+            self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
         self._model.train()
-        means = self._means(sums, self._world.collectives, "in evaluation")
+        means = self._means.reduce(self._world.collectives, "in evaluation")
         if means.nonfinite:
             raise self._stopped(f"in evaluation, the loss is {means.nonfinite}")
         return means
