@@ -5,9 +5,7 @@ not count. Source: PaLM, appendix B (Chowdhery et al., 2022, arXiv 2204.02311).
 """
 
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping
-from statistics import median
 from typing import Any
 
 from mntrain.metrics import units
@@ -64,28 +62,3 @@ def describe_utilisation(summary: Mapping[str, Any]) -> str:
     if summary["utilisation"] is None:
         return flops
     return f"{flops}, {summary['utilisation']:.0%} of the dense {summary['computes_in']} peak"
-
-
-class Throughput:
-    """Items per second of training, without warm-up and interruptions.
-
-    The median over the last 1000 steps, after the first ones, which compile and fill caches.
-    """
-
-    WARMUP_STEPS = 3
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._recent: deque[float] = deque(maxlen=1000)
-
-    def add(self, items: int, seconds: float) -> None:
-        """Count a step."""
-        self._steps += 1
-        if self._steps == self.WARMUP_STEPS + 1:
-            self._recent.clear()
-        self._recent.append(items / seconds)
-
-    @property
-    def median(self) -> float:
-        """Items per second; 0 before the first step."""
-        return median(self._recent) if self._recent else 0.0

@@ -25,7 +25,7 @@ from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_rank
 from mntrain.train.job import TrainingJob
 from mntrain.train.precision import PRECISIONS
 from mntrain.train.signals import SignalRequests
-from mntrain.train.summary import Outcome, RunTotals, describe_job, summarize
+from mntrain.train.summary import JobResult, describe_job, summarize
 from mntrain.world import World, init
 from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult
@@ -73,7 +73,7 @@ class Trainer:
         self._signals = SignalRequests()
         self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
-        self._totals = RunTotals(job.task.flops_per_item(job.model), skipped_steps)
+        self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._longest_step_s = 0.0
 
     def fit(self) -> int:
@@ -88,36 +88,37 @@ class Trainer:
             reporter.start(describe_job(self._world, self._config, self._model))
             if self._job.resumed:
                 run_directory.report_resumption(self._job.resumed, reporter)
-            outcome = self._train()
+            self._train()
             with signals.deferred():
-                outcome = self._save_at_end(outcome)
-            if outcome.status == "completed" and self._world.master:
+                self._save_at_end()
+            if self._result.status == "completed" and self._world.master:
                 with compiling.eager():
                     reporter.text("sample", self._job.task.sample(self._model) or "")
-            self._totals.seconds = time.perf_counter() - start
-            reporter.finish(self._summary(replace(outcome, reason=self._reason(outcome.status))))
+            self._result.seconds = time.perf_counter() - start
+            self._result.reason = self._reason()
+            reporter.finish(self._summary())
         if self._job.lock is not None:
             os.close(self._job.lock)
-        if outcome.error:
-            raise outcome.error
-        return EXIT_CODES.get(outcome.status, 0)
+        if self._result.error:
+            raise self._result.error
+        return EXIT_CODES.get(self._result.status, 0)
 
-    def _train(self) -> Outcome:
+    def _train(self) -> None:
         """Take steps until the job is to end. Collective."""
-        record = None
+        result = self._result
         for step in count(self._job.done + 1):
             start = time.perf_counter()
             try:
-                record, flags = self.train_step(step)
+                result.last, flags = self.train_step(step)
             except TrainingStoppedError as error:
-                return Outcome("failed", record, error)
-            self._reporter.step(record)
-            status = self._status(step, flags)
-            if status != "running":
-                return Outcome(status, record)
-            self._checkpointing.after_step(record, self._totals.skipped_steps, flags)
+                result.status, result.error = "failed", error
+                return
+            self._reporter.step(result.last)
+            result.status = self._status(step, flags)
+            if result.status != "running":
+                return
+            self._checkpointing.after_step(result.last, result.skipped_steps, flags)
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
-        raise AssertionError("the loop ends at the last step")
 
     def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
         """Take one step, 1 for the first; return its record and the summed flags. Collective.
@@ -195,7 +196,7 @@ class Trainer:
         if warning := _nonfinite_warning(means, update):
             self._reporter.warn(f"in step {step}, {warning}")
         seconds = timer.elapsed()
-        self._totals.add(means.count, seconds, skipped=update.skipped)
+        self._result.add(means.count, seconds, skipped=update.skipped)
         reduced: dict[str, Any] = {n: value for n, value in means.values.items() if n in METRICS}
         return StepRecord(
             step=step,
@@ -260,45 +261,40 @@ class Trainer:
             return "preempted"
         return "interrupted" if flags["interrupted"] else "running"
 
-    def _save_at_end(self, outcome: Outcome) -> Outcome:
-        """Save at the end of the job, if wanted or preempted; return the outcome. Collective."""
-        last = outcome.last
-        saves = self._checkpointing.wanted or outcome.status == "preempted"
-        if last is None or outcome.error or not saves:
-            self._checkpointing.wait(last.step if last else self._job.done)
-            return outcome
+    def _save_at_end(self) -> None:
+        """Save at the end of the job, if wanted or preempted. Collective."""
+        result = self._result
+        saves = self._checkpointing.wanted or result.status == "preempted"
+        if result.last is None or result.error or not saves:
+            self._checkpointing.wait(result.last.step if result.last else self._job.done)
+            return
         try:
-            self._checkpointing.save_now(last, self._totals.skipped_steps)
+            self._checkpointing.save_now(result.last, result.skipped_steps)
         except AgreedError as error:
-            if outcome.status != "interrupted":
-                return Outcome("failed", last, self._stopped(str(error)))
-            self._reporter.warn(str(error))
-        return outcome
+            if result.status == "interrupted":
+                self._reporter.warn(str(error))
+            else:
+                result.status, result.error = "failed", self._stopped(str(error))
 
-    def _reason(self, status: str) -> str | None:
+    def _reason(self) -> str | None:
         """Return the signal and rank, or the deadline, that ended the job early. Collective."""
-        if status not in EXIT_CODES:
+        if self._result.status not in EXIT_CODES:
             return None
-        signals = self._world.gather(self._signals.first.name if self._signals.first else None)
-        for rank, name in enumerate(signals):
+        first = self._signals.first
+        for rank, name in enumerate(self._world.gather(first.name if first else None)):
             if name:
                 return f"{name} on rank {rank}"
         return self._job.deadline.reason
 
-    def _summary(self, outcome: Outcome) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         """Return the content of summary.json. Collective."""
-        summary = summarize(
-            self._world,
-            self._optimizer,
-            self._config,
-            self._job.run_dir,
-            outcome=outcome,
-            totals=self._totals,
-        )
-        resumed = self._job.resumed
-        summary["resumed_from"] = str(resumed.path) if resumed else None
-        summary |= self._checkpointing.summary()
-        return summary | ({"error": str(outcome.error)} if outcome.error else {})
+        job, error = self._job, self._result.error
+        return {
+            **summarize(self._world, self._optimizer, self._config, job.run_dir, self._result),
+            "resumed_from": str(job.resumed.path) if job.resumed else None,
+            **self._checkpointing.summary(),
+            **({"error": str(error)} if error else {}),
+        }
 
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)
