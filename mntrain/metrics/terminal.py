@@ -19,12 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.metrics import units
-from mntrain.metrics.flops import describe_utilisation
-from mntrain.metrics.registry import (
-    METRICS,
-    PHASES,
-    StepRecord,
-)
+from mntrain.metrics.registry import METRICS, PHASES, StepRecord
 from mntrain.rank_info import Place
 
 _PHASE_STYLES = dict(zip(PHASES, ("blue", "cyan", "green", "yellow", "magenta"), strict=True))
@@ -162,11 +157,21 @@ def result_table(summary: Mapping[str, Any], steps: int, unit: str, encoding: st
         f"{unit}/s": f"{units.count(summary['tokens_per_s'])} on average",
     }
     if summary["model_flops_per_s"]:
-        facts["computing"] = describe_utilisation(summary)
+        facts["computing"] = _model_flops(summary)
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(Text(f" {name}", "dim"), plain(value, encoding))
     return table
+
+
+def _model_flops(summary: Mapping[str, Any]) -> str:
+    """Return a summary's model FLOP/s, and their share of the peak if it is known, as a text."""
+    text = units.count(summary["model_flops_per_s"])
+    number, prefix = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
+    flops = f"{number} {prefix}FLOP/s of the model"
+    if summary["utilisation"] is None:
+        return flops
+    return f"{flops}, {summary['utilisation']:.0%} of the dense {summary['computes_in']} peak"
 
 
 def _summarized(summary: Mapping[str, Any]) -> dict[str, str]:

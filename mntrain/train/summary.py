@@ -12,10 +12,8 @@ from torch import nn
 from mntrain.comm.topology import Topology
 from mntrain.config import Config
 from mntrain.errors import AgreedError
-from mntrain.metrics.flops import COMPUTE_DTYPES, peak_of_job
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.report import JobDescription
-from mntrain.metrics.step import memory_by_role
+from mntrain.metrics.step import memory_by_role, peak_of_job
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -52,26 +50,26 @@ class JobResult:
         return median(self._rates) if self._rates else 0.0
 
 
-def describe_job(world: World, config: Config, model: nn.Module) -> JobDescription:
-    """Return the description of a job, for `Reporter.start`. Collective."""
+def describe_job(world: World, config: Config, model: nn.Module) -> list[tuple[str, str]]:
+    """Return the description of a job, as lines with their style for the display. Collective."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    zero = config.zero
+    zero, library = config.zero, world.library
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     warnings = [shared_memory_warning(reasons, world.topology), world.sharing]
-    return JobDescription(
-        model=f"{config.task}: {count / 1e6:.2f} M parameters",
-        topology=str(world.topology),
-        algorithm=world.algorithm,
-        library=world.library.name,
-        thread_level=world.library.threads,
-        zero=f"zero: {sharding}; precision {config.train.precision}",
-        places=world.places,
-        tuning=world.tuning,
-        transport=world.transport_line,
-        kernels=world.kernels.why if world.device.type == "cuda" else "",
-        warnings=[line for warning in warnings for line in warning.splitlines()],
-    )
+    where = f"{world.topology}, {world.algorithm}"
+    facts = {
+        "auto": world.tuning,
+        "transport": world.transport_line,
+        "kernels": world.kernels.why if world.device.type == "cuda" else "",
+    }
+    return [
+        (f"{config.task}: {count / 1e6:.2f} M parameters", "bold"),
+        (f"{where}, {library.name} (thread level {library.threads})", ""),
+        *((f"{name}: {fact}", "") for name, fact in facts.items() if fact),
+        *((f"warning: {line}", "yellow") for text in warnings for line in text.splitlines()),
+        (f"zero: {sharding}; precision {config.train.precision}", ""),
+    ]
 
 
 def shared_memory_warning(reasons: Sequence[str], topology: Topology) -> str:
@@ -107,9 +105,10 @@ def summarize(
     usage = world.usage()
     memory = world.gather((optimizer.memory(), optimizer.expected_memory()))
     measured, expected = zip(*memory, strict=True)
+    # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
     per_item = result.flops_per_item
     flops_per_s = per_item * result.items_per_s if per_item else None
-    dtype = COMPUTE_DTYPES[config.train.precision]
+    dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_of_job([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     return {

@@ -22,8 +22,7 @@ from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.metrics.step import StepTimer
 from mntrain.train import compiling, run_directory
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
-from mntrain.train.job import TrainingJob
-from mntrain.train.precision import PRECISIONS
+from mntrain.train.job import PRECISIONS, TrainingJob
 from mntrain.train.signals import SignalRequests
 from mntrain.train.summary import JobResult, describe_job, summarize
 from mntrain.world import World, init
@@ -85,7 +84,8 @@ class Trainer:
         """
         start = time.perf_counter()
         with self._reporter as reporter, self._signals as signals, _frozen_garbage():
-            reporter.start(describe_job(self._world, self._config, self._model))
+            description = describe_job(self._world, self._config, self._model)
+            reporter.start(description, self._world.places)
             if self._job.resumed:
                 run_directory.report_resumption(self._job.resumed, reporter)
             self._train()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mntrain.metrics.flops import peak, peak_of_job
+from mntrain.metrics.step import peak, peak_of_job
 
 H100 = ("uuid-1", "NVIDIA H100 80GB HBM3")
 
