@@ -45,7 +45,7 @@ class StepTimer:
     """Stopwatch of one step, from construction on. All times are seconds of wall-clock time."""
 
     def __init__(self, collectives: WorldCollectives) -> None:
-        self.phases = dict.fromkeys(PHASES, 0.0)
+        self._phases = dict.fromkeys(PHASES, 0.0)
         self._start = time.perf_counter()
         self._collectives = collectives
         self._busy_s, self._waited_s = collectives.busy_s, collectives.waited_s
@@ -57,19 +57,16 @@ class StepTimer:
         try:
             yield
         finally:
-            self.phases[phase] += time.perf_counter() - start
+            self._phases[phase] += time.perf_counter() - start
 
-    def elapsed(self) -> float:
-        """Return the time since the step began."""
-        return time.perf_counter() - self._start
-
-    def communication(self) -> float:
-        """Return the time in which a collective was in progress."""
-        return self._collectives.busy_s - self._busy_s
-
-    def exposed(self) -> float:
-        """Return the time in which this rank waited for a collective."""
-        return self._collectives.waited_s - self._waited_s
+    def times(self) -> dict[str, float]:
+        """Return the times since the step began, by field of `StepRecord`."""
+        return {
+            "step_s": time.perf_counter() - self._start,
+            "communication": self._collectives.busy_s - self._busy_s,
+            "exposed": self._collectives.waited_s - self._waited_s,
+            **self._phases,
+        }
 
 
 def memory_by_role(

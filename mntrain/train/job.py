@@ -51,10 +51,8 @@ class JobData:
     def __init__(self, world: World, config: Config, task: tasks.Task) -> None:
         self._train, self._valid = task.dataset("train"), task.dataset("valid")
         self._valid_subset = sampling.spread(self._valid, config.train.eval_samples)
-        self.samples, self.valid_samples = (
-            len(cast(Sized, self._train)),
-            len(cast(Sized, self._valid)),
-        )
+        self.samples = len(cast(Sized, self._train))
+        self.valid_samples = len(cast(Sized, self._valid))
         self._plan = sampling.SamplingPlan(self.samples, config.train.batch_size, config.run.seed)
         self._options = sampling.LoaderOptions(
             rank=world.rank,

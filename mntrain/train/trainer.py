@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -146,18 +146,19 @@ class Trainer:
         """
         for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with timer("forward"):
-                loss = self._loss(batch)
+                loss = self._forward(batch)
             with timer("backward"), self._optimizer.no_sync() if left else nullcontext():
                 self._optimizer.backward(loss.mean, weight=loss.count)
-            self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
         if not micro_batches:
             self._optimizer.share(0)
 
-    def _loss(self, batch: Any) -> tasks.Loss:
-        """Return the task's loss of a micro-batch, after moving it to the device. Local."""
+    def _forward(self, batch: Any) -> tasks.Loss:
+        """Return the task's loss of a micro-batch on the device, and add up its means. Local."""
         moved = device.move(batch, self._world.device, self._precision.parameters)
         with self._precision.autocast_context(self._world.device):
-            return self._job.task.loss(self._model, moved)
+            loss = self._job.task.loss(self._model, moved)
+        self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
+        return loss
 
     def _reduce_means(self, step: int) -> GlobalMeans:
         """Return the step's means over the ranks that the sync schedule names. Collective.
@@ -195,7 +196,8 @@ class Trainer:
         """Count the step, warn if it was not finite, and return its record. Local."""
         if warning := _nonfinite_warning(means, update):
             self._reporter.warn(f"in step {step}, {warning}")
-        seconds = timer.elapsed()
+        times: dict[str, Any] = timer.times()
+        seconds = times["step_s"]
         self._result.add(means.count, seconds, skipped=update.skipped)
         reduced: dict[str, Any] = {n: value for n, value in means.values.items() if n in METRICS}
         return StepRecord(
@@ -207,12 +209,9 @@ class Trainer:
             clipped_norm=None if update.skipped else update.clipped_norm,
             samples=self._job.data.batch_size(step),
             tokens_per_s=means.count / seconds,
-            step_s=seconds,
-            communication=timer.communication(),
-            exposed=timer.exposed(),
             metrics=means.metrics,
             skipped=update.skipped,
-            **cast(dict[str, Any], timer.phases),
+            **times,
             **reduced,
         )
 
@@ -234,8 +233,7 @@ class Trainer:
         """
         self._model.eval()
         for batch in self._job.data.validation_batches():
-            loss = self._loss(batch)
-            self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
+            self._forward(batch)
         self._model.train()
         means = self._means.reduce(self._world.collectives, "in evaluation")
         if means.nonfinite:
