@@ -14,7 +14,7 @@ from gpu_facts import facts
 from torch import Tensor, nn
 
 import mntrain
-from mntrain.metrics.flops import peak
+from mntrain.metrics.step import peak
 from mntrain.tasks.transformer import Transformer
 from mntrain.train import compiling
 

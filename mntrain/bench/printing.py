@@ -9,8 +9,8 @@ from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
 from mntrain.bench.results import BenchCase, BenchResults
+from mntrain.metrics.registry import short_time
 from mntrain.metrics.terminal import plain
-from mntrain.metrics.units import short_time
 
 _LOG_WIDTH = 110  # columns if the output is not a terminal
 

@@ -1,15 +1,13 @@
-"""Registry of reported metrics: each is declared once, as a field of `StepRecord`.
+"""Registry of reported metrics, and formats of their values.
 
-The declaration says in which unit a metric is, how it is reduced over ranks, and where it is shown.
-metrics.jsonl, the display, the summary and any exporter take it from there. A new metric needs two
-edits: a field here, and its value in `mntrain/train/trainer.py`.
+Each metric is declared once, as a field of `StepRecord`: its unit, how it is reduced over ranks,
+and where it is shown. metrics.jsonl, the display, the summary and any exporter take it from there.
+A new metric needs two edits: a field here, and its value in `mntrain/train/trainer.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
-
-from mntrain.metrics import units
 
 Reduction = Literal["mean", "sum", "max", "same", "master"]
 """Over all ranks: the mean weighted by items, the sum, the maximum; or no reduction, because the
@@ -18,6 +16,44 @@ value is the same on every rank, or because it is the master's own."""
 Row = Literal["line", "losses", "rates", "phases", "evaluation"]
 """A line of the log; a row of the live panel (losses, rates or phases); the line printed after an
 evaluation."""
+
+
+def loss_text(value: float) -> str:
+    """Format a loss: 2.4312, 1.200e-05, nan."""
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
+
+
+def count_text(value: float) -> str:
+    """Format a number in powers of 1000: 812, 12.3k, 1.20M."""
+    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def size_text(value: float) -> str:
+    """Format bytes in powers of 1024: 512 B, 1.50 GiB."""
+    return _scaled(value, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    """Format three digits and a unit; whole numbers below the first unit stay whole."""
+    power = 0
+    while abs(value) >= 999.5 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    whole = isinstance(value, int) or abs(value) >= 99.95
+    return f"{value:.{0 if whole else 1 if abs(value) >= 9.995 else 2}f}{units[power]}"
+
+
+def short_time(seconds: float) -> str:
+    """Format a time below a minute: 21.3 us, 12.3 ms, 0.42 s."""
+    if seconds >= 0.0995:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def clock_text(seconds: float) -> str:
+    """Format hours, if any, minutes and seconds: 1:07, 12:01:07."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +83,7 @@ class StepRecord:
     """1 for the first."""
     loss: Annotated[
         float,
-        Metric("mean", format=units.number, rows=("line", "losses"), summary="final_loss"),
+        Metric("mean", format=loss_text, rows=("line", "losses"), summary="final_loss"),
     ]
     """Mean over the items (samples or tokens) of the step."""
     lr: Annotated[float, Metric("same", format="{:.1e}".format, rows=("line", "rates"))]
@@ -62,9 +98,9 @@ class StepRecord:
     clipped_norm: Annotated[float | None, Metric("same")]
     """Norm of the gradient after clipping."""
     samples: Annotated[int, Metric("same", "samples")]
-    tokens_per_s: Annotated[float, Metric("master", "items/s", format=units.count)]
+    tokens_per_s: Annotated[float, Metric("master", "items/s", format=count_text)]
     """Items that the loss is a mean over (tokens or samples), a second."""
-    step_s: Annotated[float, Metric("master", "s", format=units.short_time)]
+    step_s: Annotated[float, Metric("master", "s", format=short_time)]
     """From the end of the previous step to the end of this one."""
     data: Annotated[float, _PHASE]
     forward: Annotated[float, _PHASE]
@@ -88,7 +124,7 @@ class StepRecord:
         Metric(
             "mean",
             label="eval loss",
-            format=units.number,
+            format=loss_text,
             rows=("evaluation",),
             summary="eval_loss",
         ),

@@ -10,7 +10,6 @@ import os
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -42,23 +41,6 @@ _LOG_LINES = 20  # of a whole run, or more if its steps are slow:
 _LOG_INTERVAL_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobDescription:
-    """Facts about a job and its places, as texts for the display."""
-
-    model: str
-    topology: str
-    algorithm: str
-    library: str  # such as "MPICH 5.0.2"
-    thread_level: str
-    zero: str  # stage, partition and precision
-    places: Sequence[Place]  # by rank
-    tuning: str = ""  # why `algorithm` was chosen; "": it was given
-    transport: str = ""  # how tensors of GPUs travel; "" on CPUs
-    kernels: str = ""  # what GPUs add them with; "" on CPUs
-    warnings: Sequence[str] = ()
-
-
 def make_reporter(
     master: bool, run_dir: Path, steps: int, console: Console | None = None
 ) -> "Reporter":
@@ -72,8 +54,8 @@ def make_reporter(
 class Reporter:
     """Silent reporter, for all ranks but the master. A context manager; all methods are local."""
 
-    def start(self, job: JobDescription) -> None:
-        """Show the description of the job."""
+    def start(self, lines: Sequence[tuple[str, str]], places: Sequence[Place]) -> None:
+        """Show what runs where: lines with their rich style, and the places by rank."""
 
     def step(self, record: StepRecord) -> None:
         """Show a step and append it to metrics.jsonl. Raises RuntimeError unless entered."""
@@ -121,20 +103,11 @@ class ConsoleReporter(Reporter):
         self._metrics = path.open("a", buffering=1, encoding="utf-8")
         return self
 
-    def start(self, job: JobDescription) -> None:
-        """Print a line for each fact, the warnings, and the table of places."""
-        self._print(job.model, "bold")
-        self._print(
-            f"{job.topology}, {job.algorithm}, {job.library} (thread level {job.thread_level})"
-        )
-        facts = {"auto": job.tuning, "transport": job.transport, "kernels": job.kernels}
-        for name, fact in facts.items():
-            if fact:
-                self._print(f"{name}: {fact}")
-        for warning in job.warnings:
-            self._print(f"warning: {warning}", "yellow")
-        self._print(job.zero)
-        self._print_tables(place_table(job.places, self._console.encoding))
+    def start(self, lines: Sequence[tuple[str, str]], places: Sequence[Place]) -> None:
+        """Print the lines and the table of places."""
+        for line, style in lines:
+            self._print(line, style)
+        self._print_tables(place_table(places, self._console.encoding))
 
     def step(self, record: StepRecord) -> None:
         """Append the step to metrics.jsonl, and redraw the panel or print a line if one is due."""

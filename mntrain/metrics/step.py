@@ -1,13 +1,11 @@
-"""Measurements of a step and of a job: seconds by phase, sums of means, memory by role."""
+"""Measurements of a step and of a job: seconds by phase, memory by role, peak FLOP/s."""
 
 import dataclasses
+import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-
-import torch
-from torch import Tensor
 
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.metrics.registry import PHASES
@@ -24,12 +22,30 @@ _PROCESS_ROLES = {
     "pinned": "pinned_memory",
 }
 
+# Peak dense TFLOP/s by torch's name of the GPU: bf16 and fp16 matrices summed in fp32, then fp32
+# without TF32, which is torch's default; None where the GPU has no such unit. From NVIDIA's data
+# sheets (halved where they state figures with sparsity) and, for the RTX 4090, its white paper.
+_PEAKS: dict[str, tuple[float | None, float, float]] = {
+    r"(NVIDIA )?A100-.*|(NVIDIA )?A100 .*PCIe": (312, 312, 19.5),
+    r"NVIDIA H100 PCIe": (756, 756, 51),
+    r"NVIDIA H100 NVL": (835, 835, 60),
+    r"NVIDIA H100( \d+GB HBM[23]e?)?": (989, 989, 67),
+    r"NVIDIA H200 NVL": (836, 836, 60),
+    r"NVIDIA (H200|GH200 .*)": (989, 989, 67),
+    r"NVIDIA B200": (2250, 2250, 75),
+    r"NVIDIA L40S": (362, 362, 91.6),
+    r"NVIDIA A10G": (70, 70, 35),
+    r"Tesla V100-SXM2-.*": (None, 125, 15.7),
+    r"Tesla V100-PCIE-.*": (None, 112, 14),
+    r"NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6),
+}
+
 
 class StepTimer:
     """Stopwatch of one step, from construction on. All times are seconds of wall-clock time."""
 
     def __init__(self, collectives: WorldCollectives) -> None:
-        self.phases = dict.fromkeys(PHASES, 0.0)
+        self._phases = dict.fromkeys(PHASES, 0.0)
         self._start = time.perf_counter()
         self._collectives = collectives
         self._busy_s, self._waited_s = collectives.busy_s, collectives.waited_s
@@ -41,50 +57,16 @@ class StepTimer:
         try:
             yield
         finally:
-            self.phases[phase] += time.perf_counter() - start
+            self._phases[phase] += time.perf_counter() - start
 
-    def elapsed(self) -> float:
-        """Return the time since the step began."""
-        return time.perf_counter() - self._start
-
-    def communication(self) -> float:
-        """Return the time in which a collective was in progress."""
-        return self._collectives.busy_s - self._busy_s
-
-    def exposed(self) -> float:
-        """Return the time in which this rank waited for a collective."""
-        return self._collectives.waited_s - self._waited_s
-
-
-class WeightedSums:
-    """Sums of means weighted by their counts, so that totals over ranks give exact means."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, count: int, means: Mapping[str, Tensor]) -> None:
-        """Add 0-dim means over the same `count` items. Does not wait for a device."""
-        if not count:
-            return
-        self.count += count
-        for name, mean in means.items():
-            term = mean.detach().to(torch.float64) * count
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
-
-    def names(self) -> list[str]:
-        """Return the names that have been added so far."""
-        return list(self._sums)
-
-    def sums(self, names: Sequence[str]) -> list[float]:
-        """Return sums by name, 0 for a name that was never added. Waits for the device, once."""
-        known = [name for name in names if name in self._sums]
-        if not known:
-            return [0.0] * len(names)
-        device = self._sums[known[0]].device
-        values = torch.stack([self._sums[name].to(device) for name in known]).tolist()
-        by_name = dict(zip(known, values, strict=True))
-        return [by_name.get(name, 0.0) for name in names]
+    def times(self) -> dict[str, float]:
+        """Return the times since the step began, by field of `StepRecord`."""
+        return {
+            "step_s": time.perf_counter() - self._start,
+            "communication": self._collectives.busy_s - self._busy_s,
+            "exposed": self._collectives.waited_s - self._waited_s,
+            **self._phases,
+        }
 
 
 def memory_by_role(
@@ -110,3 +92,25 @@ def _spread(by_rank: Sequence[int]) -> dict[str, int]:
     median = round(statistics.median(by_rank))
     peak_rank = by_rank.index(most)
     return {"least": min(by_rank), "median": median, "most": most, "peak_rank": peak_rank}
+
+
+def peak(model: str, dtype: str) -> float | None:
+    """Return the peak dense FLOP/s of a GPU in "fp32", "bf16" or "fp16"; None if unknown.
+
+    `model` is torch's name of the GPU. The peak of a part of a GPU (MIG) is unknown.
+    """
+    for pattern, (bf16, fp16, fp32) in _PEAKS.items():
+        if re.fullmatch(pattern, model) and "MIG" not in model:
+            tera = {"bf16": bf16, "fp16": fp16, "fp32": fp32}[dtype]
+            return None if tera is None else tera * 1e12
+    return None
+
+
+def peak_of_job(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:
+    """Return the sum of the peaks of a job's GPUs; None on CPUs or if any is unknown.
+
+    `gpus` has (UUID, model) by rank. A GPU that several ranks share counts once.
+    """
+    peaks = [peak(model, dtype) for _, model in set(gpus)]
+    known = [flops for flops in peaks if flops is not None]
+    return sum(known) if known and len(known) == len(peaks) else None

@@ -14,16 +14,17 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.metrics import units
-from mntrain.metrics.flops import describe_utilisation
 from mntrain.metrics.registry import (
     METRICS,
     PHASES,
     StepRecord,
+    clock_text,
+    count_text,
+    short_time,
+    size_text,
 )
 from mntrain.rank_info import Place
 
@@ -69,20 +70,19 @@ class ProgressPanel:
         self.unit = "tokens"
         self.recent: deque[StepRecord] = deque(maxlen=10)
         self._losses: deque[float] = deque(maxlen=40)
-        self._trained_s = 0.0
-        # Estimates the time left, on the clock of the steps' own durations.
-        self._progress = Progress(get_time=lambda: self._trained_s, speed_estimate_period=math.inf)
-        self._task = self._progress.add_task("", total=steps)
+        # Of the steps after the first one, which is a warm-up.
+        self._timed_steps, self._timed_s = 0, 0.0
 
     def add(self, record: StepRecord) -> None:
         """Add the next step."""
         # tokens_per_s counts the items that the loss is a mean over: samples, if as many as those.
         items = record.tokens_per_s * record.step_s
         self.unit = "samples" if math.isclose(items, record.samples, rel_tol=1e-3) else "tokens"
+        if self.recent:
+            self._timed_steps += 1
+            self._timed_s += record.step_s
         self.recent.append(record)
         self._losses.append(record.loss)
-        self._trained_s += record.step_s
-        self._progress.update(self._task, completed=record.step)
 
     def line(self) -> str:
         """Return the last step as a line for a log."""
@@ -119,13 +119,11 @@ class ProgressPanel:
         items = statistics.fmean(record.tokens_per_s * record.step_s for record in self.recent)
         seconds = self._mean_s()
         speed = items / seconds if seconds else 0.0
-        return f"{units.count(speed)} {self.unit}/s", f"{units.short_time(seconds)}/step"
+        return f"{count_text(speed)} {self.unit}/s", f"{short_time(seconds)}/step"
 
     def _left(self) -> str:
-        seconds = self._progress.tasks[0].time_remaining
-        if seconds is None:  # after the first step, which the estimate leaves out as a warm-up
-            seconds = (self.steps - self.recent[-1].step) * self._mean_s()
-        return units.clock(seconds)
+        step_s = self._timed_s / self._timed_steps if self._timed_steps else self._mean_s()
+        return clock_text((self.steps - self.recent[-1].step) * step_s)
 
     def _shares(self) -> list[tuple[str, float, str]]:
         """Return label, share of the recent steps' time and style of each phase and of the rest."""
@@ -158,15 +156,25 @@ def result_table(summary: Mapping[str, Any], steps: int, unit: str, encoding: st
     facts = {
         "steps": f"{summary['steps']} of {steps}{skipped}",
         **_summarized(summary),
-        "wall time": units.clock(summary["wall_s"]),
-        f"{unit}/s": f"{units.count(summary['tokens_per_s'])} on average",
+        "wall time": clock_text(summary["wall_s"]),
+        f"{unit}/s": f"{count_text(summary['tokens_per_s'])} on average",
     }
     if summary["model_flops_per_s"]:
-        facts["computing"] = describe_utilisation(summary)
+        facts["computing"] = _model_flops(summary)
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(Text(f" {name}", "dim"), plain(value, encoding))
     return table
+
+
+def _model_flops(summary: Mapping[str, Any]) -> str:
+    """Return a summary's model FLOP/s, and their share of the peak if it is known, as a text."""
+    text = count_text(summary["model_flops_per_s"])
+    number, prefix = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
+    flops = f"{number} {prefix}FLOP/s of the model"
+    if summary["utilisation"] is None:
+        return flops
+    return f"{flops}, {summary['utilisation']:.0%} of the dense {summary['computes_in']} peak"
 
 
 def _summarized(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -193,9 +201,9 @@ def memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
     table = _table("memory of a rank", "expected", "least", "median", "most", "on rank")
     for role, label in _MEMORY_LABELS.items():
         sizes = memory[role]
-        expected = units.size(sizes["expected"]) if "expected" in sizes else ""
+        expected = size_text(sizes["expected"]) if "expected" in sizes else ""
         if sizes["most"] or sizes.get("expected"):
-            spread = (units.size(sizes[key]) for key in ("least", "median", "most"))
+            spread = (size_text(sizes[key]) for key in ("least", "median", "most"))
             table.add_row(label, expected, *spread, str(sizes["peak_rank"]))
     return table
 
@@ -206,7 +214,7 @@ def traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     for label, level in (("within nodes", "node"), ("between nodes", "cross")):
         messages = sum(rank[f"{level}_messages"] for rank in ranks)
         sent = sum(rank[f"{level}_bytes"] for rank in ranks)
-        table.add_row(label, units.count(messages), units.size(sent))
+        table.add_row(label, count_text(messages), size_text(sent))
     return table
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS
-from mntrain.metrics.step import WeightedSums
-from mntrain.world import World
+from zero.collectives import Collectives, gather_objects
 
 
 @dataclass(frozen=True)
@@ -27,38 +26,45 @@ class GlobalMeans:
     nonfinite: str  # "nan on rank 1" if the loss is not finite, else ""
 
 
-class MeanReducer:
-    """Turns the weighted sums of every rank into means over the world.
+class MeanAccumulator:
+    """Sums means weighted by their counts, and reduces them to exact means over a group of ranks.
 
-    Over the world under any sync schedule: flags that end or save a job travel with the means. The
-    first call also gathers the names of the task's metrics, so that a rank without a sample of its
-    own knows them too.
+    The first reduction also gathers the names of the task's metrics, so that a rank without a
+    sample of its own knows them too. `rank` is this rank in the world, for errors.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._names: list[str] | None = None
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._names: list[str] = []
+        self._count = 0
+        self._sums: dict[str, Tensor] = {}
 
-    def __call__(
-        self,
-        sums: WeightedSums,
-        where: str,
-        local_values: Mapping[str, float] | None = None,
+    def add(self, count: int, means: Mapping[str, Tensor]) -> None:
+        """Add 0-dim means over the same `count` items. Local; does not wait for a device."""
+        if not count:
+            return
+        self._count += count
+        for name, mean in means.items():
+            term = mean.detach().to(torch.float64) * count
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+
+    def reduce(
+        self, group: Collectives, where: str, local_values: Mapping[str, float] | None = None
     ) -> GlobalMeans:
-        """Return the means over all ranks. Collective.
+        """Return the means over all ranks of the group, and start anew. Collective in the group.
 
         `local_values`, under the same names on every rank, travel in the same message. Each is
         reduced as its metric declares; those that are no metrics are summed. Raises
         TrainingStoppedError, which names `where`, if no rank has counted any item.
         """
-        world = self._world
-        if self._names is None:
-            by_rank = world.gather(sums.names())
+        if not self._names:
+            by_rank = gather_objects(group, list(self._sums))
             self._names = sorted({name for names in by_rank for name in names})
-        local_sums = sums.sums(self._names)
-        encoded = [x for pair in (local_values or {}).items() for x in self._encode(*pair)]
-        summed = torch.tensor([*local_sums, sums.count, *encoded], dtype=torch.float64)
-        world.collectives.all_reduce(summed).wait()
+        local_sums, local_count = self._local_sums(), self._count
+        self._count, self._sums = 0, {}
+        encoded = [x for pair in (local_values or {}).items() for x in _encode(*pair, group)]
+        summed = torch.tensor([*local_sums, local_count, *encoded], dtype=torch.float64)
+        group.all_reduce(summed).wait()
         totals = iter(summed.tolist())
         global_sums = list(islice(totals, len(self._names)))
         count = next(totals)
@@ -78,11 +84,21 @@ class MeanReducer:
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
         return GlobalMeans(loss, means, int(count), values, nonfinite)
 
-    def _encode(self, name: str, value: float) -> list[float]:
-        """Return what to sum for a value: a maximum needs a place for each rank."""
-        if not _is_maximum(name):
-            return [value]
-        return [value if rank == self._world.rank else 0.0 for rank in range(self._world.size)]
+    def _local_sums(self) -> list[float]:
+        """Return this rank's sums by name, 0 for a missing one. Waits for the device, once."""
+        if not self._sums:
+            return [0.0] * len(self._names)
+        device = next(iter(self._sums.values())).device
+        values = torch.stack([total.to(device) for total in self._sums.values()]).tolist()
+        by_name = dict(zip(self._sums, values, strict=True))
+        return [by_name.get(name, 0.0) for name in self._names]
+
+
+def _encode(name: str, value: float, group: Collectives) -> list[float]:
+    """Return what to sum for a value: a maximum needs a place for each rank."""
+    if not _is_maximum(name):
+        return [value]
+    return [value if rank == group.rank else 0.0 for rank in range(group.size)]
 
 
 def _is_maximum(name: str) -> bool:

@@ -1,8 +1,10 @@
-"""Setup of a training job: its data, model, optimizer and checkpointing, checked together."""
+"""Setup of a training job: its precision, data, model, optimizer and checkpointing."""
 
 import os
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -15,10 +17,32 @@ from mntrain.errors import AgreedError
 from mntrain.metrics.report import make_reporter
 from mntrain.train import compiling, run_directory, schedule
 from mntrain.train.checkpointing import Checkpointing
-from mntrain.train.precision import PRECISIONS
 from mntrain.train.signals import Deadline
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a model and of its forward, and the scaling of its loss, by --train.precision."""
+
+    parameters: torch.dtype | None = None  # and of buffers and gradients; None: the task's choice
+    autocast: torch.dtype | None = None  # None: forward runs in the parameters' dtype
+    loss_scale: Literal["dynamic"] | None = None
+
+    def autocast_context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context to run forward in. Local."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16": Precision(autocast=torch.bfloat16),
+    "bf16-pure": Precision(torch.bfloat16),
+    "fp16": Precision(torch.float16, loss_scale="dynamic"),  # small gradients would underflow
+}
 
 
 class JobData:
@@ -27,10 +51,8 @@ class JobData:
     def __init__(self, world: World, config: Config, task: tasks.Task) -> None:
         self._train, self._valid = task.dataset("train"), task.dataset("valid")
         self._valid_subset = sampling.spread(self._valid, config.train.eval_samples)
-        self.samples, self.valid_samples = (
-            len(cast(Sized, self._train)),
-            len(cast(Sized, self._valid)),
-        )
+        self.samples = len(cast(Sized, self._train))
+        self.valid_samples = len(cast(Sized, self._valid))
         self._plan = sampling.SamplingPlan(self.samples, config.train.batch_size, config.run.seed)
         self._options = sampling.LoaderOptions(
             rank=world.rank,

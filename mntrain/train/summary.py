@@ -1,8 +1,10 @@
 """The description of a run at its start, and its summary at the end."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torch import nn
@@ -10,61 +12,64 @@ from torch import nn
 from mntrain.comm.topology import Topology
 from mntrain.config import Config
 from mntrain.errors import AgreedError
-from mntrain.metrics.flops import COMPUTE_DTYPES, Throughput, peak_of_job
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.report import JobDescription
-from mntrain.metrics.step import memory_by_role
+from mntrain.metrics.step import memory_by_role, peak_of_job
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a job's training; "running" until then."""
-
-    status: str
-    last: StepRecord | None = None  # the last completed step of this job, if any
-    error: AgreedError | None = None
-    reason: str | None = None  # of an early end
+_WARMUP_STEPS = 3  # in which caches fill and compilation runs
 
 
 @dataclass
-class RunTotals:
-    """Counters of a run, the same on all ranks but for times."""
+class JobResult:
+    """The end of a job, and its counters: the same on all ranks but for times."""
 
     flops_per_item: float | None  # of the model, if the task knows it
     skipped_steps: int  # earlier jobs of the run included
+    status: str = "running"  # until the end
+    last: StepRecord | None = None  # the last completed step of this job, if any
+    error: AgreedError | None = None
+    reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
     seconds: float = 0.0  # of this job
-    throughput: Throughput = field(default_factory=Throughput)
+    _steps: int = 0
+    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def add(self, items: int, seconds: float, *, skipped: bool) -> None:
         """Count a step."""
         self.items += items
         self.skipped_steps += skipped
-        self.throughput.add(items, seconds)
+        self._steps += 1
+        if self._steps == _WARMUP_STEPS + 1:
+            self._rates.clear()
+        self._rates.append(items / seconds)
+
+    @property
+    def items_per_s(self) -> float:
+        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
+        return median(self._rates) if self._rates else 0.0
 
 
-def describe_job(world: World, config: Config, model: nn.Module) -> JobDescription:
-    """Return the description of a job, for `Reporter.start`. Collective."""
+def describe_job(world: World, config: Config, model: nn.Module) -> list[tuple[str, str]]:
+    """Return the description of a job, as lines with their style for the display. Collective."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    zero = config.zero
+    zero, library = config.zero, world.library
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     warnings = [shared_memory_warning(reasons, world.topology), world.sharing]
-    return JobDescription(
-        model=f"{config.task}: {count / 1e6:.2f} M parameters",
-        topology=str(world.topology),
-        algorithm=world.algorithm,
-        library=world.library.name,
-        thread_level=world.library.threads,
-        zero=f"zero: {sharding}; precision {config.train.precision}",
-        places=world.places,
-        tuning=world.tuning,
-        transport=world.transport_line,
-        kernels=world.kernels.why if world.device.type == "cuda" else "",
-        warnings=[line for warning in warnings for line in warning.splitlines()],
-    )
+    where = f"{world.topology}, {world.algorithm}"
+    facts = {
+        "auto": world.tuning,
+        "transport": world.transport_line,
+        "kernels": world.kernels.why if world.device.type == "cuda" else "",
+    }
+    return [
+        (f"{config.task}: {count / 1e6:.2f} M parameters", "bold"),
+        (f"{where}, {library.name} (thread level {library.threads})", ""),
+        *((f"{name}: {fact}", "") for name, fact in facts.items() if fact),
+        *((f"warning: {line}", "yellow") for text in warnings for line in text.splitlines()),
+        (f"zero: {sharding}; precision {config.train.precision}", ""),
+    ]
 
 
 def shared_memory_warning(reasons: Sequence[str], topology: Topology) -> str:
@@ -94,30 +99,29 @@ def summarize(
     optimizer: ZeroOptimizer,
     config: Config,
     run_dir: Path,
-    *,
-    outcome: Outcome,
-    totals: RunTotals,
+    result: JobResult,
 ) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     usage = world.usage()
     memory = world.gather((optimizer.memory(), optimizer.expected_memory()))
     measured, expected = zip(*memory, strict=True)
-    per_item = totals.flops_per_item
-    flops_per_s = per_item * totals.throughput.median if per_item else None
-    dtype = COMPUTE_DTYPES[config.train.precision]
+    # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
+    per_item = result.flops_per_item
+    flops_per_s = per_item * result.items_per_s if per_item else None
+    dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_of_job([(place.gpu, place.model) for place in world.places], dtype)
-    last = outcome.last
+    last = result.last
     return {
-        "status": outcome.status,
+        "status": result.status,
         "steps": last.step if last else 0,
-        "skipped_steps": totals.skipped_steps,
+        "skipped_steps": result.skipped_steps,
         **{
             metric.summary: getattr(last, name) if last else None
             for name, metric in METRICS.items()
             if metric.summary
         },
-        "wall_s": totals.seconds,
-        "tokens_per_s": totals.items / totals.seconds,
+        "wall_s": result.seconds,
+        "tokens_per_s": result.items / result.seconds,
         "model_flops_per_s": flops_per_s,
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
@@ -136,5 +140,5 @@ def summarize(
             {**asdict(place), **asdict(used)}
             for place, used in zip(world.places, usage, strict=True)
         ],
-        "reason": outcome.reason,
+        "reason": result.reason,
     }

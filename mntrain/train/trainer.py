@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -19,13 +19,12 @@ from mntrain import device, tasks
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.step import StepTimer, WeightedSums
+from mntrain.metrics.step import StepTimer
 from mntrain.train import compiling, run_directory
-from mntrain.train.consensus import GlobalMeans, MeanReducer, differing_ranks, model_digest
-from mntrain.train.job import TrainingJob
-from mntrain.train.precision import PRECISIONS
+from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
+from mntrain.train.job import PRECISIONS, TrainingJob
 from mntrain.train.signals import SignalRequests
-from mntrain.train.summary import Outcome, RunTotals, describe_job, summarize
+from mntrain.train.summary import JobResult, describe_job, summarize
 from mntrain.world import World, init
 from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult
@@ -71,9 +70,9 @@ class Trainer:
         self._checkpointing, self._reporter = job.checkpointing, job.reporter
         self._precision = PRECISIONS[config.train.precision]
         self._signals = SignalRequests()
-        self._means = MeanReducer(world)
+        self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
-        self._totals = RunTotals(job.task.flops_per_item(job.model), skipped_steps)
+        self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._longest_step_s = 0.0
 
     def fit(self) -> int:
@@ -85,39 +84,41 @@ class Trainer:
         """
         start = time.perf_counter()
         with self._reporter as reporter, self._signals as signals, _frozen_garbage():
-            reporter.start(describe_job(self._world, self._config, self._model))
+            description = describe_job(self._world, self._config, self._model)
+            reporter.start(description, self._world.places)
             if self._job.resumed:
                 run_directory.report_resumption(self._job.resumed, reporter)
-            outcome = self._train()
+            self._train()
             with signals.deferred():
-                outcome = self._save_at_end(outcome)
-            if outcome.status == "completed" and self._world.master:
+                self._save_at_end()
+            if self._result.status == "completed" and self._world.master:
                 with compiling.eager():
                     reporter.text("sample", self._job.task.sample(self._model) or "")
-            self._totals.seconds = time.perf_counter() - start
-            reporter.finish(self._summary(replace(outcome, reason=self._reason(outcome.status))))
+            self._result.seconds = time.perf_counter() - start
+            self._result.reason = self._reason()
+            reporter.finish(self._summary())
         if self._job.lock is not None:
             os.close(self._job.lock)
-        if outcome.error:
-            raise outcome.error
-        return EXIT_CODES.get(outcome.status, 0)
+        if self._result.error:
+            raise self._result.error
+        return EXIT_CODES.get(self._result.status, 0)
 
-    def _train(self) -> Outcome:
+    def _train(self) -> None:
         """Take steps until the job is to end. Collective."""
-        record = None
+        result = self._result
         for step in count(self._job.done + 1):
             start = time.perf_counter()
             try:
-                record, flags = self.train_step(step)
+                result.last, flags = self.train_step(step)
             except TrainingStoppedError as error:
-                return Outcome("failed", record, error)
-            self._reporter.step(record)
-            status = self._status(step, flags)
-            if status != "running":
-                return Outcome(status, record)
-            self._checkpointing.after_step(record, self._totals.skipped_steps, flags)
+                result.status, result.error = "failed", error
+                return
+            self._reporter.step(result.last)
+            result.status = self._status(step, flags)
+            if result.status != "running":
+                return
+            self._checkpointing.after_step(result.last, result.skipped_steps, flags)
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
-        raise AssertionError("the loop ends at the last step")
 
     def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
         """Take one step, 1 for the first; return its record and the summed flags. Collective.
@@ -128,44 +129,44 @@ class Trainer:
         timer = StepTimer(self._world.collectives)
         with timer("data"):
             micro_batches = next(self._job.batches)
-        sums = self._forward_backward(micro_batches, timer)
+        self._forward_backward(micro_batches, timer)
         with timer("reduce_wait"):
             self._optimizer.synchronize()
-            means = self._reduce_means(step, sums)
+            means = self._reduce_means(step)
         lr = float(self._job.scheduler.get_last_lr()[0])
         with timer("optimizer"):
             update = self._update(step)
         record = self._record(step, lr, means, update, timer)
         return self._check_and_evaluate(record), means.values
 
-    def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> WeightedSums:
-        """Accumulate gradients over micro-batches; return the sums of their means. Local.
+    def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> None:
+        """Accumulate gradients and means over micro-batches. Local.
 
         Only the last backward sends gradients.
         """
-        sums = WeightedSums()
         for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with timer("forward"):
-                loss = self._loss(batch)
+                loss = self._forward(batch)
             with timer("backward"), self._optimizer.no_sync() if left else nullcontext():
                 self._optimizer.backward(loss.mean, weight=loss.count)
-            sums.add(loss.count, {"loss": loss.mean, **loss.metrics})
         if not micro_batches:
             self._optimizer.share(0)
-        return sums
 
-    def _loss(self, batch: Any) -> tasks.Loss:
-        """Return the task's loss of a micro-batch, after moving it to the device. Local."""
+    def _forward(self, batch: Any) -> tasks.Loss:
+        """Return the task's loss of a micro-batch on the device, and add up its means. Local."""
         moved = device.move(batch, self._world.device, self._precision.parameters)
         with self._precision.autocast_context(self._world.device):
-            return self._job.task.loss(self._model, moved)
+            loss = self._job.task.loss(self._model, moved)
+        self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
+        return loss
 
-    def _reduce_means(self, step: int, sums: WeightedSums) -> GlobalMeans:
+    def _reduce_means(self, step: int) -> GlobalMeans:
         """Return the step's means over all ranks, and the sums of their flags. Collective.
 
         Raises TrainingStoppedError if the loss is not finite, unless such steps are skipped.
         """
-        means = self._means(sums, f"in step {step}", self._local_values())
+        group = self._world.collectives  # under any sync schedule: all ranks end and save together
+        means = self._means.reduce(group, f"in step {step}", self._local_values())
         skips = self._config.optim.non_finite == "skip" or self._precision.loss_scale == "dynamic"
         if means.nonfinite and not skips:
             raise self._stopped(f"in step {step}, the loss is {means.nonfinite}")
@@ -196,8 +197,9 @@ class Trainer:
         """Count the step, warn if it was not finite, and return its record. Local."""
         if warning := _nonfinite_warning(means, update):
             self._reporter.warn(f"in step {step}, {warning}")
-        seconds = timer.elapsed()
-        self._totals.add(means.count, seconds, skipped=update.skipped)
+        times: dict[str, Any] = timer.times()
+        seconds = times["step_s"]
+        self._result.add(means.count, seconds, skipped=update.skipped)
         reduced: dict[str, Any] = {n: value for n, value in means.values.items() if n in METRICS}
         return StepRecord(
             step=step,
@@ -208,12 +210,9 @@ class Trainer:
             clipped_norm=None if update.skipped else update.clipped_norm,
             samples=self._job.data.batch_size(step),
             tokens_per_s=means.count / seconds,
-            step_s=seconds,
-            communication=timer.communication(),
-            exposed=timer.exposed(),
             metrics=means.metrics,
             skipped=update.skipped,
-            **cast(dict[str, Any], timer.phases),
+            **times,
             **reduced,
         )
 
@@ -234,12 +233,10 @@ class Trainer:
         Raises TrainingStoppedError if the loss is not finite.
         """
         self._model.eval()
-        sums = WeightedSums()
         for batch in self._job.data.validation_batches():
-            loss = self._loss(batch)
-            sums.add(loss.count, {"loss": loss.mean, **loss.metrics})
+            self._forward(batch)
         self._model.train()
-        means = self._means(sums, "in evaluation")
+        means = self._means.reduce(self._world.collectives, "in evaluation")
         if means.nonfinite:
             raise self._stopped(f"in evaluation, the loss is {means.nonfinite}")
         return means
@@ -263,45 +260,40 @@ class Trainer:
             return "preempted"
         return "interrupted" if flags["interrupted"] else "running"
 
-    def _save_at_end(self, outcome: Outcome) -> Outcome:
-        """Save at the end of the job, if wanted or preempted; return the outcome. Collective."""
-        last = outcome.last
-        saves = self._checkpointing.wanted or outcome.status == "preempted"
-        if last is None or outcome.error or not saves:
-            self._checkpointing.wait(last.step if last else self._job.done)
-            return outcome
+    def _save_at_end(self) -> None:
+        """Save at the end of the job, if wanted or preempted. Collective."""
+        result = self._result
+        saves = self._checkpointing.wanted or result.status == "preempted"
+        if result.last is None or result.error or not saves:
+            self._checkpointing.wait(result.last.step if result.last else self._job.done)
+            return
         try:
-            self._checkpointing.save_now(last, self._totals.skipped_steps)
+            self._checkpointing.save_now(result.last, result.skipped_steps)
         except AgreedError as error:
-            if outcome.status != "interrupted":
-                return Outcome("failed", last, self._stopped(str(error)))
-            self._reporter.warn(str(error))
-        return outcome
+            if result.status == "interrupted":
+                self._reporter.warn(str(error))
+            else:
+                result.status, result.error = "failed", self._stopped(str(error))
 
-    def _reason(self, status: str) -> str | None:
+    def _reason(self) -> str | None:
         """Return the signal and rank, or the deadline, that ended the job early. Collective."""
-        if status not in EXIT_CODES:
+        if self._result.status not in EXIT_CODES:
             return None
-        signals = self._world.gather(self._signals.first.name if self._signals.first else None)
-        for rank, name in enumerate(signals):
+        first = self._signals.first
+        for rank, name in enumerate(self._world.gather(first.name if first else None)):
             if name:
                 return f"{name} on rank {rank}"
         return self._job.deadline.reason
 
-    def _summary(self, outcome: Outcome) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         """Return the content of summary.json. Collective."""
-        summary = summarize(
-            self._world,
-            self._optimizer,
-            self._config,
-            self._job.run_dir,
-            outcome=outcome,
-            totals=self._totals,
-        )
-        resumed = self._job.resumed
-        summary["resumed_from"] = str(resumed.path) if resumed else None
-        summary |= self._checkpointing.summary()
-        return summary | ({"error": str(outcome.error)} if outcome.error else {})
+        job, error = self._job, self._result.error
+        return {
+            **summarize(self._world, self._optimizer, self._config, job.run_dir, self._result),
+            "resumed_from": str(job.resumed.path) if job.resumed else None,
+            **self._checkpointing.summary(),
+            **({"error": str(error)} if error else {}),
+        }
 
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)

@@ -87,7 +87,8 @@ def test_nothing_queues_between_an_update_and_the_next_forward(world, tmp_path, 
     trainer = Trainer(world, small(tmp_path))
     log.clear()
     assert trainer.fit() == 0
-    starts = [index for index, name in enumerate(log) if name == "loss"][:4]
+    # The first step is left out: it also gathers the names of the task's metrics.
+    starts = [index for index, name in enumerate(log) if name == "loss"][1:4]
     for start, end in pairwise(starts):
         communicated = log[start + 1 : end]
         gathers = communicated.count("all_gather")

@@ -33,7 +33,7 @@ from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.bench.run import files_problem
 from mntrain.comm import algorithms
 from mntrain.comm.topology import Topology
-from mntrain.metrics.units import short_time
+from mntrain.metrics.registry import short_time
 from zero.collectives import SingleProcessCollectives
 
 COMMAND = [sys.executable, "-m", "mntrain", "bench"]

@@ -6,11 +6,14 @@ from dataclasses import fields
 import pytest
 from reports import record, skipped
 
-from mntrain.metrics import units
 from mntrain.metrics.registry import (
     METRICS,
     PHASES,
     StepRecord,
+    clock_text,
+    count_text,
+    short_time,
+    size_text,
 )
 
 
@@ -58,7 +61,7 @@ def test_keys_of_the_summary_are_unique():
     ],
 )
 def test_count(value, text):
-    assert units.count(value) == text
+    assert count_text(value) == text
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_count(value, text):
     [(0, "0 B"), (512, "512 B"), (1023, "1.00 KiB"), (5 * 2**18, "1.25 MiB"), (2**60, "1024 PiB")],
 )
 def test_bytes(value, text):
-    assert units.size(value) == text
+    assert size_text(value) == text
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_bytes(value, text):
     [(0, "0:00"), (66.6, "1:07"), (3599.6, "1:00:00"), (43267, "12:01:07"), (360000, "100:00:00")],
 )
 def test_clock(seconds, text):
-    assert units.clock(seconds) == text
+    assert clock_text(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -88,4 +91,4 @@ def test_clock(seconds, text):
     ],
 )
 def test_short_time(seconds, text):
-    assert units.short_time(seconds) == text
+    assert short_time(seconds) == text

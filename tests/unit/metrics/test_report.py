@@ -11,7 +11,6 @@ import struct
 import sys
 import termios
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from reports import (
@@ -29,7 +28,7 @@ from reports import (
 from rich.cells import cell_len
 from rich.console import Console
 
-from mntrain.metrics.report import ConsoleReporter, JobDescription, Reporter, make_reporter
+from mntrain.metrics.report import ConsoleReporter, Reporter, make_reporter
 from mntrain.metrics.step import memory_by_role
 from mntrain.rank_info import Place
 from zero.memory import Memory
@@ -39,13 +38,10 @@ NASTY = "n[0] [red]a[/red] [/] :smile: \x1b[2J\x1b]0;title\x07"
 NASTY_SHOWN = "n[0] [red]a[/red] [/] :smile: \N{REPLACEMENT CHARACTER}[2J"
 
 
-def start(
-    reporter: Reporter, where: list[Place], model: str = "lm: 0.83 M parameters", **changes: Any
-) -> None:
-    facts = {"library": "MPICH 5.0.2", "thread_level": "multiple", "algorithm": "lanes"}
-    facts |= {"topology": "4 ranks on 2 nodes of 2"}
-    facts |= {"zero": "zero: stage 2, by element; precision bf16-pure", "model": model}
-    reporter.start(JobDescription(places=where, **(facts | changes)))
+def start(reporter: Reporter, where: list[Place]) -> None:
+    reporter.start(
+        [("lm: 0.83 M parameters", "bold"), ("warning: ranks share GPUs", "yellow")], where
+    )
 
 
 def shown(on: Console) -> str:
@@ -93,27 +89,13 @@ def test_both_reporters_have_the_same_methods(tmp_path):
 # Where the ranks run
 
 
-def test_start_tells_model_topology_algorithm_library_thread_level_stage_and_precision(tmp_path):
+def test_start_shows_lines_then_places(tmp_path):
     on = console(False)
     with reporting(tmp_path, on) as reporter:
         start(reporter, places(4, 2))
-    facts = "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)"
-    sharding = "zero: stage 2, by element; precision bf16-pure"
-    assert on.file.getvalue().splitlines()[:3] == ["lm: 0.83 M parameters", facts, sharding]
-
-
-def test_start_tells_under_the_algorithm_why_it_is_this_one_and_what_is_of_concern(tmp_path):
-    on = console(False)
-    with reporting(tmp_path, on) as reporter:
-        tuning = "lanes, 1 MiB pieces: 1.9x flat at 25 MiB; 97% of the measured link"
-        warnings = ["ranks share no memory", "ranks share GPUs"]
-        gpu = {"transport": "host: by any MPI", "kernels": "torch: CuPy is absent"}
-        start(reporter, places(4, 2), tuning=tuning, warnings=warnings, **gpu)
     lines = on.file.getvalue().splitlines()
-    assert lines[2] == f"auto: {tuning}"
-    assert lines[3:5] == ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
-    assert lines[5:7] == ["warning: ranks share no memory", "warning: ranks share GPUs"]
-    assert lines[7].startswith("zero: ")
+    assert lines[:2] == ["lm: 0.83 M parameters", "warning: ranks share GPUs"]
+    assert lines[3].split() == ["node", "rank", "local", "rank", "host", "device", "threads"]
 
 
 # Steps in a log
@@ -303,13 +285,14 @@ def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
 def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, terminal):
     on = console(terminal, width=200)
     with reporting(tmp_path, on, 2) as reporter:
-        start(reporter, places(2, 2, host=NASTY), NASTY, tuning=NASTY, warnings=[NASTY])
+        lines = [(NASTY, "bold"), (NASTY, ""), (NASTY, "yellow")]
+        reporter.start(lines, places(2, 2, host=NASTY))
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
         reporter.note(NASTY)
         reporter.text(NASTY, NASTY)
         reporter.finish(summary(eval_metrics={NASTY: 1.0}, run_dir=NASTY))
-    # Model, tuning, concern, two hosts, evaluation, warning, news, title, body, statistics,
+    # Three lines of the start, two hosts, evaluation, warning, news, title, body, statistics,
     # directory; the live display has them once more.
     assert "\n".join(screen(on)).count(NASTY_SHOWN) == 12 + terminal
     assert "\x1b[2J" not in on.file.getvalue()

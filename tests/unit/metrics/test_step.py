@@ -5,7 +5,7 @@ from dataclasses import fields
 import torch
 from reports import used
 
-from mntrain.metrics.step import WeightedSums, memory_by_role
+from mntrain.metrics.step import memory_by_role
 from mntrain.rank_info import Usage, device_memory
 from zero.memory import Memory
 
@@ -62,13 +62,3 @@ def test_what_a_process_needs_is_not_predicted():
 def test_on_the_cpu_there_is_no_memory_of_a_gpu():
     assert set(device_memory(torch.device("cpu")).values()) == {0}
     assert set(device_memory(torch.device("cpu"))) < {field.name for field in fields(Usage)}
-
-
-def test_a_tally_has_sums_of_means_by_their_counts_and_0_for_what_it_never_saw():
-    tally = WeightedSums()
-    assert tally.sums(["loss"]) == [0.0]
-    tally.add(3, {"loss": torch.tensor(2.0), "accuracy": torch.tensor(0.5)})
-    tally.add(1, {"loss": torch.tensor(4.0)})
-    tally.add(0, {"loss": torch.tensor(float("nan"))})
-    assert tally.sums(["accuracy", "other", "loss"]) == [1.5, 0.0, 10.0]
-    assert (tally.count, tally.names()) == (4, ["loss", "accuracy"])

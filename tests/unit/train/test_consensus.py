@@ -1,15 +1,16 @@
 import copy
-from types import SimpleNamespace
+import math
 
 import pytest
 import torch
 from first_of_two import FirstOfTwo
 from torch import nn
 
+from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS, Metric
-from mntrain.metrics.step import WeightedSums
 from mntrain.train import consensus
-from mntrain.train.consensus import differing_ranks, model_digest
+from mntrain.train.consensus import MeanAccumulator, differing_ranks, model_digest
+from zero import SingleProcessCollectives
 
 
 class Holding(nn.Module):
@@ -107,12 +108,22 @@ def test_means_weigh_items_and_a_maximum_is_not_summed(monkeypatch):
             return super().all_reduce(tensor, wire)
 
     monkeypatch.setitem(METRICS, "longest", Metric("max"))
-    sums = WeightedSums()
-    sums.add(3, {"loss": torch.tensor(1.0)})
-    local_values = {"flag": 1.0, "longest": 4.0}
-    world = SimpleNamespace(
-        rank=0, size=2, gather=lambda names: [names, names], collectives=SecondOfTwo()
-    )
-    means = consensus.MeanReducer(world)(sums, "in step 1", local_values)
-    assert (means.loss, means.count, means.nonfinite) == (3.0, 4, "")
-    assert means.values == {"flag": 2.0, "longest": 5.0}
+    monkeypatch.setattr(consensus, "gather_objects", lambda group, value: [value, value])
+    means = MeanAccumulator(0)
+    means.add(3, {"loss": torch.tensor(1.0)})
+    reduced = means.reduce(SecondOfTwo(), "in step 1", {"flag": 1.0, "longest": 4.0})
+    assert (reduced.loss, reduced.count, reduced.nonfinite) == (3.0, 4, "")
+    assert reduced.values == {"flag": 2.0, "longest": 5.0}
+
+
+def test_means_start_anew_after_a_reduction_and_leave_out_empty_batches():
+    means = MeanAccumulator(0)
+    for accuracy in (0.5, 0.75):
+        means.add(3, {"loss": torch.tensor(2.0), "accuracy": torch.tensor(accuracy)})
+        means.add(1, {"loss": torch.tensor(4.0)})
+        means.add(0, {"loss": torch.tensor(math.nan)})
+        reduced = means.reduce(SingleProcessCollectives(), "in step 1")
+        assert (reduced.loss, reduced.count) == (2.5, 4)
+        assert reduced.metrics == {"accuracy": 0.75 * accuracy}
+    with pytest.raises(TrainingStoppedError, match="in step 2, no rank has anything"):
+        means.reduce(SingleProcessCollectives(), "in step 2")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mntrain.metrics.flops import Throughput, peak, peak_of_job
+from mntrain.metrics.step import peak, peak_of_job
 
 H100 = ("uuid-1", "NVIDIA H100 80GB HBM3")
 
@@ -53,13 +53,3 @@ def test_peaks_add_up_over_gpus_and_a_shared_one_counts_once():
 def test_with_one_that_is_unknown_the_peak_of_job_is():
     assert peak_of_job([H100, ("", "")], "bf16") is None
     assert peak_of_job([("", "")], "fp32") is None
-
-
-def test_the_pace_leaves_the_first_steps_and_single_slow_ones_out():
-    pace = Throughput()
-    assert pace.median == 0.0
-    pace.add(100, 50.0)
-    assert pace.median == 2.0
-    for seconds in (20.0, 10.0, 1.0, 1.0, 30.0, 1.0):
-        pace.add(100, seconds)
-    assert pace.median == 100.0
