@@ -69,17 +69,17 @@ class MeanAccumulator:
         global_sums = list(islice(totals, len(self._names)))
         count = next(totals)
         values = {
-            name: max(islice(totals, world.size)) if _is_maximum(name) else next(totals)
+            name: max(islice(totals, group.size)) if _is_maximum(name) else next(totals)
             for name in local_values or {}
         }
         if not count:
             raise TrainingStoppedError(
-                f"{where}, no rank has anything to take a mean over", world.rank
+                f"{where}, no rank has anything to take a mean over", self._rank
             )
         means = {name: total / count for name, total in zip(self._names, global_sums, strict=True)}
         loss, nonfinite = means.pop("loss"), ""
         if not math.isfinite(loss):
-            losses = world.gather(local_sums[self._names.index("loss")])
+            losses = gather_objects(group, local_sums[self._names.index("loss")])
             culprits = [f"{x} on rank {r}" for r, x in enumerate(losses) if not math.isfinite(x)]
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
         return GlobalMeans(loss, means, int(count), values, nonfinite)
