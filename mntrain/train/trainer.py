@@ -84,7 +84,12 @@ class Trainer:
         (unless such steps are skipped), replicas differ, or the last checkpoint cannot be written.
         """
         start = time.perf_counter()
-        with self._reporter as reporter, self._signals as signals, _frozen_garbage():
+        with (
+            _closed_after(self._job.lock),
+            self._reporter as reporter,
+            self._signals as signals,
+            _frozen_garbage(),
+        ):
             reporter.start(describe_job(self._world, self._config, self._model))
             if self._job.resumed:
                 run_directory.report_resumption(self._job.resumed, reporter)
@@ -96,8 +101,6 @@ class Trainer:
                     reporter.text("sample", self._job.task.sample(self._model) or "")
             self._totals.seconds = time.perf_counter() - start
             reporter.finish(self._summary(replace(outcome, reason=self._reason(outcome.status))))
-        if self._job.lock is not None:
-            os.close(self._job.lock)
         if outcome.error:
             raise outcome.error
         return EXIT_CODES.get(outcome.status, 0)
@@ -315,6 +318,16 @@ def _nonfinite_warning(means: GlobalMeans, update: StepResult) -> str:
     return (
         f"the loss is {means.nonfinite}, though the gradient is finite" if means.nonfinite else ""
     )
+
+
+@contextmanager
+def _closed_after(lock: int | None) -> Iterator[None]:
+    """Close a descriptor after the block, also after an exception: another job may follow."""
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 @contextmanager
