@@ -10,11 +10,11 @@ import sys
 import tomllib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
@@ -59,8 +59,9 @@ def parse_options(
         raise SystemExit(0)
     try:
         given = _read_command_line(_parser(model, prog, description), argv, options)
-        if "config" in options and (config := given.get("config")) and config.value != "none":
-            given = _read_file(config.value, options, prog) | given
+        file = given["config"].value if "config" in options and "config" in given else "none"
+        if file and file != "none":  # an empty one is refused below
+            given = _read_file(file, options, prog) | given
         return cast(T, _construct(model, given))
     except ValueError as error:
         if print_errors:
@@ -79,8 +80,7 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(_nested({name: _to_toml(value) for name, value in given.items()}))
 
 
-@dataclass(frozen=True)
-class _Given:
+class _Given(NamedTuple):
     """A value and its source in the user's words, such as "--train.steps 5"."""
 
     value: Any
@@ -102,8 +102,11 @@ class _Parser(ArgumentParser):
     """An argument parser that raises ValueError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError."""
-        raise ValueError(message.removeprefix("argument "))
+        """Raise ValueError. argparse itself refuses nothing but a value for a switch."""
+        flag = message.removeprefix("argument ").partition(":")[0]
+        switch = re.sub(r"(^--|\.)no-", r"\1", flag)
+        negated = re.sub(r"([^.-][^.]*)$", r"no-\1", switch)
+        raise ValueError(f"{flag}: takes no value; write {switch} or {negated}")
 
 
 def _parser(model: Any, prog: str, description: str) -> ArgumentParser:
@@ -134,15 +137,23 @@ def _parser(model: Any, prog: str, description: str) -> ArgumentParser:
         else:
             several = get_origin(info.annotation) is tuple
             metavar = key.removesuffix("s").upper() if several else _metavar(info.annotation)
-            nargs = "+" if several else None
-            add(flag_of(name), dest=name, nargs=nargs, metavar=metavar, help=about)
+            # A missing value becomes an empty tuple, which no option accepts.
+            number: Any = {"nargs": "*"} if several else {"nargs": "?", "const": ()}
+            add(flag_of(name), dest=name, metavar=metavar, help=about, **number)
     return parser
 
 
 def _read_command_line(
     parser: ArgumentParser, argv: Sequence[str], options: Mapping[str, FieldInfo]
 ) -> dict[str, _Given]:
-    typed, unknown = parser.parse_known_args([re.sub("^--[^=]+", _with_dashes, w) for w in argv])
+    words: list[str] = []
+    for word in argv:
+        follows_flag = bool(words) and re.fullmatch("--[^=]+", words[-1])
+        if follows_flag and re.match(r"-(\d|\.\d|inf|nan)", word):
+            words[-1] += f"={word}"  # argparse takes -1e-3 for an option
+        else:
+            words.append(re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), word))
+    typed, unknown = parser.parse_known_args(words)
     if wrong := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
         flags = [flag_of(name) for name in options]
         raise ValueError("\n".join(f"{f}: {_unknown(f, flags, parser.prog)}" for f in wrong))
@@ -152,10 +163,6 @@ def _read_command_line(
         name: _Given(_from_words(options[name].annotation, value), _typed(name, value))
         for name, value in vars(typed).items()
     }
-
-
-def _with_dashes(flag: re.Match[str]) -> str:
-    return flag[0].replace("_", "-")
 
 
 def _typed(name: str, value: Any) -> str:
@@ -222,17 +229,33 @@ def _validated(
         return cls(**values, **sections)
     except ValidationError as error:
         for details in error.errors():
-            message = re.sub("^(Input|String) should", "must", details["msg"])
-            message = message.removeprefix("Value error, ")
             if not details["loc"]:  # of several options together
-                problems.append(message)
+                problems.append(str(details["ctx"]["error"]))
                 continue
             name = str(details["loc"][0])
-            if NoneType in get_args(options[name].annotation) and "none" not in message:
-                message += " or none"
+            own = details["type"] == "value_error"  # raised by this package, not by pydantic
+            message = str(details["ctx"]["error"]) if own else f"must be {_allowed(options[name])}"
             about = options[name].description.partition(". ")[0].rstrip(".")
             problems.append(f"{given[prefix + name].source}: {message} ({about})")
         return cls()
+
+
+def _allowed(option: FieldInfo) -> str:
+    """Return the values that an option accepts, in words: an integer >= 1, or none."""
+    kinds = [*get_args(option.annotation)] or [option.annotation]
+    if get_origin(option.annotation) is tuple:
+        kinds = [*get_args(kinds[0])]
+    nouns = {int: "an integer", float: "a finite number", bool: "true or false", str: "text"}
+    words = [nouns.get(kind, str(kind)) for kind in kinds if kind not in (NoneType, Ellipsis)]
+    text = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    bounds = [
+        f"{sign} {getattr(constraint, key)}"
+        for constraint in option.metadata
+        for key, sign in {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items()
+        if hasattr(constraint, key)
+    ]
+    text += f" {' and '.join(bounds)}" if bounds else ", not empty" if words == ["text"] else ""
+    return text + (", or none" if NoneType in kinds else "")
 
 
 def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:

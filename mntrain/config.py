@@ -21,16 +21,22 @@ def _parse_none(value: Any) -> Any:
 
 
 def _parse_path(value: Any) -> Any:
-    if value == "":
+    if value == "" or not isinstance(value, str | Path | None):
         raise ValueError("must be a path or none")
     return Path(value) if isinstance(value, str) else value
 
 
 def _parse_interval(value: Any) -> Any:
     text = str(value) if type(value) is int else value  # a file may hold a number of steps
-    if isinstance(text, str) and not re.fullmatch(r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", text):
+    if not isinstance(text, str) or not re.fullmatch(r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", text):
         raise ValueError("must be a number of steps, minutes such as 10min, or auto")
     return text
+
+
+def _check_stage(value: Any) -> Any:
+    if type(value) is not int:  # Literal accepts True and 1.0, which equal 1
+        raise ValueError("must be 0, 1 or 2")
+    return value
 
 
 T = TypeVar("T")
@@ -172,7 +178,7 @@ class CommConfig:
 class ZeroConfig:
     """Sharding over the ranks."""
 
-    stage: Literal[0, 1, 2] = Field(
+    stage: Annotated[Literal[0, 1, 2], BeforeValidator(_check_stage)] = Field(
         default=0,
         description="ZeRO stage. 0: no sharding. 1: the optimizer's state. 2: gradients too.",
     )
@@ -216,9 +222,9 @@ class CheckpointConfig:
 
     every: Interval = Field(
         default="0",
-        description="steps between checkpoints, or minutes (10min), or auto. 0: no checkpoints. "
-        "auto: the interval that loses least time, from the measured cost of a save and "
-        "--checkpoint.mtbf-hours.",
+        description="interval between checkpoints. In steps, or minutes (10min), or auto. 0: no "
+        "checkpoints. auto: the interval that loses least time, from the measured cost of a save "
+        "and --checkpoint.mtbf-hours.",
     )
     keep: int = Field(
         default=3,

@@ -246,7 +246,8 @@ class World:
         interpreter. Every later use, and every pending collective, raises RuntimeError; tensors
         that were being reduced or gathered hold undefined values. The communicators of the world
         are not freed, for that is collective. The remaining ranks can make another world over a
-        communicator of their own: `mntrain.init(comm)`.
+        communicator of their own: `mntrain.init(comm)`. MPI_Finalize is not local: a process that
+        exits may wait there for the other ranks of the job to exit, too.
         """
         if not self._open:
             return

@@ -45,6 +45,8 @@ def _check_png(path: Path | None) -> Path | None:
 
 
 def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("must have at least one value")
     return tuple(dict.fromkeys(values))
 
 
@@ -63,7 +65,7 @@ class BenchOptions:
 
     sizes: Annotated[
         tuple[Annotated[int, BeforeValidator(_parse_size)], ...],
-        AfterValidator(lambda sizes: tuple(sorted(set(sizes)))),
+        AfterValidator(lambda sizes: _unique(tuple(sorted(sizes)))),
     ] = Field(
         default=("4K", "64K", "1M", "16M", "64M"),
         validate_default=True,

@@ -155,7 +155,8 @@ class ProgressEngine:
 
         Every pending future and every later use raises RuntimeError. Tensors of pending collectives
         are kept for the life of the process, since MPI may still access them. A thread that blocks
-        in an MPI call ends when that call does.
+        in an MPI call ends when that call does; if it still blocks when the process exits,
+        MPICH's MPI_Finalize may crash.
         """
         if not self._closed:
             self._closed = "this world was abandoned: no communication after `abandon`"

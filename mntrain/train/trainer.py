@@ -83,7 +83,12 @@ class Trainer:
         (unless such steps are skipped), replicas differ, or the last checkpoint cannot be written.
         """
         start = time.perf_counter()
-        with self._reporter as reporter, self._signals as signals, _frozen_garbage():
+        with (
+            _closed_after(self._job.lock),
+            self._reporter as reporter,
+            self._signals as signals,
+            _frozen_garbage(),
+        ):
             description = describe_job(self._world, self._config, self._model)
             reporter.start(description, self._world.places)
             if self._job.resumed:
@@ -97,8 +102,6 @@ class Trainer:
             self._result.seconds = time.perf_counter() - start
             self._result.reason = self._reason()
             reporter.finish(self._summary())
-        if self._job.lock is not None:
-            os.close(self._job.lock)
         if self._result.error:
             raise self._result.error
         return EXIT_CODES.get(self._result.status, 0)
@@ -307,6 +310,16 @@ def _nonfinite_warning(means: GlobalMeans, update: StepResult) -> str:
     return (
         f"the loss is {means.nonfinite}, though the gradient is finite" if means.nonfinite else ""
     )
+
+
+@contextmanager
+def _closed_after(lock: int | None) -> Iterator[None]:
+    """Close a descriptor after the block, also after an exception: another job may follow."""
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 @contextmanager

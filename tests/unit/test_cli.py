@@ -44,50 +44,65 @@ def test_options_of_the_command_line(argv, expected):
     [
         (
             "--train.batch-size 0",
-            "--train.batch-size 0: must be greater than or equal to 1 "
-            "(sequences per step, over all ranks)",
+            "--train.batch-size 0: must be an integer >= 1 (sequences per step, over all ranks)",
         ),
         (
             "--train.precision fp8",
-            "--train.precision fp8: must be 'fp32', 'bf16', 'bf16-pure' or 'fp16' "
+            "--train.precision fp8: must be fp32, bf16, bf16-pure or fp16 "
             "(dtype of the computation)",
         ),
         (
             "--train.steps 1e3",
-            "--train.steps 1e3: must be a valid integer (number of optimizer steps)",
+            "--train.steps 1e3: must be an integer >= 1 (number of optimizer steps)",
         ),
-        ("--train.steps", "--train.steps: expected one argument"),
+        ("--train.steps", "--train.steps: must be an integer >= 1 (number of optimizer steps)"),
+        (
+            "--train.steps --zero.stage 1",
+            "--train.steps: must be an integer >= 1 (number of optimizer steps)",
+        ),
+        (
+            "--data.path",
+            "--data.path: must be a path or none "
+            "(text file, folder, .npy or .bin of uint16 tokens)",
+        ),
         ("--train.steps 5 6", "6: no option takes it; see python -m mntrain --help"),
         (
             "--data.valid-fraction 1",
-            "--data.valid-fraction 1: must be less than 1 "
+            "--data.valid-fraction 1: must be a finite number > 0 and < 1 "
             "(fraction of the data kept for validation)",
         ),
         (
             "--optim.max-grad-norm 0",
-            "--optim.max-grad-norm 0: must be greater than 0 or none (norm to clip gradients to)",
+            "--optim.max-grad-norm 0: must be a finite number > 0, or none "
+            "(norm to clip gradients to)",
         ),
-        ("--optim.lr nan", "--optim.lr nan: must be a finite number (peak learning rate)"),
+        ("--optim.lr nan", "--optim.lr nan: must be a finite number > 0 (peak learning rate)"),
+        ("--optim.lr -1e-3", "--optim.lr -1e-3: must be a finite number > 0 (peak learning rate)"),
+        ("--optim.lr -inf", "--optim.lr -inf: must be a finite number > 0 (peak learning rate)"),
+        (
+            "--data.glob=",
+            "--data.glob '': must be text, not empty (pattern of the files to read in a folder)",
+        ),
         (
             "--optim.max-grad-norm inf",
-            "--optim.max-grad-norm inf: must be a finite number or none "
+            "--optim.max-grad-norm inf: must be a finite number > 0, or none "
             "(norm to clip gradients to)",
         ),
         ("--zero.stage 3", "--zero.stage 3: must be 0, 1 or 2 (ZeRO stage)"),
         (
             "--zero.partition layer",
-            "--zero.partition layer: must be 'element' or 'parameter' (unit of sharding)",
+            "--zero.partition layer: must be element or parameter (unit of sharding)",
         ),
         (
             "--optim.non-finite ignore",
-            "--optim.non-finite ignore: must be 'stop' or 'skip' "
+            "--optim.non-finite ignore: must be stop or skip "
             "(action on an infinite or NaN gradient)",
         ),
         ("--run.dir=", "--run.dir '': must be a path or none (folder for the run's files)"),
         (
             "--checkpoint.every 0min",
             "--checkpoint.every 0min: must be a number of steps, minutes such as 10min, or auto "
-            "(steps between checkpoints, or minutes (10min), or auto)",
+            "(interval between checkpoints)",
         ),
         (
             "--model.heads 3",
@@ -137,9 +152,10 @@ def test_word_without_an_option_is_refused(argv):
     assert refused(*argv) == ["mntrain: yes: no option takes it; see python -m mntrain --help"]
 
 
-def test_flag_refuses_a_value():
-    assert refused("--train.compile=yes") == [
-        "mntrain: --train.compile: ignored explicit argument 'yes'"
+@pytest.mark.parametrize("flag", ["--comm.tune", "--comm.no-tune"])
+def test_switch_refuses_a_value(flag):
+    assert refused(f"{flag}=no") == [
+        f"mntrain: {flag}: takes no value; write --comm.tune or --comm.no-tune"
     ]
 
 

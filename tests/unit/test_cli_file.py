@@ -122,38 +122,54 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
     [
         (
             '[train]\nbatch_size = "x"',
-            'train.batch_size = "x": must be a valid integer (sequences per step, over all ranks)',
+            'train.batch_size = "x": must be an integer >= 1 (sequences per step, over all ranks)',
         ),
         (
             '[train]\nsteps = "5"',
-            'train.steps = "5": must be a valid integer (number of optimizer steps)',
+            'train.steps = "5": must be an integer >= 1 (number of optimizer steps)',
         ),
         (
             "[train]\nsteps = 5.0",
-            "train.steps = 5.0: must be a valid integer (number of optimizer steps)",
+            "train.steps = 5.0: must be an integer >= 1 (number of optimizer steps)",
         ),
         (
             "[train]\nsteps = true",
-            "train.steps = true: must be a valid integer (number of optimizer steps)",
+            "train.steps = true: must be an integer >= 1 (number of optimizer steps)",
         ),
         (
             "[train]\nsteps = 2000-01-01",
-            'train.steps = "2000-01-01": must be a valid integer (number of optimizer steps)',
+            'train.steps = "2000-01-01": must be an integer >= 1 (number of optimizer steps)',
         ),
         (
             "[train]\ncompile = 1",
-            "train.compile = 1: must be a valid boolean (compile the model with torch.compile)",
+            "train.compile = 1: must be true or false (compile the model with torch.compile)",
         ),
         (
             "[optim]\nlr = inf",
-            "optim.lr = Infinity: must be a finite number (peak learning rate)",
+            "optim.lr = Infinity: must be a finite number > 0 (peak learning rate)",
         ),
-        ("[optim]\nlr = 0", "optim.lr = 0: must be greater than 0 (peak learning rate)"),
+        ("[optim]\nlr = 0", "optim.lr = 0: must be a finite number > 0 (peak learning rate)"),
         (
             '[run]\ndir = ""',
             'run.dir = "": must be a path or none (folder for the run\'s files)',
         ),
-        ("device = 0", "device = 0: must be 'auto', 'cpu' or 'cuda' (device of each rank)"),
+        (
+            "[data]\npath = 3",
+            "data.path = 3: must be a path or none "
+            "(text file, folder, .npy or .bin of uint16 tokens)",
+        ),
+        (
+            "[data]\nglob = 3",
+            "data.glob = 3: must be text, not empty (pattern of the files to read in a folder)",
+        ),
+        (
+            "[checkpoint]\nevery = true",
+            "checkpoint.every = true: must be a number of steps, minutes such as 10min, or auto "
+            "(interval between checkpoints)",
+        ),
+        ("[zero]\nstage = true", "zero.stage = true: must be 0, 1 or 2 (ZeRO stage)"),
+        ("[zero]\nstage = 1.0", "zero.stage = 1.0: must be 0, 1 or 2 (ZeRO stage)"),
+        ("device = 0", "device = 0: must be auto, cpu or cuda (device of each rank)"),
         ("[trian]\nsteps = 5", "trian.steps = 5: no such option; did you mean train.steps?"),
         (
             "[train]\nbatch-size = 5",
@@ -165,7 +181,7 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
         ("train = 5", "train = 5: must be a table, [train]"),
         (
             "[train.steps]\nx = 1",
-            'train.steps = {"x": 1}: must be a valid integer (number of optimizer steps)',
+            'train.steps = {"x": 1}: must be an integer >= 1 (number of optimizer steps)',
         ),
         (
             'config = "other.toml"',
@@ -203,6 +219,9 @@ def test_number_of_steps_between_checkpoints_may_be_an_integer(toml):
 
 
 def test_file_that_cannot_be_read(toml, tmp_path):
+    assert refused("--config=") == [
+        "mntrain: --config '': must be a path or none (TOML file of options)"
+    ]
     missing = tmp_path / "missing.toml"
     assert refused("--config", missing) == [
         f"mntrain: --config {missing}: cannot be read: No such file or directory"

@@ -55,6 +55,8 @@ def test_number_is_finite_and_no_other_type(value):
         (CommConfig, "ranks_per_node", 0),
         (ZeroConfig, "stage", 3),
         (ZeroConfig, "stage", "2"),
+        (ZeroConfig, "stage", True),
+        (ZeroConfig, "stage", 1.0),
         (ZeroConfig, "partition", "bucket"),
         (RunConfig, "dir", 3),
         (RunConfig, "seed", -1),
