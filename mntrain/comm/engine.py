@@ -105,7 +105,7 @@ class ProgressEngine:
         """
         future: Future[T] = Future(self.drive_until)
         self._put(PendingCollective(operation, future), wake=operation.wakes_thread)
-        if not operation.wakes_thread:
+        if not operation.wakes_thread and _unwoken.engine is not self._reference:
             _unwoken.switch_to(self)
             _unwoken.engine = self._reference
         return future
@@ -120,7 +120,8 @@ class ProgressEngine:
         """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
         if future.done:
             return
-        _unwoken.switch_to(self)
+        if _unwoken.engine is not self._reference:
+            _unwoken.switch_to(self)
         self._waiters.append(None)
         try:
             if self._turn.locked():
@@ -131,7 +132,9 @@ class ProgressEngine:
                 self._wake.clear()
                 while not future.done:
                     self._check_not_abandoned()
-                    pause(self._round(LATENCY_BOUND))
+                    delay = self._round(LATENCY_BOUND)
+                    if not future.done:  # the result is not kept from the caller by a yield
+                        pause(delay)
             finally:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
@@ -200,6 +203,8 @@ class ProgressEngine:
     @property
     def _needs_thread(self) -> bool:
         """Whether a task is left that the thread should progress while nobody waits."""
+        if self.idle:
+            return False
         tasks = [*self._active, *self._queue]
         return any(not isinstance(t, PendingCollective) or t.operation.wakes_thread for t in tasks)
 
@@ -222,18 +227,21 @@ class ProgressEngine:
         """Progress everything once; return the seconds to sleep before the next round."""
         if not self._active:
             self._backoff.begin()
-        moved = self._take_from_queue()
+        moved = bool(self._queue) and self._take_from_queue()
         try:
             moved = self._advance() or moved
         except BaseException as error:  # nothing is known of those behind it, either
+            moved = True
             while self._active:
                 self._active.popleft().fail(error)
-        self._update_clock()
         if moved:
+            self._update_clock()
             self._backoff.reset()
             return 0.0
-        if policy is LATENCY_BOUND and not all(p.operation.latency_bound for p in self._active):
-            policy = BANDWIDTH_BOUND
+        if policy is LATENCY_BOUND:
+            for pending in self._active:
+                if not pending.operation.latency_bound:
+                    policy = BANDWIDTH_BOUND
         return self._backoff.delay(policy)
 
     def _update_clock(self) -> None:
@@ -261,8 +269,13 @@ class ProgressEngine:
 
     def _advance(self) -> bool:
         """Advance every active collective as far as it can go; return whether any did."""
-        moved, may_start, oldest = False, True, None
-        in_flight = sum(pending.in_flight for pending in self._active)
+        moved, may_start, oldest, in_flight = False, True, None, 0
+        if len(self._active) == 1 and self._active[0].all_started and self._active[0].in_flight:
+            moved = self._active[0].advance_chunks()
+            if not moved:  # most rounds of a small collective end here
+                return False
+        for pending in self._active:
+            in_flight += pending.in_flight
         for pending in self._active:
             if not pending.entered:
                 if not pending.operation.enter():

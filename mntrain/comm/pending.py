@@ -107,32 +107,30 @@ class PendingCollective(Generic[T]):
         among them. No chunk starts while another one with the same tag is in flight. The first
         chunk starts alone: other ranks on this core send their first one before this rank goes on.
         """
-        first = self._unstarted is None
+        first, moved = self._unstarted is None, False
         if self._unstarted is None:
             if not self.operation.all_entered():
                 return False
-            self._unstarted = self.operation.chunks()
-        moved = False
-        while not self.all_started and others + self.in_flight < self.operation.max_in_flight:
-            self._next = self._next or next(self._unstarted, None)
-            if self._next is None:
-                self.all_started = moved = True
-                break
+            self._unstarted, moved = self.operation.chunks(), True
+            self._take_next(self._unstarted)
+        while self._next and others + len(self._in_flight) < self.operation.max_in_flight:
             number = self._next[0]
-            lowest = min(n for n in (oldest, self.oldest, number) if n is not None)
-            if number - lowest >= TAGS:
+            lowest = self.oldest if oldest is None else oldest
+            if lowest is not None and number - lowest >= TAGS:
                 break
-            chunk, self._next = self._next, None
-            moved = True
+            chunk, moved = self._next, True
             self._continue(chunk)
+            self._take_next(self._unstarted)
             if first:
                 break
         return moved
 
     def advance_chunks(self) -> bool:
         """Continue every chunk whose test succeeds; return whether any did."""
-        first = next((i for i, (_, test) in enumerate(self._in_flight) if test()), None)
-        if first is None:
+        for first, (_, test) in enumerate(self._in_flight):  # noqa: B007 - used below
+            if test():
+                break
+        else:
             return False
         self._in_flight, rest = self._in_flight[:first], self._in_flight[first:]
         self._continue(rest[0][0])
@@ -149,6 +147,10 @@ class PendingCollective(Generic[T]):
             steps.close()
         self._in_flight.clear()
         self.future.fail(error)
+
+    def _take_next(self, unstarted: Iterator[NumberedChunk]) -> None:
+        self._next = next(unstarted, None)
+        self.all_started = self._next is None
 
     def _continue(self, chunk: NumberedChunk) -> None:
         try:

@@ -52,7 +52,8 @@ class SmallMessages:
                 arrays = rows.arrays
                 with np.errstate(over="ignore", invalid="ignore"):  # as torch does
                     for node in nodes:
-                        _add([arrays[rank] for rank in node], arrays[node[0]])
+                        if len(node) > 1:
+                            _add([arrays[rank] for rank in node], arrays[node[0]])
                     _add([arrays[node[0]] for node in nodes], tensor.numpy())
                 return
             for node in nodes:
