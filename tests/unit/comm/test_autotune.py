@@ -268,7 +268,7 @@ LATE = {"measured": "0001-01-01T00:00:00+23:59"}
             )
         ),
     ],
-    ids=lambda content: content[:60].decode(errors="replace"),
+    ids=lambda content: f"{len(content)} bytes",
 )
 def test_a_damaged_file_counts_as_empty_and_is_replaced(file, content):
     file.parent.mkdir()
