@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,18 +66,6 @@ class Communicator:
     def as_mpi4py(self) -> MPI.Comm:
         """The MPI communicator itself, for measurements of MPI. Still owned by this object."""
         return self._comm
-
-    def exchange(
-        self, sends: Iterable[tuple[int, Bytes]], receives: Iterable[tuple[int, Bytes]]
-    ) -> None:
-        """Send and receive pairs of a peer and a buffer, all in flight together. Blocking.
-
-        Empty buffers send nothing. Between one pair of ranks, messages arrive in the order of the
-        lists.
-        """
-        incoming = [self.receive(peer, data) for peer, data in receives]
-        outgoing = [self.send(peer, data) for peer, data in sends]
-        Requests.of(*incoming, *outgoing).wait()
 
     def send(self, peer: int, data: Bytes, tag: int = 0) -> Requests:
         """Start to send a buffer, which must not change until the requests are complete.
