@@ -32,7 +32,9 @@ endif
 # Two ranks per core, at most four, on two virtual nodes: a small cluster on any machine.
 RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)))")
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# JOBS=0 runs one test after the other.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
 
 .PHONY: train test test-all lint gpu bench clean
 .DELETE_ON_ERROR:

@@ -42,7 +42,7 @@ def test_help_is_printed_without_importing_torch_or_mpi():
     result = run("--help", interpreter=["-X", "importtime"])
     assert result.returncode == 0
     assert result.stdout.startswith("usage: python -m mntrain")
-    assert "--train.batch-size INT" in result.stdout
+    assert "--train.batch-size [INT]" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "mntrain.cli" in imported
     assert not imported & {"torch", "mpi4py", "mntrain.train.trainer"}

@@ -323,6 +323,8 @@ def test_a_tensor_of_another_model_in_a_group_is_refused(world):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gather_dtype_rounds_updated_parameters_of_sharded_stages(stage):
+    if RANKS == 1:
+        pytest.skip("one rank gathers nothing, and rounds nothing")
     with mntrain.init(device="cpu", gather_dtype="bf16") as world:
         model = two_layers()
         optimizer = world.optimizer(model, stage=stage, **SGD)
@@ -331,5 +333,5 @@ def test_gather_dtype_rounds_updated_parameters_of_sharded_stages(stage):
         optimizer.wait_for_parameters()
         for parameter in model.parameters():
             rounded = parameter.to(torch.bfloat16).to(parameter.dtype)
-            assert torch.equal(parameter, rounded) == (RANKS > 1)
+            assert torch.equal(parameter, rounded)
         optimizer.close()
