@@ -1,6 +1,6 @@
 # make train     install, and train a small language model on real text over MPI
-# make test      install, and run the quick tests: under 5 minutes on 2 cores
-# make test-all  run every test in every combination: about 15 minutes
+# make test      install, and run the quick tests
+# make test-all  run every test in every combination
 # make lint      check formatting, lint, types and shell scripts
 # make gpu       run the tests and benchmarks that need a CUDA device: under 8 minutes on one GPU
 # make bench     run the benchmarks of docs/results, on emulated nodes (root): about an hour

@@ -12,6 +12,7 @@ SUITES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("ranks", SUITES, ids=str)
 def test_mpi_suite_passes_on_nodes(make_cluster, ranks):

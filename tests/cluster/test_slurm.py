@@ -21,7 +21,7 @@ from launch import is_open_mpi
 
 from slurm import SlurmCluster, available
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.thorough, pytest.mark.timeout(400)]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 STEPS = 40
@@ -281,7 +281,6 @@ def test_srun_starts_ranks_on_all_nodes(uninterrupted):
     assert "train.sbatch: run: completed" in uninterrupted.log
 
 
-@pytest.mark.thorough
 def test_mpirun_starts_ranks_on_all_nodes(launched, uninterrupted):
     mpirun, *_ = launched
     whole = summary(mpirun.folder)
@@ -298,7 +297,6 @@ def test_ranks_that_train_alone_fail_and_say_which_plugin_is_right(launched):
     assert "no summary.json of this job" in alone.log
 
 
-@pytest.mark.thorough
 def test_each_task_of_an_array_has_a_run_of_its_own(launched):
     _, _, folder, again = launched
     ends = [json.loads((folder / "sweep" / n / "summary.json").read_text()) for n in "12"]
@@ -319,7 +317,6 @@ def check_same(job, uninterrupted) -> None:
     assert losses(job.folder) == losses(uninterrupted.folder)
 
 
-@pytest.mark.thorough
 def test_a_signal_to_the_shell_or_to_the_tasks_saves_and_requeues(signalled, uninterrupted):
     assert "start 1: preempted, after USR1" in signalled.log
     assert "start 2: preempted (" in signalled.log
@@ -327,7 +324,6 @@ def test_a_signal_to_the_shell_or_to_the_tasks_saves_and_requeues(signalled, uni
     check_same(signalled, uninterrupted)
 
 
-@pytest.mark.thorough
 def test_a_job_ends_itself_before_its_allocation_and_requeues(out_of_time, uninterrupted):
     assert "start 1: preempted (" in out_of_time.log
     assert "requeueing: the allocation ends " in out_of_time.log
@@ -347,14 +343,12 @@ def test_scancel_saves_and_ends_for_good(out_of_time):
     assert int(end["checkpoint"][-8:]) == end["steps"] < STEPS
 
 
-@pytest.mark.thorough
 def test_a_job_gives_way_to_an_urgent_one_and_goes_on_after_it(outranked, uninterrupted):
     assert "start 1: preempted, after USR1" in outranked.log
     assert outranked.facts["Restarts"] == "1"
     check_same(outranked, uninterrupted)
 
 
-@pytest.mark.thorough
 def test_a_run_whose_batch_shell_is_lost_goes_on_when_the_node_is_back(
     lost_its_shell, uninterrupted
 ):
@@ -363,7 +357,6 @@ def test_a_run_whose_batch_shell_is_lost_goes_on_when_the_node_is_back(
     check_same(lost_its_shell, uninterrupted)
 
 
-@pytest.mark.thorough
 def test_a_run_that_lost_a_node_goes_on_with_the_one_left(lost_a_node, uninterrupted):
     assert "start 1: on n[1-2], ranks: 2" in lost_a_node.log
     assert "start 2: on n1, ranks: 1" in lost_a_node.log
