@@ -18,12 +18,12 @@ SUITES = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(660)
 def test_quick_mpi_suite_passes(request):
     """Every test of tests/mpi on three ranks, each parameter value once."""
     if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
-    result = run_suite(3, [MPI_TESTS], timeout=280, everything=False)
+    result = run_suite(3, [MPI_TESTS], timeout=600, everything=False)
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)
 
