@@ -18,7 +18,7 @@ import torch
 
 from mntrain import device
 from mntrain.comm import autotune, mpi, transport
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice, check_name
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.topology import Topology
@@ -58,7 +58,7 @@ class WorldSettings:
     def check(self) -> None:
         """Raise ValueError for a value outside the allowed ones. Local."""
         if self.algorithm != "auto":
-            AlgorithmTable.always(self.algorithm)
+            check_name(self.algorithm)
         if not 1 / MIB <= self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb is {self.bucket_mb}: a bucket must hold at least one byte")
         for name in ("wire_dtype", "gather_dtype"):
@@ -205,16 +205,14 @@ def _make_collectives(parts: WorldParts) -> None:
         )
 
     parts.collectives = parts.engine.call(lambda: make(parts.comm)).wait()
-    fixed = "lanes" if settings.algorithm == "auto" else settings.algorithm
-    table = AlgorithmTable.always(fixed)
+    algorithm = "lanes" if settings.algorithm == "auto" else settings.algorithm
     if settings.algorithm == "auto" and parts.comm.size > 1 and selected.name != "nccl":
-        tuning = autotune.untuned()
+        parts.tuning = "lanes: not tuned"
         if settings.tune:
             tuner = autotune.Autotuner(make, parts.comm, parts.topology, parts.engine, parts.device)
             facts = parts.watch.host, parts.library.name, selected.name
-            tuning = tuner.tune(settings.bucket_bytes, facts)
-        table, parts.tuning = tuning.table, tuning.line
-    parts.collectives = parts.collectives.replace(table=table)
+            algorithm, parts.tuning = tuner.tune(settings.bucket_bytes, facts)
+    parts.collectives = parts.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 
 def make_node_collectives(parts: WorldParts) -> WorldCollectives:
@@ -250,8 +248,8 @@ def _make_group_collectives(
             topology,
             parts.engine,
             parts.devices,
+            choice=parts.collectives.choice,
             transport="host" if transport == "nccl" else transport,
-            table=parts.collectives.table,
         )
     ).wait()
 

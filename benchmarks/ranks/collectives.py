@@ -18,7 +18,7 @@ from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCan
 from mntrain.bench.link_speed import copy_speed
 from mntrain.bench.measure import rendezvous, take_turns
 from mntrain.comm import algorithms
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import WorldCollectives
 
 MIB = 2**20
@@ -76,7 +76,7 @@ def library_candidates(world: mntrain.World, verb: str, memory: torch.Tensor) ->
     pattern = Pattern(world.rank, world.size, torch.float32, world.device)
     variants: dict[str, WorldCollectives | WireDtypeCollectives] = {"mntrain": world.collectives}
     for name in ALGORITHMS:
-        variants[f"mntrain {name}"] = world.collectives.replace(table=AlgorithmTable.always(name))
+        variants[f"mntrain {name}"] = world.collectives.replace(choice=AlgorithmChoice(name))
     if verb in SUMS and len(world.topology.nodes) > 1:
         variants["mntrain, bf16 wire"] = WireDtypeCollectives(world.collectives, torch.bfloat16)
     return [LibraryCandidate(name, verb, it, memory, pattern) for name, it in variants.items()]

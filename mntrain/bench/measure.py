@@ -12,7 +12,7 @@ from mntrain.bench.bench_options import BenchOptions
 from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate, Pattern
 from mntrain.bench.limits import HardwareLimits
 from mntrain.bench.results import BenchCase
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.mpi import pause
 from mntrain.world import World
@@ -127,7 +127,7 @@ def rendezvous(comm: Any) -> None:
 
 def _by(world: World, case: BenchCase) -> WorldCollectives:
     """Return the world's collectives by the algorithm of a case, at any size."""
-    return world.collectives.replace(table=AlgorithmTable.always(case.algorithm))
+    return world.collectives.replace(choice=AlgorithmChoice(case.algorithm))
 
 
 def _with(case: BenchCase, samples: Sequence[Sequence[Sample]]) -> BenchCase:

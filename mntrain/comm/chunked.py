@@ -1,17 +1,25 @@
-"""The hierarchical algorithms' operations: from a call to the chunks that the engine drives."""
+"""The operations of the hierarchical algorithms: in chunks, or in one message if small."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
+from mntrain.comm.buffers import BufferRows, Lease, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan
-from mntrain.comm.collective_call import CollectiveCall, WorldContext
 from mntrain.comm.hierarchical import LaneOwner, NodeMember, tag_of
-from mntrain.comm.intranode import CommContext, MessageAccess, SharedMemoryAccess
+from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
+from mntrain.comm.operation import CollectiveCall, CollectiveOperation, CommContext
 from mntrain.comm.pending import NumberedChunk, Operation, Steps
-from mntrain.comm.small_messages import SmallMessages
 from mntrain.comm.staging import TensorAccess
 from zero.collectives import Work
+from zero.kernels import sum_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Chunks in flight: enough to fill a link while other ranks compute on the core. More bytes than
 # switches can buffer would be dropped on the way to a node to which all others send.
@@ -19,109 +27,63 @@ CHUNKS_IN_FLIGHT = 8
 BYTES_IN_FLIGHT = 4 << 20
 
 
-class HierarchicalAlgorithm:
-    """The algorithm of a plan: shared memory or messages within nodes, messages between them."""
-
-    host_only = False
-
-    def __init__(self, world: WorldContext, plan: HierarchyPlan) -> None:
-        self._world, self._plan = world, plan
-
-    def operation(
-        self, call: CollectiveCall, access: TensorAccess, context: CommContext
-    ) -> Operation[Work]:
-        """Implement `Algorithm.operation`: in chunks, or in one message if the call is small."""
-        if call.small:
-            small = SmallMessages(self._world, context, self._plan.nodes)
-            return small.operation(call, access)
-        return ChunkedCollective(self._world, self._plan, call, access, context)
+def hierarchical_operation(
+    plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
+) -> Operation[Work]:
+    """Return the operation of one call by the algorithm of a plan. Local."""
+    kind = SmallCollective if call.small else ChunkedCollective
+    return kind(plan, call, access, context)
 
 
-class ChunkedCollective:
-    """An `Operation` on a flat tensor, cut into the chunks of a plan."""
+class ChunkedCollective(CollectiveOperation):
+    """An operation on a tensor that is cut into the chunks of a plan.
+
+    Within nodes, it goes through shared memory or messages; between nodes, through messages.
+    """
 
     def __init__(
-        self,
-        world: WorldContext,
-        plan: HierarchyPlan,
-        call: CollectiveCall,
-        access: TensorAccess,
-        context: CommContext,
+        self, plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
     ) -> None:
-        self._world, self._plan, self._call = world, plan, call
-        self._access, self._context = access, context
+        super().__init__(call, access, context, context.flags if len(plan.members) > 1 else None)
+        self._plan = plan
         self.max_in_flight = max(
             2, min(CHUNKS_IN_FLIGHT, BYTES_IN_FLIGHT // call.choice.chunk_bytes)
         )
-        self.wakes_thread = call.wakes_thread
-        self.latency_bound = not call.choice.concurrent
-        self._flags = world.flags if len(plan.members) > 1 else None
-        self._number = 0  # of this collective among those of the flags
         self._inline: Tensor | None = None  # the flags' slot with the result, if it is there
-
-    def begin(self) -> None:
-        """Start to bring the tensor into place."""
-        self._access.begin()
-
-    def enter(self) -> bool:
-        """Enter the node's flags once the tensor is in place."""
-        if not self._access.here():
-            return False
-        if self._flags is not None:
-            self._number = self._flags.entered
-            self._flags.enter(self._access.host, reachable=self._access.reachable)
-        return True
-
-    def all_entered(self) -> bool:
-        """Return whether all ranks of the node have entered."""
-        return self._flags is None or self._flags.all_entered(self._number)
 
     def chunks(self) -> Iterator[NumberedChunk]:
         """Yield the chunks in which this rank takes part."""
-        for number, steps in self._chunks():
-            yield number, self._context.run(steps)
-
-    def _chunks(self) -> Iterator[NumberedChunk]:
         plan, context, tensor = self._plan, self._context, self._access.host
         wire = self._call.wire or tensor.dtype
-        chunks = self._planned()
-        first = self._world.number_chunks(len(chunks))
+        chunks = self._planned(tensor)
+        first = context.comm.number_chunks(len(chunks))
         tensors: list[Tensor] | None = [tensor]
         if self._flags is not None:
             tensors = self._flags.tensors(self._number, tensor)
-        if tensors is not None:
+        member = owner = None
+        if tensors is None:
+            member = NodeMember(context, plan, tensor, first)
+        else:
             own = tensors[plan.local_rank]
             self._inline = None if own is tensor else own
             shared = SharedMemoryAccess(context, plan, tensors)
             owner = LaneOwner(context, plan, shared, wire, first)
-            for chunk in chunks:
-                if chunk.lane == plan.local_rank:
-                    yield first + chunk.index, self._steps(owner, chunk, len(chunks))
-            return
         for chunk in chunks:
-            role: LaneOwner | NodeMember = NodeMember(context, plan, tensor, first)
+            role: LaneOwner | NodeMember | None = member
             if chunk.lane == plan.local_rank:
                 by_messages = MessageAccess(context, plan, tensor, tag_of(first, chunk))
-                role = LaneOwner(context, plan, by_messages, wire, first)
-            yield first + chunk.index, self._steps(role, chunk, len(chunks))
-
-    def leave(self) -> None:
-        """Leave the node's flags."""
-        if self._flags is not None:
-            self._flags.leave()
-
-    def all_left(self) -> bool:
-        """Return whether all ranks of the node have left."""
-        return self._flags is None or self._flags.all_left(self._number)
+                role = owner or LaneOwner(context, plan, by_messages, wire, first)
+            if role is not None:
+                yield first + chunk.index, context.run(self._steps(role, chunk, len(chunks)))
 
     def finish(self) -> Work:
         """Return the work that brings the result back to the caller's tensor."""
         if self._inline is not None:
             self._access.host.copy_(self._inline)
-        return self._access.give_back()
+        return super().finish()
 
-    def _planned(self) -> tuple[Chunk, ...]:
-        call, tensor, plan = self._call, self._access.host, self._plan
+    def _planned(self, tensor: Tensor) -> tuple[Chunk, ...]:
+        call, plan = self._call, self._plan
         sizes = tensor.element_size(), call.choice.chunk_bytes, call.choice.min_chunks
         if call.verb == "all_reduce":
             return plan.all_reduce(len(tensor), *sizes)
@@ -133,3 +95,80 @@ class ChunkedCollective:
         if self._call.verb == "broadcast":
             return role.broadcast(chunk, self._call.root, chunks)
         return role.all_gather(chunk) if self._call.verb == "all_gather" else role.reduce(chunk)
+
+
+class SmallCollective(CollectiveOperation):
+    """An operation on a small host tensor: every rank gathers all tensors and sums them itself.
+
+    Small messages are latency-bound. One non-blocking collective of MPI replaces the steps of a
+    chunk: enter, reduce in the node, exchange between nodes, add, publish. Sums are made over each
+    node of the plan in the order of its ranks, then over nodes, and rounded where the chunks' steps
+    round: so the bits are the same.
+    """
+
+    def __init__(
+        self, plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
+    ) -> None:
+        super().__init__(call, access, context)
+        self._nodes = plan.nodes.nodes
+
+    def chunks(self) -> Iterator[NumberedChunk]:
+        """Yield the only chunk."""
+        number, tensor = self._context.comm.number_chunks(1), self._access.host
+        if self._call.verb == "broadcast":
+            yield number, self._broadcast(tensor)
+        elif self._call.verb == "all_gather":
+            yield number, self._all_gather(tensor)
+        else:
+            yield number, self._sum(tensor)
+
+    def _sum(self, tensor: Tensor) -> Steps[None]:
+        """All-reduce; also reduce-scatter, in which every rank ends with all shards."""
+        nodes, add, wire = self._nodes, self._context.add, self._call.wire
+        with self._context.buffers.lease() as lease:
+            rows = yield from self._gather(lease, tensor)
+            if sum_dtype(tensor.dtype) == tensor.dtype and wire in (None, tensor.dtype):
+                arrays = rows.arrays
+                with np.errstate(over="ignore", invalid="ignore"):  # as torch does
+                    for node in nodes:
+                        _add([arrays[rank] for rank in node], arrays[node[0]])
+                    _add([arrays[node[0]] for node in nodes], tensor.numpy())
+                return
+            for node in nodes:
+                if len(node) > 1:
+                    add([rows.tensors[rank] for rank in node], rows.tensors[node[0]])
+            sums = [rows.tensors[node[0]] for node in nodes]
+            if len(sums) == 1:
+                tensor.copy_(sums[0])
+                return
+            add([node_sum.to(wire or tensor.dtype) for node_sum in sums], tensor)
+            if wire is not None:
+                tensor.copy_(tensor.to(wire))
+
+    def _all_gather(self, tensor: Tensor) -> Steps[None]:
+        owners = self._context.topology.owners
+        with self._context.buffers.lease() as lease:
+            rows = yield from self._gather(lease, tensor)
+            for (low, high), owner in zip(pairwise(self._call.bounds), owners, strict=True):
+                tensor[low:high].copy_(rows.tensors[owner][low:high])
+
+    def _broadcast(self, tensor: Tensor) -> Steps[None]:
+        yield self._context.comm.broadcast(as_bytes(tensor), self._call.root).test
+
+    def _gather(self, lease: Lease, tensor: Tensor) -> Steps[BufferRows]:
+        """Return every rank's tensor, by rank, in a leased buffer."""
+        comm = self._context.comm
+        rows = lease.rows(comm.size, tensor.numel(), tensor.dtype)
+        if rows.arrays:
+            rows.arrays[comm.rank][:] = tensor.numpy()
+        else:
+            rows.tensors[comm.rank].copy_(tensor)
+        yield comm.all_gather(rows.bytes).test
+        return rows
+
+
+def _add(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:
+    """Leave the sum of addends, in their order, in `total`. NumPy calls cost less than torch's."""
+    result = reduce(partial(np.add, out=total), addends)
+    if result is not total:
+        total[:] = result

@@ -3,34 +3,34 @@
 import copy
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mntrain.comm import algorithms
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import BufferPool
-from mntrain.comm.collective_call import Algorithm, CollectiveCall, Verb, WorldContext
 from mntrain.comm.cuda_aware import DeviceAccess, SideStream
 from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.intranode import CommContext
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
+from mntrain.comm.operation import Algorithm, CollectiveCall, CommContext, Verb
 from mntrain.comm.pending import Future
-from mntrain.comm.shared_flags import SharedFlags
-from mntrain.comm.shared_memory import NodeSharedMemory
-from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES
+from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import SLOT_BYTES, HostAccess, StagedAccess, Staging, TensorAccess, chunks
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
 from zero.kernels import Kernels, TorchKernels
 from zero.layout import split
 
+# The largest total of all ranks' tensors that every rank gathers whole. Above it, bandwidth matters
+# more than latency.
+SMALL_MESSAGE_BYTES = 64 << 10
 # Up to this size the engine's thread is not woken: waking it takes longer than the collective.
 NO_WAKE_BYTES = 128 << 10
 
@@ -49,27 +49,18 @@ class Devices:
     slot_bytes: int = SLOT_BYTES
 
 
-@dataclass(frozen=True)
-class CollectiveOptions:
-    """The options of `WorldCollectives`, the same on all ranks."""
-
-    table: AlgorithmTable
-    """The algorithm for each size of a tensor."""
-    transport: Transport
-    """How device tensors travel: staged in host memory, directly by MPI, or by `node_first`."""
-    node_first: NodeFirstCollectives | None
-    """The collectives of transport nccl."""
-    small_message_bytes: int
-    """Up to this total of all ranks' tensors, every rank gathers them all."""
-
-
 class WorldCollectives:
     """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
 
     Immutable: `replace` returns collectives with other options, over the same communicator and
     shared memory. Construction is collective over the world, on the engine's thread; `node` is the
-    communicator of this rank's node. `devices` is given by all ranks or by none; `options` are the
-    fields of `CollectiveOptions`.
+    communicator of this rank's node. `devices` is given by all ranks or by none. The options are
+    the same on all ranks:
+
+        choice                 the algorithm (default: lanes)
+        transport              how device tensors travel: staged in host memory, directly by MPI, or
+                               by `node_first`, the collectives of transport nccl
+        small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
     """
 
     def __init__(
@@ -79,36 +70,50 @@ class WorldCollectives:
         topology: Topology,
         engine: ProgressEngine,
         devices: Devices | None = None,
-        **options: Any,
+        *,
+        choice: AlgorithmChoice | None = None,
+        transport: Transport = "host",
+        node_first: NodeFirstCollectives | None = None,
+        small_message_bytes: int | None = None,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self._options = _options(options)
+        self.choice = choice or AlgorithmChoice("lanes")
+        self.transport, self._node_first = transport, node_first
+        self._small_message_bytes = SMALL_MESSAGE_BYTES
+        if small_message_bytes is not None:
+            self._small_message_bytes = small_message_bytes
         self._engine, self._devices = engine, devices
         self._memory = NodeSharedMemory(node)
+        self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
         flags = SharedFlags(self._memory, node.rank, node.size)
-        self._world = WorldContext(comm, topology, flags)
-        self._algorithms: dict[str, Algorithm] = {}  # those in use so far
-        self._host = CommContext(comm, BufferPool(), TorchKernels().add)
+        self._host = CommContext(comm, topology, flags, BufferPool(), TorchKernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
-            stream, buffers = SideStream(devices.copier), BufferPool(devices.device)
-            self._device = CommContext(comm, buffers, devices.kernels.add, stream.fence, stream.run)
+            stream = SideStream(devices.copier)
+            self._device = dataclasses.replace(
+                self._host,
+                buffers=BufferPool(devices.device),
+                add=devices.kernels.add,
+                fence=stream.fence,
+                run=stream.run,
+            )
 
-    def replace(self, **options: Any) -> "WorldCollectives":
+    def replace(
+        self,
+        *,
+        choice: AlgorithmChoice | None = None,
+        transport: Transport | None = None,
+        node_first: NodeFirstCollectives | None = None,
+        small_message_bytes: int | None = None,
+    ) -> "WorldCollectives":
         """Return the same world's collectives with some of the options replaced. Local."""
         other = copy.copy(self)
-        other._options = dataclasses.replace(self._options, **options)
+        other.choice = choice or self.choice
+        other.transport = transport or self.transport
+        other._node_first = node_first or self._node_first
+        if small_message_bytes is not None:
+            other._small_message_bytes = small_message_bytes
         return other
-
-    @property
-    def table(self) -> AlgorithmTable:
-        """The algorithm for each size of a tensor."""
-        return self._options.table
-
-    @property
-    def transport(self) -> Transport:
-        """How device tensors travel."""
-        return self._options.transport
 
     @property
     def no_shared_memory_reason(self) -> str:
@@ -137,7 +142,7 @@ class WorldCollectives:
 
     def slot(self, rank: int) -> int:
         """Return the slot of a rank's shard; see `Topology.slots`."""
-        return self._world.topology.slots[rank]
+        return self._host.topology.slots[rank]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new tensor of zeros, on the CPU in memory shared with the node. Collective."""
@@ -148,7 +153,7 @@ class WorldCollectives:
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Start to sum a tensor over all ranks, in place. Collective."""
-        return self._start("all_reduce", tensor, None, wire=wire)
+        return self._start("all_reduce", tensor, (0, tensor.numel()), wire=wire)
 
     def reduce_scatter(
         self,
@@ -160,79 +165,83 @@ class WorldCollectives:
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
-        return self._start("reduce_scatter", tensor, bounds, wire=wire)
+        return self._start("reduce_scatter", tensor, self._shard_bounds(bounds, tensor), wire=wire)
 
     def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Start to copy this rank's shard to all ranks, in place. Collective.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
-        return self._start("all_gather", tensor, bounds)
+        return self._start("all_gather", tensor, self._shard_bounds(bounds, tensor))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Start to copy the root's tensor to all ranks, in place. Collective."""
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is no rank of this world: 0 to {self.size - 1}")
-        return self._start("broadcast", tensor, None, root=root)
+        return self._start("broadcast", tensor, (0, tensor.numel()), root=root)
 
     def _start(
         self,
         verb: Verb,
         tensor: Tensor,
-        bounds: Sequence[int] | None,
+        bounds: tuple[int, ...],
         *,
         root: int = 0,
         wire: torch.dtype | None = None,
     ) -> Work:
-        _check_flat(tensor)
-        shard_bounds = _shard_bounds(bounds, tensor.numel(), self.size)
-        self._engine.check_open()
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"a collective takes a flat contiguous tensor, not one of shape "
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
+                "contiguous one"
+            )
+        engine = self._engine
+        engine.check_open()
         if self.size == 1:
             return CompletedWork()
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        choice = self._options.table.of(tensor.nbytes)
-        algorithm = self._algorithm(choice.algorithm)
-        small = 0 < tensor.nbytes * self.size <= self._options.small_message_bytes
-        wakes = not small and (self._devices is not None or tensor.nbytes > NO_WAKE_BYTES)
-        call = CollectiveCall(verb, choice, shard_bounds, root, wire, small, wakes)
-        node_first = self._node_first(call, tensor, algorithm)
-        if node_first is not None:
-            return node_first
-        works = [
-            CollectiveWork(self._engine, self._engine.submit(algorithm.operation(*part)))
-            for part in self._access(call, tensor, algorithm)
-        ]
-        return works[0] if len(works) == 1 else CombinedWork(works)
+        nbytes = tensor.nbytes
+        small = 0 < nbytes * self.size <= self._small_message_bytes
+        wakes = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
+        call = CollectiveCall(verb, self.choice, bounds, root, wire, small, wakes)
+        algorithm, host_only = self._algorithm()
+        parts: Iterable[Part]
+        if self._devices is None:
+            parts = [(call, HostAccess(tensor), self._host)]
+        else:
+            work = None if host_only else self._start_node_first(call, tensor, self._devices)
+            if work is not None:
+                return work
+            parts = self._device_parts(call, tensor, self._devices, host_only=host_only)
+        return CollectiveWork(engine, [engine.submit(algorithm(*part)) for part in parts])
 
-    def _algorithm(self, name: str) -> Algorithm:
-        algorithm = self._algorithms.get(name)
-        if algorithm is None:
-            algorithm = self._algorithms[name] = algorithms.load(name).make(self._world)
-        return algorithm
+    def _algorithm(self) -> tuple[Algorithm, bool]:
+        """Return the chosen algorithm, and whether it needs host memory."""
+        name = self.choice.algorithm
+        if name not in self._algorithms:
+            module = algorithms.load(name)
+            self._algorithms[name] = module.make(self._host.topology, self.rank), module.HOST_ONLY
+        return self._algorithms[name]
 
-    def _access(self, call: CollectiveCall, tensor: Tensor, algorithm: Algorithm) -> Iterator[Part]:
+    def _device_parts(
+        self, call: CollectiveCall, tensor: Tensor, devices: Devices, *, host_only: bool
+    ) -> Iterator[Part]:
         """Yield the collectives that one call is made of, the same on all ranks.
 
         A host tensor is accessed where it lies; a device tensor too if MPI takes device memory.
         Other device tensors are staged in host memory, in several chunks if they are long; in a
         world with both kinds of ranks, host tensors are cut into the same chunks.
         """
-        if self._devices is None:
-            yield call, HostAccess(tensor), self._host
-            return
         copier, mark = self._staging.mark(tensor)
-        on_device = copier is self._devices.copier
-        if on_device and self._options.transport == "cuda-aware" and not algorithm.host_only:
+        on_device = copier is devices.copier
+        if on_device and self.transport == "cuda-aware" and not host_only:
             # Non-blocking MPI collectives on device memory crash in Open MPI.
             direct = call._replace(small=False)
             yield direct, DeviceAccess(tensor, copier, mark), self._device
             return
-        if not (on_device or self._devices.mixed):
-            yield call, HostAccess(tensor), self._host
-            return
         whole = call.verb in ("all_reduce", "broadcast")
         cut = chunks(call.bounds, tensor.element_size(), self._staging.slot_bytes, whole=whole)
-        if not on_device and len(cut) == 1:
+        if not on_device and (len(cut) == 1 or not devices.mixed):
             yield call, HostAccess(tensor), self._host
             return
         goes, comes = self._staged_shards(call)
@@ -240,8 +249,7 @@ class WorldCollectives:
             access = StagedAccess(
                 self._staging, tensor, chunk, ready=(copier, mark), goes=goes, comes=comes
             )
-            bounds = split(chunk.bounds[-1], self.size) if whole else chunk.bounds
-            yield call._replace(bounds=bounds), access, self._host
+            yield call._replace(bounds=chunk.bounds), access, self._host
 
     def _staged_shards(
         self, call: CollectiveCall
@@ -256,14 +264,14 @@ class WorldCollectives:
             return (None, []) if call.root == self.rank else ([], None)
         return None, None
 
-    def _node_first(
-        self, call: CollectiveCall, tensor: Tensor, algorithm: Algorithm
+    def _start_node_first(
+        self, call: CollectiveCall, tensor: Tensor, devices: Devices
     ) -> Work | None:
         """Start a collective by transport nccl; None where another transport is to be used."""
-        first, devices = self._options.node_first, self._devices
-        if self._options.transport != "nccl" or first is None or devices is None:
+        first = self._node_first
+        if self.transport != "nccl" or first is None:
             return None
-        if algorithm.host_only or call.verb not in first.verbs or not devices.copier.owns(tensor):
+        if call.verb not in first.verbs or not devices.copier.owns(tensor):
             return None
         if call.verb == "all_reduce":
             return first.all_reduce(tensor, call.wire)
@@ -271,66 +279,34 @@ class WorldCollectives:
             return first.reduce_scatter(tensor, call.bounds, call.wire)
         return first.all_gather(tensor, call.bounds)
 
+    def _shard_bounds(self, bounds: Sequence[int] | None, tensor: Tensor) -> tuple[int, ...]:
+        """Return a copy of the caller's bounds, or those of equal shards. Raises ValueError."""
+        numel, size = tensor.numel(), self.size
+        if bounds is None:
+            return split(numel, size)
+        cut = tuple(bounds)
+        if (
+            len(cut) != size + 1
+            or (cut[0], cut[-1]) != (0, numel)
+            or any(low > high for low, high in pairwise(cut))
+        ):
+            raise ValueError(
+                f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
+                f"indices that never decrease, from 0 to {numel}"
+            )
+        return cut
+
 
 class CollectiveWork:
-    """The work of one collective: first on the engine, then on the device."""
+    """The work of one call: its collectives on the engine, and their last part on the device."""
 
-    def __init__(self, engine: ProgressEngine, future: Future[Work]) -> None:
-        self._engine, self._future = engine, future
+    def __init__(self, engine: ProgressEngine, futures: Sequence[Future[Work]]) -> None:
+        self._engine, self._futures = engine, futures
 
     def wait(self) -> None:
         """Return when the result may be used; see `Work.wait`."""
-        if self._future.done:
-            self._future.wait().wait()
-            return
         start = time.perf_counter()
-        self._future.wait().wait()
+        for future in self._futures:
+            future.wait().wait()
+        self._futures = ()  # they hold the tensor
         self._engine.waited_s += time.perf_counter() - start
-
-
-class CombinedWork:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
-
-
-def _options(options: dict[str, Any]) -> CollectiveOptions:
-    defaults = {
-        "table": AlgorithmTable.always("lanes"),
-        "transport": "host",
-        "node_first": None,
-        "small_message_bytes": SMALL_MESSAGE_BYTES,
-    }
-    return CollectiveOptions(**{**defaults, **options})
-
-
-def _check_flat(tensor: Tensor) -> None:
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"a collective takes a flat contiguous tensor, not one of shape "
-            f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
-            "contiguous one"
-        )
-
-
-def _shard_bounds(bounds: Sequence[int] | None, numel: int, size: int) -> tuple[int, ...]:
-    """Return a copy of the caller's bounds, or those of equal shards. Raises ValueError."""
-    if bounds is None:
-        return split(numel, size)
-    cut = tuple(bounds)
-    if (
-        len(cut) != size + 1
-        or (cut[0], cut[-1]) != (0, numel)
-        or any(low > high for low, high in pairwise(cut))
-    ):
-        raise ValueError(
-            f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
-            f"indices that never decrease, from 0 to {numel}"
-        )
-    return cut

@@ -15,7 +15,6 @@ So the oldest unfinished chunk can always continue, and no circle of waiting ran
 import atexit
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,10 +22,11 @@ from typing import Any, TypeVar
 
 from mntrain.comm.mpi import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, WaitPolicy, pause
 from mntrain.comm.pending import Future, Operation, PendingCollective
-from mntrain.comm.shared_flags import DEPTH
+from mntrain.comm.shared_memory import DEPTH
 
 T = TypeVar("T")
 ABANDON_S = 1.0  # to wait for the thread's current round; a thread that blocks in MPI is left
+_caller = threading.local()  # its `engine` is the one that the calling thread used last
 
 
 class WakeEvent:
@@ -41,29 +41,13 @@ class WakeEvent:
         with suppress(RuntimeError):  # it is set already
             self._unset.release()
 
-    def wait(self, seconds: float = -1) -> bool:
-        """Wait until the event is set or time is up, and clear it; return whether it was set."""
-        return self._unset.acquire(timeout=seconds)
+    def wait(self, seconds: float = -1) -> None:
+        """Wait until the event is set or time is up, and clear it."""
+        self._unset.acquire(timeout=seconds)
 
     def clear(self) -> None:
         """Unset the event."""
         self._unset.acquire(blocking=False)
-
-
-class _UnwokenEngine(threading.local):
-    """The engine to which this thread last submitted an operation that woke no thread."""
-
-    engine: "weakref.ref[ProgressEngine] | None" = None
-
-    def switch_to(self, engine: "ProgressEngine") -> None:
-        """Wake the thread of another engine before this thread leaves its queue for `engine`."""
-        last = self.engine() if self.engine is not None else None
-        if last is not None and last is not engine and not last.idle:
-            last._wake.set()
-
-
-Task = PendingCollective[Any] | Callable[[], None]
-_unwoken = _UnwokenEngine()
 
 
 class ProgressEngine:
@@ -75,8 +59,7 @@ class ProgressEngine:
     """
 
     def __init__(self) -> None:
-        self._reference = weakref.ref(self)
-        self._queue: deque[Task] = deque()
+        self._queue: deque[Future[Any]] = deque()
         self._active: deque[PendingCollective[Any]] = deque()
         self._backoff = Backoff()
         self._closed = ""  # why nothing more is accepted
@@ -103,25 +86,17 @@ class ProgressEngine:
         thread that turns to another engine wakes the thread of this one first. It must not wait for
         other ranks in any other way, such as a blocking MPI call, while the operation is pending.
         """
-        future: Future[T] = Future(self.drive_until)
-        self._put(PendingCollective(operation, future), wake=operation.wakes_thread)
-        if not operation.wakes_thread and _unwoken.engine is not self._reference:
-            _unwoken.switch_to(self)
-            _unwoken.engine = self._reference
-        return future
+        return self._put(PendingCollective(operation, self.drive_until))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function that runs when nothing is active. Raises RuntimeError as `submit`."""
-        future: Future[T] = Future(self.drive_until)
-        self._put(lambda: future.resolve(function), wake=True)
-        return future
+        return self._put(Future(function, self.drive_until))
 
     def drive_until(self, future: Future[Any]) -> None:
         """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
         if future.done:
             return
-        if _unwoken.engine is not self._reference:
-            _unwoken.switch_to(self)
+        self._turn_to()
         self._waiters.append(None)
         try:
             if self._turn.locked():
@@ -139,7 +114,7 @@ class ProgressEngine:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
             self._waiters.pop()
-            if self._needs_thread:
+            if any(task.wakes_thread for task in (*self._active, *self._queue)):
                 self._wake.set()
 
     def prepare(self, function: Callable[[], object]) -> None:
@@ -164,9 +139,7 @@ class ProgressEngine:
         if not self._closed:
             self._closed = "this world was abandoned: no communication after `abandon`"
         self._abandoned = True
-        atexit.register(
-            lambda *kept: None, self._queue, self._active
-        )  # for the life of the process
+        atexit.register(lambda *kept: None, self._queue, self._active)  # keeps them until the end
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(ABANDON_S)
@@ -187,11 +160,21 @@ class ProgressEngine:
         since = self._busy_since
         return self._busy_before_s + (time.perf_counter() - since if since is not None else 0.0)
 
-    def _put(self, task: Task, *, wake: bool) -> None:
+    def _put(self, task: Future[T]) -> Future[T]:
         self.check_open()
+        self._turn_to()
         self._queue.append(task)
-        if wake:
+        if task.wakes_thread:
             self._wake.set()
+        return task
+
+    def _turn_to(self) -> None:
+        """Wake the thread of the engine that the calling thread leaves for this one."""
+        last = getattr(_caller, "engine", None)
+        if last is not self:
+            _caller.engine = self
+            if last is not None:
+                last._wake.set()
 
     def _refuse_more(self) -> None:
         self._closed = "this world is closed: no communication after its `with` block"
@@ -199,14 +182,6 @@ class ProgressEngine:
     def _check_not_abandoned(self) -> None:
         if self._abandoned:
             raise RuntimeError(self._closed)
-
-    @property
-    def _needs_thread(self) -> bool:
-        """Whether a task is left that the thread should progress while nobody waits."""
-        if self.idle:
-            return False
-        tasks = [*self._active, *self._queue]
-        return any(not isinstance(t, PendingCollective) or t.operation.wakes_thread for t in tasks)
 
     def _run(self) -> None:
         while not self._closed:
@@ -262,41 +237,35 @@ class ProgressEngine:
             elif self._active:
                 break
             else:
-                task()
+                task.resolve()
             self._queue.popleft()
             moved = True
         return moved
 
     def _advance(self) -> bool:
         """Advance every active collective as far as it can go; return whether any did."""
-        moved, may_start, oldest, in_flight = False, True, None, 0
-        if len(self._active) == 1 and self._active[0].all_started and self._active[0].in_flight:
-            moved = self._active[0].advance_chunks()
-            if not moved:  # most rounds of a small collective end here
-                return False
-        for pending in self._active:
-            in_flight += pending.in_flight
-        for pending in self._active:
+        active, moved, may_start, oldest = self._active, False, True, None
+        in_flight = sum([len(pending.in_flight) for pending in active])
+        for pending in active:
             if not pending.entered:
                 if not pending.operation.enter():
                     break
                 pending.entered = moved = True
-            before = pending.in_flight
+            before = len(pending.in_flight)
             if before:
                 moved = pending.advance_chunks() or moved
             if may_start and not pending.all_started:
                 moved = pending.start_chunks(in_flight - before, oldest) or moved
             may_start = may_start and pending.all_started
             oldest = pending.oldest if oldest is None else oldest
-            in_flight += pending.in_flight - before
-        for pending in self._active:
+            in_flight += len(pending.in_flight) - before
+        for pending in active:
             if not pending.left:
-                if not pending.done:
+                if pending.in_flight or not pending.all_started:
                     break
                 pending.operation.leave()
                 pending.left = moved = True
-        while self._active and self._active[0].left and self._active[0].operation.all_left():
-            pending = self._active.popleft()
-            pending.future.resolve(pending.operation.finish)
+        while active and active[0].left and active[0].operation.all_left():
+            active.popleft().resolve()
             moved = True
         return moved

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from mntrain.comm.buffers import BufferView, Lease, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
-from mntrain.comm.intranode import CommContext, IntranodeAccess
+from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
 from mntrain.comm.mpi import TAGS, Requests
+from mntrain.comm.operation import CommContext
 from mntrain.comm.pending import Steps
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class LaneOwner:
         self,
         context: CommContext,
         plan: HierarchyPlan,
-        node: IntranodeAccess,
+        node: SharedMemoryAccess | MessageAccess,
         wire: torch.dtype,
         first: int,
     ) -> None:

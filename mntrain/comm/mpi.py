@@ -11,12 +11,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from mntrain.comm.launcher import check_launcher
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +59,7 @@ class Communicator:
         self.size: int = comm.Get_size()
         self.traffic = Traffic()
         self.levels: Sequence[str] = ["cross"] * self.size
+        self._chunks = 0  # numbered so far, the same on all ranks
 
     @property
     def as_mpi4py(self) -> MPI.Comm:
@@ -96,6 +95,14 @@ class Communicator:
         if self.rank == root:
             self._count_to_all(data.nbytes)
         return Requests([self._comm.Ibcast(data, root)])
+
+    def number_chunks(self, count: int) -> int:
+        """Reserve numbers for `count` chunks of a collective, and return the first.
+
+        Numbers modulo TAGS are the tags of the chunks' messages. All ranks call it in one order.
+        """
+        self._chunks += count
+        return self._chunks - count
 
     def gather_objects(self, local: Any) -> list[Any]:
         """Return every rank's picklable object, by rank, on every rank. Collective, blocking."""
@@ -242,6 +249,34 @@ class MpiLibrary:
     name: str
     threads: str  # the thread level, for example "multiple"
     build: str  # its full version string
+
+
+# Variables with the number of ranks that were started, the most specific launcher first: mpirun
+# within a Slurm job states how many it started itself.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+class SilentSingletonsError(RuntimeError):
+    """The launcher started more ranks than MPI sees: each rank would be a world of its own."""
+
+
+def check_launcher(environment: Mapping[str, str], size: int) -> None:
+    """Compare the size of the world with the launcher's environment. Local.
+
+    Raises SilentSingletonsError if the launcher started more ranks. PMIx states no size, but a rank
+    number beyond this world reveals the mismatch.
+    """
+    values = {name: environment.get(name, "") for name in (*SIZE_VARIABLES, "PMIX_RANK")}
+    variable = next((name for name, value in values.items() if value.isdigit()), "")
+    started = int(values[variable]) + (variable == "PMIX_RANK") if variable else 1
+    if started > size:
+        raise SilentSingletonsError(
+            f"the launcher started {started} ranks ({variable}={values[variable]}), but MPI sees a "
+            f"world of {size}: the launcher and this Python's MPI library do not know each other, "
+            "so every rank would train alone. Use the mpirun of the same MPI (with a pip wheel: "
+            "the one next to this python), or under Slurm the matching plugin: srun --mpi=pmix for "
+            f"Open MPI, --mpi=pmi2 for MPICH. To run one rank on purpose, unset {variable}"
+        )
 
 
 # Settings that Open MPI reads at its start, unless the user has set them.

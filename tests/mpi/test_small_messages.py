@@ -7,7 +7,8 @@ import torch
 from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
-from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES, SmallMessages
+from mntrain.comm.chunked import SmallCollective
+from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -20,12 +21,12 @@ def gathers(monkeypatch):
     """The verbs that were gathered since, by length."""
     seen = []
 
-    class Noted(SmallMessages):
-        def operation(self, call, access):
-            seen.append(len(access.host))
-            return super().operation(call, access)
+    class Noted(SmallCollective):
+        def chunks(self):
+            seen.append(len(self._access.host))
+            return super().chunks()
 
-    monkeypatch.setattr("mntrain.comm.chunked.SmallMessages", Noted)
+    monkeypatch.setattr("mntrain.comm.chunked.SmallCollective", Noted)
     return seen
 
 

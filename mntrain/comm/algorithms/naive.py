@@ -3,75 +3,65 @@
 Each rank sends N - 1 messages of the whole tensor, whatever the verb (broadcast: only the root).
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from torch import Tensor
 
 from mntrain.comm.buffers import as_bytes
-from mntrain.comm.collective_call import (
-    Algorithm,
-    CollectiveCall,
-    SingleChunkOperation,
-    WorldContext,
-)
-from mntrain.comm.intranode import CommContext
-from mntrain.comm.mpi import Requests
-from mntrain.comm.pending import Operation, Steps
-from mntrain.comm.staging import TensorAccess
-from zero.collectives import Work
+from mntrain.comm.mpi import TAGS, Requests
+from mntrain.comm.operation import Algorithm, CollectiveOperation
+from mntrain.comm.pending import NumberedChunk, Steps
+from mntrain.comm.topology import Topology
 from zero.kernels import sum_dtype
 
-AUTO = False
+AUTO, HOST_ONLY = False, True
 
 
-def make(world: WorldContext) -> Algorithm:
-    """Return the algorithm for a world."""
-    return NaiveAlgorithm(world)
+def make(topology: Topology, rank: int) -> Algorithm:
+    """Return the algorithm for a rank."""
+    return NaiveCollective
 
 
-class NaiveAlgorithm:
+class NaiveCollective(CollectiveOperation):
     """The shortest correct implementation of the four verbs, on host memory."""
 
-    host_only = True
+    def chunks(self) -> Iterator[NumberedChunk]:
+        """Yield the only chunk."""
+        number = self._context.comm.number_chunks(1)
+        verbs = {"broadcast": self._broadcast, "all_gather": self._all_gather}
+        steps = verbs.get(self._call.verb, self._sum)
+        yield number, steps(self._access.host, number % TAGS)
 
-    def __init__(self, world: WorldContext) -> None:
-        self._world, self._comm = world, world.comm
-        self._others = [peer for peer in range(world.comm.size) if peer != world.comm.rank]
-
-    def operation(
-        self, call: CollectiveCall, access: TensorAccess, context: CommContext
-    ) -> Operation[Work]:
-        """Implement `Algorithm.operation` as one chunk."""
-        steps = {"broadcast": self._broadcast, "all_gather": self._all_gather}.get(
-            call.verb, self._sum
-        )
-        return SingleChunkOperation(self._world, call, access, steps)
-
-    def _sum(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
+    def _sum(self, tensor: Tensor, tag: int) -> Steps[None]:
         """All-reduce; also reduce-scatter, in which every rank ends with all shards."""
-        dtype = call.wire or tensor.dtype
+        dtype = self._call.wire or tensor.dtype
         first, *others = yield from self._gather(tensor.to(dtype), tag)
         total = first.to(sum_dtype(tensor.dtype))
         for addend in others:  # torch.sum adds in another order
             total += addend
         tensor.copy_(total.to(dtype))
 
-    def _all_gather(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
+    def _all_gather(self, tensor: Tensor, tag: int) -> Steps[None]:
         tensors = yield from self._gather(tensor, tag)
-        for (low, high), owner in zip(pairwise(call.bounds), self._world.owners, strict=True):
+        owners = self._context.topology.owners
+        for (low, high), owner in zip(pairwise(self._call.bounds), owners, strict=True):
             tensor[low:high].copy_(tensors[owner][low:high])
 
-    def _broadcast(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
-        data = as_bytes(tensor)
-        if self._comm.rank == call.root:
-            yield Requests.of(*(self._comm.send(peer, data, tag) for peer in self._others)).test
+    def _broadcast(self, tensor: Tensor, tag: int) -> Steps[None]:
+        comm, data = self._context.comm, as_bytes(tensor)
+        if comm.rank == self._call.root:
+            others = [peer for peer in range(comm.size) if peer != comm.rank]
+            yield Requests.of(*(comm.send(peer, data, tag) for peer in others)).test
         else:
-            yield self._comm.receive(call.root, data, tag).test
+            yield comm.receive(self._call.root, data, tag).test
 
     def _gather(self, tensor: Tensor, tag: int) -> Steps[list[Tensor]]:
         """Return copies of every rank's tensor, by rank."""
-        tensors = [tensor.clone() for _ in range(self._comm.size)]
-        receives = [self._comm.receive(p, as_bytes(tensors[p]), tag) for p in self._others]
-        sends = [self._comm.send(p, as_bytes(tensor), tag) for p in self._others]
+        comm = self._context.comm
+        tensors = [tensor.clone() for _ in range(comm.size)]
+        others = [peer for peer in range(comm.size) if peer != comm.rank]
+        receives = [comm.receive(peer, as_bytes(tensors[peer]), tag) for peer in others]
+        sends = [comm.send(peer, as_bytes(tensor), tag) for peer in others]
         yield Requests.of(*receives, *sends).test
         return tensors

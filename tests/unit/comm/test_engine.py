@@ -8,7 +8,7 @@ import pytest
 
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import WaitPolicy, pause
-from mntrain.comm.shared_flags import DEPTH
+from mntrain.comm.shared_memory import DEPTH
 
 WINDOW = 5
 

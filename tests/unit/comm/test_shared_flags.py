@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from mntrain.comm.shared_flags import DEPTH, INLINE_BYTES, SharedFlags
-from mntrain.comm.shared_memory import SegmentOffset
+from mntrain.comm.shared_memory import DEPTH, INLINE_BYTES, SharedFlags
 
 SIZE = 1 << 20
 
@@ -25,10 +24,10 @@ class Memory:
 
     def locate(self, tensor):
         start = tensor.data_ptr() - self._parts[self._rank].data_ptr()
-        return SegmentOffset(0, start) if 0 <= start < SIZE else None
+        return (0, start) if 0 <= start < SIZE else None
 
     def view(self, local_rank, place, numel, dtype):
-        part = self._parts[local_rank][place.start : place.start + numel * dtype.itemsize]
+        part = self._parts[local_rank][place[1] : place[1] + numel * dtype.itemsize]
         return part.view(dtype)
 
 
