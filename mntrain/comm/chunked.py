@@ -1,4 +1,4 @@
-"""The operations of the hierarchical algorithms: in chunks, or in one message if small."""
+"""The hierarchical algorithms: a call in chunks, or as one message if it is small."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from mntrain.comm.buffers import BufferRows, Lease, as_bytes
+from mntrain.comm.buffers import BufferRows, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan
+from mntrain.comm.collective_call import CollectiveCall, CommContext
 from mntrain.comm.hierarchical import LaneOwner, NodeMember, tag_of
 from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
-from mntrain.comm.operation import CollectiveCall, CollectiveOperation, CommContext
 from mntrain.comm.pending import NumberedChunk, Operation, Steps
 from mntrain.comm.staging import TensorAccess
 from zero.collectives import Work
@@ -27,29 +27,48 @@ CHUNKS_IN_FLIGHT = 8
 BYTES_IN_FLIGHT = 4 << 20
 
 
-def hierarchical_operation(
+def run_hierarchical(
     plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
-) -> Operation[Work]:
-    """Return the operation of one call by the algorithm of a plan. Local."""
-    kind = SmallCollective if call.small else ChunkedCollective
-    return kind(plan, call, access, context)
+) -> Operation[Work] | Steps[Work]:
+    """Plan one call on this rank. Local; the engine runs what is returned."""
+    if call.small:
+        return small_collective(plan, call, access, context)
+    return ChunkedCollective(plan, call, access, context)
 
 
-class ChunkedCollective(CollectiveOperation):
-    """An operation on a tensor that is cut into the chunks of a plan.
+class ChunkedCollective:
+    """An `Operation` on a flat tensor, cut into the chunks of a plan.
 
-    Within nodes, it goes through shared memory or messages; between nodes, through messages.
+    Within nodes, they go through shared memory or messages; between nodes, through messages.
     """
 
     def __init__(
         self, plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
     ) -> None:
-        super().__init__(call, access, context, context.flags if len(plan.members) > 1 else None)
-        self._plan = plan
+        self._plan, self._call, self._access, self._context = plan, call, access, context
         self.max_in_flight = max(
             2, min(CHUNKS_IN_FLIGHT, BYTES_IN_FLIGHT // call.choice.chunk_bytes)
         )
+        self.latency_bound = not call.choice.concurrent
+        self._flags = context.flags if len(plan.members) > 1 else None
+        self._number = 0  # of this collective among those of the flags
         self._inline: Tensor | None = None  # the flags' slot with the result, if it is there
+
+    def begin(self) -> None:
+        """Start to bring the tensor into place."""
+        self._access.begin()
+
+    def enter(self) -> bool:
+        """Enter the node's flags once the tensor is in place."""
+        if not self._access.here():
+            return False
+        if self._flags is not None:
+            self._number = self._flags.enter(self._access.host, reachable=self._access.reachable)
+        return True
+
+    def all_entered(self) -> bool:
+        """Return whether all ranks of the node have entered."""
+        return self._flags is None or self._flags.all_entered(self._number)
 
     def chunks(self) -> Iterator[NumberedChunk]:
         """Yield the chunks in which this rank takes part."""
@@ -76,11 +95,20 @@ class ChunkedCollective(CollectiveOperation):
             if role is not None:
                 yield first + chunk.index, context.run(self._steps(role, chunk, len(chunks)))
 
+    def leave(self) -> None:
+        """Leave the node's flags."""
+        if self._flags is not None:
+            self._flags.leave()
+
+    def all_left(self) -> bool:
+        """Return whether all ranks of the node have left."""
+        return self._flags is None or self._flags.all_left(self._number)
+
     def finish(self) -> Work:
         """Return the work that brings the result back to the caller's tensor."""
         if self._inline is not None:
             self._access.host.copy_(self._inline)
-        return super().finish()
+        return self._access.give_back()
 
     def _planned(self, tensor: Tensor) -> tuple[Chunk, ...]:
         call, plan = self._call, self._plan
@@ -97,77 +125,68 @@ class ChunkedCollective(CollectiveOperation):
         return role.all_gather(chunk) if self._call.verb == "all_gather" else role.reduce(chunk)
 
 
-class SmallCollective(CollectiveOperation):
-    """An operation on a small host tensor: every rank gathers all tensors and sums them itself.
+def small_collective(
+    plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
+) -> Steps[Work]:
+    """Run a call on a small host tensor: every rank gathers all tensors and sums them itself.
 
     Small messages are latency-bound. One non-blocking collective of MPI replaces the steps of a
     chunk: enter, reduce in the node, exchange between nodes, add, publish. Sums are made over each
     node of the plan in the order of its ranks, then over nodes, and rounded where the chunks' steps
     round: so the bits are the same.
     """
-
-    def __init__(
-        self, plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
-    ) -> None:
-        super().__init__(call, access, context)
-        self._nodes = plan.nodes.nodes
-
-    def chunks(self) -> Iterator[NumberedChunk]:
-        """Yield the only chunk."""
-        number, tensor = self._context.comm.number_chunks(1), self._access.host
-        if self._call.verb == "broadcast":
-            yield number, self._broadcast(tensor)
-        elif self._call.verb == "all_gather":
-            yield number, self._all_gather(tensor)
-        else:
-            yield number, self._sum(tensor)
-
-    def _sum(self, tensor: Tensor) -> Steps[None]:
-        """All-reduce; also reduce-scatter, in which every rank ends with all shards."""
-        nodes, add, wire = self._nodes, self._context.add, self._call.wire
-        with self._context.buffers.lease() as lease:
-            rows = yield from self._gather(lease, tensor)
-            if sum_dtype(tensor.dtype) == tensor.dtype and wire in (None, tensor.dtype):
-                arrays = rows.arrays
-                with np.errstate(over="ignore", invalid="ignore"):  # as torch does
-                    for node in nodes:
-                        _add([arrays[rank] for rank in node], arrays[node[0]])
-                    _add([arrays[node[0]] for node in nodes], tensor.numpy())
-                return
-            for node in nodes:
-                if len(node) > 1:
-                    add([rows.tensors[rank] for rank in node], rows.tensors[node[0]])
-            sums = [rows.tensors[node[0]] for node in nodes]
-            if len(sums) == 1:
-                tensor.copy_(sums[0])
-                return
-            add([node_sum.to(wire or tensor.dtype) for node_sum in sums], tensor)
-            if wire is not None:
-                tensor.copy_(tensor.to(wire))
-
-    def _all_gather(self, tensor: Tensor) -> Steps[None]:
-        owners = self._context.topology.owners
-        with self._context.buffers.lease() as lease:
-            rows = yield from self._gather(lease, tensor)
-            for (low, high), owner in zip(pairwise(self._call.bounds), owners, strict=True):
-                tensor[low:high].copy_(rows.tensors[owner][low:high])
-
-    def _broadcast(self, tensor: Tensor) -> Steps[None]:
-        yield self._context.comm.broadcast(as_bytes(tensor), self._call.root).test
-
-    def _gather(self, lease: Lease, tensor: Tensor) -> Steps[BufferRows]:
-        """Return every rank's tensor, by rank, in a leased buffer."""
-        comm = self._context.comm
+    access.begin()
+    if not access.here():
+        yield access.here
+    tensor, comm = access.host, context.comm
+    if call.verb == "broadcast":
+        yield comm.broadcast(as_bytes(tensor), call.root).test
+        return access.give_back()
+    with context.buffers.lease() as lease:
         rows = lease.rows(comm.size, tensor.numel(), tensor.dtype)
         if rows.arrays:
             rows.arrays[comm.rank][:] = tensor.numpy()
         else:
             rows.tensors[comm.rank].copy_(tensor)
         yield comm.all_gather(rows.bytes).test
-        return rows
+        if call.verb == "all_gather":
+            for (low, high), owner in zip(
+                pairwise(call.bounds), context.topology.owners, strict=True
+            ):
+                tensor[low:high].copy_(rows.tensors[owner][low:high])
+        else:  # a reduce-scatter leaves the sums of all shards on every rank
+            _add_rows(rows, plan.nodes.nodes, tensor, call, context)
+    return access.give_back()
 
 
-def _add(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:
+def _add_rows(
+    rows: BufferRows,
+    nodes: Sequence[Sequence[int]],
+    total: Tensor,
+    call: CollectiveCall,
+    context: CommContext,
+) -> None:
+    """Leave the sum over nodes of the sums over their ranks in `total`. Overwrites the rows."""
+    wire = call.wire or total.dtype
+    if sum_dtype(total.dtype) == total.dtype == wire:
+        arrays = rows.arrays
+        with np.errstate(over="ignore", invalid="ignore"):  # as torch does
+            for node in nodes:
+                _add_arrays([arrays[rank] for rank in node], arrays[node[0]])
+            _add_arrays([arrays[node[0]] for node in nodes], total.numpy())
+        return
+    for node in nodes:
+        if len(node) > 1:
+            context.add([rows.tensors[rank] for rank in node], rows.tensors[node[0]])
+    sums = [rows.tensors[node[0]] for node in nodes]
+    if len(sums) == 1:
+        total.copy_(sums[0])
+        return
+    context.add([node_sum.to(wire) for node_sum in sums], total)
+    total.copy_(total.to(wire))
+
+
+def _add_arrays(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:
     """Leave the sum of addends, in their order, in `total`. NumPy calls cost less than torch's."""
     result = reduce(partial(np.add, out=total), addends)
     if result is not total:

@@ -14,12 +14,12 @@ from torch import Tensor
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import BufferPool
+from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext, Verb
 from mntrain.comm.cuda_aware import DeviceAccess, SideStream
 from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
-from mntrain.comm.operation import Algorithm, CollectiveCall, CommContext, Verb
 from mntrain.comm.pending import Future
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import SLOT_BYTES, HostAccess, StagedAccess, Staging, TensorAccess, chunks
@@ -202,8 +202,8 @@ class WorldCollectives:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self._small_message_bytes
-        wakes = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
-        call = CollectiveCall(verb, self.choice, bounds, root, wire, small, wakes)
+        wake = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
+        call = CollectiveCall(verb, self.choice, bounds, root, wire, small)
         algorithm, host_only = self._algorithm()
         parts: Iterable[Part]
         if self._devices is None:
@@ -213,7 +213,8 @@ class WorldCollectives:
             if work is not None:
                 return work
             parts = self._device_parts(call, tensor, self._devices, host_only=host_only)
-        return CollectiveWork(engine, [engine.submit(algorithm(*part)) for part in parts])
+        futures = [engine.submit(algorithm(*part), wake=wake) for part in parts]
+        return CollectiveWork(engine, futures)
 
     def _algorithm(self) -> tuple[Algorithm, bool]:
         """Return the chosen algorithm, and whether it needs host memory."""

@@ -16,12 +16,12 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from mntrain.comm.mpi import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, WaitPolicy, pause
-from mntrain.comm.pending import Future, Operation, PendingCollective
+from mntrain.comm.mpi import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
+from mntrain.comm.pending import Future, Operation, PendingCollective, Steps, steps_of
 from mntrain.comm.shared_memory import DEPTH
 
 T = TypeVar("T")
@@ -74,23 +74,27 @@ class ProgressEngine:
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T]) -> Future[T]:
+    def submit(self, operation: Operation[T] | Steps[T], *, wake: bool = True) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
-        An operation that does not wake the thread is progressed, in the order of the queue, by a
-        caller that waits for any future of this engine, or by the thread when another submission
-        or a `call` wakes it. No rank has to wait for this very operation; but until each rank has
-        waited for some future, submitted an operation that wakes the thread, or used `call` (as
-        `close` does), the other ranks' waits do not end. Ranks may differ in which of these they
-        do, and when, without a deadlock: each of them progresses the whole queue, in one order. A
-        thread that turns to another engine wakes the thread of this one first. It must not wait for
-        other ranks in any other way, such as a blocking MPI call, while the operation is pending.
+        Operations run in chunks, several at a time; steps run when nothing is active.
+
+        Without `wake`, the collective is progressed, in the order of the queue, by a caller that
+        waits for any future of this engine, or by the thread when another submission or a `call`
+        wakes it. No rank has to wait for this very collective; but until each rank has waited for
+        some future, submitted with `wake`, or used `call` (as `close` does), the other ranks' waits
+        do not end. Ranks may differ in which of these they do, and when, without a deadlock: each
+        of them progresses the whole queue, in one order. A thread that turns to another engine
+        wakes the thread of this one first. It must not wait for other ranks in any other way, such
+        as a blocking MPI call, while the collective is pending.
         """
-        return self._put(PendingCollective(operation, self.drive_until))
+        if isinstance(operation, Generator):
+            return self._put(Future(operation, self.drive_until, wakes_thread=wake))
+        return self._put(PendingCollective(operation, self.drive_until, wakes_thread=wake))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function that runs when nothing is active. Raises RuntimeError as `submit`."""
-        return self._put(Future(function, self.drive_until))
+        return self._put(Future(steps_of(function), self.drive_until))
 
     def drive_until(self, future: Future[Any]) -> None:
         """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
@@ -107,14 +111,14 @@ class ProgressEngine:
                 self._wake.clear()
                 while not future.done:
                     self._check_not_abandoned()
-                    delay = self._round(LATENCY_BOUND)
+                    moved = self._round()
                     if not future.done:  # the result is not kept from the caller by a yield
-                        pause(delay)
+                        self._rest(moved=moved)
             finally:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
             self._waiters.pop()
-            if any(task.wakes_thread for task in (*self._active, *self._queue)):
+            if not self.idle and any(t.wakes_thread for t in (*self._active, *self._queue)):
                 self._wake.set()
 
     def prepare(self, function: Callable[[], object]) -> None:
@@ -192,19 +196,15 @@ class ProgressEngine:
                     self._first()
                     self._first = None
                 while not (self.idle or self._waiters or self._abandoned):
-                    delay = self._round(BACKGROUND)
-                    if delay:
-                        self._wake.wait(delay)
-                    else:
-                        pause(0)
+                    self._rest(moved=self._round())
 
-    def _round(self, policy: WaitPolicy) -> float:
-        """Progress everything once; return the seconds to sleep before the next round."""
-        if not self._active:
+    def _round(self) -> bool:
+        """Progress everything once; return whether anything moved."""
+        if self._busy_since is None:
             self._backoff.begin()
         moved = bool(self._queue) and self._take_from_queue()
         try:
-            moved = self._advance() or moved
+            moved = (bool(self._active) and self._advance()) or moved
         except BaseException as error:  # nothing is known of those behind it, either
             moved = True
             while self._active:
@@ -212,34 +212,44 @@ class ProgressEngine:
         if moved:
             self._update_clock()
             self._backoff.reset()
-            return 0.0
-        if policy is LATENCY_BOUND:
-            for pending in self._active:
-                if not pending.operation.latency_bound:
-                    policy = BANDWIDTH_BOUND
-        return self._backoff.delay(policy)
+        return moved
+
+    def _rest(self, *, moved: bool) -> None:
+        """Give up the core: for a moment after progress, else until the next test is due."""
+        if moved:
+            pause(0)
+        elif not self._waiters:
+            self._wake.wait(self._backoff.delay(BACKGROUND))
+        elif all(pending.operation.latency_bound for pending in self._active):
+            pause(self._backoff.delay(LATENCY_BOUND))
+        else:
+            pause(self._backoff.delay(BANDWIDTH_BOUND))
 
     def _update_clock(self) -> None:
         """Start or stop the clock of `busy_s`."""
-        if self._active and self._busy_since is None:
+        busy = self._active or (self._queue and self._queue[0].started)
+        if busy and self._busy_since is None:
             self._busy_since = time.perf_counter()
-        elif not self._active and self._busy_since is not None:
+        elif not busy and self._busy_since is not None:
             self._busy_before_s, self._busy_since = self.busy_s, None
 
     def _take_from_queue(self) -> bool:
-        """Begin what may begin; return whether anything did."""
+        """Begin what may begin, and advance steps that run alone; return whether anything moved."""
         moved = False
         while self._queue and len(self._active) < DEPTH:
             task = self._queue[0]
             if isinstance(task, PendingCollective):
                 task.operation.begin()
                 self._active.append(task)
+                self._queue.popleft()
+                moved = True
             elif self._active:
                 break
             else:
-                task.resolve()
-            self._queue.popleft()
-            moved = True
+                moved = task.advance() or moved
+                if task.done:
+                    self._queue.popleft()
+                return moved
         return moved
 
     def _advance(self) -> bool:
@@ -266,6 +276,6 @@ class ProgressEngine:
                 pending.operation.leave()
                 pending.left = moved = True
         while active and active[0].left and active[0].operation.all_left():
-            active.popleft().resolve()
+            active.popleft().advance()
             moved = True
         return moved

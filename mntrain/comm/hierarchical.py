@@ -24,9 +24,9 @@ from torch import Tensor
 
 from mntrain.comm.buffers import BufferView, Lease, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
+from mntrain.comm.collective_call import CommContext
 from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
 from mntrain.comm.mpi import TAGS, Requests
-from mntrain.comm.operation import CommContext
 from mntrain.comm.pending import Steps
 
 if TYPE_CHECKING:

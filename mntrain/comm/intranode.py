@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mntrain.comm.buffers import BufferView, as_bytes
 from mntrain.comm.chunk_plan import HierarchyPlan, Span
+from mntrain.comm.collective_call import CommContext
 from mntrain.comm.mpi import Requests
-from mntrain.comm.operation import CommContext
 from mntrain.comm.pending import Steps
 
 BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache

@@ -19,7 +19,6 @@ class Operation(Protocol[T_co]):
     """A collective as the engine drives it. Methods are called in this order, and never block."""
 
     max_in_flight: int  # it starts no chunk while so many are in flight, of all collectives
-    wakes_thread: bool  # False: it is progressed only by waiting callers, or along with others
     latency_bound: bool  # True: its caller waits for nothing else, so polling may be eager
 
     def begin(self) -> None:
@@ -45,45 +44,75 @@ class Operation(Protocol[T_co]):
 
 
 class Future(Generic[T]):
-    """The result of a function that the engine runs later."""
+    """The result of steps that the engine runs later, when nothing else is active.
 
-    wakes_thread = True
+    `wakes_thread`: whether the engine's thread runs them while nobody waits.
+    """
 
     def __init__(
-        self, function: Callable[[], T], drive_until: Callable[["Future[Any]"], None]
+        self,
+        steps: Steps[T],
+        drive_until: Callable[["Future[Any]"], None],
+        *,
+        wakes_thread: bool = True,
     ) -> None:
-        self._function, self._drive_until = function, drive_until
+        self.wakes_thread = wakes_thread
+        self._steps, self._drive_until = steps, drive_until
+        self._test: Callable[[], bool] | None = None
         self.done = False
         self._result: T | None = None
         self._error: BaseException | None = None
 
-    def resolve(self) -> None:
-        """Call the function and keep what it returns or raises as the result."""
+    @property
+    def started(self) -> bool:
+        """Whether the first of the steps has been taken."""
+        return self._test is not None
+
+    def advance(self) -> bool:
+        """Continue the steps as far as tests succeed; return whether anything happened."""
+        moved = False
         try:
-            self._result = self._function()
+            while self._test is None or self._test():
+                moved = True
+                self._test = next(self._steps)
+        except StopIteration as end:
+            self._result, self.done = end.value, True
         except BaseException as error:  # of any kind: the waiting thread raises it
-            self._error = error
-        self.done = True
+            moved = True
+            self.fail(error)
+        return moved
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise an error."""
-        self._error = error
-        self.done = True
+        """Make `wait` raise an error, and release what the steps hold."""
+        self._steps.close()
+        self._error, self.done = error, True
 
     def wait(self) -> T:
-        """Block until the function has run; return its result or raise its error. Repeatable."""
+        """Block until the steps have run; return their result or raise their error. Repeatable."""
         self._drive_until(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # T may itself be None
 
 
+def steps_of(function: Callable[[], T]) -> Steps[T]:
+    """Return steps that call a function and return its result."""
+    yield from ()
+    return function()
+
+
 class PendingCollective(Future[T]):
     """A collective in the engine, and the future of its result."""
 
-    def __init__(self, operation: Operation[T], drive_until: Callable[[Future[Any]], None]) -> None:
-        super().__init__(operation.finish, drive_until)
-        self.operation, self.wakes_thread = operation, operation.wakes_thread
+    def __init__(
+        self,
+        operation: Operation[T],
+        drive_until: Callable[[Future[Any]], None],
+        *,
+        wakes_thread: bool = True,
+    ) -> None:
+        super().__init__(steps_of(operation.finish), drive_until, wakes_thread=wakes_thread)
+        self.operation = operation
         self._unstarted: Iterator[NumberedChunk] | None = None
         self._next: NumberedChunk | None = None  # the first unstarted chunk
         # Chunks in flight and the test that each waits for, in the order of their numbers.

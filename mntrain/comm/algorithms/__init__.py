@@ -6,7 +6,7 @@ defines
 
     AUTO                   whether automatic selection may choose it
     HOST_ONLY              whether it needs host memory: device tensors are staged there
-    make(topology, rank)   return a `operation.Algorithm` for a rank. Local
+    make(topology, rank)   return a `collective_call.Algorithm` for a rank. Local
 """
 
 import importlib

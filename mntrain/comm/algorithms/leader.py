@@ -3,8 +3,8 @@
 from functools import partial
 
 from mntrain.comm.chunk_plan import HierarchyPlan
-from mntrain.comm.chunked import hierarchical_operation
-from mntrain.comm.operation import Algorithm
+from mntrain.comm.chunked import run_hierarchical
+from mntrain.comm.collective_call import Algorithm
 from mntrain.comm.topology import Topology
 
 AUTO, HOST_ONLY = True, False
@@ -17,4 +17,4 @@ def plan(topology: Topology, rank: int) -> HierarchyPlan:
 
 def make(topology: Topology, rank: int) -> Algorithm:
     """Return the algorithm for a rank."""
-    return partial(hierarchical_operation, plan(topology, rank))
+    return partial(run_hierarchical, plan(topology, rank))
