@@ -17,9 +17,8 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,19 +43,10 @@ _BLOCK_BYTES = 4 << 20  # is still in the processor's cache when it is written
 _SYNC_FILE_RANGE_WRITE = 2  # flag of sync_file_range(2)
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Dtype, shape and place of a tensor; `start` and `stop` are bytes from the file's start."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors, by name
 
 
-@dataclass(frozen=True)
-class ChecksummedRange:
+class ChecksummedRange(NamedTuple):
     """`length` bytes of a file, from `start` on, and their CRC-32 (as of zlib)."""
 
     start: int
@@ -64,18 +54,15 @@ class ChecksummedRange:
     checksum: int
 
 
-@dataclass(frozen=True)
 class FileLayout:
-    """Header and tensor places of a file that is to be written."""
+    """Header of a file that is to be written, and the places of its tensors.
 
-    header: bytes
-    entries: Mapping[str, TensorEntry]
-    nbytes: int
+    Raises ValueError for a dtype that the format lacks.
+    """
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> "FileLayout":
-        """Lay out tensors by name. Raises ValueError for a dtype that the format lacks."""
-        described: dict[str, Any] = {}
+    def __init__(self, tensors: Shapes) -> None:
+        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        places: dict[str, tuple[int, int]] = {}
         at = 0
         # Widest dtypes first, so that every tensor is aligned to its own item size.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
@@ -83,48 +70,47 @@ class FileLayout:
                 raise ValueError(
                     f"{name} is of dtype {dtype}, which safetensors files do not have: cast it"
                 )
-            stop = at + math.prod(shape) * dtype.itemsize
+            places[name] = (at, at + math.prod(shape) * dtype.itemsize)
             described[name] = {
                 "dtype": DTYPE_NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [at, stop],
+                "shape": shape,
+                "data_offsets": places[name],
             }
-            at = stop
-        text = json.dumps({"__metadata__": {"format": "pt"}, **described}).encode()
+            at = places[name][1]
+        text = json.dumps(described).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        header = len(text).to_bytes(8, "little") + text
-        entries = {
-            name: TensorEntry(*tensors[name], *(len(header) + at for at in entry["data_offsets"]))
-            for name, entry in described.items()
+        self.header = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.header) + at
+        # First and last byte of each tensor in the file.
+        self.places = {
+            name: (len(self.header) + start, len(self.header) + stop)
+            for name, (start, stop) in places.items()
         }
-        return cls(header, entries, len(header) + at)
 
 
 class RangeWriter:
-    """Writer of ranges of an existing file of full length. A context manager."""
+    """Writer of ranges of an existing file of full length."""
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self._layout = layout
         self._file = os.open(path, os.O_WRONLY)
         self.ranges: list[ChecksummedRange] = []  # written so far
 
-    def __enter__(self) -> "RangeWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._file)
-
     def write_header(self) -> None:
-        """Write the header."""
+        """Write the header, which one process does."""
         self._write(memoryview(self._layout.header), 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
 
     def write(self, name: str, flat: Tensor, low: int) -> None:
         """Write a tensor's elements from `low` on, flat and in the dtype of the file."""
-        entry = self._layout.entries[name]
-        data = _as_bytes(flat)
-        start = entry.start + low * entry.dtype.itemsize
-        assert start + len(data) <= entry.stop
-        self._write(data, start)
+        assert sys.byteorder == "little", "safetensors files are little-endian"
+        start, stop = self._layout.places[name]
+        start += low * flat.element_size()
+        assert start + flat.nbytes <= stop
+        self._write(flat.detach().contiguous().view(torch.uint8).numpy().data, start)
 
     def sync(self) -> None:
         """Wait until everything written is on the disk."""
@@ -136,8 +122,7 @@ class RangeWriter:
             for at in range(0, len(part), _BLOCK_BYTES):
                 block = part[at : at + _BLOCK_BYTES]
                 checksum = zlib.crc32(block, checksum)
-                _write_all(self._file, block, start + low + at)
-                _start_writeback(self._file, start + low + at, len(block))
+                _write_block(self._file, block, start + low + at)
             self.ranges.append(ChecksummedRange(start + low, len(part), checksum))
 
 
@@ -167,14 +152,11 @@ def find_damage(path: Path, ranges: Iterable[ChecksummedRange]) -> ChecksummedRa
 
 def create(path: Path, nbytes: int) -> None:
     """Create a file of `nbytes`, and reserve them on the disk. Raises OSError if it is full."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    with path.open("xb") as file:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, nbytes)
+            os.posix_fallocate(file.fileno(), 0, nbytes)
         else:
-            os.ftruncate(file, nbytes)
-    finally:
-        os.close(file)
+            file.truncate(nbytes)
 
 
 def sync_folder(folder: Path) -> None:
@@ -197,21 +179,11 @@ def describe_write_error(error: OSError, nbytes: int, folder: Path) -> str:
     )
 
 
-def _write_all(file: int, data: memoryview, start: int) -> None:
+def _write_block(file: int, data: memoryview, start: int) -> None:
+    """Write data, and have the disk begin now (Linux), rather than at the fsync after all."""
     written = 0
     while written < len(data):
         written += os.pwrite(file, data[written:], start + written)
-
-
-def _start_writeback(file: int, start: int, length: int) -> None:
-    """Start writing pages to the disk now (Linux), rather than at the fsync after the last one."""
     if _sync_file_range is not None:
-        offset, nbytes = ctypes.c_int64(start), ctypes.c_int64(length)
+        offset, nbytes = ctypes.c_int64(start), ctypes.c_int64(len(data))
         _sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-def _as_bytes(flat: Tensor) -> memoryview:
-    """Return a view of the bytes of a flat host tensor."""
-    assert sys.byteorder == "little", "safetensors files are little-endian; nothing is swapped here"
-    array = flat.detach().contiguous().view(torch.uint8).numpy()
-    return memoryview(array.data)

@@ -56,6 +56,12 @@ class Manifest:
         """Bytes of all files but the manifest."""
         return sum(part.length for parts in self.checksums.values() for part in parts)
 
+    @property
+    def writers(self) -> str:
+        """The size of the world that wrote it, as in "2 ranks on 1 node"."""
+        counts = ((self.world[f"{kind}s"], kind) for kind in ("rank", "node"))
+        return " on ".join(f"{count} {kind}{'s' * (count > 1)}" for count, kind in counts)
+
     def to_json(self) -> str:
         """Return the text of the file. Raises ValueError for an option that JSON cannot hold."""
         fields = asdict(self)
@@ -63,10 +69,6 @@ class Manifest:
             fields[key] = fields.pop(name)
         for state in fields["kept"].values():
             state["by_element"] = state.pop("tensor_keys")
-        fields["runs"] = {
-            name: [[part.start, part.length, part.checksum] for part in parts]
-            for name, parts in self.checksums.items()
-        }
         try:
             content = json.dumps(fields)
         except TypeError as error:
@@ -115,12 +117,6 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
         for name, parts in fields["checksums"].items()
     }
     return Manifest(**fields)
-
-
-def describe_writers(world: Mapping[str, Any]) -> str:
-    """Return the size of the world that wrote a checkpoint, as in "2 ranks on 1 node"."""
-    ranks, nodes = world["ranks"], world["nodes"]
-    return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
 
 
 def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:

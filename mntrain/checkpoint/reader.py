@@ -12,13 +12,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mntrain.checkpoint import manifest, random_state
+from mntrain.checkpoint import manifest
 from mntrain.checkpoint.format import find_damage, open_tensors
 from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER, RANDOM, Manifest
+from mntrain.checkpoint.shards import set_random_states
 from mntrain.errors import AgreedError
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
-from zero.state import StateSlice
 
 # Options of parameter groups that are not restored: the job may change them, or they depend on the
 # device.
@@ -74,11 +74,7 @@ def inspect(path: Path) -> Manifest:
         if not (path / name).is_file():
             raise ValueError(f"{name} is missing")
         open_tensors(path / name)
-        length = 0
-        for part in content.checksums[name]:
-            if part.start != length:
-                raise ValueError(f"{FILE} has no checksum for byte {length} of {name}")
-            length += part.length
+        length = sum(part.length for part in content.checksums[name])  # they lie end to end
         if (nbytes := (path / name).stat().st_size) != length:
             raise ValueError(f"{name} has {nbytes} bytes, and was written with {length}")
     return content
@@ -171,19 +167,19 @@ def restore_randomness(found: FoundCheckpoint, world: World) -> bool:
             for name in file.keys()  # noqa: SIM118 - not a mapping
             if name.startswith(prefix)
         }
-    random_state.restore(states, world.device)
+    set_random_states(states, world.device)
     return True
 
 
 def _load_model(file: safe_open, model: nn.Module) -> None:
     state: dict[str, Tensor] = model.state_dict()
     saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    wrong = [f"it lacks {name}" for name in state if name not in saved]
-    wrong += [f"it has {name}, which this model has not" for name in saved if name not in state]
-    wrong += [
-        f"{name} is {saved[name]} in the checkpoint, {tuple(tensor.shape)} in the model"
-        for name, tensor in state.items()
-        if name in saved and saved[name] != tuple(tensor.shape)
+    present = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wrong = [
+        f"{name} is {saved.get(name, 'absent')} in the checkpoint, {present.get(name, 'absent')} "
+        "in the model"
+        for name in {**present, **saved}
+        if saved.get(name) != present.get(name)
     ]
     if wrong:
         raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong)}")
@@ -199,18 +195,14 @@ def _read_slices(
         if piece.name not in content.parameter_states:
             continue  # the optimizer raises for the missing slice
         saved = content.parameter_states[piece.name]
-        tensors = {}
-        if saved.shape == piece.shape:
-            tensors = {
-                key: file.get_tensor(f"{piece.name}/{key}").reshape(-1)[piece.low : piece.high]
-                for key in saved.tensor_keys
-            }
-        yield StateSlice(
-            piece.name,
-            saved.shape,
-            saved.order,
-            piece.low,
-            piece.high,
-            tensors,
-            manifest.decode_values(saved.others),
+        keys = saved.tensor_keys if saved.shape == piece.shape else ()
+        tensors = {
+            key: file.get_tensor(f"{piece.name}/{key}").reshape(-1)[piece.low : piece.high]
+            for key in keys
+        }
+        yield piece._replace(
+            shape=saved.shape,
+            order=saved.order,
+            tensors=tensors,
+            others=manifest.decode_values(saved.others),
         )._asdict()

@@ -12,11 +12,11 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mntrain.checkpoint import manifest
 from mntrain.checkpoint.format import (
     ChecksummedRange,
     FileLayout,
@@ -25,54 +25,61 @@ from mntrain.checkpoint.format import (
     describe_write_error,
     sync_folder,
 )
-from mntrain.checkpoint.manifest import Manifest
+from mntrain.checkpoint.manifest import FILE, Manifest
 from mntrain.checkpoint.reader import eval_losses, list_checkpoints
 from mntrain.checkpoint.snapshot import TensorRange
+
+Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 
 _POLL_S = 0.01
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
 
 @dataclass
-class CheckpointFolder:
-    """The temporary folder of a save, filled in as the save proceeds."""
+class PendingSave:
+    """A save in progress. The futures are of this rank's writing thread."""
 
-    path: Path = Path()
+    target: Path
+    manifest: Manifest  # completed as the save proceeds
+    start: float
+    folder: Path | None = None  # the temporary one
     layouts: Mapping[str, FileLayout] = field(default_factory=dict)
-    created: threading.Event = field(default_factory=threading.Event)  # by the master
+    created: threading.Event = field(default_factory=threading.Event)  # the folder, by the master
     abandoned: threading.Event = field(default_factory=threading.Event)  # will not be created
+    prepared: Future[None] = field(default_factory=Future)
+    written: Future[Checksums] = field(default_factory=Future)
+    published: Future[None] | None = None  # on other ranks than the master: all ranks have written
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files but the manifest."""
         return sum(layout.nbytes for layout in self.layouts.values())
 
 
-def make_folder(folder: CheckpointFolder) -> None:
+def make_folder(folder: Path, layouts: Mapping[str, FileLayout]) -> None:
     """Create the folder and its files, on the master. Raises OSError, as of a full disk."""
-    hidden = folder.path.with_name(f"{folder.path.name}.new")
+    hidden = folder.with_name(f"{folder.name}.new")
     try:
         hidden.mkdir(parents=True)
-        for name, layout in folder.layouts.items():
+        for name, layout in layouts.items():
             create(hidden / name, layout.nbytes)
-        hidden.rename(folder.path)
+        hidden.rename(folder)
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
-        raise OSError(describe_write_error(error, folder.nbytes, folder.path.parent)) from error
+        nbytes = sum(layout.nbytes for layout in layouts.values())
+        raise OSError(describe_write_error(error, nbytes, folder.parent)) from error
 
 
-def write(
-    folder: CheckpointFolder, ranges: Iterable[TensorRange], *, headers: bool
-) -> dict[str, list[ChecksummedRange]]:
+def write(save: PendingSave, ranges: Iterable[TensorRange], *, headers: bool) -> Checksums:
     """Write ranges, and the files' headers if requested, once the folder exists.
 
     Returns the written ranges by file, after they are on the disk. Raises OSError.
     """
-    _wait_for(folder)
+    folder = _wait_for_folder(save)
     with ExitStack() as files:
         writers = {
-            name: files.enter_context(RangeWriter(folder.path / name, layout))
-            for name, layout in folder.layouts.items()
+            name: files.enter_context(closing(RangeWriter(folder / name, layout)))
+            for name, layout in save.layouts.items()
         }
         if headers:
             for writer in writers.values():
@@ -84,20 +91,19 @@ def write(
         return {name: writer.ranges for name, writer in writers.items()}
 
 
-def publish(folder: CheckpointFolder, target: Path, content: Manifest) -> None:
+def publish(folder: Path, target: Path, content: Manifest) -> None:
     """Write the manifest, then rename the folder to `target`, which makes it a checkpoint.
 
     All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
     """
-    file = os.open(folder.path / manifest.FILE, os.O_WRONLY | os.O_CREAT, 0o666)
-    with os.fdopen(file, "w", encoding="utf-8") as text:
+    with (folder / FILE).open("w", encoding="utf-8") as text:
         text.write(content.to_json())
         text.flush()
         os.fsync(text.fileno())
-    sync_folder(folder.path)
+    sync_folder(folder)
     if target.exists():  # damaged, or the job would have resumed from it
         target.rename(target.with_name(f".{target.name}.old"))
-    folder.path.rename(target)
+    folder.rename(target)
     sync_folder(target.parent)
 
 
@@ -120,25 +126,18 @@ def remove_old(run_dir: Path, keep: int) -> None:
                 shutil.rmtree(removed)
 
 
-def discard(folder: CheckpointFolder) -> None:
-    """Remove the temporary folder of a save that failed."""
-    if folder.path.name:
-        shutil.rmtree(folder.path, ignore_errors=True)
-
-
-def _wait_for(folder: CheckpointFolder) -> None:
+def _wait_for_folder(save: PendingSave) -> Path:
     """Wait until the folder is visible. Raises FileNotFoundError if only the master sees it."""
     deadline = None
-    while True:
-        if folder.abandoned.is_set():
-            raise FileNotFoundError("the save was abandoned")
-        if folder.path.is_dir():
-            return
-        if folder.created.is_set():
+    while not save.abandoned.is_set():
+        if save.folder is not None and save.folder.is_dir():
+            return save.folder
+        if save.created.is_set():
             deadline = deadline or time.monotonic() + _VISIBLE_WITHIN_S
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
-                    f"{folder.path.parent} is not what rank 0 sees: is it on a file system that "
+                    f"{save.target.parent} is not what rank 0 sees: is it on a file system that "
                     "all nodes share?"
                 )
-        folder.abandoned.wait(_POLL_S)
+        save.abandoned.wait(_POLL_S)
+    raise FileNotFoundError("the save was abandoned")

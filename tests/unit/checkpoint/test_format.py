@@ -1,6 +1,7 @@
 """Safetensors files written in ranges, read by the library of the format."""
 
 import random
+from contextlib import closing
 
 import pytest
 import torch
@@ -36,11 +37,11 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 def write_in_parts(path, tensors, writers=3):
     """Let each of several writers write a part of every tensor; return all written ranges."""
-    layout = FileLayout.of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    layout = FileLayout({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     create(path, layout.nbytes)
     ranges: list[ChecksummedRange] = []
     for number in reversed(range(writers)):
-        with RangeWriter(path, layout) as writer:
+        with closing(RangeWriter(path, layout)) as writer:
             if number == 1:
                 writer.write_header()
             for name, tensor in tensors.items():
@@ -122,4 +123,4 @@ def test_a_foreign_header_is_refused(tmp_path, header):
 
 def test_a_dtype_that_the_format_lacks_is_refused():
     with pytest.raises(ValueError, match=r"w is of dtype torch\.complex64"):
-        FileLayout.of({"w": (torch.complex64, (2,))})
+        FileLayout({"w": (torch.complex64, (2,))})
