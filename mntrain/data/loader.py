@@ -28,30 +28,13 @@ OnShare = Callable[[int | None], None]
 Shares = deque[int]
 
 
-def shard(
-    loader: Iterable[Any], rank: int, size: int, seed: int, on_share: OnShare
-) -> "ShardedLoader":
-    """Return an iterable over this rank's part of each batch of a loader. Local.
+class ShardedLoader:
+    """This rank's part of every batch of a loader. Each iteration over it is one epoch. Local.
 
     A torch DataLoader over a map-style dataset is rebuilt with the same dataset and settings, so
     that each rank loads only its own samples. For any other iterable, every rank makes the whole
     batches and slices its part: tensors, arrays and lists of strings are sliced along the first
     dimension, also within nested tuples, lists, mappings and dataclasses.
-
-    A source of randomness other than torch's default generator, such as a sampler with its own
-    generator, must be seeded alike on all ranks by the caller. Raises ValueError for a loader with
-    a DistributedSampler, whose batches are sharded already.
-    """
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
-        raise ValueError(
-            "the loader has a DistributedSampler, so its batches are sharded already: "
-            "build it with shuffle=True or another sampler over all samples"
-        )
-    return ShardedLoader(loader, rank, size, seed, on_share)
-
-
-class ShardedLoader:
-    """This rank's part of every batch of a loader. Each iteration over it is one epoch.
 
     Before it yields a batch, it calls on_share with this rank's number of samples in it; after the
     last batch, or when the loop is left early, it calls on_share(None). If a batch has fewer
@@ -60,7 +43,9 @@ class ShardedLoader:
     take part in the step. Only state that a forward pass updates, such as running statistics, is
     affected by stand-ins.
 
-    Iterating raises ValueError for an empty batch.
+    A source of randomness other than torch's default generator, such as a sampler with its own
+    generator, must be seeded alike on all ranks by the caller. Raises ValueError for a loader with
+    a DistributedSampler, whose batches are sharded already; iterating, for an empty batch.
     """
 
     epoch: int
@@ -69,6 +54,11 @@ class ShardedLoader:
     def __init__(
         self, loader: Iterable[Any], rank: int, size: int, seed: int, on_share: OnShare
     ) -> None:
+        if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+            raise ValueError(
+                "the loader has a DistributedSampler, so its batches are sharded already: "
+                "build it with shuffle=True or another sampler over all samples"
+            )
         self.epoch = 0
         self._source, self._rank, self._size, self._seed = loader, rank, size, seed
         self._on_share = on_share
@@ -172,14 +162,12 @@ def _seeded(source: Iterable[Any], seed: int) -> Iterator[Any]:
 
     Between items the generator has the caller's state.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        iterator = iter(source)
-        state = torch.get_rng_state()
+    state, iterator = torch.Generator().manual_seed(seed).get_state(), None
     while True:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
             try:
+                iterator = iter(source) if iterator is None else iterator
                 item = next(iterator)
             except StopIteration:
                 return

@@ -27,12 +27,9 @@ class Loss:
     items, however unevenly the items are distributed.
     """
 
-    mean: Tensor
-    """Mean loss over `count` items, 0-dim; `backward` is called on it."""
-    count: int
-    """Number of items: samples, or tokens."""
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Further means over the same items, 0-dim, such as the accuracy."""
+    mean: Tensor  # over `count` items, 0-dim; `backward` is called on it
+    count: int  # of items: samples, or tokens
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # further means, such as the accuracy
 
 
 class Task(ABC):
@@ -42,11 +39,9 @@ class Task(ABC):
     methods must return equal results on all ranks. A task knows no rank and does not communicate.
     """
 
+    # Makes a batch of a list of samples; None for torch's `default_collate`. It must be picklable
+    # for spawned data-loader workers: a module's function, or a static method.
     collate: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of a list of samples; None for torch's `default_collate`.
-
-    It must be picklable for spawned data-loader workers: a module's function, or a static method.
-    """
 
     def __init__(self, config: Config) -> None:
         self.config = config

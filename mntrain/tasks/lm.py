@@ -59,8 +59,6 @@ def _python_sources() -> list[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_SOURCES  # skips site-packages, which may be large
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise ValueError(f"Python has no sources in {root} to train on: give --data.path")
     return sorted(files)
 
 

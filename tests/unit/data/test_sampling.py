@@ -18,7 +18,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from mntrain.data.loader import shard
+from mntrain.data.loader import ShardedLoader
 from mntrain.data.sampling import (
     LoaderOptions,
     SamplingPlan,
@@ -266,7 +266,7 @@ class Named:
 def epoch_of(loader, rank, size, seed=0, epoch=0):
     """One rank's epoch, as (what it got, its share) a batch."""
     shares = []
-    parts = shard(loader, rank, size, seed, shares.append)
+    parts = ShardedLoader(loader, rank, size, seed, shares.append)
     parts.epoch = epoch
     got = [(batch, shares[-1]) for batch in parts]
     assert shares == [*(share for _, share in got), None]
@@ -324,7 +324,7 @@ def test_the_ranks_agree_though_their_random_states_differ(workers, start_method
 
 def test_each_iteration_is_an_epoch_with_an_order_of_its_own():
     loader = DataLoader(Numbers(20), batch_size=20, shuffle=True)
-    parts = shard(loader, 0, 1, 0, lambda n: None)
+    parts = ShardedLoader(loader, 0, 1, 0, lambda n: None)
     first, second = [[batch.tolist() for batch in parts] for _ in range(2)]
     assert first != second
     parts.epoch = 1
@@ -364,7 +364,7 @@ def test_the_share_matches_the_yielded_batch_while_workers_load_ahead():
         multiprocessing_context="fork",
     )
     shares = []
-    parts = shard(loader, 0, 2, 0, shares.append)
+    parts = ShardedLoader(loader, 0, 2, 0, shares.append)
     for _ in range(2):  # the second time after one broken off
         for batch in parts:
             assert len(batch) == shares[-1]
@@ -422,10 +422,10 @@ def test_the_loaders_own_collate_function_is_kept():
 
 def test_length_is_the_loaders():
     loader = DataLoader(Numbers(10), batch_size=4)
-    assert len(shard(loader, 0, 3, 0, lambda n: None)) == 3
-    assert len(shard([torch.zeros(2)] * 5, 0, 3, 0, lambda n: None)) == 5
+    assert len(ShardedLoader(loader, 0, 3, 0, lambda n: None)) == 3
+    assert len(ShardedLoader([torch.zeros(2)] * 5, 0, 3, 0, lambda n: None)) == 5
     with pytest.raises(TypeError):
-        len(shard(iter([torch.zeros(2)]), 0, 3, 0, lambda n: None))
+        len(ShardedLoader(iter([torch.zeros(2)]), 0, 3, 0, lambda n: None))
 
 
 # ---- sliced batches ----
@@ -526,7 +526,7 @@ def test_a_loader_that_is_sharded_already_is_refused():
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
     loader = DataLoader(Numbers(8), batch_size=2, sampler=sampler)
     with pytest.raises(ValueError, match="DistributedSampler"):
-        shard(loader, 0, 2, 0, lambda n: None)
+        ShardedLoader(loader, 0, 2, 0, lambda n: None)
 
 
 def test_weighted_shares_and_stand_ins_give_the_exact_mean():
