@@ -21,8 +21,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mntrain.checkpoint.format import DTYPES, open_tensors, sync_folder
-from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER, Manifest
+from mntrain.checkpoint.format import (
+    DTYPES,
+    FILE,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    open_tensors,
+    sync_folder,
+)
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.metrics.terminal import plain, stdout
 
@@ -94,15 +102,10 @@ def _list(options: Namespace, console: Console) -> int:
             table.add_row(path.name, "", "", "", "", "", "unsound")
             code = _fail(f"{path}: {error}", DAMAGED)
             continue
-        table.add_row(
-            path.name,
-            str(content.step),
-            content.date[:16].replace("T", " "),
-            str(content.world["ranks"]),
-            f"{content.nbytes / 1e6:.1f}",
-            "" if content.eval_loss is None else f"{content.eval_loss:.4f}",
-            "complete",
-        )
+        date, ranks = content.date[:16].replace("T", " "), str(content.world["ranks"])
+        loss = "" if content.eval_loss is None else f"{content.eval_loss:.4f}"
+        megabytes = f"{content.nbytes / 1e6:.1f}"
+        table.add_row(path.name, str(content.step), date, ranks, megabytes, loss, "complete")
     console.print(table)
     return code
 
@@ -112,8 +115,7 @@ def _show(options: Namespace, console: Console) -> int:
     versions = ", ".join(f"{name} {version}" for name, version in content.versions.items())
     _print(console, str(path))
     _print(
-        console,
-        f"after step {content.step}, saved {content.date} by {content.writers}; {versions}",
+        console, f"after step {content.step}, saved {content.date} by {content.writers}; {versions}"
     )
     _print(console, f"task {content.config['task']}, {content.samples} training samples")
     for name in (MODEL, OPTIMIZER):

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,9 +13,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mntrain.checkpoint import manifest
-from mntrain.checkpoint.format import find_damage, open_tensors
-from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER, RANDOM, Manifest
+from mntrain.checkpoint.format import (
+    FILE,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    RANGE_BYTES,
+    Manifest,
+    decode_values,
+    open_tensors,
+    read_manifest,
+)
 from mntrain.checkpoint.shards import set_random_states
 from mntrain.errors import AgreedError
 from mntrain.world import World
@@ -58,7 +68,7 @@ def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
     losses: dict[Path, float] = {}
     for path in paths:
         with suppress(ValueError):
-            loss = manifest.read(path).eval_loss
+            loss = read_manifest(path).eval_loss
             if loss is not None:
                 losses[path] = loss
     return losses
@@ -69,7 +79,7 @@ def inspect(path: Path) -> Manifest:
 
     Local. Raises ValueError for an incomplete checkpoint. Checksums are left to `verify`.
     """
-    content = manifest.read(path)
+    content = read_manifest(path)
     for name in FILES:
         if not (path / name).is_file():
             raise ValueError(f"{name} is missing")
@@ -87,10 +97,15 @@ def verify(
 
     Each of `size` callers verifies a different part. Raises ValueError for damaged bytes.
     """
+    buffer = memoryview(bytearray(RANGE_BYTES))
     for name in files:
-        if damage := find_damage(path / name, content.checksums[name][rank::size]):
-            stop = damage.start + damage.length
-            raise ValueError(f"{name} is damaged between bytes {damage.start} and {stop}")
+        with (path / name).open("rb") as file:
+            for start, length, checksum in content.checksums[name][rank::size]:
+                data = buffer[:length]
+                file.seek(start)
+                if file.readinto(data) != length or zlib.crc32(data) != checksum:
+                    stop = start + length
+                    raise ValueError(f"{name} is damaged between bytes {start} and {stop}")
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,6 @@ def newest(world: World, where: Path) -> FoundCheckpoint | None:
         try:
             with world.agreement():
                 content = inspect(path)
-            with world.agreement():
                 verify(path, content, FILES, world.rank, world.size)
         except AgreedError as error:
             skipped[path] = str(error)
@@ -153,13 +167,10 @@ def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, wor
             group.update({k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)})
 
 
-def restore_randomness(found: FoundCheckpoint, world: World) -> bool:
-    """Restore this rank's random generators if as many ranks saved. Local.
-
-    Returns True if they were restored.
-    """
+def restore_randomness(found: FoundCheckpoint, world: World) -> None:
+    """Restore this rank's random generators if as many ranks saved. Local."""
     if found.manifest.world["ranks"] != world.size:
-        return False
+        return
     prefix = f"{world.rank}/"
     with open_tensors(found.path / RANDOM) as file:
         states = {
@@ -168,7 +179,6 @@ def restore_randomness(found: FoundCheckpoint, world: World) -> bool:
             if name.startswith(prefix)
         }
     set_random_states(states, world.device)
-    return True
 
 
 def _load_model(file: safe_open, model: nn.Module) -> None:
@@ -204,5 +214,5 @@ def _read_slices(
             shape=saved.shape,
             order=saved.order,
             tensors=tensors,
-            others=manifest.decode_values(saved.others),
+            others=decode_values(saved.others),
         )._asdict()

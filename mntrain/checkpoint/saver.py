@@ -25,11 +25,15 @@ from torch import Tensor, nn
 
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
-from mntrain.checkpoint.format import FileLayout
-from mntrain.checkpoint.manifest import FILES, MODEL, Manifest
+from mntrain.checkpoint.format import FILES, MODEL, FileLayout, Manifest
 from mntrain.checkpoint.reader import checkpoint_name, eval_losses, list_checkpoints
-from mntrain.checkpoint.shards import CheckpointShard, ShardOutline, shapes_of
-from mntrain.checkpoint.snapshot import SnapshotBuffer, TensorRange
+from mntrain.checkpoint.shards import (
+    CheckpointShard,
+    ShardOutline,
+    SnapshotBuffer,
+    TensorRange,
+    shapes_of,
+)
 from mntrain.checkpoint.writer import Checksums, PendingSave
 from mntrain.comm.pending import Future as CommFuture
 from mntrain.errors import AgreedError, combined_refusals
@@ -40,7 +44,6 @@ WriteResult = tuple[str | None, Checksums]  # of one rank; an error if it could 
 T = TypeVar("T")
 
 _POLL_S = 0.001
-_SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,6 @@ class Saver:
         on_gpu = world.device.type == "cuda"
         initializer = partial(torch.cuda.set_device, world.device) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=initializer)
-        self._reserved: Future[None] | None = None
         self._pending: PendingSave | None = None
         if on_gpu:  # the optimizer's update waits for the snapshot
             optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
@@ -104,14 +106,6 @@ class Saver:
     def saving(self) -> bool:
         """True while a save is in progress. Equal on all ranks."""
         return self._pending is not None
-
-    def prepare(self) -> None:
-        """Allocate the snapshot memory in a thread, so that the first save is not slower. Local.
-
-        Call it after the first step: the optimizer has no state before.
-        """
-        nbytes = self._shard().nbytes + _SPARE_BYTES
-        self._reserved = self._thread.submit(self._buffer.reserve, nbytes)
 
     def begin(self, progress: RunProgress) -> None:
         """Take a snapshot, and write it in a thread. Collective.
@@ -167,17 +161,12 @@ class Saver:
             pass
         return saved
 
-    def _shard(self) -> CheckpointShard:
-        return CheckpointShard(self._world, self._model, self._optimizer)
-
     def _ranges(self, shard: CheckpointShard, in_background: bool) -> Iterable[TensorRange]:
         """Return this rank's ranges; a snapshot if training continues while they are written."""
         if not in_background:
             if self._world.device.type == "cuda":  # which may still be computing them
                 torch.cuda.current_stream(self._world.device).synchronize()
             return shard.ranges()
-        if self._reserved is not None:
-            wait([self._reserved])
         buffers = {name for name, _ in self._model.named_buffers()}
         return self._buffer.copy(
             list(shard.ranges()), in_order=lambda item: item.file == MODEL and item.name in buffers
@@ -187,7 +176,7 @@ class Saver:
         assert self._pending is None, "a save is in progress: call finish first"
         start = time.perf_counter()
         self._optimizer.wait_for_parameters()
-        shard = self._shard()
+        shard = CheckpointShard(self._world, self._model, self._optimizer)
         outlines = self._world.gather_later(shard.outline())
         target = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
         save = PendingSave(target, self._manifest(progress), start)
@@ -211,7 +200,7 @@ class Saver:
             save.manifest = replace(save.manifest, parameter_states=states)
             save.folder = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
             if self._world.master:
-                writer.make_folder(save.folder, save.layouts)
+                writer.make_folder(save, save.folder)
         except BaseException:
             save.abandoned.set()
             raise

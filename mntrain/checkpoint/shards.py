@@ -1,36 +1,53 @@
-"""Division of a checkpoint among the ranks.
+"""The part of a checkpoint that a rank saves, and its snapshot.
 
 A rank saves the optimizer state of its own shard, its random generators, and an equal part of
-everything that all ranks hold in full: the model, and at stage 0 the optimizer state.
+everything that all ranks hold in full: the model, and at stage 0 the optimizer state. Training may
+change the tensors while their snapshot is written. On a GPU, only the snapshot's consumers wait:
+
+    training stream   ... step | E1 | forward, backward        | wait E2, step ...
+    side stream             wait E1 | copy to pinned memory | E2 |
+    writing thread                                       waits E2 | writes
 """
 
 import math
 import random
 import secrets
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mntrain.checkpoint.format import FileLayout, Shapes
-from mntrain.checkpoint.manifest import (
+from mntrain.checkpoint.format import (
     MODEL,
     OPTIMIZER,
     RANDOM,
+    FileLayout,
     ParameterState,
+    Shapes,
     encode_values,
 )
-from mntrain.checkpoint.snapshot import TensorRange
+from mntrain.comm.device_copy import pin
 from mntrain.world import World
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
 from zero.state import StateSlice
 
+_ALIGNMENT = 64  # bytes, of a tensor in a snapshot
 _PYTHON = struct.Struct("<?d")  # whether random.gauss has a cached value, and the value
 _NUMPY = struct.Struct("<i?d")  # position, whether there is a cached normal value, the value
+
+
+class TensorRange(NamedTuple):
+    """Elements of a tensor in a file: flat, the first of them being element `low`."""
+
+    file: str
+    name: str
+    flat: Tensor
+    low: int
 
 
 class ShardOutline(NamedTuple):
@@ -51,13 +68,6 @@ class CheckpointShard:
         self._model: dict[str, Tensor] = dict(model.state_dict())
         self._slices = list(self._own_slices(optimizer))
         self._random = _random_states(world.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate number of bytes."""
-        state = sum(tensor.nbytes for piece in self._slices for tensor in piece.tensors.values())
-        model = sum(tensor.nbytes for tensor in self._model.values()) // self._size
-        return state + model + sum(tensor.nbytes for tensor in self._random.values())
 
     def outline(self) -> ShardOutline:
         """Describe this shard to the other ranks."""
@@ -92,8 +102,8 @@ class CheckpointShard:
 
         Raises ValueError as `FileLayout`.
         """
-        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        random_shapes = dict(shapes)
+        shapes: Shapes = {}
+        random_shapes: Shapes = {}
         states: dict[str, ParameterState] = {}
         for rank, outline in enumerate(outlines):
             for key, length in outline.random.items():
@@ -138,25 +148,102 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
+class SnapshotBuffer:
+    """Host memory for snapshots, reused because fresh pages would cost more than the copy.
+
+    `device` is that of the tensors; some of them may be on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+
+    def _reserve(self, nbytes: int) -> None:
+        """Allocate this much memory, pinned for copies from a GPU."""
+        if self._unpin is not None:
+            self._unpin()
+        self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        if self._stream is not None:
+            unpin, _ = pin(self._memory, self._device)  # unpinned copies are slower, but correct
+            # The finalizer's reference keeps the memory alive until it is unpinned.
+            self._unpin = weakref.finalize(self, lambda memory: unpin(), self._memory)
+
+    def copy(
+        self,
+        ranges: Sequence[TensorRange],
+        in_order: Callable[[TensorRange], bool] = lambda item: False,
+    ) -> Iterable[TensorRange]:
+        """Copy ranges into this memory, over the last snapshot; return them, to iterate over once.
+
+        Copies from host memory are complete on return. Copies from a GPU are enqueued on a side
+        stream, and iterating waits for them. Those of ranges that `in_order` selects are enqueued
+        on the current stream, because the next forward may change the originals.
+        """
+        starts, end = [], 0
+        for item in ranges:
+            starts.append(end)
+            end += -(-item.flat.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if end > self._memory.numel():
+            self._reserve(end)
+        copies, on_side_stream = [], []
+        for item, start in zip(ranges, starts, strict=True):
+            target = self._memory[start : start + item.flat.nbytes].view(item.flat.dtype)
+            copies.append(item._replace(flat=target))
+            if item.flat.is_cuda and not in_order(item):
+                on_side_stream.append((target, item.flat))
+            else:
+                target.copy_(item.flat.detach(), non_blocking=True)
+        if self._stream is None:
+            return copies
+        self._copied = _copy_on(self._stream, on_side_stream)
+        return _after(self._copied, copies)
+
+    def before_changes(self) -> None:
+        """Make the current stream wait for the copies, before the originals are changed."""
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
+
+def _copy_on(stream: torch.cuda.Stream, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+    """Enqueue copies on a stream after the device's present work; return the event of their end."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    done = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
+    with torch.cuda.stream(stream):
+        for target, flat in pairs:
+            target.copy_(flat.detach(), non_blocking=True)
+            flat.record_stream(stream)  # `flat` may be a temporary with no other owner
+        done.record(stream)
+    return done
+
+
+def _after(event: torch.cuda.Event, ranges: Iterable[TensorRange]) -> Iterator[TensorRange]:
+    """Yield the ranges after waiting for an event, in the thread that iterates."""
+    event.synchronize()
+    yield from ranges
+
+
 def _random_states(device: torch.device) -> dict[str, Tensor]:
     """Return the states of the generators of torch, Python and numpy as bytes, by source."""
     version, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
     python_words = np.array([version, *words], dtype="<u4").tobytes()
-    numpy_head = _NUMPY.pack(state["state"]["pos"], bool(state["has_gauss"]), state["gauss"])
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": _as_tensor(_PYTHON.pack(gauss is not None, gauss or 0.0) + python_words),
-        "numpy": _as_tensor(numpy_head + state["state"]["key"].astype("<u4").tobytes()),
+    numpy_words = state["state"]["key"].astype("<u4").tobytes()
+    data = {
+        "python": _PYTHON.pack(gauss is not None, gauss or 0.0) + python_words,
+        "numpy": _NUMPY.pack(state["state"]["pos"], bool(state["has_gauss"]), state["gauss"])
+        + numpy_words,
     }
+    states = {k: torch.frombuffer(bytearray(d), dtype=torch.uint8) for k, d in data.items()}
+    states["torch"] = torch.get_rng_state()
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:

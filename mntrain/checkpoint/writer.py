@@ -13,21 +13,19 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mntrain.checkpoint.format import (
+    FILE,
     ChecksummedRange,
     FileLayout,
-    RangeWriter,
-    create,
-    describe_write_error,
+    Manifest,
     sync_folder,
 )
-from mntrain.checkpoint.manifest import FILE, Manifest
 from mntrain.checkpoint.reader import eval_losses, list_checkpoints
-from mntrain.checkpoint.snapshot import TensorRange
+from mntrain.checkpoint.shards import TensorRange
 
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 
@@ -56,18 +54,23 @@ class PendingSave:
         return sum(layout.nbytes for layout in self.layouts.values())
 
 
-def make_folder(folder: Path, layouts: Mapping[str, FileLayout]) -> None:
+def make_folder(save: PendingSave, folder: Path) -> None:
     """Create the folder and its files, on the master. Raises OSError, as of a full disk."""
     hidden = folder.with_name(f"{folder.name}.new")
     try:
         hidden.mkdir(parents=True)
-        for name, layout in layouts.items():
-            create(hidden / name, layout.nbytes)
+        for name, layout in save.layouts.items():
+            with (hidden / name).open("xb") as file:
+                if hasattr(os, "posix_fallocate"):  # reserves the space
+                    os.posix_fallocate(file.fileno(), 0, layout.nbytes)
+                else:
+                    file.truncate(layout.nbytes)
         hidden.rename(folder)
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
-        nbytes = sum(layout.nbytes for layout in layouts.values())
-        raise OSError(describe_write_error(error, nbytes, folder.parent)) from error
+        raise OSError(
+            f"{error.strerror}: it needs {save.nbytes / 1e6:.1f} MB in {folder.parent}"
+        ) from error
 
 
 def write(save: PendingSave, ranges: Iterable[TensorRange], *, headers: bool) -> Checksums:
@@ -76,19 +79,19 @@ def write(save: PendingSave, ranges: Iterable[TensorRange], *, headers: bool) ->
     Returns the written ranges by file, after they are on the disk. Raises OSError.
     """
     folder = _wait_for_folder(save)
-    with ExitStack() as files:
-        writers = {
-            name: files.enter_context(closing(RangeWriter(folder / name, layout)))
-            for name, layout in save.layouts.items()
-        }
-        if headers:
-            for writer in writers.values():
-                writer.write_header()
-        for item in ranges:
-            writers[item.file].write(item.name, item.flat.cpu(), item.low)
-        for writer in writers.values():
-            writer.sync()
-        return {name: writer.ranges for name, writer in writers.items()}
+    files: dict[str, int] = {}
+    written: Checksums = {name: [] for name in save.layouts}
+    with ExitStack() as stack:
+        for name, layout in save.layouts.items():
+            file = stack.enter_context((folder / name).open("r+b", buffering=0))
+            files[name] = file.fileno()
+            if headers:
+                written[name] += layout.write_header(files[name])
+        for name, tensor, flat, low in ranges:
+            written[name] += save.layouts[name].write(files[name], tensor, flat.cpu(), low)
+        for number in files.values():
+            os.fsync(number)
+    return written
 
 
 def publish(folder: Path, target: Path, content: Manifest) -> None:

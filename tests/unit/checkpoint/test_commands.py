@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from saved_runs import Model
 
 from mntrain.checkpoint import commands
-from mntrain.checkpoint.manifest import FILE, MODEL, OPTIMIZER
+from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
 
 ENDINGS = ["safetensors", "pt", "pth"]
 
