@@ -70,7 +70,7 @@ def probe_device_memory(
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the test of its MPI with device memory failed: {error}"
-    done = child.stdout.split()
+    done = [line for line in child.stdout.splitlines() if line.isdigit()]
     if child.returncode == 0 and len(done) == len(PROBE_SIZES):
         return ""
     last_line = (child.stderr.strip().splitlines() or ["no message"])[-1]
@@ -92,6 +92,8 @@ def send_to_self(device: torch.device) -> None:
 
     Starts MPI. Exits with a message if other bytes arrive.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     world, _ = mpi.start()
     for nbytes in PROBE_SIZES:
         sent = torch.arange(nbytes, device=device).to(torch.uint8)
