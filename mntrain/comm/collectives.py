@@ -49,9 +49,9 @@ Part = tuple[CollectiveCall, TensorAccess, CommContext]
 
 @dataclass(frozen=True)
 class Devices:
-    """What a world uses if its ranks have GPUs."""
+    """The GPU of a rank, with its copies and kernels."""
 
-    device: torch.device  # of this rank
+    device: torch.device
     copier: DeviceCopy
     kernels: Kernels
     slot_bytes: int = SLOT_BYTES

@@ -340,6 +340,14 @@ def test_a_job_without_gpus_refuses_transports_of_gpus():
         assert world.transport == ""
 
 
+@several
+def test_a_rank_without_a_gpu_among_others_is_refused_on_all_ranks(monkeypatch):
+    visible = ["a GPU"] if COMM.rank == 0 else []
+    monkeypatch.setattr("mntrain.device.visible_gpus", lambda wanted: visible)
+    with pytest.raises(mntrain.AgreedError, match="rank 1 sees no GPU, but others do"):
+        mntrain.init(tune=False)
+
+
 def test_the_probe_process_does_not_inherit_the_launchers_variables():
     environment = child_environment(
         {**os.environ, "SLURM_NTASKS": "4", "OMPI_MCA_btl": "self", "HOME": "/h"}

@@ -130,14 +130,15 @@ def kernels(tmp_path_factory):
         RawModule=lambda code, options, backend: HostModule(folder, code),
         cuda=SimpleNamespace(
             Device=lambda index: nothing,
-            ExternalStream=lambda address, device: nothing,
+            Stream=SimpleNamespace(from_external=lambda stream: nothing),
         ),
     )
     processors = SimpleNamespace(multi_processor_count=1)
+    stream = SimpleNamespace(__cuda_stream__=lambda: (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_kernels.importlib, "import_module", {"cupy": cupy}.__getitem__)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
         patch.setattr(device_kernels, "BLOCKS_PER_MULTIPROCESSOR", 2)  # several runs per thread
         patch.setattr(device_kernels.TorchKernels, "add", None)  # the kernel supports all sums here
         made = DeviceKernels(torch.device("cuda", 0))
