@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from mntrain.comm.buffers import BufferRows, as_bytes
+from mntrain.comm.buffers import BufferView, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan
 from mntrain.comm.collective_call import CollectiveCall, CommContext
 from mntrain.comm.hierarchical import LaneOwner, NodeMember, tag_of
@@ -160,7 +160,7 @@ def small_collective(
 
 
 def _add_rows(
-    rows: BufferRows,
+    rows: BufferView,
     nodes: Sequence[Sequence[int]],
     total: Tensor,
     call: CollectiveCall,

@@ -3,8 +3,9 @@
 import copy
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -15,14 +16,22 @@ from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import BufferPool
 from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext, Verb
-from mntrain.comm.cuda_aware import DeviceAccess, SideStream
 from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.pending import Future
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
-from mntrain.comm.staging import SLOT_BYTES, HostAccess, StagedAccess, Staging, TensorAccess, chunks
+from mntrain.comm.staging import (
+    SLOT_BYTES,
+    DeviceAccess,
+    StagedAccess,
+    Staging,
+    TensorAccess,
+    chunks,
+    fence,
+    run_on_side_stream,
+)
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
 from zero.kernels import Kernels, TorchKernels
@@ -40,12 +49,11 @@ Part = tuple[CollectiveCall, TensorAccess, CommContext]
 
 @dataclass(frozen=True)
 class Devices:
-    """What a world uses if tensors of any of its ranks lie on devices."""
+    """The GPU of a rank, with its copies and kernels."""
 
-    device: torch.device  # of this rank
+    device: torch.device
     copier: DeviceCopy
     kernels: Kernels
-    mixed: bool = False  # whether some ranks compute on the host
     slot_bytes: int = SLOT_BYTES
 
 
@@ -89,13 +97,12 @@ class WorldCollectives:
         self._host = CommContext(comm, topology, flags, BufferPool(), TorchKernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
-            stream = SideStream(devices.copier)
             self._device = dataclasses.replace(
                 self._host,
                 buffers=BufferPool(devices.device),
                 add=devices.kernels.add,
-                fence=stream.fence,
-                run=stream.run,
+                fence=partial(fence, devices.copier),
+                run=partial(run_on_side_stream, devices.copier),
             )
 
     def replace(
@@ -205,14 +212,12 @@ class WorldCollectives:
         wake = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
         call = CollectiveCall(verb, self.choice, bounds, root, wire, small)
         algorithm, host_only = self._algorithm()
-        parts: Iterable[Part]
-        if self._devices is None:
-            parts = [(call, HostAccess(tensor), self._host)]
-        else:
-            work = None if host_only else self._start_node_first(call, tensor, self._devices)
-            if work is not None:
-                return work
-            parts = self._device_parts(call, tensor, self._devices, host_only=host_only)
+        devices, parts = self._devices, iter([(call, TensorAccess(tensor), self._host)])
+        if devices is not None and devices.copier.owns(tensor):
+            node_first = None if host_only else self._start_node_first(call, tensor)
+            if node_first is not None:
+                return node_first
+            parts = self._device_parts(call, tensor, devices, host_only=host_only)
         futures = [engine.submit(algorithm(*part), wake=wake) for part in parts]
         return CollectiveWork(engine, futures)
 
@@ -227,30 +232,21 @@ class WorldCollectives:
     def _device_parts(
         self, call: CollectiveCall, tensor: Tensor, devices: Devices, *, host_only: bool
     ) -> Iterator[Part]:
-        """Yield the collectives that one call is made of, the same on all ranks.
+        """Yield the collectives that a call on a device tensor is made of, the same on all ranks.
 
-        A host tensor is accessed where it lies; a device tensor too if MPI takes device memory.
-        Other device tensors are staged in host memory, in several chunks if they are long; in a
-        world with both kinds of ranks, host tensors are cut into the same chunks.
+        MPI takes it where it lies, or it is staged in host memory, in several chunks if it is long.
         """
-        copier, mark = self._staging.mark(tensor)
-        on_device = copier is devices.copier
-        if on_device and self.transport == "cuda-aware" and not host_only:
+        ready = devices.copier.record_event()
+        if self.transport == "cuda-aware" and not host_only:
             # Non-blocking MPI collectives on device memory crash in Open MPI.
             direct = call._replace(small=False)
-            yield direct, DeviceAccess(tensor, copier, mark), self._device
+            yield direct, DeviceAccess(tensor, devices.copier, ready), self._device
             return
         whole = call.verb in ("all_reduce", "broadcast")
-        cut = chunks(call.bounds, tensor.element_size(), self._staging.slot_bytes, whole=whole)
-        if not on_device and (len(cut) == 1 or not devices.mixed):
-            yield call, HostAccess(tensor), self._host
-            return
         goes, comes = self._staged_shards(call)
-        for chunk in cut:
-            access = StagedAccess(
-                self._staging, tensor, chunk, ready=(copier, mark), goes=goes, comes=comes
-            )
-            yield call._replace(bounds=chunk.bounds), access, self._host
+        for spans in chunks(call.bounds, tensor.element_size(), devices.slot_bytes, whole=whole):
+            access = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
+            yield call._replace(bounds=access.bounds), access, self._host
 
     def _staged_shards(
         self, call: CollectiveCall
@@ -265,14 +261,10 @@ class WorldCollectives:
             return (None, []) if call.root == self.rank else ([], None)
         return None, None
 
-    def _start_node_first(
-        self, call: CollectiveCall, tensor: Tensor, devices: Devices
-    ) -> Work | None:
+    def _start_node_first(self, call: CollectiveCall, tensor: Tensor) -> Work | None:
         """Start a collective by transport nccl; None where another transport is to be used."""
         first = self._node_first
-        if self.transport != "nccl" or first is None:
-            return None
-        if call.verb not in first.verbs or not devices.copier.owns(tensor):
+        if self.transport != "nccl" or first is None or call.verb not in first.verbs:
             return None
         if call.verb == "all_reduce":
             return first.all_reduce(tensor, call.wire)
