@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,10 +86,9 @@ class WorldCollectives:
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
         self.choice = choice or AlgorithmChoice("lanes")
-        self.transport, self._node_first = transport, node_first
-        self._small_message_bytes = SMALL_MESSAGE_BYTES
-        if small_message_bytes is not None:
-            self._small_message_bytes = small_message_bytes
+        self.transport, self.node_first = transport, node_first
+        limit = SMALL_MESSAGE_BYTES if small_message_bytes is None else small_message_bytes
+        self.small_message_bytes = limit
         self._engine, self._devices = engine, devices
         self._memory = NodeSharedMemory(node)
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
@@ -105,21 +104,11 @@ class WorldCollectives:
                 run=partial(run_on_side_stream, devices.copier),
             )
 
-    def replace(
-        self,
-        *,
-        choice: AlgorithmChoice | None = None,
-        transport: Transport | None = None,
-        node_first: NodeFirstCollectives | None = None,
-        small_message_bytes: int | None = None,
-    ) -> "WorldCollectives":
+    def replace(self, **options: Any) -> "WorldCollectives":
         """Return the same world's collectives with some of the options replaced. Local."""
         other = copy.copy(self)
-        other.choice = choice or self.choice
-        other.transport = transport or self.transport
-        other._node_first = node_first or self._node_first
-        if small_message_bytes is not None:
-            other._small_message_bytes = small_message_bytes
+        assert options.keys() <= vars(self).keys()
+        vars(other).update(options)
         return other
 
     @property
@@ -208,7 +197,7 @@ class WorldCollectives:
             return CompletedWork()
         tensor = tensor.detach() if tensor.requires_grad else tensor
         nbytes = tensor.nbytes
-        small = 0 < nbytes * self.size <= self._small_message_bytes
+        small = 0 < nbytes * self.size <= self.small_message_bytes
         wake = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
         call = CollectiveCall(verb, self.choice, bounds, root, wire, small)
         algorithm, host_only = self._algorithm()
@@ -263,7 +252,7 @@ class WorldCollectives:
 
     def _start_node_first(self, call: CollectiveCall, tensor: Tensor) -> Work | None:
         """Start a collective by transport nccl; None where another transport is to be used."""
-        first = self._node_first
+        first = self.node_first
         if self.transport != "nccl" or first is None or call.verb not in first.verbs:
             return None
         if call.verb == "all_reduce":

@@ -89,12 +89,12 @@ class ProgressEngine:
         as a blocking MPI call, while the collective is pending.
         """
         if isinstance(operation, Generator):
-            return self._put(Future(operation, self.drive_until, wakes_thread=wake))
-        return self._put(PendingCollective(operation, self.drive_until, wakes_thread=wake))
+            return self._put(Future(operation, self.drive_until), wake=wake)
+        return self._put(PendingCollective(operation, self.drive_until), wake=wake)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function that runs when nothing is active. Raises RuntimeError as `submit`."""
-        return self._put(Future(steps_of(function), self.drive_until))
+        return self._put(Future(steps_of(function), self.drive_until), wake=True)
 
     def drive_until(self, future: Future[Any]) -> None:
         """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
@@ -140,8 +140,7 @@ class ProgressEngine:
         in an MPI call ends when that call does; if it still blocks when the process exits,
         MPICH's MPI_Finalize may crash.
         """
-        if not self._closed:
-            self._closed = "this world was abandoned: no communication after `abandon`"
+        self._closed = self._closed or "this world was abandoned: no communication after `abandon`"
         self._abandoned = True
         atexit.register(lambda *kept: None, self._queue, self._active)  # keeps them until the end
         self._wake.set()
@@ -164,11 +163,12 @@ class ProgressEngine:
         since = self._busy_since
         return self._busy_before_s + (time.perf_counter() - since if since is not None else 0.0)
 
-    def _put(self, task: Future[T]) -> Future[T]:
+    def _put(self, task: Future[T], *, wake: bool) -> Future[T]:
         self.check_open()
         self._turn_to()
+        task.wakes_thread = wake
         self._queue.append(task)
-        if task.wakes_thread:
+        if wake:
             self._wake.set()
         return task
 

@@ -49,14 +49,9 @@ class Future(Generic[T]):
     `wakes_thread`: whether the engine's thread runs them while nobody waits.
     """
 
-    def __init__(
-        self,
-        steps: Steps[T],
-        drive_until: Callable[["Future[Any]"], None],
-        *,
-        wakes_thread: bool = True,
-    ) -> None:
-        self.wakes_thread = wakes_thread
+    wakes_thread = True
+
+    def __init__(self, steps: Steps[T], drive_until: Callable[["Future[Any]"], None]) -> None:
         self._steps, self._drive_until = steps, drive_until
         self._test: Callable[[], bool] | None = None
         self.done = False
@@ -104,14 +99,8 @@ def steps_of(function: Callable[[], T]) -> Steps[T]:
 class PendingCollective(Future[T]):
     """A collective in the engine, and the future of its result."""
 
-    def __init__(
-        self,
-        operation: Operation[T],
-        drive_until: Callable[[Future[Any]], None],
-        *,
-        wakes_thread: bool = True,
-    ) -> None:
-        super().__init__(steps_of(operation.finish), drive_until, wakes_thread=wakes_thread)
+    def __init__(self, operation: Operation[T], drive_until: Callable[[Future[Any]], None]) -> None:
+        super().__init__(steps_of(operation.finish), drive_until)
         self.operation = operation
         self._unstarted: Iterator[NumberedChunk] | None = None
         self._next: NumberedChunk | None = None  # the first unstarted chunk

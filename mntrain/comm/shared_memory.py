@@ -213,7 +213,7 @@ class SharedFlags:
         location = self._memory.locate(tensor) if reachable else None
         may_copy = self._shared and reachable
         if may_copy and location is None and tensor.nbytes <= INLINE_BYTES:
-            self.inline_slot(number, tensor).copy_(tensor)
+            self._inline_slot(self._rank, number, tensor).copy_(tensor)
             location = _INLINE, 0
         words, word = self._words[self._rank], _LOCATIONS + 2 * (number % DEPTH)
         words[word : word + 2] = location or (_UNREACHABLE, 0)
@@ -236,10 +236,6 @@ class SharedFlags:
         """Return whether all ranks of the node have left a collective. Once true, always."""
         return self._all_beyond(_LEFT, number)
 
-    def inline_slot(self, number: int, like: Tensor) -> Tensor:
-        """Return this rank's slot in a collective, with the dtype and length of a tensor."""
-        return self._slot_of(self._rank, number, like)
-
     def tensors(self, number: int, own: Tensor) -> list[Tensor] | None:
         """Return every rank's tensor, by local rank; None if one is out of reach.
 
@@ -257,7 +253,7 @@ class SharedFlags:
             if segment == _UNREACHABLE:
                 return None
             if segment == _INLINE:
-                tensors.append(self._slot_of(local, number, own))
+                tensors.append(self._inline_slot(local, number, own))
             elif local == self._rank:
                 tensors.append(own)
             else:
@@ -265,7 +261,7 @@ class SharedFlags:
                 tensors.append(view)
         return tensors
 
-    def _slot_of(self, local: int, number: int, like: Tensor) -> Tensor:
+    def _inline_slot(self, local: int, number: int, like: Tensor) -> Tensor:
         start = _HEAD_BYTES + number % DEPTH * INLINE_BYTES
         return self._blocks[local][start : start + like.nbytes].view(like.dtype)
 

@@ -85,7 +85,7 @@ def test_small_private_tensors_are_copied_to_inline_slots(dtype):
         for rank, view in enumerate(flags):
             found = view.tensors(number, tensors[rank])
             assert all(map(torch.equal, found, tensors))
-            assert same_memory(found[rank], view.inline_slot(number, tensors[rank]))
+            assert same_memory(found[rank], view._inline_slot(rank, number, tensors[rank]))
             assert not same_memory(found[rank], tensors[rank])
         for view in flags:
             view.leave()
