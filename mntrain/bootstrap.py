@@ -212,9 +212,15 @@ def _make_collectives(parts: WorldParts) -> None:
     if settings.algorithm == "auto" and parts.comm.size > 1 and selected.name != "nccl":
         parts.tuning = "lanes: not tuned"
         if settings.tune:
-            tuner = autotune.Autotuner(make, parts.comm, parts.topology, parts.engine, parts.device)
-            facts = parts.watch.host, parts.library.name, selected.name
-            algorithm, parts.tuning = tuner.tune(settings.bucket_bytes, facts)
+            nodes = parts.topology.nodes
+            algorithm, parts.tuning = autotune.tune(
+                make,
+                parts.comm,
+                parts.engine,
+                parts.device,
+                bucket_bytes=settings.bucket_bytes,
+                facts=(parts.watch.host, parts.library.name, selected.name, nodes),
+            )
     parts.collectives = parts.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 

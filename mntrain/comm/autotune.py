@@ -21,7 +21,6 @@ from mntrain.comm.algorithms import AlgorithmChoice, candidates
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.topology import Topology
 
 T = TypeVar("T")
 
@@ -35,80 +34,72 @@ MAX_AGE_S = 30 * 24 * 3600
 Tuning = tuple[str, str]  # an algorithm, and the reason in one line
 
 
-class Autotuner:
-    """Times all-reduces on the ranks of `comm`, of tensors on `device`.
+def tune(
+    make_collectives: Callable[[Communicator], WorldCollectives],
+    comm: Communicator,
+    engine: ProgressEngine,
+    device: torch.device,
+    *,
+    bucket_bytes: int,
+    facts: Sequence[object],
+) -> Tuning:
+    """Return the tuning for buckets of `bucket_bytes` on `device`, cached or measured. Collective.
 
-    `make_collectives` makes collectives over a communicator, on the communication thread. The tuner
-    uses collectives and a communicator of its own: it leaves no memory and no counted traffic.
+    `make_collectives` makes collectives over a communicator, on the communication thread. `facts`
+    are JSON values of this rank that the result depends on, such as its host and its MPI library.
+    The result is the same on all ranks. A measurement takes about a second.
     """
+    affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count()
+    key = key_of(_gather(engine, comm, (*facts, cores, device.type)), bucket_bytes)
+    cached = _gather(engine, comm, find(key) if comm.rank == 0 else None)[0]
+    if cached is not None:
+        return cached
+    nbytes = max(4, min(bucket_bytes, MAX_BYTES))
+    times = measure(make_collectives, comm, engine, device, nbytes)
+    tuning = choose(times), explain(times, nbytes)
+    if comm.rank == 0:
+        store(key, tuning)
+    return tuning
 
-    def __init__(
-        self,
-        make_collectives: Callable[[Communicator], WorldCollectives],
-        comm: Communicator,
-        topology: Topology,
-        engine: ProgressEngine,
-        device: torch.device,
-    ) -> None:
-        self._make, self._comm, self._topology = make_collectives, comm, topology
-        self._engine, self._device = engine, device
 
-    def tune(self, bucket_bytes: int, facts: Sequence[str]) -> Tuning:
-        """Return the tuning for buckets of `bucket_bytes`, cached or measured. Collective.
+def measure(
+    make_collectives: Callable[[Communicator], WorldCollectives],
+    comm: Communicator,
+    engine: ProgressEngine,
+    device: torch.device,
+    nbytes: int,
+) -> dict[str, float]:
+    """Return the seconds of an all-reduce of `nbytes` by each candidate. Collective.
 
-        `facts` are strings of this rank that the result depends on, such as its host and its MPI
-        library. The result is the same on all ranks. A measurement takes about a second.
-        """
-        cores = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        by_rank = self._gather((*facts, cores, self._device.type))
-        key = key_of(by_rank, self._topology.nodes, bucket_bytes)
-        master = self._comm.rank == 0
-        cached = self._gather(find(key) if master else None)[0]
-        if cached is not None:
-            return cached
-        nbytes = max(4, min(bucket_bytes, MAX_BYTES))
-        times = self.measure(nbytes)
-        tuning = choose(times), explain(times, nbytes)
-        if master:
-            store(key, tuning)
-        return tuning
+    They are medians of the slowest rank's, and the same on all ranks. Candidates take turns, so
+    that noise falls on all; the first round warms up. Collectives and a communicator of their own
+    leave no memory and no counted traffic.
+    """
+    own = engine.call(lambda: comm.split(0, comm.rank, "tuning")).wait()
+    collectives = engine.call(lambda: make_collectives(own)).wait()
+    tensor = collectives.allocate(nbytes // 4, torch.float32, device)
+    rounds: list[list[float]] = []
+    start, late = time.perf_counter(), False
+    while len(rounds) < 2 or not (late or len(rounds) > REPETITIONS):
+        local = []
+        for name in candidates():
+            _gather(engine, comm, None)
+            began = time.perf_counter()
+            collectives.replace(choice=AlgorithmChoice(name)).all_reduce(tensor).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            local.append(time.perf_counter() - began)
+        by_rank = _gather(engine, comm, (local, time.perf_counter() - start > BUDGET_S))
+        rounds.append([max(times) for times in zip(*(row[0] for row in by_rank), strict=True)])
+        late = by_rank[0][1]
+    engine.call(own.free).wait()
+    medians = [median(times) for times in zip(*rounds[1:], strict=True)]
+    return dict(zip(candidates(), medians, strict=True))
 
-    def measure(self, nbytes: int) -> dict[str, float]:
-        """Return the seconds of an all-reduce of `nbytes` by each candidate. Collective.
 
-        They are medians of the slowest rank's, and the same on all ranks. Candidates take turns, so
-        that noise falls on all. The first round warms up.
-        """
-        comm = self._run(lambda: self._comm.split(0, self._comm.rank, "tuning"))
-        collectives = self._run(lambda: self._make(comm))
-        tensor = collectives.allocate(nbytes // 4, torch.float32, self._device)
-        rounds: list[list[float]] = []
-        start, late = time.perf_counter(), False
-        while len(rounds) < 2 or not (late or len(rounds) > REPETITIONS):
-            local = []
-            for name in candidates():
-                self._gather(None)
-                began = time.perf_counter()
-                collectives.replace(choice=AlgorithmChoice(name)).all_reduce(tensor).wait()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                local.append(time.perf_counter() - began)
-            by_rank = self._gather((local, time.perf_counter() - start > BUDGET_S))
-            rounds.append(
-                [max(times) for times in zip(*(times for times, _ in by_rank), strict=True)]
-            )
-            late = by_rank[0][1]
-        self._run(comm.free)
-        medians = [median(times) for times in zip(*rounds[1:], strict=True)]
-        return dict(zip(candidates(), medians, strict=True))
-
-    def _gather(self, value: T) -> list[T]:
-        return self._run(lambda: self._comm.gather_objects(value))
-
-    def _run(self, function: Callable[[], T]) -> T:
-        return self._engine.call(function).wait()
+def _gather(engine: ProgressEngine, comm: Communicator, value: T) -> list[T]:
+    return engine.call(lambda: comm.gather_objects(value)).wait()
 
 
 def choose(times: Mapping[str, float]) -> str:

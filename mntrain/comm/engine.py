@@ -79,14 +79,12 @@ class ProgressEngine:
 
         Operations run in chunks, several at a time; steps run when nothing is active.
 
-        Without `wake`, the collective is progressed, in the order of the queue, by a caller that
-        waits for any future of this engine, or by the thread when another submission or a `call`
-        wakes it. No rank has to wait for this very collective; but until each rank has waited for
-        some future, submitted with `wake`, or used `call` (as `close` does), the other ranks' waits
-        do not end. Ranks may differ in which of these they do, and when, without a deadlock: each
-        of them progresses the whole queue, in one order. A thread that turns to another engine
-        wakes the thread of this one first. It must not wait for other ranks in any other way, such
-        as a blocking MPI call, while the collective is pending.
+        Without `wake`, it is progressed, in the order of the queue, by a caller that waits for any
+        future of this engine, or by the thread once a later submission or `call` wakes it. Until
+        one of these happens on every rank, the other ranks' waits do not end. Ranks may differ in
+        which, and when, without a deadlock: each progresses the whole queue, in one order. A caller
+        that turns to another engine wakes the thread of this one first. It must not wait for other
+        ranks in any other way, such as a blocking MPI call, while the collective is pending.
         """
         if isinstance(operation, Generator):
             return self._put(Future(operation, self.drive_until), wake=wake)

@@ -13,7 +13,7 @@ from worlds import RANKS, refusal
 import mntrain
 from mntrain.comm import algorithms, autotune
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.autotune import Autotuner, cache_path, store
+from mntrain.comm.autotune import cache_path, store
 
 COMM = MPI.COMM_WORLD
 LAYOUTS = [None, *range(1, min(RANKS, 3))]
@@ -40,13 +40,13 @@ def tuned(**options):
 def runs(monkeypatch):
     """Return a list with one entry for every measurement of this rank."""
     log = []
-    measure = Autotuner.measure
+    measure = autotune.measure
 
-    def logged(self, nbytes):
-        log.append(nbytes)
-        return measure(self, nbytes)
+    def logged(*arguments):
+        log.append(arguments)
+        return measure(*arguments)
 
-    monkeypatch.setattr(Autotuner, "measure", logged)
+    monkeypatch.setattr(autotune, "measure", logged)
     return log
 
 
