@@ -3,11 +3,9 @@
     import mntrain, torch
 
     with mntrain.init() as world:
-        model = Net().to(world.device)
-        optimizer = world.optimizer(model, torch.optim.AdamW, lr=3e-4, max_grad_norm=1.0)
+        optimizer = world.optimizer(model.to(world.device), torch.optim.AdamW, lr=3e-4)
         for batch in world.shard(loader):
-            loss = model(batch)
-            loss.backward()
+            model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -44,5 +42,5 @@ else:  # hidden from type checkers, for which any name would exist
 
 
 def __dir__() -> list[str]:
-    """Return all names, including those that are not imported yet."""
-    return sorted({*globals(), *__all__})
+    """Return the public names, including those that are not imported yet."""
+    return __all__

@@ -3,20 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
 
 from mntrain import errors
-from mntrain.bootstrap import (
-    TRAVEL_DTYPES,
-    WorldSettings,
-    bootstrap,
-    make_cross_collectives,
-    make_node_collectives,
-)
+from mntrain.bootstrap import TRAVEL_DTYPES, WorldSettings, bootstrap, make_group_collectives
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.pending import Future
 from mntrain.data.loader import ShardedLoader, shard
@@ -78,14 +71,12 @@ class World:
     @cached_property
     def node_collectives(self) -> WorldCollectives:
         """`zero.Collectives` over the node group. The first access is collective in the world."""
-        self._parts.engine.check_open()
-        return make_node_collectives(self._parts)
+        return make_group_collectives(self._parts, "node")
 
     @cached_property
     def cross_collectives(self) -> WorldCollectives:
         """`zero.Collectives` over the cross group. The first access is collective in the world."""
-        self._parts.engine.check_open()
-        return make_cross_collectives(self._parts)
+        return make_group_collectives(self._parts, "cross")
 
     def optimizer(
         self,
@@ -109,45 +100,33 @@ class World:
         taken from rank 0 again after every step. Updated parameters arrive during the next
         forward: each module waits for its own when it is called.
 
-        `zero.ZeroOptimizer` documents them and `step` in full. Raises AgreedError (a ValueError)
-        on all ranks if they differ in the model, in an argument from `stage` to `loss_scale`, or in
-        the class or a public number, string or bool of `comm_hook` or `schedule`; or if any rank
-        cannot accept one.
+        Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are parameter
+        groups in torch's format; by default all parameters form one. The groups of a `schedule` are
+        `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
+        and `step`.
 
-        Args:
-            model: names, shapes, dtypes and strides must be the same on all ranks.
-            optimizer_class: any torch optimizer; gets `kwargs` as its arguments.
-            stage: 0 shards nothing, 1 the optimizer state, 2 the gradients too.
-            partition: element for shards of equal size, parameter for whole parameters.
-            max_grad_norm: norm to clip the mean gradient to; None: no clipping.
-            norm_type: order of that norm.
-            non_finite: stop raises for an infinite or NaN gradient, skip skips its step.
-            loss_scale: a factor, or dynamic, for fp16 gradients.
-            groups: parameter groups in torch's format; default: one group of all parameters.
-            comm_hook: name of a hook or a hook (`zero.comm_hooks`), which sums buckets instead of
-                the one for `wire_dtype`.
-            schedule: the ranks over which a step is averaged (`zero.sync_schedule`), of groups as
-                `node_collectives` and `cross_collectives`; None: all ranks in every step.
-            **kwargs: arguments of `optimizer_class`.
-
+        Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
+        or strides of the model, in an argument from `stage` to `loss_scale`, or in the class or a
+        public number, string or bool of `comm_hook` or `schedule`; or if any rank cannot accept
+        one.
         """
-        shared: dict[str, Any] = {
+        options: dict[str, Any] = {
             "stage": stage,
             "partition": partition,
             "max_grad_norm": max_grad_norm,
             "norm_type": norm_type,
             "non_finite": non_finite,
             "loss_scale": loss_scale,
+            "comm_hook": comm_hook,
+            "schedule": schedule,
         }
-        settings = self._parts.settings
-        objects = {"comm_hook": comm_hook, "schedule": schedule}
-        described = {name: errors.describe_option(value) for name, value in objects.items()}
-        self._expect_same(**shared, **described)
-        with self.agreement():
-            named = name_parameters(model, groups)
-        errors.expect_same_model(self.gather(errors.describe_model(model)), self.rank)
+        described = {name: errors.describe_option(value) for name, value in options.items()}
+        described["the model"] = errors.describe_model(model)
+        errors.expect_same(self.gather(described), self.rank)
         with self.agreement():  # before any collective allocation
+            named = name_parameters(model, groups)
             check_trainable(named, sharded=stage != 0)
+        settings = self._parts.settings
         persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
         with self.agreement():
             optimizer = ZeroOptimizer(
@@ -160,10 +139,8 @@ class World:
                 model=model,
                 wire_dtype=TRAVEL_DTYPES[settings.wire_dtype],
                 gather_dtype=TRAVEL_DTYPES[settings.gather_dtype],
-                comm_hook=comm_hook,
-                schedule=schedule,
                 kernels=self.kernels,
-                **shared,
+                **options,
                 **kwargs,
             )
         optimizer.start()
@@ -174,10 +151,10 @@ class World:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
         Of a torch DataLoader, each rank loads only its own samples; the batches of any other
-        iterable are cut along their first dimension. Before each batch, the optimizers of this
-        world learn this rank's share of it, so a mean loss gives the exact mean over the global
-        batch even if shares differ. `seed` decides how a shuffling loader shuffles, independently
-        of the number of ranks. See also `mntrain.data.loader.shard`.
+        iterable are cut along their first dimension (`mntrain.data.loader.shard`). Before each
+        batch, the optimizers of this world learn this rank's share of it, so a mean loss gives the
+        exact mean over the global batch even if shares differ. `seed` decides how a shuffling
+        loader shuffles, independently of the number of ranks.
         """
         self._parts.engine.check_open()
         return shard(loader, self.rank, self.size, seed, self._set_share)
@@ -188,25 +165,17 @@ class World:
 
     def gather_later(self, value: T) -> Future[list[T]]:
         """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
-        self._parts.engine.check_open()
         return self._parts.engine.call(lambda: self._parts.comm.gather_objects(value))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return elementwise sums over all ranks, in fp64. Collective; equal lengths."""
-        self._parts.engine.check_open()
         totals = torch.tensor(values, dtype=torch.float64)
         self.collectives.all_reduce(totals).wait()
         return [float(total) for total in totals]
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Run a block that may fail on any rank, and fail on all ranks together. Collective.
-
-        A ValueError, OSError, ImportError or RuntimeError of the block becomes an AgreedError on
-        every rank, which names the failed ranks unless all failed alike. Collectives within the
-        block must come before all that can raise.
-        """
-        self._parts.engine.check_open()
+        """Run a block that may fail on any rank, as `errors.agreement` describes. Collective."""
         with errors.agreement(self.gather, self.rank):
             yield
 
@@ -264,12 +233,7 @@ class World:
         """Return the world itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the world; for an exception on this rank alone, end the whole job instead."""
         if not self._open:
             return
@@ -284,10 +248,6 @@ class World:
     def _set_share(self, count: int | None) -> None:
         for optimizer in self._optimizers:
             optimizer.share(count)
-
-    def _expect_same(self, **values: Any) -> None:
-        """Raise AgreedError on all ranks unless all passed the same values. Collective."""
-        errors.expect_same(self.gather(values), self.rank)
 
 
 def init(
@@ -324,16 +284,7 @@ def init(
             `mntrain.comm.transport`.
 
     """
-    return World(
-        comm,
-        WorldSettings(
-            device=device,
-            algorithm=algorithm,
-            bucket_mb=bucket_mb,
-            ranks_per_node=ranks_per_node,
-            tune=tune,
-            wire_dtype=wire_dtype,
-            gather_dtype=gather_dtype,
-            transport=transport,
-        ),
+    settings = WorldSettings(
+        device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, gather_dtype, transport
     )
+    return World(comm, settings)
