@@ -1,13 +1,7 @@
 """Train a PyTorch model across nodes with mpirun: gradients by hierarchical all-reduce over MPI.
 
-    import mntrain, torch
-
-    with mntrain.init() as world:
-        optimizer = world.optimizer(model.to(world.device), torch.optim.AdamW, lr=3e-4)
-        for batch in world.shard(loader):
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+`init` makes a `World`. Its `optimizer` reduces the gradients of a model, and its `shard` gives each
+rank its part of the batches of a loader. examples/own_loop.py is a complete program.
 
 Importing the package has no effect: torch is imported on the first use of a name, and `init` starts
 MPI.

@@ -234,8 +234,7 @@ def _split(parts: WorldParts, color: int, name: str) -> mpi.Communicator:
 
 def _gather_places(parts: WorldParts) -> None:
     """Let every rank know where the others run."""
-    on_gpu = parts.device.type == "cuda"
-    rank = parts.comm.rank
+    rank, on_gpu = parts.comm.rank, parts.device.type == "cuda"
     place = Place(
         rank,
         parts.watch.host,

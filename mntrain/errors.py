@@ -12,14 +12,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from types import TracebackType
+from numbers import Real
 from typing import Any, NoReturn
 
 from torch import nn
 
 from mntrain.comm import mpi
-
-_FORWARD_S = 0.3  # for the launcher to forward stderr; it may drop what is left after an abort
 
 
 class AgreedError(ValueError):
@@ -76,13 +74,11 @@ class ExceptionWatch:
             print("mntrain:", line, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(_FORWARD_S)
+        time.sleep(0.3)  # the launcher may drop what it has not forwarded before an abort
         mpi.abort(code)
         raise SystemExit(code)  # if the abort returned
 
-    def _handle_uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
         if isinstance(error, AgreedError):
             error.report()
         elif self.size == 1:
@@ -109,30 +105,28 @@ def expect_same(values: Sequence[Mapping[str, Any]], rank: int) -> None:
             )
 
 
-def describe_model(model: nn.Module) -> list[str]:
-    """Return one line per parameter and buffer with all properties that ranks must share."""
-    return [
+def describe(model: nn.Module, options: Mapping[str, object]) -> dict[str, object]:
+    """Return all properties of a model and of options that ranks must share, for `expect_same`."""
+    tensors = [
         f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         + ("" if tensor.requires_grad else " frozen")
         + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
+    return {**{name: _describe_option(v) for name, v in options.items()}, "the model": tensors}
 
 
-def describe_option(option: object) -> object:
+def _describe_option(option: object) -> object:
     """Return text, a number or None as it is, and an object as its class and plain attributes."""
-    if option is None or isinstance(option, int | float | str):
+    if option is None or isinstance(option, str | Real):
         return option
     attributes = getattr(option, "__dict__", {}).items()
-    plain = [(n, v) for n, v in attributes if isinstance(v, int | float | str) and n[0] != "_"]
+    plain = [(n, v) for n, v in attributes if isinstance(v, str | Real) and n[0] != "_"]
     return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"
 
 
 def combined_refusals(refusals: Sequence[str | None]) -> str:
-    """Return one sentence for all refusals, each with its ranks unless all are the same.
-
-    `refusals` are by rank; None stands for no refusal.
-    """
+    """Return one sentence for the refusals of all ranks, by rank; None is no refusal."""
     if len(set(refusals)) == 1:
         return str(refusals[0])
     ranks_by_message: dict[str, list[int]] = {}

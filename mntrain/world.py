@@ -1,7 +1,7 @@
 """The public facade of a job: its ranks, their devices, and their collective operations."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -31,6 +31,7 @@ class World:
 
     Attributes, all local facts:
         rank, size: of this rank, and of the world.
+        master: True on rank 0, which reports for all ranks.
         local_rank, local_size: within the node group, the ranks that share a node's memory.
         cross_rank, cross_size: within the cross group, the ranks with this local rank.
         device: the torch device of this rank.
@@ -50,6 +51,7 @@ class World:
         self._open = True
         self._parts = parts = bootstrap(comm, settings)
         self.rank, self.size = parts.comm.rank, parts.comm.size
+        self.master = self.rank == 0
         self.topology = topology = parts.topology
         self.local_rank = topology.local_rank(self.rank)
         self.local_size = len(topology.node_group(self.rank))
@@ -62,11 +64,6 @@ class World:
         self.transport_line = "; ".join(filter(None, [parts.transport.line, warning]))
         self.algorithm = parts.collectives.table.of(settings.bucket_bytes).algorithm
         self.tuning = parts.tuning
-
-    @property
-    def master(self) -> bool:
-        """True on rank 0, which reports for all ranks."""
-        return self.rank == 0
 
     @cached_property
     def node_collectives(self) -> WorldCollectives:
@@ -120,25 +117,22 @@ class World:
             "comm_hook": comm_hook,
             "schedule": schedule,
         }
-        described = {name: errors.describe_option(value) for name, value in options.items()}
-        described["the model"] = errors.describe_model(model)
-        errors.expect_same(self.gather(described), self.rank)
+        errors.expect_same(self.gather(errors.describe(model, options)), self.rank)
         with self.agreement():  # before any collective allocation
             named = name_parameters(model, groups)
             check_trainable(named, sharded=stage != 0)
-        settings = self._parts.settings
         persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
         with self.agreement():
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
                 self.collectives.replace(table=self.collectives.table.among_others()),
-                bucket_bytes=settings.bucket_bytes,
+                bucket_bytes=self._parts.settings.bucket_bytes,
                 buffers=[b for name, b in model.named_buffers() if name in persistent],
                 order=[name for name, _ in model.named_parameters()],
                 model=model,
-                wire_dtype=TRAVEL_DTYPES[settings.wire_dtype],
-                gather_dtype=TRAVEL_DTYPES[settings.gather_dtype],
+                wire_dtype=TRAVEL_DTYPES[self._parts.settings.wire_dtype],
+                gather_dtype=TRAVEL_DTYPES[self._parts.settings.gather_dtype],
                 kernels=self.kernels,
                 **options,
                 **kwargs,
@@ -173,11 +167,10 @@ class World:
         self.collectives.all_reduce(totals).wait()
         return [float(total) for total in totals]
 
-    @contextmanager
-    def agreement(self) -> Iterator[None]:
-        """Run a block that may fail on any rank, as `errors.agreement` describes. Collective."""
-        with errors.agreement(self.gather, self.rank):
-            yield
+    def agreement(self) -> AbstractContextManager[None]:
+        """Return the context of `errors.agreement` over all ranks. Its end is collective."""
+        self._parts.engine.check_open()
+        return errors.agreement(self.gather, self.rank)
 
     def usage(self) -> list[Usage]:
         """Return the resources that each rank has used so far, by rank. Collective."""
@@ -213,10 +206,10 @@ class World:
 
         Local. Stops the communication thread, and removes the hooks from models and from the
         interpreter. Every later use, and every pending collective, raises RuntimeError; tensors
-        that were being reduced or gathered hold undefined values. The communicators of the world
-        are not freed, for that is collective. The remaining ranks can make another world over a
-        communicator of their own: `mntrain.init(comm)`. MPI_Finalize is not local: a process that
-        exits may wait there for the other ranks of the job to exit, too.
+        that were being reduced or gathered hold undefined values. The communicators are not freed,
+        for that is collective. The remaining ranks can make another world over a communicator of
+        their own: `mntrain.init(comm)`. A process that exits may wait in MPI_Finalize for the other
+        ranks of the job to exit, too.
         """
         if not self._open:
             return
@@ -230,7 +223,6 @@ class World:
         self._parts.watch.uninstall()
 
     def __enter__(self) -> Self:
-        """Return the world itself."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -271,17 +263,13 @@ def init(
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.
         device: auto, cpu or cuda. auto: cuda if there is any.
-        algorithm: auto, lanes, leader, flat or naive, for all-reduces.
+        algorithm: auto, or one of `mntrain.comm.algorithms.names()`.
         bucket_mb: size of a gradient bucket in MiB.
         ranks_per_node: cut every node into virtual nodes of this many ranks.
-        tune: for algorithm auto, time the candidates. Takes up to about one second; the result is
-            cached. If False, auto means lanes.
-        wire_dtype: fp32, bf16 or fp16; the dtype in which gradients cross nodes, if it is narrower
-            than their own.
-        gather_dtype: the same for updated parameters, which ranks gather at stages 1 and 2; their
-            owners keep master weights.
-        transport: auto, host, cuda-aware or nccl, for tensors on GPUs; see
-            `mntrain.comm.transport`.
+        tune: for algorithm auto, time the candidates (about a second; cached). False: use lanes.
+        wire_dtype: fp32, bf16 or fp16, in which wider gradients cross nodes.
+        gather_dtype: the same for updated parameters at stages 1 and 2.
+        transport: auto, host, cuda-aware or nccl, for tensors on GPUs (`mntrain.comm.transport`).
 
     """
     settings = WorldSettings(

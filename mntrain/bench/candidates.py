@@ -80,12 +80,9 @@ class Candidate:
     name: str
     verb: str
     pattern: Pattern
-    run: Callable[[], Any]
-    """Runs the collective until this rank has its result. Collective."""
-    source: Part
-    """What this rank sends. It may lie in the memory of the target."""
-    target: Part
-    """What holds this rank's result."""
+    run: Callable[[], Any]  # returns when this rank has its result; collective
+    source: Part  # sent by this rank; may lie in the memory of the target
+    target: Part  # holds this rank's result
 
     def prepare(self) -> None:
         """Poison the target, write this rank's contribution, and wait for the device. Local."""
@@ -158,29 +155,20 @@ def take_turns(
         if number > 0 and comm.bcast(time.perf_counter() - start > budget_s):
             break
         for index in turn_order(len(candidates), number):
-            result = sample(comm, candidates[index])
+            candidate = candidates[index]
+            candidate.prepare()
+            rendezvous(comm)
+            began = time.perf_counter()
+            candidate.run()
+            seconds = time.perf_counter() - began
+            rendezvous(comm)  # verification takes CPU time, which other ranks may still need
             if number >= 0:
-                local[index].append(result)
+                local[index].append((seconds, candidate.is_correct()))
     by_rank = comm.allgather(local)
     return [
         [list(turn) for turn in zip(*(ranks[index] for ranks in by_rank), strict=True)]
         for index in range(len(candidates))
     ]
-
-
-def sample(comm: Any, candidate: Candidate) -> Sample:
-    """Run a candidate once, and return its seconds on this rank and whether it is correct.
-
-    Collective. The clock starts after all ranks are prepared, and no rank verifies its result
-    before all have finished, so neither takes CPU time from ranks that still work.
-    """
-    candidate.prepare()
-    rendezvous(comm)
-    start = time.perf_counter()
-    candidate.run()
-    seconds = time.perf_counter() - start
-    rendezvous(comm)
-    return seconds, candidate.is_correct()
 
 
 def turn_order(count: int, turn: int) -> list[int]:
@@ -194,8 +182,8 @@ def turn_order(count: int, turn: int) -> list[int]:
 def rendezvous(comm: Any) -> None:
     """Wait for all ranks of an mpi4py communicator, and return at the same time on all. Collective.
 
-    Ranks sleep while they wait for the slowest one, which may need the core. A second barrier, in
-    which they only yield the core, makes them leave together.
+    Ranks sleep in the first barrier, since the slowest one may need the core, and only yield the
+    core in the second one, to leave together.
     """
     for nap_s in (2e-4, 0.0):
         barrier = comm.Ibarrier()

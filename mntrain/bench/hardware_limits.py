@@ -21,19 +21,16 @@ PIECES_IN_FLIGHT = 8
 class HardwareLimits:
     """Measured speeds in bytes/s, the same on every rank."""
 
-    ranks: tuple[int, ...]
-    """Number of ranks on each node."""
-    link: float | None
-    """Speed at which a node sends and, at the same time, receives. None on a single node."""
-    copy: Mapping[int, float]
-    """By size: the memory bandwidth of the slowest rank while all ranks copy at once."""
+    ranks: tuple[int, ...]  # number of ranks on each node
+    link: float | None  # of a node that sends and receives at once; None on a single node
+    copy: Mapping[int, float]  # by size: of the slowest rank while all ranks copy at once
 
     def seconds(self, verb: str, nbytes: int) -> float:
         """Return the limit for a collective on a tensor of `nbytes` bytes.
 
         Between nodes: the bytes that some node must send or receive, over the link's speed. Within
-        one node: the time in which all ranks at once copy the tensor. The latter is a yardstick,
-        not a bound: a collective may beat it if each rank touches only a part of the tensor.
+        one node: the time in which all ranks at once copy the tensor, which a collective may beat
+        if each rank touches only a part of it.
         """
         if self.link is None:
             return nbytes / self.copy[nbytes]
@@ -85,38 +82,31 @@ def copy_speed(nbytes: int, seconds: float) -> float:
 def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
     """Return the payload bytes/s that a node sends and receives at once. Collective, blocking.
 
-    The nodes, two at least, form a ring: ranks of each send to the next node and receive from the
-    previous one, with several messages in flight. The leaders alone are measured, and all lanes;
-    the better result counts. Rounds double until about `seconds` have passed, and the better of the
-    last two counts: buffers would make short ones too fast. The result is the same on every rank.
+    The nodes, two at least, form a ring: as many ranks of each as the smallest one has send to the
+    next node and receive from the previous one, with several messages in flight. Rounds double
+    until about `seconds` have passed, and the better of the last two counts: buffers would make
+    short ones too fast. The result is the same on every rank.
     """
-    lanes = sorted({1, topology.smallest_node})
-    return max(_ring_speed(comm, topology, count, seconds / len(lanes)) for count in lanes)
-
-
-def _ring_speed(comm: Communicator, topology: Topology, lanes: int, seconds: float) -> float:
-    """Return the speed of `link_speed` with `lanes` ranks per node."""
     memory = np.ones((2, PIECES_IN_FLIGHT, PIECE_BYTES), dtype=np.uint8)
-    _round(comm, topology, lanes, 1, memory)  # opens the connections
-    pieces, passed_s, took_s, speeds = 1, 0.0, 0.0, []
+    _round(comm, topology, 1, memory)  # opens the connections
+    pieces, passed_s, took_s = 1, 0.0, 0.0
+    speeds: list[float] = []
     while passed_s + 2 * took_s < seconds:
         comm.gather_objects(None)
-        took_s = max(comm.gather_objects(_round(comm, topology, lanes, pieces, memory)))
+        took_s = max(comm.gather_objects(_round(comm, topology, pieces, memory)))
         passed_s += took_s
-        speeds.append(lanes * pieces * PIECE_BYTES / took_s)
+        speeds.append(topology.smallest_node * pieces * PIECE_BYTES / took_s)
         pieces *= 2
     return max(speeds[-2:])
 
 
-def _round(
-    comm: Communicator, topology: Topology, lanes: int, pieces: int, memory: NDArray[np.uint8]
-) -> float:
+def _round(comm: Communicator, topology: Topology, pieces: int, memory: NDArray[np.uint8]) -> float:
     """Send and receive pieces as one lane of the ring, and return the seconds that it takes.
 
-    Ranks without a lane do nothing. `memory` holds the pieces to send and to receive.
+    Other ranks return 0. `memory` holds the pieces to send and to receive.
     """
     node, lane = topology.node(comm.rank), topology.local_rank(comm.rank)
-    if lane >= lanes:
+    if lane >= topology.smallest_node:
         return 0.0
     following = topology.nodes[(node + 1) % len(topology.nodes)][lane]
     preceding = topology.nodes[node - 1][lane]

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
 from mntrain.metrics.registry import short_time
-from mntrain.metrics.terminal import plain
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,8 @@ class BenchCase:
     size_bytes: int
     dtype: str
     limit_s: float
-    times_s: tuple[float, ...] = ()
-    """Of the slowest rank, by round; empty if the case was skipped for lack of time."""
-    wrong_ranks: tuple[int, ...] = ()
-    """The ranks with a wrong result, which makes the times invalid."""
+    times_s: tuple[float, ...] = ()  # of the slowest rank, by round; empty if skipped
+    wrong_ranks: tuple[int, ...] = ()  # with a wrong result, which makes the times invalid
 
     @property
     def timed(self) -> bool:
@@ -73,7 +70,7 @@ def show(facts: Mapping[str, Any], cases: Sequence[BenchCase], console: Console)
         f"limit: {facts['limit']}",
     ]
     for line in lines:
-        console.print(plain(line, console.encoding), soft_wrap=True)
+        console.print(Text(line), soft_wrap=True)
     for verb in dict.fromkeys(case.verb for case in cases):
         console.print()
         console.print(_table(verb, [case for case in cases if case.verb == verb]))

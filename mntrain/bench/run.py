@@ -15,15 +15,8 @@ from typing import Any
 import torch
 
 from mntrain._version import __version__
+from mntrain.bench import candidates
 from mntrain.bench.bench_options import BenchOptions, size_label
-from mntrain.bench.candidates import (
-    NATIVE,
-    Pattern,
-    Sample,
-    library_candidate,
-    mpi_candidate,
-    take_turns,
-)
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, link_speed
 from mntrain.bench.results import BenchCase, plot, show
 from mntrain.comm import mpi
@@ -31,11 +24,8 @@ from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.errors import AgreedError, expect_same
 from mntrain.metrics.terminal import stdout
 from mntrain.world import World, init
+from zero.layout import MIB
 
-COPY_S = 0.1  # for the memory probe, at each size
-LINK_S = 1.0  # for the link probe
-SMALL_BYTES = 1 << 20  # smaller tensors are measured SMALL_FACTOR times as often
-SMALL_FACTOR = 4
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -85,10 +75,8 @@ def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
 def files_problem(options: BenchOptions) -> str:
     """Return why an output file could not be written, with the fix; "" if all can."""
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and path.is_dir():
-            return f"{flag} {path}: is a directory; give a file in it"
-        if path is not None and not path.parent.is_dir():
-            return f"{flag} {path}: directory {path.parent} does not exist; create it first"
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            return f"{flag} {path}: must be a file in a directory that exists"
     if options.plot is not None and not find_spec("matplotlib"):
         return f"--plot {options.plot}: needs matplotlib: pip install 'mntrain[plot]'"
     return ""
@@ -97,11 +85,11 @@ def files_problem(options: BenchOptions) -> str:
 def _limits(world: World, comm: mpi.Communicator, options: BenchOptions) -> HardwareLimits:
     """Probe the link between nodes and the memory bandwidth. Collective."""
     ranks = tuple(map(len, world.topology.nodes))
-    link = link_speed(comm, world.topology, LINK_S) if len(ranks) > 1 else None
+    link = link_speed(comm, world.topology, seconds=1.0) if len(ranks) > 1 else None
     copy = {}
-    for nbytes in options.sizes if len(ranks) == 1 else options.sizes[-1:]:
+    for nbytes in options.sizes:
         world.gather(None)  # a barrier: all ranks copy at once
-        copy[nbytes] = min(world.gather(copy_speed(nbytes, COPY_S)))
+        copy[nbytes] = min(world.gather(copy_speed(nbytes, seconds=0.1)))
     return HardwareLimits(ranks, link, copy)
 
 
@@ -110,14 +98,13 @@ def measure(
 ) -> Iterator[list[BenchCase]]:
     """Yield the cases of each collective at each size, from the smallest size to the largest.
 
-    Collective; all ranks yield the same. `comm` is an mpi4py communicator over the same ranks,
-    used for nothing else. `options.seconds` count from `start`, on rank 0's `time.perf_counter`:
-    each collective and size gets an equal part of them for its repetitions, and is skipped if it
-    would start later. The smallest size is never skipped.
+    Collective; all ranks yield the same. `comm` is an mpi4py communicator over the same ranks.
+    `options.seconds` count from `start`, on rank 0's `time.perf_counter`: each collective and size
+    gets an equal part of them, and is skipped if it would start later. The smallest size never is.
     """
     dtype = DTYPES[options.dtype]
-    pattern = Pattern(world.rank, world.size, dtype, world.device)
-    native_pattern = Pattern(world.rank, world.size, torch.float32, torch.device("cpu"))
+    pattern = candidates.Pattern(world.rank, world.size, dtype, world.device)
+    native_pattern = candidates.Pattern(world.rank, world.size, torch.float32, torch.device("cpu"))
     budget_s = options.seconds / (len(options.sizes) * len(options.verbs))
     by_algorithm = {
         name: world.collectives.replace(table=AlgorithmTable.always(name))
@@ -126,26 +113,26 @@ def measure(
     for nbytes in options.sizes:
         tensor = world.collectives.allocate(nbytes // dtype.itemsize, dtype, world.device)
         first = nbytes == options.sizes[0]
-        rounds = options.repeats * (SMALL_FACTOR if nbytes < SMALL_BYTES else 1)
+        rounds = options.repeats * (4 if nbytes < MIB else 1)
         for verb in options.verbs:
             limit_s = limits.seconds(verb, nbytes)
             cases = [
                 *(BenchCase(verb, name, nbytes, options.dtype, limit_s) for name in by_algorithm),
-                BenchCase(verb, NATIVE[verb], nbytes, "fp32", limit_s),
+                BenchCase(verb, candidates.NATIVE[verb], nbytes, "fp32", limit_s),
             ]
             if first or comm.bcast(time.perf_counter() - start < options.seconds):
-                candidates = [
-                    library_candidate(name, verb, collectives, tensor, pattern)
+                rivals = [
+                    candidates.library_candidate(name, verb, collectives, tensor, pattern)
                     for name, collectives in by_algorithm.items()
                 ]
-                candidates.append(mpi_candidate(verb, comm, nbytes, native_pattern))
+                rivals.append(candidates.mpi_candidate(verb, comm, nbytes, native_pattern))
                 # The first size also opens connections: warm up twice.
-                samples = take_turns(comm, candidates, rounds, budget_s, warm_up=1 + first)
+                samples = candidates.take_turns(comm, rivals, rounds, budget_s, warm_up=1 + first)
                 cases = [_with(case, found) for case, found in zip(cases, samples, strict=True)]
             yield cases
 
 
-def _with(case: BenchCase, samples: Sequence[Sequence[Sample]]) -> BenchCase:
+def _with(case: BenchCase, samples: Sequence[Sequence[candidates.Sample]]) -> BenchCase:
     """Return the case with the samples of all rounds and ranks."""
     wrong = {rank for turn in samples for rank, (_, correct) in enumerate(turn) if not correct}
     times = tuple(max(seconds for seconds, _ in turn) for turn in samples)

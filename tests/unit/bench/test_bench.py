@@ -376,11 +376,11 @@ def test_unwritable_files_are_refused_before_the_measurement(tmp_path):
         files_problem(BenchOptions()) == files_problem(BenchOptions(json=tmp_path / "a.json")) == ""
     )
     lost = tmp_path / "none" / "a.json"
-    message = f"--json {lost}: directory {lost.parent} does not exist; create it first"
+    message = f"--json {lost}: must be a file in a directory that exists"
     assert files_problem(BenchOptions(json=lost)) == message
     taken = tmp_path / "a.png"
     taken.mkdir()
-    message = f"--plot {taken}: is a directory; give a file in it"
+    message = f"--plot {taken}: must be a file in a directory that exists"
     assert files_problem(BenchOptions(plot=taken)) == message
 
 
@@ -409,9 +409,7 @@ def test_an_unwritable_file_is_reported_by_one_rank():
     words = ["--device", "cpu", "--json", "/no/such/folder/a.json"]
     result = mpirun(2, [*COMMAND, *words], timeout=60, per_rank=True)
     assert result.returncode != 0, result.report()
-    message = (
-        "--json /no/such/folder/a.json: directory /no/such/folder does not exist; create it first"
-    )
+    message = "--json /no/such/folder/a.json: must be a file in a directory that exists"
     assert result.outputs == [f"mntrain: error: {message}\n", ""], result.report()
 
 
