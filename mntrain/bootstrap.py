@@ -66,16 +66,13 @@ class WorldSettings:
 
 @dataclass
 class WorldParts:
-    """Everything that a world consists of: filled in by the steps of `bootstrap`, then constant.
-
-    `resources` frees the parts, collectively.
-    """
+    """Everything that a world consists of: filled in by the steps of `bootstrap`, then constant."""
 
     settings: WorldSettings
     comm: mpi.Communicator
     library: mpi.MpiLibrary
     watch: ExceptionWatch
-    resources: ExitStack
+    resources: ExitStack  # frees the parts, collectively
     hosts: list[int] = field(init=False)  # a key of each rank's host, by rank
     topology: Topology = field(init=False)
     node: mpi.Communicator = field(init=False)  # over this rank's node group
