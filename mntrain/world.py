@@ -12,7 +12,7 @@ from mntrain import errors
 from mntrain.bootstrap import TRAVEL_DTYPES, WorldSettings, bootstrap, make_group_collectives
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.pending import Future
-from mntrain.data.loader import ShardedLoader, shard
+from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError
 from mntrain.rank_info import Usage, device_memory, peak_memory
 from zero.comm_hooks import CommHook
@@ -145,13 +145,13 @@ class World:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
         Of a torch DataLoader, each rank loads only its own samples; the batches of any other
-        iterable are cut along their first dimension (`mntrain.data.loader.shard`). Before each
-        batch, the optimizers of this world learn this rank's share of it, so a mean loss gives the
-        exact mean over the global batch even if shares differ. `seed` decides how a shuffling
+        iterable are cut along their first dimension (`mntrain.data.loader.ShardedLoader`). Before
+        each batch, the optimizers of this world learn this rank's share of it, so a mean loss gives
+        the exact mean over the global batch even if shares differ. `seed` decides how a shuffling
         loader shuffles, independently of the number of ranks.
         """
         self._parts.engine.check_open()
-        return shard(loader, self.rank, self.size, seed, self._set_share)
+        return ShardedLoader(loader, self.rank, self.size, seed, self._set_share)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank. Collective; for small picklable objects."""

@@ -256,7 +256,7 @@ LATE = {"measured": "0001-01-01T00:00:00+23:59"}
                         {"steps": []},
                         {"steps": [[9]]},
                         {"steps": [[9, "lanes", 9]]},
-                        {"steps": [[9, "no such"]]},
+                        {"steps": [[9, "ring"]]},
                         {"steps": [[9, ["lanes"]]]},
                         {"steps": [[-1, "lanes"]]},
                         {"steps": [[True, "lanes"]]},
