@@ -2,12 +2,13 @@
 
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Bounds: TypeAlias = Sequence[int] | None
 
 
 class Work(Protocol):
@@ -63,17 +64,14 @@ class Collectives(Protocol):
         """Replace the tensor by its sum over ranks, with the same bits on every rank."""
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        bounds: Sequence[int] | None = None,
-        wire: torch.dtype | None = None,
+        self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
         """Replace this rank's shard by its sum over ranks; the other elements become undefined.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
         """Replace every shard by that of the rank that owns it.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
@@ -109,15 +107,12 @@ class SingleProcessCollectives:
         return CompletedWork()
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        bounds: Sequence[int] | None = None,
-        wire: torch.dtype | None = None,
+        self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
         """Leave the tensor as it is."""
         return CompletedWork()
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
         """Leave the tensor as it is."""
         return CompletedWork()
 

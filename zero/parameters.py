@@ -19,25 +19,35 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
+from zero.kernels import nbytes, view
 from zero.layout import Bucket
 from zero.precision import narrower
-from zero.tensor_views import nbytes, view
 
 
 class FlatParameters:
-    """The parameters of buckets, each a view of its bucket's flat tensor.
+    """The parameters of buckets, each a view of its bucket's flat tensor, and their all-gathers.
+
+    The modules of `model` wait for the parameters that they use; without a model, `launch` waits
+    for all. It also does under torch.compile, which reads parameters outside of their modules. Code
+    that holds parameters from elsewhere (a list of its own) has to call `wait` itself.
 
     With a `gather_dtype` narrower than a bucket, its all-gather goes through a copy of that dtype.
     """
 
-    def __init__(self, collectives: Collectives, gather_dtype: torch.dtype | None) -> None:
-        self._collectives, self._gather_dtype = collectives, gather_dtype
+    def __init__(
+        self, collectives: Collectives, model: nn.Module | None, gather_dtype: torch.dtype | None
+    ) -> None:
+        self._collectives, self._model, self._gather_dtype = collectives, model, gather_dtype
         self._slot = collectives.slot(collectives.rank)
+        self._overlaps_forward = model is not None
         self._addresses: list[tuple[str, Parameter, int]] = []
+        self._buckets: list[Bucket] = []
+        self._flats: list[Tensor] = []  # by bucket
         self._narrow: list[Tensor | None] = []  # copies in the gather dtype, by bucket
-        self.buckets: list[Bucket] = []
-        self.flats: list[Tensor] = []
-        self.bucket_of: dict[Parameter, int] = {}
+        self._bucket_of: dict[Parameter, int] = {}
+        self._works: dict[int, Work] = {}  # in flight, by bucket
+        self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
 
     @torch.no_grad()
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> list[Tensor]:
@@ -46,7 +56,6 @@ class FlatParameters:
         One bucket at a time, so that no more than one is in memory twice. No two parameters may
         share memory.
         """
-        added = []
         for bucket in buckets:
             device = parameters[bucket.entries[0].spec.name].device
             flat = self._collectives.allocate(bucket.numel, bucket.dtype, device)
@@ -55,22 +64,40 @@ class FlatParameters:
                 slot = view(flat, entry.start, parameter)
                 slot.copy_(parameter)
                 parameter.data = slot
-                self.bucket_of[parameter] = len(self.buckets)
+                self._bucket_of[parameter] = len(self._buckets)
                 self._addresses.append((entry.spec.name, parameter, parameter.data_ptr()))
             narrow = None
-            if dtype := gather_copy_dtype(bucket, self._gather_dtype, self._collectives.size):
+            dtype = narrower(self._gather_dtype, bucket.dtype)
+            if dtype and self._collectives.size > 1:
                 narrow = self._collectives.allocate(bucket.numel, dtype, device)
             self._narrow.append(narrow)
-            self.buckets.append(bucket)
-            self.flats.append(flat)
-            added.append(flat)
-        return added
+            self._buckets.append(bucket)
+            self._flats.append(flat)
+        self._watch()
+        return self._flats[-len(buckets) :]
 
-    def all_gather(self, index: int) -> Work:
-        """Start the all-gather of a bucket. Collective."""
-        if (narrow := self._narrow[index]) is not None:
-            return ChainedWork(self._all_gather_narrow(index, narrow))
-        return self._collectives.all_gather(self.flats[index], self.buckets[index].bounds)
+    def launch(self) -> None:
+        """Start an all-gather of every bucket, in the order of the next forward. Collective."""
+        if self._collectives.size == 1 or not self._buckets:
+            return
+        for index in reversed(range(len(self._buckets))):
+            self._works[index] = self._all_gather(index)
+        if not self._overlaps_forward:
+            self.wait()
+            return
+        self._watch()
+        for module in self._hooks:
+            if self._buckets_of(module._parameters.values()):
+                self._original[module] = module._parameters
+                waiting = WaitingParameterDict(module._parameters, partial(self._release, module))
+                module.__dict__["_parameters"] = waiting
+
+    def wait(self) -> None:
+        """Return when every parameter is complete."""
+        for module in list(self._original):
+            self._release(module)
+        for index in list(self._works):
+            self._works.pop(index).wait()
 
     def check_addresses(self) -> None:
         """Raise RuntimeError for a parameter that was moved to other memory."""
@@ -86,70 +113,6 @@ class FlatParameters:
         """Bytes of the copies in the gather dtype."""
         return sum(nbytes(narrow) for narrow in self._narrow if narrow is not None)
 
-    def _all_gather_narrow(self, index: int, narrow: Tensor) -> Iterator[Work]:
-        """Gather in the narrow dtype, to which the owners have rounded their shards."""
-        flat, bucket = self.flats[index], self.buckets[index]
-        shard = slice(*bucket.shard(self._slot))
-        narrow[shard].copy_(flat[shard])
-        yield self._collectives.all_gather(narrow, bucket.bounds)
-        flat.copy_(narrow)
-
-
-def gather_copy_dtype(
-    bucket: Bucket, gather_dtype: torch.dtype | None, ranks: int
-) -> torch.dtype | None:
-    """Return the dtype of the copy through which a bucket is gathered; None for no copy."""
-    return narrower(gather_dtype, bucket.dtype) if ranks > 1 else None
-
-
-class ParameterGathers:
-    """The all-gathers of flat parameters: launched together, waited for where they are needed.
-
-    The modules of `model` wait for the parameters that they use; without a model, `launch` waits
-    for all. It also does under torch.compile, which reads parameters outside of their modules. Code
-    that holds parameters from elsewhere (a list of its own) has to call `wait` itself.
-    """
-
-    def __init__(
-        self, collectives: Collectives, parameters: FlatParameters, model: nn.Module | None
-    ) -> None:
-        self._collectives, self._parameters = collectives, parameters
-        self._model = model
-        self._overlaps_forward = model is not None
-        self._works: dict[int, Work] = {}  # in flight, by bucket
-        self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
-        self._hooks: dict[nn.Module, RemovableHandle] = {}
-
-    def watch(self) -> None:
-        """Add a hook to every module that has parameters of its own and no hook yet."""
-        for module in self._model.modules() if self._model is not None else ():
-            if self._buckets_of(module._parameters.values()) and module not in self._hooks:
-                hook = ModuleHook(self._before_forward)
-                self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
-
-    def launch(self) -> None:
-        """Start an all-gather of every bucket, in the order of the next forward. Collective."""
-        if self._collectives.size == 1:
-            return
-        for index in reversed(range(len(self._parameters.buckets))):
-            self._works[index] = self._parameters.all_gather(index)
-        if not self._overlaps_forward:
-            self.wait()
-            return
-        self.watch()
-        for module in self._hooks:
-            if self._buckets_of(module._parameters.values()):
-                self._original[module] = module._parameters
-                waiting = WaitingParameterDict(module._parameters, partial(self._release, module))
-                module.__dict__["_parameters"] = waiting
-
-    def wait(self) -> None:
-        """Return when every parameter is complete."""
-        for module in list(self._original):
-            self._release(module)
-        for index in list(self._works):
-            self._works.pop(index).wait()
-
     def close(self) -> None:
         """Wait for what is in flight, and remove all hooks, also if the wait fails."""
         try:
@@ -158,6 +121,26 @@ class ParameterGathers:
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks.clear()
+
+    def _all_gather(self, index: int) -> Work:
+        if (narrow := self._narrow[index]) is not None:
+            return ChainedWork(self._all_gather_narrow(index, narrow))
+        return self._collectives.all_gather(self._flats[index], self._buckets[index].bounds)
+
+    def _all_gather_narrow(self, index: int, narrow: Tensor) -> Iterator[Work]:
+        """Gather in the narrow dtype, to which the owners have rounded their shards."""
+        flat, bucket = self._flats[index], self._buckets[index]
+        shard = slice(*bucket.shard(self._slot))
+        narrow[shard].copy_(flat[shard])
+        yield self._collectives.all_gather(narrow, bucket.bounds)
+        flat.copy_(narrow)
+
+    def _watch(self) -> None:
+        """Add a hook to every module that has parameters of its own and no hook yet."""
+        for module in self._model.modules() if self._model is not None else ():
+            if self._buckets_of(module._parameters.values()) and module not in self._hooks:
+                hook = ModuleHook(self._before_forward)
+                self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         """Wait for a module's parameters, also those that it refers to directly (as nn.LSTM)."""
@@ -178,7 +161,7 @@ class ParameterGathers:
 
     def _buckets_of(self, parameters: Iterable[Parameter | None]) -> list[int]:
         """Return the buckets of parameters, in the order of forward."""
-        bucket_of = self._parameters.bucket_of
+        bucket_of = self._bucket_of
         return sorted({bucket_of[p] for p in parameters if p in bucket_of}, reverse=True)
 
 
@@ -214,10 +197,6 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-    def copy(self) -> dict[str, Parameter | None]:
-        """Return a plain dictionary."""
-        return dict(self)
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         """Copy and pickle as a plain dictionary."""

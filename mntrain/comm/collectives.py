@@ -28,7 +28,7 @@ from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES
 from mntrain.comm.staging import SLOT_BYTES, HostAccess, StagedAccess, Staging, TensorAccess, chunks
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
-from zero.kernels import Kernels, TorchKernels
+from zero.kernels import Kernels
 from zero.layout import split
 
 # Up to this size the engine's thread is not woken: waking it takes longer than the collective.
@@ -88,7 +88,7 @@ class WorldCollectives:
         flags = SharedFlags(self._memory, node.rank, node.size)
         self._world = WorldContext(comm, topology, flags)
         self._algorithms: dict[str, Algorithm] = {}  # those in use so far
-        self._host = CommContext(comm, BufferPool(), TorchKernels().add)
+        self._host = CommContext(comm, BufferPool(), Kernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
             stream, buffers = SideStream(devices.copier), BufferPool(devices.device)

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroupGloo
 
 from mntrain.comm.device_copy import split_like
 from mntrain.comm.nccl import shared_store
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 
 
 class Stream:
@@ -207,14 +207,14 @@ class StreamWork:
         self._end.wait_on_stream()
 
 
-class LateKernels(TorchKernels):
+class LateKernels(Kernels):
     """Sums on the current stream of an emulated device."""
 
     def __init__(self, device):
         self._device = device
 
     def add(self, addends, total):
-        self._device.run(lambda: TorchKernels.add(self, addends, total))
+        self._device.run(lambda: Kernels.add(self, addends, total))
 
 
 class Works:

@@ -16,7 +16,7 @@ from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.probe_process import child_environment
 from mntrain.comm.transport import TransportContext, TransportError, select_transport
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 from zero.layout import split
 
 pytestmark = pytest.mark.mpi
@@ -35,7 +35,7 @@ class Rig:
         self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
         self.device, self.progress = device, self.world._parts.engine
         self.late = not isinstance(device, PromptDevice)
-        kernels = LateKernels(device) if self.late else TorchKernels()
+        kernels = LateKernels(device) if self.late else Kernels()
         self.devices = Devices(
             torch.device("cpu"), device, kernels, mixed=mixed, slot_bytes=SLOT_BYTES
         )
