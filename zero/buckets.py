@@ -51,7 +51,6 @@ class GradientBuckets:
         self._reduce, self._announce = reduce, announce
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
-        self._numbered = 0  # parameters that have elements
         self._launched = 0  # buckets in this round
         self._missing: list[set[str]] = []  # gradients to come in this round, by bucket
         self._last_micro_batch = True
@@ -67,7 +66,6 @@ class GradientBuckets:
                     parameter = parameters[entry.spec.name]
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self._buckets.extend(buckets)
-        self._numbered = sum(e.numel > 0 for b in self._buckets for e in b.entries)
         self._gradients.add(buckets, parameters)
         self._start_round()
 
@@ -102,8 +100,8 @@ class GradientBuckets:
 
     @property
     def missing(self) -> int:
-        """The number of parameters with elements that got no gradient on this rank."""
-        return self._numbered - len(self.used)
+        """The number of parameters that got no gradient on this rank, between two rounds."""
+        return sum(map(len, self._missing)) - len(self.used)
 
     def reset(self) -> None:
         """Start a new step."""
@@ -140,7 +138,7 @@ class GradientBuckets:
         self._round_begun = True
         self.used.add(entry.spec.name)
         if not reducing:
-            self._gradients.accumulate(index, entry)
+            self._gradients.take(index, entry, 1.0)
             return
         self._take(index, entry)
         self._missing[index].discard(entry.spec.name)
@@ -171,8 +169,7 @@ class GradientBuckets:
         self._gradients.launched(index, work)
 
     def _take(self, index: int, entry: ParameterSlice) -> None:
-        scale = self._weight.micro_batch_scale if self._announce else self._weight.scale
-        taken = self._gradients.take(index, entry, scale)
+        taken = self._gradients.take(index, entry, self._weight.scale)
         if taken is not None:
             self._finite.add(taken)
 
@@ -186,8 +183,6 @@ class StepReduction:
 
         rank 0   announce   buckets   announce   buckets   done
         rank 1   announce   buckets   done       zeros     done
-
-    `check_finite` records whether this rank's gradients were finite.
     """
 
     def __init__(
@@ -196,17 +191,16 @@ class StepReduction:
         hook: CommHook,
         schedule: SyncSchedule,
         stage: int,
-        *,
-        check_finite: bool,
+        finite: FiniteCheck,
     ) -> None:
         self._gradients, self._hook, self._schedule = gradients, hook, schedule
-        self._every_micro_batch, self._sharded = stage == 2, stage > 0
+        self._sharded, every_micro_batch = stage > 0, stage == 2
         self.steps = 0  # taken, skipped ones included
-        fp16 = hook.wire_dtype == torch.float16
-        self.weight = BatchWeight(1 if fp16 else self.group.size)
-        self.finite = FiniteCheck(enabled=check_finite)
-        announce = self._announce if self._every_micro_batch else None
-        self.buckets = GradientBuckets(gradients, self.weight, self.finite, self._reduce, announce)
+        ranks = 1 if hook.wire_dtype == torch.float16 else self.group.size
+        self.weight = BatchWeight(ranks, every_micro_batch=every_micro_batch)
+        self.finite = finite  # of this rank's gradients
+        announce = self._announce if every_micro_batch else None
+        self.buckets = GradientBuckets(gradients, self.weight, finite, self._reduce, announce)
         self._reduced: tuple[float, float, frozenset[str]] | None = None  # what `take` returns
 
     @property
@@ -271,15 +265,13 @@ class StepReduction:
 
         The samples, the divisor of the sum of gradients, and the parameters without a gradient.
         """
-        weight = self.weight.weight
-        divisor = self.weight.micro_batch_weight if self._every_micro_batch else weight
-        missing = self.buckets.missing
+        own = [0, self.weight.weight, self.weight.divisor, self.buckets.missing]
         while True:
-            counts = torch.tensor([0, weight, divisor, missing], dtype=torch.float64)
+            counts = torch.tensor(own, dtype=torch.float64)
             self.group.all_reduce(counts).wait()
-            running, *totals = counts.tolist()
+            running, weight, divisor, missing = counts.tolist()
             if not running:
-                return totals[0], totals[1], totals[2]
+                return weight, divisor, missing
             self.buckets.contribute_zeros()
 
     def _unused(self, names: Collection[str]) -> frozenset[str]:

@@ -56,8 +56,7 @@ class Collectives(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new flat tensor of zeros, in memory that these collectives access fastest.
 
-        Collective, with the same arguments on every rank. The caller owns the tensor, which keeps
-        its memory alive.
+        Collective, with the same arguments on every rank. The tensor keeps its memory alive.
         """
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:

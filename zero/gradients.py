@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork, wait_all
-from zero.kernels import Kernels, copy_scaled, nbytes, rescale, sum_dtype, view
+from zero.kernels import Kernels, copy_scaled, rescale, sum_dtype, view
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit
 
@@ -50,20 +50,17 @@ class FlatGradients:
             memory = self._collectives.allocate(padded_numel(bucket), bucket.dtype, device)
             self._buckets.append(bucket)
             self._memory.append(memory)
-            self.peak_bytes += nbytes(memory)
+            self.peak_bytes += memory.nbytes
             for entry in bucket.entries:
                 parameter = parameters[entry.spec.name]
                 self._views[entry.spec.name] = view(memory, entry.start, parameter)
                 parameter.grad = None
 
-    def accumulate(self, index: int, entry: ParameterSlice) -> None:
-        """Point `p.grad` at its view of the bucket, into which later micro-batches accumulate."""
-        self.take(index, entry, 1.0)
-
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
         """Copy a parameter's gradient of this round into its bucket, times `scale`.
 
-        A parameter without a gradient contributes zeros. A scale of 0 gives zeros for any values.
+        `p.grad` becomes a view of the bucket, into which later micro-batches accumulate. A
+        parameter without a gradient contributes zeros. A scale of 0 gives zeros for any values.
         Returns the scaled gradient, or None where there was none.
         """
         parameter, slot = self._parameters[entry.spec.name], self._views[entry.spec.name]
@@ -109,14 +106,14 @@ class FlatGradients:
         if self._slot is not None:
             kept = kept[slice(*bucket.shard(self._slot))]
         size = kept.numel() * torch.float32.itemsize
-        if size <= nbytes(memory):
+        if size <= memory.nbytes:
             wide = memory.view(torch.uint8)[:size].view(torch.float32)
             kept = kept.clone()
         else:
             wide = torch.empty_like(kept, dtype=torch.float32)
             self._wide_bytes[index] = size
-            total = sum(map(nbytes, self._memory)) + sum(self._wide_bytes.values())
-            self.peak_bytes = max(self.peak_bytes, total)
+            narrow_bytes = sum(memory.nbytes for memory in self._memory)
+            self.peak_bytes = narrow_bytes + sum(self._wide_bytes.values())
         kernels.pack(kept, factor, wide)
         return wide
 
@@ -138,8 +135,8 @@ class ShardedGradients:
     If all are being filled, because a bucket that is next in order lacks a gradient, one more is
     allocated. With one rank the shard is the whole bucket, and gradients are added to it directly.
 
-    The sum of one micro-batch keeps its 16-bit dtype; several are summed in fp32. Methods without a
-    description are those of `FlatGradients`.
+    The sum of one micro-batch keeps its 16-bit dtype; several are summed in fp32. The methods are
+    those of `FlatGradients`.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -152,7 +149,9 @@ class ShardedGradients:
         self._filling: dict[int, Tensor] = {}
         self._in_flight: deque[tuple[int, Tensor, Work]] = deque()
         self._free: list[Tensor] = []
+        self._spare: dict[int, Tensor] = {}  # for one rank, by bucket
         self._sizes: list[int] = []  # as `working_sizes` returns them
+        self._device = torch.device("cpu")  # of all parameters
         self.peak_bytes = self.working_bytes = 0
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
@@ -162,15 +161,11 @@ class ShardedGradients:
         self._shards.extend(None for _ in buckets)
         self._free, self.working_bytes = [], 0
         self._sizes = working_sizes(self._buckets, self._collectives.size)
-        device = next(iter(parameters.values())).device
+        self._device = next(iter(parameters.values())).device
         for size in self._sizes:
-            self._add_working(self._collectives.allocate(size, torch.uint8, device))
+            self._add_working(self._collectives.allocate(size, torch.uint8, self._device))
         for parameter in parameters.values():
             parameter.grad = None
-
-    def accumulate(self, index: int, entry: ParameterSlice) -> None:
-        """Raise AssertionError: at stage 2 every micro-batch is a round."""
-        raise AssertionError("every micro-batch is a round at stage 2")
 
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
         """Move the gradient into its bucket's working tensor, scaled."""
@@ -197,8 +192,8 @@ class ShardedGradients:
         """
         if index in self._filling:
             self._in_flight.append((index, self._filling.pop(index), work))
-        limit = 0 if self._alone else IN_FLIGHT
-        while len(self._in_flight) > limit and (self._alone or isinstance(work, ChainedWork)):
+        in_turn = self._alone or isinstance(work, ChainedWork)
+        while in_turn and len(self._in_flight) > (0 if self._alone else IN_FLIGHT):
             self._finish_oldest()
 
     def finish(self) -> None:
@@ -227,9 +222,9 @@ class ShardedGradients:
         """Discard the kept shards; every `p.grad` is None with either argument."""
         self.finish()
         if self._alone:  # fresh memory would cost page faults in every step
-            kept = zip(self._shards, self._buckets, strict=True)
-            used = [s for s, b in kept if s is not None and not is_16_bit(b.dtype)]
-            self._free = [shard.view(torch.uint8) for shard in used] or self._free
+            for index, shard in enumerate(self._shards):
+                if shard is not None and shard.dtype == self._buckets[index].dtype:
+                    self._spare[index] = shard.view(torch.uint8)
         else:
             self._free.extend(self._filling.values())
         self._filling.clear()
@@ -269,7 +264,7 @@ class ShardedGradients:
 
     def _keep(self, index: int, shard: Tensor) -> None:
         self._shards[index] = shard
-        total = sum(nbytes(shard) for shard in self._shards if shard is not None)
+        total = sum(shard.nbytes for shard in self._shards if shard is not None)
         self.peak_bytes = max(self.peak_bytes, total)
 
     def _shard(self, index: int) -> Tensor:
@@ -278,7 +273,7 @@ class ShardedGradients:
         if shard is None:
             bucket = self._buckets[index]
             low, high = bucket.shard(self._slot)
-            shard = torch.zeros(high - low, dtype=bucket.dtype, device=self._device(index))
+            shard = torch.zeros(high - low, dtype=bucket.dtype, device=self._device)
             self._shards[index] = shard
         return shard
 
@@ -290,24 +285,22 @@ class ShardedGradients:
 
     def _working_tensor(self, index: int) -> Tensor:
         """Return a free working tensor for a bucket, of undefined content."""
-        needed, device = self._buckets[index].nbytes, self._device(index)
+        needed = self._buckets[index].nbytes
         if self._alone:  # it becomes the kept shard
-            fitting = (i for i, working in enumerate(self._free) if nbytes(working) == needed)
-            place = next(fitting, None)
-            if place is None:
-                return torch.empty(needed, dtype=torch.uint8, device=device)
-            return self._free.pop(place)
+            if index in self._spare:
+                return self._spare.pop(index)
+            return torch.empty(needed, dtype=torch.uint8, device=self._device)
         usual = self._sizes[0]
         oversized = needed > usual
         while True:
             for place, working in enumerate(self._free):
-                if (nbytes(working) > usual) == oversized:
+                if (working.nbytes > usual) == oversized:
                     return self._free.pop(place)
             if self._in_flight and not isinstance(self._in_flight[0][2], ChainedWork):
                 self._finish_oldest()
             else:  # not by `allocate`, which is collective: only this rank needs it
                 size = self._sizes[-1] if oversized else usual
-                self._add_working(torch.empty(size, dtype=torch.uint8, device=device))
+                self._add_working(torch.empty(size, dtype=torch.uint8, device=self._device))
 
     def _as_bucket(self, index: int, working: Tensor) -> Tensor:
         bucket = self._buckets[index]
@@ -315,10 +308,7 @@ class ShardedGradients:
 
     def _add_working(self, working: Tensor) -> None:
         self._free.append(working)
-        self.working_bytes += nbytes(working)
-
-    def _device(self, index: int) -> torch.device:
-        return self._parameters[self._buckets[index].entries[0].spec.name].device
+        self.working_bytes += working.nbytes
 
 
 Gradients: TypeAlias = FlatGradients | ShardedGradients

@@ -103,17 +103,12 @@ def copy_scaled(target: Tensor, gradient: Tensor | None, scale: float) -> Tensor
 
 
 def rescale(gradients: Sequence[Tensor], scale: float) -> None:
-    """Multiply gradients in place; on a GPU in few kernels."""
-    if scale == 1:
-        return
-    if scale != 0 and any(gradient.is_cuda for gradient in gradients):
-        torch._foreach_mul_(list(gradients), scale)
-        return
-    for gradient in gradients:
-        if scale == 0:
+    """Multiply gradients in place, by 0 also those that are not finite; on a GPU in few kernels."""
+    if scale == 0:
+        for gradient in gradients:
             gradient.zero_()  # not a product: 0 * NaN is NaN
-        else:
-            gradient.mul_(scale)
+    elif scale != 1 and gradients:
+        torch._foreach_mul_(list(gradients), scale)
 
 
 def view(flat: Tensor, start: int, like: Tensor) -> Tensor:
@@ -134,11 +129,6 @@ def order(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_contiguous() or not _is_dense(tensor):
         return tuple(long)
     return tuple(sorted(long, key=tensor.stride, reverse=True))
-
-
-def nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_dense(tensor: Tensor) -> bool:

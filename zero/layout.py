@@ -7,8 +7,8 @@
     bucket 0  | d d | c c c c |          reduced first, during backward
     bucket 1  | b b b | a a a a a |
 
-A parameter lies in one bucket, so its gradient is one view; a parameter that is larger than the
-bucket size has a bucket of its own. Each rank owns one shard of every bucket:
+A parameter lies in one bucket, so its gradient is one view; one that is larger than the bucket size
+has a bucket of its own. Each rank owns one shard of every bucket:
 
     by element, 3 ranks (bounds 0, 2, 5, 8):     | b b | b a a | a a a |      cut anywhere
     by parameter (bounds 0, 5, 5, 8):            | a a a a a | | b b b |      whole parameters

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives
 from zero.gradients import FlatGradients, Gradients, ShardedGradients
-from zero.kernels import Kernels, nbytes, rescale, view
+from zero.kernels import Kernels, rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
@@ -92,7 +92,6 @@ class OptimizerShard:
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
         self._user_gradients: list[Tensor | None] = []  # which `set_gradients` replaced
-        self._masters: list[Tensor] = []  # flat, of buckets
 
     @property
     def sharded(self) -> bool:
@@ -120,24 +119,14 @@ class OptimizerShard:
             for group in groups
         ]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the torch optimizer updates."""
-        return [owned.tensor for owned in self.pieces]
-
-    def reduced(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the sum over ranks of each slice's gradient, with its parameter's name."""
-        for owned in self.pieces:
-            yield owned.piece.spec.name, self.gradients.reduced(owned.index, owned.piece)
-
-    def shards(self) -> Iterator[Tensor]:
-        """Yield the sums over ranks of this rank's shards, slice by slice.
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the sums over ranks of this rank's shards, slice by slice, with parameter names.
 
         The same slices at every stage, so that the norm has the same bits.
         """
         for index, bucket in enumerate(self.plan):
             for piece in bucket.pieces(*bucket.shard(self.slot)):
-                yield self.gradients.reduced(index, piece)
+                yield piece.spec.name, self.gradients.reduced(index, piece)
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
@@ -195,7 +184,7 @@ class OptimizerShard:
     @property
     def master_bytes(self) -> int:
         """Bytes of all master weights."""
-        return sum(map(nbytes, self._masters))
+        return sum(owned.tensor.nbytes for owned in self._with_master())
 
     @torch.no_grad()
     def _own(
@@ -207,7 +196,6 @@ class OptimizerShard:
         if dtype := master_dtype(bucket.dtype, self.gather_dtype):
             device = parameters[bucket.entries[0].spec.name].device
             master = torch.empty(stop - start, dtype=dtype, device=device)
-            self._masters.append(master)
         published = narrower(self.gather_dtype, bucket.dtype) or bucket.dtype
         index = len(self.plan)
         for piece in bucket.pieces(start, stop):

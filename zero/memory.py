@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from zero.gradients import padded_numel, working_sizes
-from zero.kernels import nbytes
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit, master_dtype, narrower
 
@@ -88,7 +87,7 @@ def predict(
 def state_bytes(states: Iterable[dict[str, Any]]) -> int:
     """Return the bytes of all tensors in the states of a torch optimizer."""
     values = [value for state in states for value in state.values()]
-    return sum(nbytes(value) for value in values if isinstance(value, Tensor))
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def _trial_bytes(
@@ -114,5 +113,5 @@ def _trial_bytes(
             full_shape = [full if side == tried else side for side, tried, full in sides]
             total += value.element_size() * math.prod(full_shape)
         elif isinstance(value, Tensor):
-            total += nbytes(value)
+            total += value.nbytes
     return total

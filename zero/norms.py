@@ -114,20 +114,17 @@ class FiniteCheck:
 
 def find_non_finite(
     collectives: Collectives,
-    reduced: Iterable[tuple[str, Tensor]],
+    shards: Iterable[tuple[str, Tensor]],
     names: Iterable[str],
-    *,
-    local_finite: bool,
+    check: FiniteCheck,
 ) -> str:
     """Describe which parameters are not finite, and on which ranks, alike on all. Collective.
 
-    `reduced` are the sums over ranks of slices that this rank owns, with their parameters' names;
-    `names` are those of all parameters, in order. `local_finite` tells whether this rank's own
-    gradients were finite.
+    `shards` are the sums over ranks of this rank's shards, with their parameters' names; `names`
+    are those of all parameters, in order. `check` was made of this rank's own gradients.
     """
-    local_names = {name for name, tensor in reduced if not bool(tensor.isfinite().all())}
-    if collectives.size == 1:
-        local_finite = not local_names
+    local_names = {name for name, tensor in shards if not bool(tensor.isfinite().all())}
+    local_finite = bool(check) if collectives.size > 1 else not local_names
     reports = gather_objects(collectives, (local_names, local_finite))
     found = set().union(*(of_rank for of_rank, _ in reports))
     ranks = ", ".join(str(rank) for rank, (_, finite) in enumerate(reports) if not finite)

@@ -1,5 +1,6 @@
 """The optimizer step of data-parallel training: wait, mean, clip, update, publish."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -16,10 +17,11 @@ from zero.comm_hooks import CommHook, make_hook, restore_hook_state, saved_hook_
 from zero.kernels import Kernels
 from zero.layout import MIB, Bucket
 from zero.master_weights import OptimizerShard
-from zero.norms import NonFiniteGradientError, find_non_finite, global_norm
-from zero.param_groups import Named, check_sharding, check_trainable
+from zero.norms import FiniteCheck, NonFiniteGradientError, find_non_finite, global_norm
+from zero.param_groups import Named, check_sharding, check_trainable, hyperparameters
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.sharded_optimizer import ShardedOptimizer
+from zero.state import StateSlice, check_groups
 from zero.sync_schedule import EveryStep, SyncSchedule
 
 
@@ -49,8 +51,7 @@ class ZeroOptimizer(ShardedOptimizer):
     The gradient is the mean over all samples of the step. A rank states what its gradient stands
     for in one of three ways: `loss.backward()` alone gives every rank the same weight; `share(n)`
     before it declares the accumulated gradient a mean over n samples; `backward(loss, weight=n)`,
-    once a micro-batch, declares each loss a mean over n samples. Collectives sum, and the one
-    division is in `step`.
+    once a micro-batch, declares each loss a mean over n samples.
 
     - `max_grad_norm`, `norm_type`: the limit to which the gradient's norm is clipped.
     - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
@@ -70,9 +71,8 @@ class ZeroOptimizer(ShardedOptimizer):
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
 
-    Raises ValueError for an option that does not exist, for parameters on different devices,
-    without unique names or sharing memory, for an optimizer that needs whole parameters under
-    partition "element", and when there is nothing to train.
+    Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
+    and for an optimizer that needs whole parameters under partition "element".
     """
 
     def __init__(
@@ -116,10 +116,8 @@ class ZeroOptimizer(ShardedOptimizer):
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
         owned = OptimizerShard(stage, self.schedule.sharding, model, gather_dtype)
         # Only an error message reads it, and with one rank the sums tell as much.
-        check_finite = not self._skips and collectives.size > 1
-        self._reduction = StepReduction(
-            owned.gradients, self._hook, self.schedule, stage, check_finite=check_finite
-        )
+        finite = FiniteCheck(enabled=not self._skips and collectives.size > 1)
+        self._reduction = StepReduction(owned.gradients, self._hook, self.schedule, stage, finite)
         super().__init__(
             groups,
             partial(optimizer_class, **kwargs),
@@ -205,20 +203,19 @@ class ZeroOptimizer(ShardedOptimizer):
         """Discard all gradients: parameters have None, or zeros without `set_to_none`.
 
         At stage 2 they have None either way. From stage 1 on `step` does so itself. Buckets that
-        backward has launched must be stepped on before more gradients come, since other ranks take
-        part in them: this discards their values only.
+        backward has launched must be stepped on before more gradients come: other ranks take part.
         """
         self._reduction.buckets.clear(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices, the hyperparameters and the rest of the state. Local.
 
-        Plain containers and tensors of the optimizer's own memory, by parameter name and element
-        range (`zero.state`). The "slices" of all ranks together are the whole state. "comm_hook"
-        is of this rank only, and "steps" is the number of steps taken.
+        Plain containers and tensors of the optimizer's own memory. The "slices" (`zero.state`) of
+        all ranks together are the whole state; "comm_hook" is of this rank only.
         """
         return {
-            **super().state_dict(),
+            "slices": [piece._asdict() for piece in self.slices()],
+            "param_groups": self._named_groups(),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": saved_hook_state(self._hook, self.schedule.sharding, self._owned.plan),
             "steps": self._reduction.steps,
@@ -229,10 +226,12 @@ class ZeroOptimizer(ShardedOptimizer):
         """Restore what `state_dict` returned, here or at any stage and number of ranks. Local.
 
         The slices must cover what this rank owns; others are ignored. "comm_hook" and "steps" may
-        be absent. Raises ValueError, before anything is changed, for a state of another model or
-        other groups, naming each mismatch.
+        be absent. Raises ValueError, before anything is changed, for a state that does not fit.
         """
-        super().load_state_dict(state_dict)
+        groups = check_groups(state_dict, self._named_groups())
+        self.load_slices(StateSlice(**piece) for piece in state_dict["slices"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(hyperparameters(saved)))
         self._scale.load_state_dict(state_dict["loss_scale"])
         hook_state = state_dict.get("comm_hook")
         restore_hook_state(self._hook, self.schedule.sharding, self._owned.plan, hook_state)
@@ -246,10 +245,9 @@ class ZeroOptimizer(ShardedOptimizer):
     def _agreed_norm(self, divisor: float) -> float:
         """Return the norm of the mean gradient of this rank's group. Collective.
 
-        Not finite if that of any group is not, so that all ranks skip or stop together, and have
-        the same loss scale.
+        Not finite if that of any group is not, so that all ranks skip or stop together.
         """
-        shards = self._owned.shards()
+        shards = [shard for _, shard in self._owned.shards()]
         norm = global_norm(self.group, shards, self._norm_type, self._kernels) / divisor
         if self.group.size == self._collectives.size:
             return norm
@@ -267,13 +265,9 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def _skip_or_raise(self, norm: float) -> None:
         """Reduce the loss scale, skip the update, or raise NonFiniteGradientError. Collective."""
-        if self._scale.can_shrink:
-            self._scale.shrink()
-        elif not self._skips:
-            local_finite, reduced = bool(self._reduction.finite), self._owned.reduced()
-            where = find_non_finite(
-                self._collectives, reduced, self._named, local_finite=local_finite
-            )
+        if not self._scale.shrink() and not self._skips:
+            shards, finite = self._owned.shards(), self._reduction.finite
+            where = find_non_finite(self._collectives, shards, self._named, finite)
             self._reduction.end_step()
             raise NonFiniteGradientError(f"the gradient's norm is {norm}: {where}")
 
@@ -282,7 +276,8 @@ class ZeroOptimizer(ShardedOptimizer):
 
         The all-gathers go on after the return.
         """
-        exchanged = self.schedule.after_update(self._reduction.steps, self._owned.tensors)
+        updated_tensors = [own.tensor for own in self._owned.pieces]
+        exchanged = self.schedule.after_update(self._reduction.steps, updated_tensors)
         broadcast_from_rank_0(self.group, self._buffers)
         if updated or exchanged:
             self._owned.copy_to_parameters()

@@ -80,13 +80,10 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:
 
 
 def _is_pair(pair: Any) -> bool:
-    """Return whether `pair` is a name with a tensor."""
-    return (
-        isinstance(pair, tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], torch.Tensor)
-    )
+    match pair:
+        case (str(), torch.Tensor()):
+            return True
+    return False
 
 
 def _check_memory(parameters: Mapping[str, Parameter]) -> None:

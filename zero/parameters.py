@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
-from zero.kernels import nbytes, view
+from zero.kernels import view
 from zero.layout import Bucket
 from zero.precision import narrower
 
@@ -27,9 +27,9 @@ from zero.precision import narrower
 class FlatParameters:
     """The parameters of buckets, each a view of its bucket's flat tensor, and their all-gathers.
 
-    The modules of `model` wait for the parameters that they use; without a model, `launch` waits
-    for all. It also does under torch.compile, which reads parameters outside of their modules. Code
-    that holds parameters from elsewhere (a list of its own) has to call `wait` itself.
+    Without a model, `launch` waits for all. It also does under torch.compile, which reads
+    parameters outside of their modules. Code that holds parameters from elsewhere (a list of its
+    own) has to call `wait` itself.
 
     With a `gather_dtype` narrower than a bucket, its all-gather goes through a copy of that dtype.
     """
@@ -48,6 +48,7 @@ class FlatParameters:
         self._works: dict[int, Work] = {}  # in flight, by bucket
         self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
         self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self.gather_bytes = 0  # of the copies in the gather dtype
 
     @torch.no_grad()
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> list[Tensor]:
@@ -70,6 +71,7 @@ class FlatParameters:
             dtype = narrower(self._gather_dtype, bucket.dtype)
             if dtype and self._collectives.size > 1:
                 narrow = self._collectives.allocate(bucket.numel, dtype, device)
+                self.gather_bytes += narrow.nbytes
             self._narrow.append(narrow)
             self._buckets.append(bucket)
             self._flats.append(flat)
@@ -107,11 +109,6 @@ class FlatParameters:
                     f"parameter {name} has other memory than when the optimizer was made: move the "
                     "model to its device and dtype first, and make the optimizer after"
                 )
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes of the copies in the gather dtype."""
-        return sum(nbytes(narrow) for narrow in self._narrow if narrow is not None)
 
     def close(self) -> None:
         """Wait for what is in flight, and remove all hooks, also if the wait fails."""
@@ -204,10 +201,7 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
 
 
 class ModuleHook:
-    """A module hook that does nothing in copies of the module, whose memory is not the optimizer's.
-
-    Copies and pickles of a module copy its hooks.
-    """
+    """A module hook that does nothing in copies of the module, which copy its hooks."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function

@@ -61,15 +61,13 @@ class LossScale:
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
         self._good_steps = 0
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether an overflow is expected, and answered by a smaller scale."""
-        return self.dynamic and self.value > LEAST_SCALE
-
-    def shrink(self) -> None:
-        """Halve the scale after an overflow."""
+    def shrink(self) -> bool:
+        """Halve the scale after an overflow; return False if the scale cannot be the cause."""
+        if not self.dynamic or self.value <= LEAST_SCALE:
+            return False
         self.value /= 2
         self._good_steps = 0
+        return True
 
     def note_good_step(self) -> None:
         """Count a step without overflow."""

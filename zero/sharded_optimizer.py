@@ -6,25 +6,18 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from zero.kernels import nbytes
 from zero.layout import Bucket, ParameterSpec, plan_buckets
 from zero.master_weights import OptimizerShard
 from zero.memory import Memory, predict, state_bytes
 from zero.param_groups import by_name, check_trainable, hyperparameters, unnamed
-from zero.state import (
-    StateSlice,
-    check_groups,
-    load_groups,
-    load_slices,
-    own_slices,
-)
+from zero.state import StateSlice, load_slices, own_slices
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """The parameter groups, state and memory of `ZeroOptimizer`, without its step.
 
     Its `param_groups` hold the user's parameters. An inner torch optimizer, made by `make_inner`,
-    updates the slices of them that `owned` lets this rank own.
+    updates the slices of them in `owned`.
     """
 
     def __init__(
@@ -75,9 +68,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def wait_for_parameters(self) -> None:
         """Wait until all parameters hold the last update. Local.
 
-        The modules of `model` do so by themselves. Code that reads parameters after a step by other
-        ways calls it first: from `param_groups`, from a list that it has made before, in a module
-        that holds its children's weights in a list. Raises RuntimeError if the model was moved.
+        The modules of `model` do so by themselves. Code that reads parameters by other ways calls
+        it first: from `param_groups`, or from a list made before. Raises RuntimeError if the model
+        was moved.
         """
         self._owned.parameters.wait()
         self._owned.parameters.check_addresses()
@@ -87,29 +80,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether a rank holds the state of some elements only."""
         return self._owned.sharded
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's slices and the groups with parameter names. Local.
-
-        Plain containers and tensors of the optimizer's own memory, by parameter name and element
-        range (`zero.state`). Those of all ranks together are the whole state.
-        """
-        groups = [
-            {**hyperparameters(group), "params": names}
-            for group, names in zip(self.param_groups, self._names_by_group(), strict=True)
-        ]
-        return {"slices": [piece._asdict() for piece in self.slices()], "param_groups": groups}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, here or at any stage and number of ranks. Local.
-
-        The slices must cover what this rank owns; others are ignored. Raises ValueError, before
-        anything is changed, for a state of another model or other groups.
-        """
-        groups = check_groups(state_dict, self._names_by_group())
-        self.load_slices(StateSlice(**piece) for piece in state_dict["slices"])
-        load_groups(self.param_groups, groups)
-
     def slices(self) -> Iterator[StateSlice]:
         """Yield the state of what this rank owns. Local; tensors are not copied."""
         return own_slices(self._owned, self._inner.state)
@@ -117,8 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_slices(self, slices: Iterable[StateSlice]) -> None:
         """Load the state of what this rank owns from slices of any extent, in any order. Local.
 
-        They are read one by one. Raises ValueError, before anything is changed, if they are of
-        another model or do not cover what this rank owns.
+        Raises ValueError, before anything is changed, if they are of another model or do not cover
+        what this rank owns.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
         load_slices(self._owned, self._inner, slices, shapes)
@@ -128,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         gradients = self._owned.gradients
         return Memory(
-            parameters=sum(nbytes(parameter) for parameter in self._named.values()),
+            parameters=sum(parameter.nbytes for parameter in self._named.values()),
             gradients=gradients.peak_bytes,
             buckets=gradients.working_bytes + self._owned.parameters.gather_bytes,
             master=self._owned.master_bytes,
@@ -137,12 +107,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def expected_memory(self) -> Memory:
         """Return what `memory` will be after a step, from the plan alone. Local."""
-        groups = zip(self._names_by_group(), self.param_groups, strict=True)
-        options = {name: hyperparameters(group) for names, group in groups for name in names}
-        owned, make = self._owned, self._make_inner
-        gather_dtype = owned.gather_dtype
+        groups = self._named_groups()
+        options = {name: hyperparameters(group) for group in groups for name in group["params"]}
+        own = self._owned
         return predict(
-            owned.plan, make, owned.stage, owned.slot, options, gather_dtype=gather_dtype
+            own.plan, self._make_inner, own.stage, own.slot, options, gather_dtype=own.gather_dtype
         )
 
     def close(self) -> None:
@@ -152,18 +121,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:
         """Plan buckets of parameters, own this rank's part of them, and return them."""
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
-        size, loads = self._owned.sharding.size, None
-        if self._keeps_whole:
-            shards = [[bucket.shard(slot) for bucket in self._owned.plan] for slot in range(size)]
-            loads = [sum(stop - start for start, stop in of_slot) for of_slot in shards]
-        plan = plan_buckets(specs, self._bucket_bytes, size, loads)
-        self._owned.add(plan, named)
+        size, plan = self._owned.sharding.size, self._owned.plan
+        loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
+        added = plan_buckets(specs, self._bucket_bytes, size, loads if self._keeps_whole else None)
+        self._owned.add(added, named)
         self._named |= named
-        return plan
+        return added
 
-    def _names_by_group(self) -> list[list[str]]:
+    def _named_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups with names in place of parameters."""
         names = {parameter: name for name, parameter in self._named.items()}
-        return [[names[p] for p in group["params"]] for group in self.param_groups]
+        return [
+            {**group, "params": [names[p] for p in group["params"]]} for group in self.param_groups
+        ]
 
     def _inner_step(self) -> None:
         """Update this rank's slices by their gradients, under this optimizer's hyperparameters.

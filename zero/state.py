@@ -5,11 +5,9 @@
     rank 0   slice(w, 0 to 5)   exp_avg (5)   exp_avg_sq (5)   step
     rank 1   slice(w, 5 to 8)   exp_avg (3)   exp_avg_sq (3)   step
 
-A rank can load any set of slices that covers what it owns: those of another number of ranks or
-another stage.
+A rank can load any slices that cover what it owns, of any number of ranks and any stage.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from zero.kernels import order
 from zero.master_weights import OptimizerShard, OwnedSlice, ParamGroup
-from zero.param_groups import hyperparameters
 
 MASTER = "master"  # the key of the master weights
 
@@ -63,8 +60,8 @@ def own_slices(
         yield StateSlice(name, shape, memory_order, piece.low, piece.high, tensors, others)
 
 
-def check_groups(state: Mapping[str, Any], names: list[list[str]]) -> list[ParamGroup]:
-    """Return the groups of a state dictionary, if they hold these parameter names. Local.
+def check_groups(state: Mapping[str, Any], own: list[ParamGroup]) -> list[ParamGroup]:
+    """Return the groups of a state dictionary, if they hold the parameter names of `own`. Local.
 
     Raises ValueError for other groups, and for a dictionary that lacks a key.
     """
@@ -73,20 +70,14 @@ def check_groups(state: Mapping[str, Any], names: list[list[str]]) -> list[Param
             f"this is no state_dict of a ZeroOptimizer: it lacks {', '.join(sorted(lacking))}"
         )
     groups: list[ParamGroup] = state["param_groups"]
-    saved = [list(map(str, group["params"])) for group in groups]
-    if len(saved) != len(names):
-        raise ValueError(f"the state has {len(saved)} parameter groups, not {len(names)}")
-    for index, (theirs, ours) in enumerate(zip(saved, names, strict=True)):
-        if theirs != ours:
-            differing = ", ".join(sorted({*theirs} ^ {*ours})) or "the order of its parameters"
+    if len(groups) != len(own):
+        raise ValueError(f"the state has {len(groups)} parameter groups, not {len(own)}")
+    for index, (group, own_group) in enumerate(zip(groups, own, strict=True)):
+        saved, names = list(map(str, group["params"])), own_group["params"]
+        if saved != names:
+            differing = ", ".join(sorted({*saved} ^ {*names})) or "the order of its parameters"
             raise ValueError(f"the state's parameter group {index} differs in {differing}")
     return groups
-
-
-def load_groups(groups: Iterable[ParamGroup], saved: Iterable[ParamGroup]) -> None:
-    """Copy saved hyperparameters into groups."""
-    for group, saved_group in zip(groups, saved, strict=True):
-        group.update(copy.deepcopy(hyperparameters(saved_group)))
 
 
 def load_slices(
@@ -132,10 +123,9 @@ class _SliceAssembler:
 
     def __init__(self, owned: OwnedSlice) -> None:
         self.owned = owned
-        self._values: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._others: dict[str, Any] = {}
         self._covered: list[tuple[int, int]] = []
-        self._keys: set[str] | None = None
-        self._by_element: set[str] = set()
         self._problem = ""
 
     def add(self, part: StateSlice) -> None:
@@ -149,14 +139,13 @@ class _SliceAssembler:
         if self._problem:
             return
         for key, value in part.others.items():
-            self._values.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+            self._others.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
         for key, value in part.tensors.items():
-            if key not in self._values:
+            if key not in self._tensors:
                 device = self.owned.tensor.device
-                self._values[key] = torch.empty(piece.numel, dtype=value.dtype, device=device)
-                self._by_element.add(key)
+                self._tensors[key] = torch.empty(piece.numel, dtype=value.dtype, device=device)
             elements = value[low - part.low : high - part.low]
-            self._values[key][low - piece.low : high - piece.low] = elements
+            self._tensors[key][low - piece.low : high - piece.low] = elements
 
     def problem(self) -> str:
         """Return why the state cannot be assembled, or an empty string."""
@@ -178,25 +167,22 @@ class _SliceAssembler:
             )
         for key, value in part.others.items():
             if not isinstance(value, Tensor) or not value.dim():
-                if key in self._values and self._values[key] != value:
-                    return f"the slices of {part.name} have {key} {self._values[key]} and {value}"
+                if key in self._others and self._others[key] != value:
+                    return f"the slices of {part.name} have {key} {self._others[key]} and {value}"
             elif not (self.owned.piece.whole and part.whole):
                 return f"{part.name} is cut, and its {key} is of the whole parameter"
         for key, value in part.tensors.items():
             if value.shape != (part.high - part.low,):
                 return f"{key} of {part.name} has another length than its slice"
-        keys = {*part.others, *part.tensors}
-        if self._keys is not None and keys != self._keys:
-            return f"not all slices of {part.name} have {', '.join(sorted(keys ^ self._keys))}"
-        self._keys = keys
+        differing = {*part.others, *part.tensors} ^ {*self._others, *self._tensors}
+        if len(self._covered) > 1 and differing:
+            return f"not all slices of {part.name} have {', '.join(sorted(differing))}"
         return ""
 
     def assemble(self) -> dict[str, Any]:
         """Return the state for the torch optimizer, and copy the master weights in place."""
-        state = {
-            key: self.owned.in_shape(value) if key in self._by_element else value
-            for key, value in self._values.items()
-        }
+        tensors = {key: self.owned.in_shape(value) for key, value in self._tensors.items()}
+        state = {**self._others, **tensors}
         master = state.pop(MASTER, None)
         if master is not None and self.owned.has_master:
             self.owned.tensor.copy_(master)

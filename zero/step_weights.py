@@ -8,7 +8,8 @@ class BatchWeight:
 
     A step uses one of two ways to state it. `state(n)`: the gradient that accumulates is a mean
     over n samples, and is multiplied by n (`scale`) before the sum over ranks. `add(n)`: the loss
-    was multiplied by n already. Without either, each rank has weight 1.
+    was multiplied by n already. Without either, each rank has weight 1. With `every_micro_batch`
+    the gradient of each micro-batch is summed over ranks alone.
 
     Multipliers are divided by `unit`, the power of two nearest below the weight that `ranks` ranks
     had together in the previous step. With `ranks` the size of the group and equal weights that are
@@ -17,8 +18,9 @@ class BatchWeight:
     no bits, so `unit` is not part of the state of a run.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, every_micro_batch: bool = False) -> None:
         self._ranks, self._usual = ranks, 1.0
+        self._every_micro_batch = every_micro_batch
         self.unit = _power_of_two(ranks)
         self._added: float | None = None
         self._used: list[float] = []  # stated for gradients that have arrived
@@ -31,24 +33,20 @@ class BatchWeight:
         return sum(self._statements) if self._added is None else self._added
 
     @property
-    def micro_batch_weight(self) -> float:
-        """The mean of the statements of a step, the divisor where micro-batches are summed alone.
+    def divisor(self) -> float:
+        """This rank's weight, or the mean of its statements where micro-batches are summed alone.
 
         Losses of accumulated micro-batches were divided by their number already.
         """
-        return self.weight if self._added is not None else self.weight / len(self._statements)
+        alone = self._every_micro_batch and self._added is None
+        return self.weight / (len(self._statements) if alone else 1)
 
     @property
     def scale(self) -> float:
-        """The multiplier of this rank's accumulated gradient before the sum over ranks."""
-        return 1.0 if self._added is not None else self.weight / self.unit
-
-    @property
-    def micro_batch_scale(self) -> float:
-        """The multiplier of the latest micro-batch's gradient, where each one is summed alone."""
+        """The multiplier of this rank's gradient before the sum over ranks."""
         if self._added is not None:
             return 1.0
-        return (1.0 if self._stated is None else self._stated) / self.unit
+        return (self._statements[-1] if self._every_micro_batch else self.weight) / self.unit
 
     @property
     def _statements(self) -> list[float]:

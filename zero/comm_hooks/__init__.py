@@ -59,7 +59,7 @@ class ReducibleBucket:
 
 
 class CommHook:
-    """Base class of what reduces buckets, perhaps with a state of its own on every rank."""
+    """Base class of communication hooks, which may have a state of their own on every rank."""
 
     # The dtype in which sums travel, None for their own. With fp16 the optimizer scales gradients
     # so that a sum over ranks is no larger than a rank's gradient times the number of ranks.
@@ -77,8 +77,7 @@ class CommHook:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, such as error feedback; by default empty. Local.
 
-        A state is restored on the same rank of a group of the same size with the same buckets.
-        With another number of ranks the hook starts anew.
+        It is restored on the same rank of a group of the same size with the same buckets only.
         """
         return {}
 
@@ -90,10 +89,9 @@ class ChainedWork:
     """Several collectives, each of which starts when the one before has finished.
 
     `steps` is a generator that yields works. It runs up to its first work at once, and from one
-    work to the next inside `advance` and `wait`. Since collectives must start in the same order on
-    every rank, those methods are called at the same point of the program on every rank: the
-    optimizer does so when it launches a bucket and in `synchronize`. Call `synchronize` before a
-    `zero_grad` that discards gradients which were never stepped on.
+    work to the next inside `advance` and `wait`, which have to be called at the same point of the
+    program on every rank: the optimizer does so when it launches a bucket and in `synchronize`.
+    Call that before a `zero_grad` that discards gradients which were never stepped on.
     """
 
     def __init__(self, steps: Iterator[Work]) -> None:
@@ -170,9 +168,7 @@ def restore_hook_state(
         hook.load_state_dict(saved["state"])
     elif group.rank == 0:
         warnings.warn(
-            "the communication hook's state was saved by another hook, size or layout: the hook "
-            "starts anew",
-            stacklevel=2,
+            "the state is of another comm_hook, size or layout: the hook starts anew", stacklevel=2
         )
 
 
