@@ -73,7 +73,7 @@ class ParameterSlice:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the whole parameter."""
+        """True for the whole parameter."""
         return self.numel == self.spec.numel
 
 

@@ -44,7 +44,7 @@ class OwnedSlice:
 
     @property
     def has_master(self) -> bool:
-        """Whether there are master weights."""
+        """True if there are master weights."""
         return self.tensor is not self.home
 
     def rounded(self) -> Tensor:
@@ -83,11 +83,9 @@ class OptimizerShard:
         self.stage, self.sharding = stage, sharding
         self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
-        self.gradients: Gradients = (
-            ShardedGradients(sharding)
-            if stage == 2
-            else FlatGradients(sharding, sharded=self.sharded)
-        )
+        self.gradients: Gradients = FlatGradients(sharding, sharded=self.sharded)
+        if stage == 2:
+            self.gradients = ShardedGradients(sharding)
         self.parameters = FlatParameters(sharding, model, gather_dtype)  # empty at stage 0
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
@@ -95,7 +93,7 @@ class OptimizerShard:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank owns some elements only."""
+        """True if a rank owns some elements only."""
         return self.stage > 0
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:

@@ -9,13 +9,11 @@ from torch import Tensor
 from zero.collectives import Collectives, gather_objects
 from zero.kernels import Kernels
 
-# Elements that the CPU widens at a time, so that they stay in its cache.
-RUN = 1 << 16
+RUN = 1 << 16  # elements that the CPU widens at a time, so that they stay in its cache
 # Squares that are summed in fp32 before fp64 takes over: the norm is right to about 1e-7, as the
 # elements are, in less than half the time of fp64 alone.
 ROW = 128
-# The root mean square below which squares underflow in fp32.
-LEAST_RMS = 2.0**-48
+LEAST_RMS = 2.0**-48  # the root mean square below which squares underflow in fp32
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -108,7 +106,7 @@ class FiniteCheck:
         self._finite, self._device_flag = True, None
 
     def __bool__(self) -> bool:
-        """Whether all gradients since `reset` were finite. Waits for the device."""
+        """Return whether all gradients since `reset` were finite. Waits for the device."""
         return self._finite and (self._device_flag is None or not float(self._device_flag))
 
 

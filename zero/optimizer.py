@@ -118,13 +118,9 @@ class ZeroOptimizer(ShardedOptimizer):
         # Only an error message reads it, and with one rank the sums tell as much.
         finite = FiniteCheck(enabled=not self._skips and collectives.size > 1)
         self._reduction = StepReduction(owned.gradients, self._hook, self.schedule, stage, finite)
+        make_inner = partial(optimizer_class, **kwargs)
         super().__init__(
-            groups,
-            partial(optimizer_class, **kwargs),
-            owned,
-            order=order,
-            bucket_bytes=bucket_bytes,
-            partition=partition,
+            groups, make_inner, owned, order=order, bucket_bytes=bucket_bytes, partition=partition
         )
 
     def start(self) -> None:

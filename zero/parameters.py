@@ -43,7 +43,7 @@ class FlatParameters:
         self._addresses: list[tuple[str, Parameter, int]] = []
         self._buckets: list[Bucket] = []
         self._flats: list[Tensor] = []  # by bucket
-        self._narrow: list[Tensor | None] = []  # copies in the gather dtype, by bucket
+        self._narrow: dict[int, Tensor] = {}  # copies in the gather dtype, by bucket
         self._bucket_of: dict[Parameter, int] = {}
         self._works: dict[int, Work] = {}  # in flight, by bucket
         self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
@@ -67,12 +67,11 @@ class FlatParameters:
                 parameter.data = slot
                 self._bucket_of[parameter] = len(self._buckets)
                 self._addresses.append((entry.spec.name, parameter, parameter.data_ptr()))
-            narrow = None
             dtype = narrower(self._gather_dtype, bucket.dtype)
             if dtype and self._collectives.size > 1:
                 narrow = self._collectives.allocate(bucket.numel, dtype, device)
+                self._narrow[len(self._buckets)] = narrow
                 self.gather_bytes += narrow.nbytes
-            self._narrow.append(narrow)
             self._buckets.append(bucket)
             self._flats.append(flat)
         self._watch()
@@ -99,7 +98,7 @@ class FlatParameters:
         for module in list(self._original):
             self._release(module)
         for index in list(self._works):
-            self._works.pop(index).wait()
+            self._finish(index)
 
     def check_addresses(self) -> None:
         """Raise RuntimeError for a parameter that was moved to other memory."""
@@ -111,22 +110,25 @@ class FlatParameters:
                 )
 
     def close(self) -> None:
-        """Wait for what is in flight, and remove all hooks, also if the wait fails."""
+        """Wait for what is in flight, and give the model back as it was, also if the wait fails."""
         try:
             self.wait()
         finally:
+            for module, parameters in self._original.items():
+                module.__dict__["_parameters"] = parameters
+            self._original.clear()
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks.clear()
 
     def _all_gather(self, index: int) -> Work:
-        if (narrow := self._narrow[index]) is not None:
-            return ChainedWork(self._all_gather_narrow(index, narrow))
+        if index in self._narrow:
+            return ChainedWork(self._all_gather_narrow(index))
         return self._collectives.all_gather(self._flats[index], self._buckets[index].bounds)
 
-    def _all_gather_narrow(self, index: int, narrow: Tensor) -> Iterator[Work]:
+    def _all_gather_narrow(self, index: int) -> Iterator[Work]:
         """Gather in the narrow dtype, to which the owners have rounded their shards."""
-        flat, bucket = self._flats[index], self._buckets[index]
+        flat, narrow, bucket = self._flats[index], self._narrow[index], self._buckets[index]
         shard = slice(*bucket.shard(self._slot))
         narrow[shard].copy_(flat[shard])
         yield self._collectives.all_gather(narrow, bucket.bounds)
@@ -148,13 +150,17 @@ class FlatParameters:
 
     def _release(self, module: nn.Module) -> None:
         """Wait for a module's parameters, and give it its own dictionary back."""
-        parameters = self._original.pop(module, None)
-        if parameters is None:
+        if module not in self._original:
             return
-        for index in self._buckets_of(parameters.values()):
-            if index in self._works:
-                self._works.pop(index).wait()
-        module.__dict__["_parameters"] = parameters
+        for index in self._buckets_of(self._original[module].values()):
+            self._finish(index)
+        module.__dict__["_parameters"] = self._original.pop(module)
+
+    def _finish(self, index: int) -> None:
+        """Wait for a bucket. If that fails, later waits for it fail, too."""
+        if index in self._works:
+            self._works[index].wait()
+            del self._works[index]
 
     def _buckets_of(self, parameters: Iterable[Parameter | None]) -> list[int]:
         """Return the buckets of parameters, in the order of forward."""
@@ -165,25 +171,23 @@ class FlatParameters:
 class WaitingParameterDict(MutableMapping[str, Parameter | None]):
     """Replacement of a module's parameter dictionary while some of them are in flight.
 
-    Any access to a value calls `release`, which waits and gives the module its own dictionary back.
+    Any access to a value calls `wait`, which also gives the module its own dictionary back.
     Not a subclass of dict, whose values C code would read without a call.
     """
 
-    def __init__(
-        self, parameters: dict[str, Parameter | None], release: Callable[[], None]
-    ) -> None:
-        self._parameters, self._release = parameters, release
+    def __init__(self, parameters: dict[str, Parameter | None], wait: Callable[[], None]) -> None:
+        self._parameters, self._wait = parameters, wait
 
     def __getitem__(self, name: str) -> Parameter | None:
-        self._release()
+        self._wait()
         return self._parameters[name]
 
     def __setitem__(self, name: str, parameter: Parameter | None) -> None:
-        self._release()
+        self._wait()
         self._parameters[name] = parameter
 
     def __delitem__(self, name: str) -> None:
-        self._release()
+        self._wait()
         del self._parameters[name]
 
     def __contains__(self, name: object) -> bool:

@@ -77,7 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds the state of some elements only."""
+        """True if a rank holds the state of some elements only."""
         return self._owned.sharded
 
     def slices(self) -> Iterator[StateSlice]:

@@ -36,7 +36,7 @@ class StateSlice(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it covers the whole parameter."""
+        """True for the whole parameter."""
         return self.high - self.low == torch.Size(self.shape).numel()
 
 
