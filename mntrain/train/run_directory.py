@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain import checkpoint
-from mntrain.checkpoint import FoundCheckpoint, describe_writers, list_checkpoints, set_aside
+from mntrain.checkpoint import FoundCheckpoint, list_checkpoints, set_aside
 from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
@@ -107,7 +107,7 @@ def report_resumption(found: FoundCheckpoint, reporter: Reporter) -> None:
         reporter.warn(f"{path.name} was passed over: {reason}")
     reporter.note(
         f"goes on after step {found.manifest.step}, from {found.path} "
-        f"(saved by {describe_writers(found.manifest.world)})"
+        f"(saved by {found.manifest.writers})"
     )
 
 
