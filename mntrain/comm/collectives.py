@@ -37,7 +37,7 @@ from mntrain.comm.staging import (
 )
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
-from zero.kernels import Kernels, TorchKernels
+from zero.kernels import Kernels
 from zero.layout import split
 
 # Up to this size the engine's thread is not woken: waking it takes longer than the collective.
@@ -96,7 +96,7 @@ class WorldCollectives:
         flags = SharedFlags(self._memory, node.rank, node.size)
         self._world = WorldContext(comm, topology, flags)
         self._algorithms: dict[str, Algorithm] = {}  # those in use so far
-        self._host = CommContext(comm, BufferPool(), TorchKernels().add)
+        self._host = CommContext(comm, BufferPool(), Kernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
             self._device = CommContext(
