@@ -34,7 +34,7 @@ def _parse_size(word: Any) -> Any:
     match = re.fullmatch(r"(\d+)([kmg]?)", word.lower())
     nbytes = int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else 0
     if nbytes < GRAIN or nbytes % GRAIN:
-        raise ValueError(f"{word!r} must be a positive multiple of {GRAIN} bytes, such as 64K")
+        raise ValueError(f"must be a positive multiple of {GRAIN} bytes, such as 64K")
     return nbytes
 
 

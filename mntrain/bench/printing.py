@@ -10,7 +10,7 @@ from rich.text import Text
 from mntrain.bench.bench_options import size_label
 from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.metrics.registry import short_time
-from mntrain.metrics.terminal import plain
+from mntrain.metrics.report import plain
 
 _LOG_WIDTH = 110  # columns if the output is not a terminal
 

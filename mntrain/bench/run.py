@@ -24,7 +24,7 @@ from mntrain.bench.results import BenchCase, BenchResults
 from mntrain.comm import mpi
 from mntrain.errors import AgreedError, expect_same
 from mntrain.metrics.registry import short_time
-from mntrain.metrics.terminal import stdout
+from mntrain.metrics.report import stdout
 from mntrain.world import World, init
 
 COPY_S = 0.1  # for the memory probe, at each size

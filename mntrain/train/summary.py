@@ -1,7 +1,9 @@
 """The description of a run at its start, and its summary at the end."""
 
+import dataclasses
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -9,15 +11,43 @@ from typing import Any
 
 from torch import nn
 
-from mntrain.comm.topology import Topology
+from mntrain.checkpoint import FoundCheckpoint, describe_writers
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.step import memory_by_role, peak_of_job
+from mntrain.metrics.report import Reporter
+from mntrain.rank_info import Usage
 from mntrain.world import World
+from zero.memory import Memory
 from zero.optimizer import ZeroOptimizer
 
 _WARMUP_STEPS = 3  # in which caches fill and compilation runs
+
+# Roles of memory that are measured for a whole process or GPU, with their field of `Usage`.
+_PROCESS_ROLES = {
+    "process_peak": "peak_memory",
+    "device_peak": "peak_device_memory",
+    "device_now": "device_memory",
+    "reserved_peak": "peak_reserved_memory",
+    "reserved_now": "reserved_memory",
+    "pinned": "pinned_memory",
+}
+
+# Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
+# TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
+# sparsity) and, for the RTX 4090, its white paper.
+_PEAKS = {
+    r"(NVIDIA )?A100-.*|(NVIDIA )?A100 .*PCIe": (312, 19.5),
+    r"NVIDIA H100 PCIe": (756, 51),
+    r"NVIDIA H100 NVL": (835, 60),
+    r"NVIDIA H100( \d+GB HBM[23]e?)?": (989, 67),
+    r"NVIDIA H200 NVL": (836, 60),
+    r"NVIDIA (H200|GH200 .*)": (989, 67),
+    r"NVIDIA B200": (2250, 75),
+    r"NVIDIA L40S": (362, 91.6),
+    r"NVIDIA A10G": (70, 35),
+    r"NVIDIA GeForce RTX 4090": (165.2, 82.6),
+}
 
 
 @dataclass
@@ -50,56 +80,51 @@ class JobResult:
         return median(self._rates) if self._rates else 0.0
 
 
-def describe_job(world: World, config: Config, model: nn.Module) -> list[tuple[str, str]]:
-    """Return the description of a job, as lines with their style for the display. Collective."""
+def describe_job(
+    world: World,
+    config: Config,
+    model: nn.Module,
+    resumed: FoundCheckpoint | None,
+    reporter: Reporter,
+) -> None:
+    """Show what runs where, and where a resumed run continues. Collective."""
     count = sum(parameter.numel() for parameter in model.parameters())
     zero, library = config.zero, world.library
-    sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
-    reasons = world.gather(world.collectives.no_shared_memory_reason)
-    warnings = [shared_memory_warning(reasons, world.topology), world.sharing]
+    reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters", "bold")
     where = f"{world.topology}, {world.algorithm}"
+    reporter.note(f"{where}, {library.name} (thread level {library.threads})")
     facts = {
         "auto": world.tuning,
         "transport": world.transport_line,
         "kernels": world.kernels.why if world.device.type == "cuda" else "",
     }
-    return [
-        (f"{config.task}: {count / 1e6:.2f} M parameters", "bold"),
-        (f"{where}, {library.name} (thread level {library.threads})", ""),
-        *((f"{name}: {fact}", "") for name, fact in facts.items() if fact),
-        *((f"warning: {line}", "yellow") for text in warnings for line in text.splitlines()),
-        (f"zero: {sharding}; precision {config.train.precision}", ""),
-    ]
-
-
-def shared_memory_warning(reasons: Sequence[str], topology: Topology) -> str:
-    """Return a warning that names the nodes whose ranks share no memory, or "". Pure.
-
-    `reasons` is by rank: why the rank exchanges messages with its node instead, or "".
-    """
-    nodes: dict[str, set[int]] = {}
-    for rank, reason in enumerate(reasons):
-        if reason:
-            nodes.setdefault(reason, set()).add(topology.node(rank))
-    if not nodes:
-        return ""
-    by_reason = "; ".join(
-        f"node{'s' * (len(affected) > 1)} {', '.join(map(str, sorted(affected)))}: {reason}"
-        for reason, affected in nodes.items()
-    )
-    return (
-        f"ranks of a node share no memory and send each other messages instead, which is slower "
-        f"({by_reason}). Run all ranks of a node as one user, in one container, with memory to "
-        "spare"
-    )
+    for name, fact in facts.items():
+        if fact:
+            reporter.note(f"{name}: {fact}")
+    sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
+    reporter.note(f"zero: {sharding}; precision {config.train.precision}")
+    if world.sharing:
+        reporter.warn(world.sharing)
+    reasons = world.gather(world.collectives.no_shared_memory_reason)
+    if any(reasons):
+        nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
+        reporter.warn(
+            "ranks of a node share no memory and send each other messages instead, which is slower "
+            f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
+            "with memory to spare"
+        )
+    reporter.places(world.places)
+    if resumed:
+        for path, reason in resumed.skipped.items():
+            reporter.warn(f"{path.name} was passed over: {reason}")
+        reporter.note(
+            f"goes on after step {resumed.manifest.step}, from {resumed.path} "
+            f"(saved by {describe_writers(resumed.manifest.world)})"
+        )
 
 
 def summarize(
-    world: World,
-    optimizer: ZeroOptimizer,
-    config: Config,
-    run_dir: Path,
-    result: JobResult,
+    world: World, optimizer: ZeroOptimizer, config: Config, run_dir: Path, result: JobResult
 ) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     usage = world.usage()
@@ -109,7 +134,7 @@ def summarize(
     per_item = result.flops_per_item
     flops_per_s = per_item * result.items_per_s if per_item else None
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
-    peak = peak_of_job([(place.gpu, place.model) for place in world.places], dtype)
+    peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     return {
         "status": result.status,
@@ -142,3 +167,42 @@ def summarize(
         ],
         "reason": result.reason,
     }
+
+
+def memory_by_role(
+    measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes that each role of memory took; all arguments are by rank. Pure.
+
+    Roles are those of `Memory`, their total, and what whole processes and GPUs used. Each has the
+    least, median and most over ranks and the first rank with the most ("peak_rank"); the roles of
+    `Memory` also have the prediction for that rank ("expected").
+    """
+    report = {}
+    for role in [role.name for role in dataclasses.fields(Memory)] + ["total"]:
+        spread = _spread([getattr(memory, role) for memory in measured])
+        report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
+    for role, usage_field in _PROCESS_ROLES.items():
+        report[role] = _spread([getattr(used, usage_field) for used in usage])
+    return report
+
+
+def _spread(by_rank: Sequence[int]) -> dict[str, int]:
+    least, most = min(by_rank), max(by_rank)
+    middle = round(median(by_rank))
+    return {"least": least, "median": middle, "most": most, "peak_rank": by_rank.index(most)}
+
+
+def peak_flops(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:
+    """Return the sum of the peak dense FLOP/s of GPUs in "fp32", "bf16" or "fp16".
+
+    `gpus` has (UUID, torch's name of the model) by rank. A GPU that several ranks share counts
+    once. None on CPUs and if any model is unknown, as a part of a GPU (MIG) is.
+    """
+    total = 0.0
+    for _, model in set(gpus):
+        known = [flops for pattern, flops in _PEAKS.items() if re.fullmatch(pattern, model)]
+        if not known or "MIG" in model:
+            return None
+        total += known[0][dtype == "fp32"] * 1e12
+    return total
