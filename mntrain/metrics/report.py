@@ -36,19 +36,12 @@ _LOG_LINES = 20  # of a whole run, or more if its steps are slow:
 _LOG_INTERVAL_S = 30.0
 _MAX_PLACES = 16  # rows of the table of places
 _MEMORY_LABELS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
     "buckets": "working buckets",
     "master": "master weights",
     "state": "optimizer state",
     "total": "total of these",
-    "process_peak": "process peak",
-    "device_peak": "GPU peak",
-    "device_now": "GPU at the end",
-    "reserved_peak": "GPU reserved, peak",
-    "reserved_now": "GPU reserved, end",
     "pinned": "pinned host memory",
-}
+}  # of the roles that are not called by their name
 
 
 def stdout() -> Console:
@@ -125,9 +118,18 @@ class Reporter:
             console.print(warning, soft_wrap=True)
 
     def places(self, places: Sequence[Place]) -> None:
-        """Print the table of hosts and devices; `places` is by rank."""
-        if self._master:
-            self._print_table(self._place_table(places))
+        """Print the hosts and devices of the first ranks; `places` is by rank."""
+        if not self._master:
+            return
+        table = _table("host", "device", "node", "rank", "local rank", "threads", left=2)
+        for place in places[:_MAX_PLACES]:
+            device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
+            texts = (plain(text, self._console.encoding) for text in (place.host, device))
+            numbers = (place.node, place.rank, place.local_rank, place.threads)
+            table.add_row(*texts, *map(str, numbers))
+        if len(places) > _MAX_PLACES:
+            table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
+        self._print_table(table)
 
     def step(self, record: StepRecord) -> None:
         """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
@@ -208,18 +210,6 @@ class Reporter:
         self._console.print(table)
         self._console.print()
 
-    def _place_table(self, places: Sequence[Place]) -> Table:
-        """Return the hosts and devices of the first ranks."""
-        table = _table("host", "device", "node", "rank", "local rank", "threads", left=2)
-        for place in places[:_MAX_PLACES]:
-            device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
-            texts = (plain(text, self._console.encoding) for text in (place.host, device))
-            numbers = (place.node, place.rank, place.local_rank, place.threads)
-            table.add_row(*texts, *map(str, numbers))
-        if len(places) > _MAX_PLACES:
-            table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
-        return table
-
     def _result_table(self, summary: Mapping[str, Any]) -> Table:
         """Return the result of a run, with the metrics that are declared for the summary."""
         skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
@@ -245,11 +235,11 @@ class Reporter:
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
     """Return predicted and measured memory by role; no row for what takes none on any rank."""
     table = _table("memory of a rank", "expected", "least", "median", "most", "on rank")
-    for role, label in _MEMORY_LABELS.items():
-        sizes = memory[role]
+    for role, sizes in memory.items():
         if sizes["most"] or sizes.get("expected"):
             expected = decimal(sizes["expected"]) if "expected" in sizes else ""
             spread = (decimal(sizes[key]) for key in ("least", "median", "most"))
+            label = _MEMORY_LABELS.get(role, role.replace("_", " "))
             table.add_row(label, expected, *spread, str(sizes["peak_rank"]))
     return table
 

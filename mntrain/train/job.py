@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mntrain import checkpoint, tasks
 from mntrain.config import Config, OptimConfig
 from mntrain.data import sampling
-from mntrain.errors import AgreedError
+from mntrain.errors import expect_same
 from mntrain.metrics.report import Reporter
 from mntrain.train import run_directory
 from mntrain.train.checkpointing import Checkpointing
@@ -79,7 +79,8 @@ class TrainingJob:
             optimizer_class, options = resolve_optimizer(config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
-        _check_same_data(world, self.data)
+        lengths = {"the number of samples": (self.data.samples, self.data.valid_samples)}
+        expect_same(world.gather(lengths), world.rank)
         if resumed:
             run_directory.check_same_run(world, resumed, config, self.data.samples)
         self.optimizer = world.optimizer(
@@ -153,18 +154,6 @@ class JobData:
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
         return len(self._plan.indices(step - 1))
-
-
-def _check_same_data(world: World, data: JobData) -> None:
-    """Raise AgreedError if the lengths of the data differ between ranks. Collective."""
-    lengths = world.gather([data.samples, data.valid_samples])
-    for rank, others in enumerate(lengths):
-        if others != lengths[0]:
-            raise AgreedError(
-                f"the data differs between ranks: {lengths[0]} training and validation "
-                f"samples on rank 0, {others} on rank {rank}; give all nodes the same files",
-                world.rank,
-            )
 
 
 def resolve_optimizer(

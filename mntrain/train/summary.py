@@ -5,23 +5,17 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torch import nn
-
-from mntrain.checkpoint import FoundCheckpoint, describe_writers
+from mntrain.checkpoint import describe_writers
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
+from mntrain.train.job import TrainingJob
 from mntrain.world import World
 from zero.memory import Memory
-from zero.optimizer import ZeroOptimizer
-
-_WARMUP_STEPS = 3  # in which caches fill and compilation runs
 
 # Roles of memory that are measured for a whole process or GPU, with their field of `Usage`.
 _PROCESS_ROLES = {
@@ -54,7 +48,6 @@ _PEAKS = {
 class JobResult:
     """The end of a job, and its counters: the same on all ranks but for times."""
 
-    flops_per_item: float | None  # of the model, if the task knows it
     skipped_steps: int  # earlier jobs of the run included
     status: str = "running"  # until the end
     last: StepRecord | None = None  # the last completed step of this job, if any
@@ -62,34 +55,24 @@ class JobResult:
     reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
     seconds: float = 0.0  # of this job
-    _steps: int = 0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def add(self, items: int, seconds: float, *, skipped: bool) -> None:
         """Count a step."""
         self.items += items
         self.skipped_steps += skipped
-        self._steps += 1
-        if self._steps == _WARMUP_STEPS + 1:
-            self._rates.clear()
         self._rates.append(items / seconds)
 
     @property
     def items_per_s(self) -> float:
-        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
+        """Median over the last 1000 steps; 0 before the first step."""
         return median(self._rates) if self._rates else 0.0
 
 
-def describe_job(
-    world: World,
-    config: Config,
-    model: nn.Module,
-    resumed: FoundCheckpoint | None,
-    reporter: Reporter,
-) -> None:
+def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     """Show what runs where, and where a resumed run continues. Collective."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    zero, library = config.zero, world.library
+    reporter, zero, library = job.reporter, config.zero, world.library
+    count = sum(parameter.numel() for parameter in job.model.parameters())
     reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters", "bold")
     where = f"{world.topology}, {world.algorithm}"
     reporter.note(f"{where}, {library.name} (thread level {library.threads})")
@@ -114,7 +97,7 @@ def describe_job(
             "with memory to spare"
         )
     reporter.places(world.places)
-    if resumed:
+    if resumed := job.resumed:
         for path, reason in resumed.skipped.items():
             reporter.warn(f"{path.name} was passed over: {reason}")
         reporter.note(
@@ -123,15 +106,13 @@ def describe_job(
         )
 
 
-def summarize(
-    world: World, optimizer: ZeroOptimizer, config: Config, run_dir: Path, result: JobResult
-) -> dict[str, Any]:
+def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     usage = world.usage()
-    memory = world.gather((optimizer.memory(), optimizer.expected_memory()))
+    memory = world.gather((job.optimizer.memory(), job.optimizer.expected_memory()))
     measured, expected = zip(*memory, strict=True)
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
-    per_item = result.flops_per_item
+    per_item = job.task.flops_per_item(job.model)
     flops_per_s = per_item * result.items_per_s if per_item else None
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
@@ -150,7 +131,7 @@ def summarize(
         "model_flops_per_s": flops_per_s,
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
-        "run_dir": str(run_dir),
+        "run_dir": str(job.run_dir),
         "world": {
             "size": world.size,
             "nodes": len(world.topology.nodes),
@@ -166,6 +147,9 @@ def summarize(
             for place, used in zip(world.places, usage, strict=True)
         ],
         "reason": result.reason,
+        "resumed_from": str(job.resumed.path) if job.resumed else None,
+        **job.checkpointing.summary(),
+        **({"error": str(result.error)} if result.error else {}),
     }
 
 

@@ -9,7 +9,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
@@ -39,16 +39,7 @@ def run(config: Config) -> int:
     traceback.
     """
     try:
-        with init(
-            device=config.device,
-            algorithm=config.comm.algorithm,
-            bucket_mb=config.comm.bucket_mb,
-            ranks_per_node=config.comm.ranks_per_node,
-            tune=config.comm.tune,
-            wire_dtype=config.comm.wire_dtype,
-            gather_dtype=config.comm.gather_dtype,
-            transport=config.comm.transport,
-        ) as world:
+        with init(device=config.device, **asdict(config.comm)) as world:
             return Trainer(world, config).fit()
     except AgreedError as error:
         error.report()
@@ -69,7 +60,7 @@ class Trainer:
         self._signals = SignalRequests()
         self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
-        self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
+        self._result = JobResult(skipped_steps)
         self._longest_step_s = 0.0
 
     def fit(self) -> int:
@@ -87,7 +78,7 @@ class Trainer:
             self._signals as signals,
             _frozen_garbage(),
         ):
-            describe_job(self._world, self._config, self._model, self._job.resumed, reporter)
+            describe_job(self._world, self._config, self._job)
             self._train()
             with signals.deferred():
                 self._save_at_end()
@@ -95,7 +86,7 @@ class Trainer:
                 self._show_sample()
             result.seconds = time.perf_counter() - start
             result.reason = self._reason()
-            reporter.finish(self._summary())
+            reporter.finish(summarize(self._world, self._config, self._job, result))
         if result.error:
             raise result.error
         return EXIT_CODES.get(result.status, 0)
@@ -295,16 +286,6 @@ class Trainer:
             if name:
                 return f"{name} on rank {rank}"
         return self._job.deadline.reason
-
-    def _summary(self) -> dict[str, Any]:
-        """Return the content of summary.json. Collective."""
-        job, error = self._job, self._result.error
-        return {
-            **summarize(self._world, self._optimizer, self._config, job.run_dir, self._result),
-            "resumed_from": str(job.resumed.path) if job.resumed else None,
-            **self._checkpointing.summary(),
-            **({"error": str(error)} if error else {}),
-        }
 
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)

@@ -427,7 +427,7 @@ def test_memory_has_a_row_for_every_role_that_takes_any(tmp_path):
         tmp_path, [Memory(*(10**6 * n for n in range(1, 6)))], used(10**9, 10**6, pinned_memory=1)
     )
     names = ["parameters", "gradients", "working buckets", "master weights", "optimizer state"]
-    names += ["total of these", "process peak", "GPU peak", "pinned host memory"]
+    names += ["total of these", "process peak", "device peak", "pinned host memory"]
     assert [row[0] for row in rows] == names
 
 
