@@ -146,12 +146,16 @@ def _assign_devices(parts: WorldParts) -> None:
     comm = parts.comm
     with agreement(comm.gather_objects, comm.rank):
         visible = device.visible_gpus(parts.settings.device)
-    visible_gpus = comm.gather_objects(visible)
-    assigned = device.assign_all(parts.hosts, visible_gpus)
-    host_names = comm.gather_objects(parts.watch.host)
-    parts.sharing = device.sharing(parts.hosts, host_names, visible_gpus)
-    parts.gpus = [assignment.gpu for assignment in assigned]
-    parts.device = assigned[comm.rank].device
+    visible_gpus, host_names = comm.gather_objects(visible), comm.gather_objects(parts.watch.host)
+    with agreement(comm.gather_objects, comm.rank):
+        indices = device.assign(parts.hosts, visible_gpus)
+    parts.gpus = [
+        "" if index is None else names[index]
+        for index, names in zip(indices, visible_gpus, strict=True)
+    ]
+    parts.sharing = device.sharing(parts.hosts, host_names, parts.gpus)
+    index = indices[comm.rank]
+    parts.device = torch.device("cpu") if index is None else torch.device("cuda", index)
     if parts.device.type == "cuda":
         torch.cuda.set_device(parts.device)
     parts.kernels = DeviceKernels(parts.device)
@@ -171,10 +175,9 @@ def _set_threads(parts: WorldParts) -> None:
 
 def _start_engine(parts: WorldParts) -> None:
     """Start the communication thread, which makes all MPI calls from here on."""
-    kinds = parts.comm.gather_objects(parts.device.type)
     parts.engine = ProgressEngine()
     parts.resources.callback(parts.engine.close)
-    parts.devices = transport.make_devices(kinds, parts.device, parts.kernels, parts.engine)
+    parts.devices = transport.make_devices(parts.device, parts.kernels, parts.engine)
 
 
 def _select_transport(parts: WorldParts) -> None:

@@ -8,7 +8,6 @@ numbers to zero, which torch does not do: therefore arithmetic in fp32 is writte
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from torch import Tensor
 from zero.kernels import TorchKernels
 
 THREADS = 256  # per block
-RUN = 8  # elements that a thread processes at a time: 16 bytes of 16-bit floats
+RUN = 8  # elements of a thread, THREADS apart: their loads are contiguous and in flight together
 MAX_ADDENDS = 128  # of one launch
-BLOCKS_PER_MULTIPROCESSOR = 16  # at most; each thread continues with the next run
+BLOCKS_PER_MULTIPROCESSOR = 16  # at most; each block continues with later elements
 
 # The names of the dtypes in the CUDA source, where a dtype's number is its index here.
 TYPES = {
@@ -39,7 +38,6 @@ SUM = np.dtype(
         ("total", np.uint64),
         ("count", np.int64),
         ("numel", np.int64),
-        ("vectorized", np.int64),
     ]
 )
 
@@ -54,7 +52,7 @@ struct Sum {{
     u64 address[MAX_ADDENDS];
     unsigned char kind[MAX_ADDENDS];
     u64 total;
-    i64 count, numel, vectorized;
+    i64 count, numel;
 }};
 static_assert(sizeof(Sum) == {SUM.itemsize}, "the layout of Python's argument");
 enum {{ {", ".join(f"KIND_{name} = {kind}" for kind, name in enumerate(TYPES.values()))} }};
@@ -80,23 +78,12 @@ __device__ inline double float_to_double(float x) {
     asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
     return wide;
 }
-__device__ inline float double_to_float(double x) {
-    float narrow;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(x));
-    return narrow;
-}
 __device__ inline float plus(float x, float y) {
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(x), "f"(y));
     return sum;
 }
 __device__ inline double plus(double x, double y) { return __dadd_rn(x, y); }
-// Store 16 bytes with one instruction; the compiler would split the store.
-__device__ inline void store_word(uint4* to, uint4 word) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(__cvta_generic_to_global(to)),
-                    "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w) : "memory");
-}
 """
 
 BODY = r"""
@@ -107,7 +94,6 @@ template <> struct Wide<double> { typedef double type; };
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ inline float to_float(f16 x) { return half_to_float(x.bits); }
-__device__ inline float to_float(double x) { return double_to_float(x); }
 template <class T> __device__ inline void widen(T x, float& to) { to = to_float(x); }
 template <class T> __device__ inline void widen(T x, double& to) {
     to = float_to_double(to_float(x));
@@ -115,68 +101,54 @@ template <class T> __device__ inline void widen(T x, double& to) {
 __device__ inline void widen(double x, double& to) { to = x; }
 
 // Round to nearest, ties to even.
-template <class A> __device__ inline void narrow(A x, float& to) { to = to_float(x); }
+__device__ inline void narrow(float x, float& to) { to = x; }
 __device__ inline void narrow(double x, double& to) { to = x; }
-template <class A> __device__ inline void narrow(A x, bf16& to) {
-    unsigned bits = __float_as_uint(to_float(x));
+__device__ inline void narrow(float x, bf16& to) {
+    unsigned bits = __float_as_uint(x);
     bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
     to.bits = nan ? 0x7fc0 : (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
-template <class A> __device__ inline void narrow(A x, f16& to) {
-    to.bits = float_to_half(to_float(x));
-}
+__device__ inline void narrow(float x, f16& to) { to.bits = float_to_half(x); }
 
-// Load or store N elements: RUN of them in words of 16 bytes, fewer one by one.
-template <int N, class T, class A>
-__device__ inline void load_as(u64 address, i64 first, A (&to)[N]) {
-    const T* from = reinterpret_cast<const T*>(address) + first;
-    T run[N];
-    if constexpr (N == RUN) {
-        uint4 words[sizeof(run) / sizeof(uint4)];
-        for (int i = 0; i < (int)(sizeof(run) / sizeof(uint4)); i++)
-            words[i] = reinterpret_cast<const uint4*>(from)[i];
-        memcpy(run, words, sizeof(run));
-    } else {
-        for (int i = 0; i < N; i++) run[i] = from[i];
-    }
-    for (int i = 0; i < N; i++) widen(run[i], to[i]);
-}
-template <int N, class A>
-__device__ inline void load(int kind, u64 address, i64 first, A (&to)[N]) {
-    if (kind == KIND_float) load_as<N, float>(address, first, to);
-    else if (kind == KIND_bf16) load_as<N, bf16>(address, first, to);
-    else if (kind == KIND_f16) load_as<N, f16>(address, first, to);
-    else load_as<N, double>(address, first, to);
-}
-template <int N, class T> __device__ inline void store(const T (&from)[N], T* to) {
-    if constexpr (N == RUN) {
-        uint4 words[sizeof(from) / sizeof(uint4)];
-        memcpy(words, from, sizeof(from));
-        for (int i = 0; i < (int)(sizeof(from) / sizeof(uint4)); i++)
-            store_word(reinterpret_cast<uint4*>(to) + i, words[i]);
-    } else {
-        for (int i = 0; i < N; i++) to[i] = from[i];
+// Load a thread's run of an addend, with zeros beyond its end.
+template <class T, class A>
+__device__ inline void load_as(u64 address, i64 first, i64 numel, A (&to)[RUN]) {
+    const T* from = reinterpret_cast<const T*>(address);
+    #pragma unroll
+    for (int k = 0; k < RUN; k++) {
+        i64 i = first + k * THREADS;
+        widen(i < numel ? from[i] : T{}, to[k]);
     }
 }
-
-// Sum N elements, addend by addend.
-template <class T, int N> __device__ inline void add_run(const Sum& given, i64 first) {
-    typename Wide<T>::type sum[N], next[N];
-    load<N>(given.kind[0], given.address[0], first, sum);
-    for (i64 k = 1; k < given.count; k++) {
-        load<N>(given.kind[k], given.address[k], first, next);
-        for (int i = 0; i < N; i++) sum[i] = plus(sum[i], next[i]);
-    }
-    T out[N];
-    for (int i = 0; i < N; i++) narrow(sum[i], out[i]);
-    store<N>(out, reinterpret_cast<T*>(given.total) + first);
+template <class A>
+__device__ inline void load(const Sum& given, i64 addend, i64 first, A (&to)[RUN]) {
+    int kind = given.kind[addend];
+    u64 address = given.address[addend];
+    if (kind == KIND_float) load_as<float>(address, first, given.numel, to);
+    else if (kind == KIND_bf16) load_as<bf16>(address, first, given.numel, to);
+    else if (kind == KIND_f16) load_as<f16>(address, first, given.numel, to);
+    else if constexpr (sizeof(A) == 8) load_as<double>(address, first, given.numel, to);
 }
 
-// Each thread takes runs of the vectorized elements, then single ones of the others.
+// Sum addend by addend. A block takes THREADS * RUN elements at a time.
 template <class T> __device__ inline void add_all(const Sum& given) {
-    i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x, threads = (i64)gridDim.x * THREADS;
-    for (i64 i = thread * RUN; i < given.vectorized; i += threads * RUN) add_run<T, RUN>(given, i);
-    for (i64 i = given.vectorized + thread; i < given.numel; i += threads) add_run<T, 1>(given, i);
+    const i64 block = THREADS * RUN;
+    T* total = reinterpret_cast<T*>(given.total);
+    typename Wide<T>::type sum[RUN], next[RUN];
+    i64 first = blockIdx.x * block + threadIdx.x;
+    for (; first < given.numel; first += gridDim.x * block) {
+        load(given, 0, first, sum);
+        for (i64 addend = 1; addend < given.count; addend++) {
+            load(given, addend, first, next);
+            #pragma unroll
+            for (int k = 0; k < RUN; k++) sum[k] = plus(sum[k], next[k]);
+        }
+        #pragma unroll
+        for (int k = 0; k < RUN; k++) {
+            i64 i = first + k * THREADS;
+            if (i < given.numel) narrow(sum[k], total[i]);
+        }
+    }
 }
 """
 
@@ -223,7 +195,7 @@ class DeviceKernels(TorchKernels):
         given["address"][: len(addends)] = [addend.data_ptr() for addend in addends]
         given["kind"][: len(addends)] = [KINDS[addend.dtype] for addend in addends]
         given["total"], given["count"] = total.data_ptr(), len(addends)
-        given["numel"], given["vectorized"] = total.numel(), vectorized([*addends, total])
+        given["numel"] = total.numel()
         blocks = min(-(-total.numel() // (THREADS * RUN)), self._max_blocks)
         with self._cupy.cuda.Device(self._device.index), self._current_stream():
             self._functions[TYPES[total.dtype]]((blocks,), (THREADS,), (given,))
@@ -247,22 +219,10 @@ class DeviceKernels(TorchKernels):
 
     def _current_stream(self) -> Any:
         """Return torch's current stream as a stream of CuPy."""
-        cuda = self._cupy.cuda
-        stream = TorchStream(torch.cuda.current_stream(self._device).cuda_stream)
-        if hasattr(cuda.Stream, "from_external"):  # CuPy 14 and later
+        stream, cuda = torch.cuda.current_stream(self._device), self._cupy.cuda
+        if hasattr(stream, "__cuda_stream__") and hasattr(cuda.Stream, "from_external"):
             return cuda.Stream.from_external(stream)
-        return cuda.ExternalStream(stream.address, self._device.index)
-
-
-@dataclass(frozen=True)
-class TorchStream:
-    """A stream of torch in CUDA's protocol for streams in Python."""
-
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the protocol's version and the stream."""
-        return 0, self.address
+        return cuda.ExternalStream(stream.cuda_stream, self._device.index)
 
 
 def can_add(addends: Sequence[torch.dtype], total: torch.dtype) -> bool:
@@ -272,10 +232,3 @@ def can_add(addends: Sequence[torch.dtype], total: torch.dtype) -> bool:
         and {*addends, total} <= TYPES.keys()
         and (total == torch.float64 or torch.float64 not in addends)
     )
-
-
-def vectorized(tensors: Sequence[Tensor]) -> int:
-    """Return how many elements can be moved in runs of 16-byte words; 0 if one is not aligned."""
-    if any(tensor.data_ptr() % 16 for tensor in tensors):
-        return 0
-    return tensors[0].numel() // RUN * RUN

@@ -62,17 +62,13 @@ def _read_proc(file: str, field: str) -> int:
     return int(dict(line.split(":", 1) for line in lines if ":" in line)[field].split()[0]) * 1024
 
 
-def peak_device_memory(device: torch.device) -> int:
-    """Return the most bytes that torch has allocated on a GPU so far; 0 on the CPU. Local."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
 def device_memory(device: torch.device) -> dict[str, int]:
     """Return the bytes that torch holds on a GPU, by the fields of `Usage`; 0 on the CPU. Local.
 
     Does not synchronize with the device: the allocator's counters live in the process.
     """
     counters = {
+        "peak_device_memory": torch.cuda.max_memory_allocated,
         "device_memory": torch.cuda.memory_allocated,
         "reserved_memory": torch.cuda.memory_reserved,
         "peak_reserved_memory": torch.cuda.max_memory_reserved,

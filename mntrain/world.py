@@ -21,7 +21,7 @@ from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.pending import Future
 from mntrain.data.loader import ShardedLoader, shard
 from mntrain.errors import AgreedError
-from mntrain.rank_info import Usage, device_memory, peak_device_memory, peak_memory
+from mntrain.rank_info import Usage, device_memory, peak_memory
 from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import check_trainable, name_parameters
@@ -215,16 +215,15 @@ class World:
         traffic = self._parts.comm.traffic
         return self.gather(
             Usage(
-                peak_memory(),
-                peak_device_memory(self.device),
-                traffic.messages["node"],
-                traffic.bytes["node"],
-                traffic.messages["cross"],
-                traffic.bytes["cross"],
-                self.collectives.busy_s,
-                self.collectives.waited_s,
-                **device_memory(self.device),
+                peak_memory=peak_memory(),
+                node_messages=traffic.messages["node"],
+                node_bytes=traffic.bytes["node"],
+                cross_messages=traffic.messages["cross"],
+                cross_bytes=traffic.bytes["cross"],
+                communication_s=self.collectives.busy_s,
+                exposed_s=self.collectives.waited_s,
                 pinned_memory=self.collectives.pinned_bytes,
+                **device_memory(self.device),
             )
         )
 
@@ -310,7 +309,7 @@ def init(
 
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.
-        device: auto, cpu or cuda. auto: cuda if there is any.
+        device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
         algorithm: auto, lanes, leader, flat or naive, for all-reduces.
         bucket_mb: size of a gradient bucket in MiB.
         ranks_per_node: cut every node into virtual nodes of this many ranks.

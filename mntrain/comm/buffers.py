@@ -25,21 +25,15 @@ def as_bytes(tensor: Tensor) -> "Bytes":
 
 
 class BufferView(NamedTuple):
-    """A flat tensor, and the same memory as MPI takes it."""
+    """A flat tensor, and the same memory as MPI takes it; of rows, also a tensor for each.
+
+    `arrays` are NumPy views of the rows; empty for device memory and for dtypes NumPy lacks.
+    """
 
     tensor: Tensor
     bytes: "Bytes"
-
-
-class BufferRows(NamedTuple):
-    """Flat tensors of one length that lie end to end, and the same memory as MPI takes it.
-
-    `arrays` are NumPy views of the tensors; empty for device memory and for dtypes NumPy lacks.
-    """
-
-    tensors: Sequence[Tensor]
-    bytes: "Bytes"
-    arrays: Sequence["NDArray[Any]"]
+    tensors: Sequence[Tensor] = ()
+    arrays: Sequence["NDArray[Any]"] = ()
 
 
 class Buffer:
@@ -47,19 +41,19 @@ class Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         self._memory, self.nbytes = memory, len(memory)
-        self._rows: dict[tuple[int, int, torch.dtype], BufferRows] = {}
+        self._views: dict[tuple[int, int, torch.dtype], BufferView] = {}
 
-    def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferRows:
-        """Return `count` uninitialized tensors of `numel` elements each."""
-        rows = self._rows.get((count, numel, dtype))
-        if rows is None:
+    def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferView:
+        """Return `count` uninitialized tensors of `numel` elements each, end to end."""
+        view = self._views.get((count, numel, dtype))
+        if view is None:
             tensor = self._memory[: count * numel * dtype.itemsize].view(dtype)
-            if len(self._rows) >= MAX_VIEWS:
-                self._rows.clear()
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
             tensors = tensor.view(count, numel).unbind()
-            rows = BufferRows(tensors, as_bytes(tensor), _arrays(tensors))
-            self._rows[count, numel, dtype] = rows
-        return rows
+            view = BufferView(tensor, as_bytes(tensor), tensors, _arrays(tensors))
+            self._views[count, numel, dtype] = view
+        return view
 
 
 class BufferPool:
@@ -100,11 +94,10 @@ class Lease:
 
     def buffer(self, numel: int, dtype: torch.dtype) -> BufferView:
         """Return an uninitialized flat tensor."""
-        rows = self.rows(1, numel, dtype)
-        return BufferView(rows.tensors[0], rows.bytes)
+        return self.rows(1, numel, dtype)
 
-    def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferRows:
-        """Return `count` uninitialized tensors of `numel` elements each."""
+    def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferView:
+        """Return `count` uninitialized tensors of `numel` elements each, end to end."""
         buffer = self._pool.acquire(count * numel * dtype.itemsize)
         self._buffers.append(buffer)
         return buffer.rows(count, numel, dtype)

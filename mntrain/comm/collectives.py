@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -15,7 +16,6 @@ from mntrain.comm import algorithms
 from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.buffers import BufferPool
 from mntrain.comm.collective_call import Algorithm, CollectiveCall, Verb, WorldContext
-from mntrain.comm.cuda_aware import DeviceAccess, SideStream
 from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.intranode import CommContext
@@ -25,7 +25,16 @@ from mntrain.comm.pending import Future
 from mntrain.comm.shared_flags import SharedFlags
 from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES
-from mntrain.comm.staging import SLOT_BYTES, HostAccess, StagedAccess, Staging, TensorAccess, chunks
+from mntrain.comm.staging import (
+    SLOT_BYTES,
+    DeviceAccess,
+    StagedAccess,
+    Staging,
+    TensorAccess,
+    chunks,
+    fence,
+    run_on_side_stream,
+)
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
 from zero.kernels import Kernels, TorchKernels
@@ -40,12 +49,11 @@ Part = tuple[CollectiveCall, TensorAccess, CommContext]
 
 @dataclass(frozen=True)
 class Devices:
-    """What a world uses if tensors of any of its ranks lie on devices."""
+    """The GPU of a rank, with its copies and kernels."""
 
-    device: torch.device  # of this rank
+    device: torch.device
     copier: DeviceCopy
     kernels: Kernels
-    mixed: bool = False  # whether some ranks compute on the host
     slot_bytes: int = SLOT_BYTES
 
 
@@ -91,8 +99,13 @@ class WorldCollectives:
         self._host = CommContext(comm, BufferPool(), TorchKernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
-            stream, buffers = SideStream(devices.copier), BufferPool(devices.device)
-            self._device = CommContext(comm, buffers, devices.kernels.add, stream.fence, stream.run)
+            self._device = CommContext(
+                comm,
+                BufferPool(devices.device),
+                devices.kernels.add,
+                partial(fence, devices.copier),
+                partial(run_on_side_stream, devices.copier),
+            )
 
     def replace(self, **options: Any) -> "WorldCollectives":
         """Return the same world's collectives with some of the options replaced. Local."""
@@ -214,33 +227,23 @@ class WorldCollectives:
         """Yield the collectives that one call is made of, the same on all ranks.
 
         A host tensor is accessed where it lies; a device tensor too if MPI takes device memory.
-        Other device tensors are staged in host memory, in several chunks if they are long; in a
-        world with both kinds of ranks, host tensors are cut into the same chunks.
+        Other device tensors are staged in host memory, in several chunks if they are long.
         """
-        if self._devices is None:
-            yield call, HostAccess(tensor), self._host
+        devices = self._devices
+        if devices is None or not devices.copier.owns(tensor):
+            yield call, TensorAccess(tensor), self._host
             return
-        copier, mark = self._staging.mark(tensor)
-        on_device = copier is self._devices.copier
-        if on_device and self._options.transport == "cuda-aware" and not algorithm.host_only:
+        ready = devices.copier.record_event()
+        if self._options.transport == "cuda-aware" and not algorithm.host_only:
             # Non-blocking MPI collectives on device memory crash in Open MPI.
             direct = call._replace(small=False)
-            yield direct, DeviceAccess(tensor, copier, mark), self._device
-            return
-        if not (on_device or self._devices.mixed):
-            yield call, HostAccess(tensor), self._host
+            yield direct, DeviceAccess(tensor, devices.copier, ready), self._device
             return
         whole = call.verb in ("all_reduce", "broadcast")
-        cut = chunks(call.bounds, tensor.element_size(), self._staging.slot_bytes, whole=whole)
-        if not on_device and len(cut) == 1:
-            yield call, HostAccess(tensor), self._host
-            return
         goes, comes = self._staged_shards(call)
-        for chunk in cut:
-            access = StagedAccess(
-                self._staging, tensor, chunk, ready=(copier, mark), goes=goes, comes=comes
-            )
-            bounds = split(chunk.bounds[-1], self.size) if whole else chunk.bounds
+        for spans in chunks(call.bounds, tensor.element_size(), devices.slot_bytes, whole=whole):
+            access = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
+            bounds = split(access.bounds[-1], self.size) if whole else access.bounds
             yield call._replace(bounds=bounds), access, self._host
 
     def _staged_shards(

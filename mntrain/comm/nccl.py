@@ -16,13 +16,14 @@ it needs the result, goes through host memory there.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mntrain.comm.device_copy import DeviceCopy, DeviceEvent
+from mntrain.comm.device_copy import DeviceCopy, StreamOrderedWork
 from mntrain.comm.mpi import Communicator
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.kernels import Kernels
@@ -32,31 +33,16 @@ from zero.layout import split
 TIMEOUT = timedelta(days=30)
 
 
-class DeviceGroup(Protocol):
-    """The part of torch's process group backends that is used here."""
-
-    def rank(self) -> int:
-        """Return the local rank."""
-
-    def size(self) -> int:
-        """Return the number of ranks of the node."""
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
-        """Send `inputs[i]` to rank i and receive `outputs[i]` from it, on the current stream.
-
-        Collective over the node. Return a work object whose `wait` orders the current stream.
-        """
-
-
 class NodeFirstCollectives:
     """All-reduce, reduce-scatter and all-gather of tensors on the devices of a node's ranks.
 
-    `group` connects the devices of the node; `cross` are the collectives of the ranks with this
+    `group` is torch's process group of the node's devices; of its methods, `rank`, `size` and
+    `alltoall` of lists of tensors are used. `cross` are the collectives of the ranks with this
     local rank, ordered by node. The verbs take flat contiguous tensors of any dtype, in place.
     """
 
     def __init__(
-        self, group: DeviceGroup, cross: Collectives, copier: DeviceCopy, kernels: Kernels
+        self, group: Any, cross: Collectives, copier: DeviceCopy, kernels: Kernels
     ) -> None:
         self._group, self._cross = group, cross
         self._copier, self._kernels = copier, kernels
@@ -113,23 +99,23 @@ class NodeFirstCollectives:
         work: Work = CompletedWork()
         ready = self._copier.record_event()
         with self._copier.side_stream():
-            ready.wait_on_stream()
+            self._copier.wait_on_stream(ready)
             self._copier.record_stream(tensor)
             if exchange is not None:
                 self._sum_own_lane(lanes)
                 work = exchange(lanes[self._rank])
 
-        def finish() -> DeviceEvent:
+        @cache
+        def finish() -> torch.cuda.Event:
             with self._copier.side_stream():
                 work.wait()
                 if gather:
-                    self._gather_lanes(lanes)
+                    self._exchange(lanes, [lanes[self._rank]] * self._size)
                 return self._copier.record_event()
 
-        pending = NodeFirstWork(finish)
         if self._one_node:
-            pending.finish()
-        return pending
+            finish()
+        return StreamOrderedWork(self._copier, finish)
 
     def _sum_own_lane(self, lanes: Sequence[Tensor]) -> None:
         """Receive this rank's lane from all ranks of the node and add it up in place."""
@@ -140,37 +126,15 @@ class NodeFirstCollectives:
         self._exchange(addends, lanes)
         self._kernels.add(addends, own)
 
-    def _gather_lanes(self, lanes: Sequence[Tensor]) -> None:
-        """Send this rank's lane to all ranks of the node, and receive theirs in place."""
-        self._exchange(lanes, [lanes[self._rank]] * self._size)
-
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Exchange tensors with the other ranks of the node, as bytes: NCCL lacks some dtypes."""
+        """Send `inputs[i]` to rank i of the node and receive `outputs[i]` from it."""
 
         def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-            views = [tensor.view(torch.uint8) for tensor in tensors]
+            views = [tensor.view(torch.uint8) for tensor in tensors]  # NCCL lacks some dtypes
             views[self._rank] = views[self._rank][:0]  # a rank sends itself nothing
             return views
 
         self._group.alltoall(as_bytes(outputs), as_bytes(inputs)).wait()
-
-
-class NodeFirstWork:
-    """A collective whose last part is given to the device at once, or when somebody waits."""
-
-    def __init__(self, finish: Callable[[], DeviceEvent]) -> None:
-        self._finish = finish
-        self._end: DeviceEvent | None = None
-
-    def finish(self) -> DeviceEvent:
-        """Give the last part to the device, once, and return its end."""
-        if self._end is None:
-            self._end = self._finish()
-        return self._end
-
-    def wait(self) -> None:
-        """Make the caller's stream wait for the collective."""
-        self.finish().wait_on_stream()
 
 
 def connect(node: Communicator, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from mntrain.comm.buffers import BufferRows, Lease, as_bytes
+from mntrain.comm.buffers import BufferView, Lease, as_bytes
 from mntrain.comm.collective_call import CollectiveCall, SingleChunkOperation, WorldContext
 from mntrain.comm.intranode import CommContext
 from mntrain.comm.pending import Operation, Steps
@@ -76,7 +76,7 @@ class SmallMessages:
     def _broadcast(self, call: CollectiveCall, tensor: Tensor, tag: int) -> Steps[None]:
         yield self._context.comm.broadcast(as_bytes(tensor), call.root).test
 
-    def _gather(self, lease: Lease, tensor: Tensor) -> Steps[BufferRows]:
+    def _gather(self, lease: Lease, tensor: Tensor) -> Steps[BufferView]:
         """Return every rank's tensor, by rank, in a leased buffer."""
         comm = self._context.comm
         rows = lease.rows(comm.size, tensor.numel(), tensor.dtype)

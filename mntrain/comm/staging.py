@@ -1,6 +1,6 @@
-"""Access to tensors for collectives: host tensors in place, device tensors through pinned slots.
+"""Access to tensors for collectives: host tensors in place, device tensors staged or by MPI itself.
 
-A device tensor travels in chunks through slots of pinned host memory that the node's ranks share,
+A staged tensor travels in chunks through slots of pinned host memory that the node's ranks share,
 so that sums within the node are made there as for host tensors. Each chunk is a collective of its
 own, and several are in flight:
 
@@ -11,19 +11,23 @@ own, and several are in flight:
 
 Only the elements that a verb needs are copied: a reduce-scatter copies only this rank's shard back,
 and an all-gather copies only that shard to the host.
+
+A CUDA-aware MPI reads and writes device memory. The steps are those of host tensors, and all
+messages are point to point: non-blocking collectives of device memory crash in Open MPI. Sums are
+made on the device, in fp32 or wider, on a side stream. The host does not wait for the device: where
+MPI is to read a computed result, or to overwrite memory that a kernel reads, a step polls an event.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mntrain.comm.chunk_plan import Span
-from mntrain.comm.device_copy import DeviceCopy, DeviceEvent, HostCopy
+from mntrain.comm.device_copy import DeviceCopy, StreamOrderedWork
+from mntrain.comm.pending import Steps
 from mntrain.comm.shared_flags import DEPTH
 from mntrain.comm.shared_memory import NodeSharedMemory
 from zero.collectives import CompletedWork, Work
@@ -32,72 +36,78 @@ from zero.layout import split
 SLOT_BYTES = 4 << 20  # large enough for a copy at full speed, small enough to overlap
 
 
-class TensorAccess(Protocol):
-    """A tensor as one collective accesses it, on the communication thread."""
+class TensorAccess:
+    """A tensor as one collective accesses it, on the communication thread: a host tensor, in place.
 
-    host: Tensor  # the memory that the collective works on, valid after `begin`
-    reachable: bool  # whether the node's other ranks may access `host` if it is shared memory
+    `host` is the memory that the collective works on, valid after `begin`.
+    """
+
+    reachable = True  # whether the node's other ranks may access `host` if it is shared memory
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.host = tensor
 
     def begin(self) -> None:
         """Start to copy the content to `host`, in the order of the collectives. Does not wait."""
 
     def here(self) -> bool:
         """Return True when `host` holds the content."""
-
-    def give_back(self) -> Work:
-        """Start to copy the result back. The caller's thread waits for the returned work."""
-
-
-class HostAccess:
-    """Access to a host tensor in place."""
-
-    reachable = True
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.host = tensor
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def here(self) -> bool:
-        """Return True."""
         return True
 
     def give_back(self) -> Work:
-        """Return completed work."""
+        """Start to copy the result back. The caller's thread waits for the returned work."""
         return CompletedWork()
 
 
-@dataclass(frozen=True)
-class StagingChunk:
-    """The elements of a tensor that go through one slot: runs, which lie there end to end."""
+class DeviceAccess(TensorAccess):
+    """Access to a device tensor that MPI uses in place, after the event `ready`."""
 
-    runs: tuple[Span, ...]  # one for every shard, or one in all
+    reachable = False
 
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """The limits of the runs in the slot."""
-        return tuple(accumulate((high - low for low, high in self.runs), initial=0))
+    def __init__(self, tensor: Tensor, copier: DeviceCopy, ready: torch.cuda.Event) -> None:
+        super().__init__(tensor)
+        self._copier, self._ready = copier, ready
 
-    def of(self, tensor: Tensor, which: Sequence[int] | None = None) -> list[Tensor]:
-        """Return views of a flat tensor: all runs, or those of some shards."""
-        runs = self.runs if which is None else [self.runs[index] for index in which]
-        return [tensor[low:high] for low, high in runs]
+    def here(self) -> bool:
+        """Return True when the caller's work on the tensor is done."""
+        return bool(self._ready.query())
+
+    def give_back(self) -> Work:
+        """Return work that ends with the side stream's work so far."""
+        with self._copier.side_stream():
+            end = self._copier.record_event()
+        return StreamOrderedWork(self._copier, lambda: end)
+
+
+def fence(copier: DeviceCopy) -> Steps[None]:
+    """Wait until the work given to the device's current stream so far is done."""
+    yield copier.record_event().query
+
+
+def run_on_side_stream(copier: DeviceCopy, steps: Steps[None]) -> Steps[None]:
+    """Run each of the steps with the device's side stream as the current one."""
+    while True:
+        with copier.side_stream():
+            condition = next(steps, None)
+        if condition is None:
+            return
+        yield condition
 
 
 def chunks(
     bounds: Sequence[int], itemsize: int, slot_bytes: int, *, whole: bool
-) -> list[StagingChunk]:
+) -> list[tuple[Span, ...]]:
     """Cut a tensor into as few chunks as fit into slots of `slot_bytes`. Pure.
 
-    Each chunk has a part of every shard, in order; or one run if the verb has no shards (`whole`).
+    A chunk consists of spans of the tensor, which lie end to end in a slot: a part of every shard,
+    in order, or one span if the verb has no shards (`whole`).
     """
     shards = [(bounds[0], bounds[-1])] if whole else list(pairwise(bounds))
     capacity = slot_bytes // itemsize - len(shards)  # parts of a shard differ by one element
     assert capacity > 0, (len(shards), slot_bytes)
     count = max(1, -(-bounds[-1] // capacity))
-    cuts = [[low + mark for mark in split(high - low, count)] for low, high in shards]
-    return [StagingChunk(tuple((cut[i], cut[i + 1]) for cut in cuts)) for i in range(count)]
+    cuts = [list(pairwise(low + mark for mark in split(high - low, count))) for low, high in shards]
+    return list(zip(*cuts, strict=True))
 
 
 class Staging:
@@ -110,109 +120,69 @@ class Staging:
     def __init__(
         self, memory: NodeSharedMemory, copier: DeviceCopy, slot_bytes: int = SLOT_BYTES
     ) -> None:
-        self.slot_bytes = slot_bytes
-        self._copiers = (copier, HostCopy())
+        self.copier, self.slot_bytes = copier, slot_bytes
         self._memory = memory.allocate(DEPTH * slot_bytes)
         # By slot: the events after which it is free.
-        self._free: list[list[DeviceEvent]] = [[] for _ in range(DEPTH)]
+        self.free_after: list[list[torch.cuda.Event]] = [[] for _ in range(DEPTH)]
         self._count = 0
-        # The memory must outlive its page lock.
-        weakref.finalize(self, _unpin, copier.pin(self._memory), self._memory)
+        weakref.finalize(self, copier.pin(self._memory))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return len(self._memory)
 
-    def mark(self, tensor: Tensor) -> tuple[DeviceCopy, DeviceEvent]:
-        """Return the copies for a tensor, and the event after which its content is ready."""
-        copier = next(copier for copier in self._copiers if copier.owns(tensor))
-        return copier, copier.record_event()
-
-    def slot(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    def next_slot(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         """Return the next slot, as a tensor of `numel` elements, and its index."""
         index = self._count % DEPTH
         self._count += 1
         start = index * self.slot_bytes
         return self._memory[start : start + numel * dtype.itemsize].view(dtype), index
 
-    def free_after(self, index: int) -> list[DeviceEvent]:
-        """Return the events to wait for before a slot is filled again."""
-        return self._free[index]
 
-    def release(self, index: int, after: list[DeviceEvent]) -> None:
-        """Free a slot after the events."""
-        self._free[index] = after
+class StagedAccess(TensorAccess):
+    """Access to a chunk of a device tensor through a slot, after the event `ready`.
 
-
-def _unpin(unpin: Callable[[], object], memory: Tensor) -> None:
-    unpin()
-    del memory
-
-
-class StagedAccess:
-    """Access to one chunk of a tensor through a slot.
-
-    `goes` and `comes` are the indices of the shards to copy to the slot and back; None: all.
+    `goes` and `comes` are the indices of the spans to copy to the slot and back; None: all.
+    `bounds` are the limits of the spans in the slot.
     """
-
-    reachable = True
 
     def __init__(
         self,
         staging: Staging,
         tensor: Tensor,
-        chunk: StagingChunk,
+        spans: Sequence[Span],
         *,
-        ready: tuple[DeviceCopy, DeviceEvent],
+        ready: torch.cuda.Event,
         goes: Sequence[int] | None,
         comes: Sequence[int] | None,
     ) -> None:
-        self._staging, self._tensor, self._chunk = staging, tensor, chunk
-        self._copier, self._ready = ready
-        self._goes, self._comes = goes, comes
-        self._fetched: list[DeviceEvent] = []
+        self._staging, self._tensor, self._spans = staging, tensor, spans
+        self._ready, self._goes, self._comes = ready, goes, comes
+        self.bounds = tuple(accumulate((high - low for low, high in spans), initial=0))
 
     def begin(self) -> None:
         """Start to copy the chunk into the next slot."""
-        numel = self._chunk.bounds[-1]
-        self.host, self._slot = self._staging.slot(numel, self._tensor.dtype)
-        after = [self._ready, *self._staging.free_after(self._slot)]
-        self._fetched = [
-            self._copier.copy_to_host(place, parts, after)
-            for place, parts in self._pairs(self._goes)
-        ] or after
+        staging = self._staging
+        self.host, self._slot = staging.next_slot(self.bounds[-1], self._tensor.dtype)
+        self._fetched = staging.copier.copy_to_host(
+            self._views(self._goes), self._ready, *staging.free_after[self._slot]
+        )
 
     def here(self) -> bool:
         """Return True when the slot holds the chunk."""
-        return all(event.query() for event in self._fetched)
+        return bool(self._fetched.query())
 
     def give_back(self) -> Work:
         """Start to copy the result back, and free the slot after that."""
-        events = [
-            self._copier.copy_to_device(parts, place, ())
-            for place, parts in self._pairs(self._comes)
-        ]
-        self._staging.release(self._slot, events)
-        return StreamOrderedWork(events)
+        copier = self._staging.copier
+        views = self._views(self._comes)
+        end = copier.copy_to_device([(target, source) for source, target in views])
+        self._staging.free_after[self._slot] = [end]
+        return StreamOrderedWork(copier, lambda: end)
 
-    def _pairs(self, which: Sequence[int] | None) -> list[tuple[Tensor, list[Tensor]]]:
-        """Return parts of the slot, each with the parts of the tensor that lie there."""
-        if which is None:
-            return [(self.host, self._chunk.of(self._tensor))]
-        bounds = self._chunk.bounds
-        return [
-            (self.host[bounds[i] : bounds[i + 1]], self._chunk.of(self._tensor, [i])) for i in which
-        ]
-
-
-class StreamOrderedWork:
-    """Work whose result is ordered for the caller's stream, but may not be ready for the host."""
-
-    def __init__(self, events: Sequence[DeviceEvent]) -> None:
-        self._events = events
-
-    def wait(self) -> None:
-        """Make the caller's stream wait for the events."""
-        for event in self._events:
-            event.wait_on_stream()
+    def _views(self, which: Sequence[int] | None) -> list[tuple[Tensor, Tensor]]:
+        """Return views of the slot and of the tensor, by span."""
+        tensor, spans, bounds = self._tensor, self._spans, self.bounds
+        indices = range(len(spans)) if which is None else which
+        return [(self.host[bounds[i] : bounds[i + 1]], tensor[slice(*spans[i])]) for i in indices]

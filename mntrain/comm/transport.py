@@ -5,23 +5,29 @@
     nccl         NCCL within the node, host memory between nodes
 
 `auto` is nccl where every rank has a GPU of its own, nodes have equally many ranks and torch has
-NCCL; it is host everywhere else.
+NCCL; it is host everywhere else. Build flags of an MPI library do not prove that it is CUDA-aware:
+a child process, which may crash, tries it.
+
+    python -m mntrain.comm.transport DEVICE     (that child process)
 """
 
-from collections.abc import Callable, Sequence
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from mntrain.comm import nccl
+from mntrain.comm import mpi, nccl
 from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.buffers import as_bytes
 from mntrain.comm.collectives import Devices, Transport, WorldCollectives
-from mntrain.comm.device_copy import CudaCopy, HostCopy
+from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.mpi import Communicator
-from mntrain.comm.probe_process import probe_device_memory
 from mntrain.comm.topology import Topology
 from zero.kernels import Kernels
 
@@ -29,26 +35,93 @@ T = TypeVar("T")
 
 TRANSPORTS: tuple[Transport, ...] = ("host", "cuda-aware", "nccl")
 
+PROBE = (sys.executable, "-m", "mntrain.comm.transport")
+PROBE_S = 60.0
+PROBE_SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes: an MPI has several protocols
+# Variables that launchers set for their ranks; with them the child would join the job's world.
+LAUNCHER_VARIABLES = re.compile(
+    "PMI|PRTE_|SLURM_|HYDRA|HYDI_|MPI_LOCAL|MV2_|PALS_|ALPS_"
+    # A user's settings for Open MPI begin with OMPI_MCA_, but mpirun sets a few of these as well.
+    "|OMPI_(?!MCA_)|OMPI_MCA_(orte|ess|pmix|prte|initial_wdir)"
+)
+
 
 class TransportError(ValueError):
     """The requested transport does not work in this job. All ranks raise it alike."""
+
+
+def probe_device_memory(
+    device: str, command: Sequence[str] = PROBE, timeout_s: float = PROBE_S
+) -> str:
+    """Return why the MPI of this rank cannot use memory of a device; "" if it can. Local.
+
+    Takes some seconds, for the start of torch and MPI in a child process.
+    """
+    try:
+        child = subprocess.run(
+            [*command, device],
+            env=child_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the test of its MPI with device memory failed: {error}"
+    done = [line for line in child.stdout.splitlines() if line.isdigit()]
+    if child.returncode == 0 and len(done) == len(PROBE_SIZES):
+        return ""
+    last_line = (child.stderr.strip().splitlines() or ["no message"])[-1]
+    return (
+        f"its MPI fails with device memory, after messages of {', '.join(done) or 'no'} bytes: "
+        f"exit code {child.returncode}, {last_line}"
+    )
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which MPI starts a world of one, with the user's MPI settings."""
+    return {
+        name: value for name, value in environment.items() if not LAUNCHER_VARIABLES.match(name)
+    }
+
+
+def send_to_self(device: torch.device) -> None:
+    """Send messages in memory of a device from this process to itself, and print their sizes.
+
+    Starts MPI. Exits with a message if other bytes arrive.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world, _ = mpi.start()
+    for nbytes in PROBE_SIZES:
+        sent = torch.arange(nbytes, device=device).to(torch.uint8)
+        arrived = torch.zeros_like(sent)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # MPI does not wait for kernels
+        requests = world.receive(0, as_bytes(arrived)), world.send(0, as_bytes(sent))
+        mpi.Requests.of(*requests).wait()
+        if not torch.equal(arrived, sent):
+            sys.exit(f"a message of {nbytes} bytes arrives with other bytes")
+        print(nbytes, flush=True)
 
 
 @dataclass(frozen=True)
 class TransportContext:
     """The parts of a world that a transport is selected for.
 
-    `devices` is None where no rank has a GPU; `gpus` names each rank's GPU, by rank, "" where it
-    has none. Tests replace `connect` and `probe`.
+    `devices` is None where ranks have no GPUs; `gpus` names each rank's GPU, by rank. Tests
+    replace `connect` and `probe`.
     """
 
-    world: Communicator
-    node: Communicator
+    world: mpi.Communicator
+    node: mpi.Communicator
     topology: Topology
     progress: ProgressEngine
     devices: Devices | None
     gpus: Sequence[str]
-    connect: Callable[[Communicator, torch.device], Any] = nccl.connect
+    connect: Callable[[mpi.Communicator, torch.device], Any] = nccl.connect
     probe: Callable[[str], str] = probe_device_memory
 
     def run(self, function: Callable[[], T]) -> T:
@@ -58,11 +131,7 @@ class TransportContext:
     def first_reason(self, reason: str) -> str:
         """Return the first rank's non-empty reason, with the rank, or "". Collective."""
         reasons = self.run(lambda: self.world.gather_objects(reason))
-        failed = [rank for rank, text in enumerate(reasons) if text]
-        if not failed:
-            return ""
-        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        return f"rank {failed[0]}{others}: {reasons[failed[0]]}"
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
 
 @dataclass(frozen=True)
@@ -89,18 +158,13 @@ def expect_known(name: str) -> None:
 
 
 def make_devices(
-    types: Sequence[str], device: torch.device, kernels: Kernels, progress: ProgressEngine
+    device: torch.device, kernels: Kernels, progress: ProgressEngine
 ) -> Devices | None:
-    """Return this rank's device, its copies and kernels; None if no rank has a GPU.
-
-    `types` are all ranks' device types, `device` is that of this rank.
-    """
-    if set(types) == {"cpu"}:
+    """Return this rank's GPU with its copies and kernels; None on the CPU."""
+    if device.type == "cpu":
         return None
-    if device.type == "cuda":
-        progress.prepare(lambda: torch.cuda.set_device(device))
-        return Devices(device, CudaCopy(device), kernels, mixed="cpu" in types)
-    return Devices(device, HostCopy(), kernels, mixed="cpu" in types)
+    progress.prepare(lambda: torch.cuda.set_device(device))
+    return Devices(device, DeviceCopy(device), kernels)
 
 
 def select_transport(requested: str, context: TransportContext) -> SelectedTransport:
@@ -108,83 +172,71 @@ def select_transport(requested: str, context: TransportContext) -> SelectedTrans
 
     Raises TransportError, the same on all ranks, if the requested transport cannot work here.
     """
-    if context.devices is None:
-        if requested in ("cuda-aware", "nccl"):
-            raise TransportError(
-                f"transport {requested}: no rank of this job has a GPU; choose auto or host"
-            )
-        return SelectedTransport()
-    if context.world.size == 1:
-        return SelectedTransport()
-    reason, resources = "", ExitStack()
-    if requested == "cuda-aware":
-        reason = _why_not_cuda_aware(context)
-    elif requested in ("nccl", "auto"):
-        reason = why_not_nccl(context.topology, context.gpus)
-        if not reason:
-            node_first, reason = _connect_nccl(context, resources)
-            if node_first is not None:
-                why = "as requested" if requested == "nccl" else "each rank has a GPU of its own"
-                return SelectedTransport("nccl", f"nccl: {why}", node_first, resources)
-    if reason and requested != "auto":
+    if context.devices is None and requested in ("cuda-aware", "nccl"):
         raise TransportError(
-            f"transport {requested}: {reason}; choose host, which works with every MPI, or auto"
+            f"transport {requested}: no rank of this job has a GPU; choose auto or host"
         )
-    name = cast("Transport", "host" if requested == "auto" else requested)
-    line = f"host; not nccl: {reason}" if reason else f"{name}: as requested"
-    return SelectedTransport(name, line)
+    if context.devices is None or context.world.size == 1:
+        return SelectedTransport()
+    if requested == "host":
+        return SelectedTransport("host", "host: as requested")
+    try:
+        if requested == "cuda-aware":
+            _expect_cuda_aware(context, context.devices)
+            return SelectedTransport("cuda-aware", "cuda-aware: as requested")
+        resources = ExitStack()
+        node_first = _connect_nccl(context, context.devices, resources)
+    except TransportError as error:
+        if requested == "auto":
+            return SelectedTransport("host", f"host; not nccl: {error}")
+        raise TransportError(
+            f"transport {requested}: {error}; choose host, which works with every MPI, or auto"
+        ) from None
+    why = "as requested" if requested == "nccl" else "each rank has a GPU of its own"
+    return SelectedTransport("nccl", f"nccl: {why}", node_first, resources)
 
 
 def why_not_nccl(topology: Topology, gpus: Sequence[str]) -> str:
     """Return why the GPUs of the nodes, named by rank, cannot use NCCL; "" if they can."""
-    if not all(gpus):
-        return f"rank {list(gpus).index('')} has no GPU"
     sizes = {len(node) for node in topology.nodes}
     if sizes == {1}:
         return "every node has one rank only"
     if len(sizes) > 1:
         return "nodes have different numbers of ranks"
-    for node in topology.nodes:
-        for rank in node:
-            sharing = [other for other in node if other < rank and gpus[other] == gpus[rank]]
-            if sharing:
-                return f"rank {sharing[0]} and rank {rank} share a GPU, which NCCL does not allow"
+    if any(len({gpus[rank] for rank in node}) < len(node) for node in topology.nodes):
+        return "ranks of a node share a GPU, which NCCL does not allow"
     return ""
 
 
-def _why_not_cuda_aware(context: TransportContext) -> str:
-    """Return why MPI cannot use device memory here; "" if it can. Collective."""
-    assert context.devices is not None
-    if not all(context.gpus):
-        return f"rank {list(context.gpus).index('')} has no GPU"
+def _expect_cuda_aware(context: TransportContext, devices: Devices) -> None:
+    """Raise TransportError on all ranks if MPI cannot use device memory on any. Collective."""
     # The leaders probe for their nodes, whose ranks have the same MPI.
     leader = context.topology.local_rank(context.world.rank) == 0
-    return context.first_reason(context.probe(str(context.devices.device)) if leader else "")
+    if reason := context.first_reason(context.probe(str(devices.device)) if leader else ""):
+        raise TransportError(reason)
 
 
 def _connect_nccl(
-    context: TransportContext, resources: ExitStack
-) -> tuple[nccl.NodeFirstCollectives | None, str]:
-    """Connect the GPUs of each node and the nodes' lanes. Collective.
+    context: TransportContext, devices: Devices, resources: ExitStack
+) -> nccl.NodeFirstCollectives:
+    """Connect the GPUs of each node and the nodes' lanes; add them to `resources`. Collective.
 
-    Return the collectives, whose resources are added to `resources`, or the reason of the failure.
+    Raises TransportError on all ranks if it fails on any.
     """
-    devices = context.devices
-    assert devices is not None
+    rank, topology, world = context.world.rank, context.topology, context.world
+    if reason := why_not_nccl(topology, context.gpus):
+        raise TransportError(reason)
     group: Any = None
-    reason = ""
     try:
         group = context.run(lambda: context.connect(context.node, devices.device))
         resources.callback(nccl.close, group)
     except Exception as error:  # NCCL and its loader raise various types; all ranks must learn
         reason = str(error) or type(error).__name__
-    reason = context.first_reason(reason)
-    if reason:
+    if reason := context.first_reason(reason):
         resources.close()
-        return None, reason
-    rank, topology, world = context.world.rank, context.topology, context.world
+        raise TransportError(reason)
 
-    def split() -> tuple[Communicator, Communicator]:
+    def split() -> tuple[mpi.Communicator, mpi.Communicator]:
         cross = world.split(topology.local_rank(rank), topology.node(rank), "cross")
         cross.traffic = world.traffic
         return cross, world.split(rank, 0, "alone")
@@ -197,5 +249,8 @@ def _connect_nccl(
     collectives = context.run(
         lambda: WorldCollectives(cross, alone, nodes, context.progress, devices, table=table)
     )
-    copier, kernels = devices.copier, devices.kernels
-    return nccl.NodeFirstCollectives(group, collectives, copier, kernels), ""
+    return nccl.NodeFirstCollectives(group, collectives, devices.copier, devices.kernels)
+
+
+if __name__ == "__main__":
+    send_to_self(torch.device(sys.argv[1]))

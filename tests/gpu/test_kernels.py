@@ -40,8 +40,8 @@ def placed(tensors, offset):
     """Return tensors on the GPU that begin `offset` elements after an aligned address."""
     found = []
     for tensor in tensors:
-        room = torch.zeros(len(tensor) + 16, dtype=tensor.dtype, device="cuda")
-        found.append(room[offset : offset + len(tensor)].copy_(tensor))
+        memory = torch.zeros(len(tensor) + 16, dtype=tensor.dtype, device="cuda")
+        found.append(memory[offset : offset + len(tensor)].copy_(tensor))
     return found
 
 

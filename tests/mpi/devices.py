@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from mntrain.comm.device_copy import split_like
+from mntrain.comm.device_copy import StreamOrderedWork
 from mntrain.comm.nccl import shared_store
 from zero.kernels import TorchKernels
 
@@ -38,17 +38,15 @@ class Stream:
 
 
 class Event:
-    """A `DeviceEvent` of an emulated stream."""
+    """A point in the work of an emulated stream."""
 
-    def __init__(self, device, stream):
-        self._device, self._happened = device, threading.Event()
+    def __init__(self, stream):
+        self._happened = threading.Event()
+        self.wait = self._happened.wait
         stream.add(self._happened.set)
 
     def query(self):
         return self._happened.is_set()
-
-    def wait_on_stream(self):
-        self._device.current.add(self._happened.wait)
 
 
 class LateDevice:
@@ -82,7 +80,7 @@ class LateDevice:
         self.current.add(work)
 
     def synchronize(self):
-        end = Event(self, self.current)
+        end = Event(self.current)
         while not end.query():
             time.sleep(1e-4)
 
@@ -97,7 +95,10 @@ class LateDevice:
         )
 
     def record_event(self):
-        return Event(self, self.current)
+        return Event(self.current)
+
+    def wait_on_stream(self, event):
+        self.current.add(event.wait)
 
     def record_stream(self, tensor):
         pass
@@ -117,22 +118,20 @@ class LateDevice:
     def _unpin(self):
         self.pinned -= 1
 
-    def copy_to_host(self, host, parts, after):
-        self.to_host += sum(map(len, parts))
-        return self._copy(self._down, zip(split_like(host, parts), parts, strict=True), after)
+    def copy_to_host(self, copies, *after):
+        self.to_host += sum(len(target) for target, _ in copies)
+        return self._copy(self._down, copies, after)
 
-    def copy_to_device(self, parts, host, after):
-        self.to_device += sum(map(len, parts))
-        return self._copy(self._up, zip(parts, split_like(host, parts), strict=True), after)
+    def copy_to_device(self, copies):
+        self.to_device += sum(len(target) for target, _ in copies)
+        return self._copy(self._up, copies, ())
 
-    def _copy(self, stream, pairs, after):
-        before, self._local.stream = self.current, stream
+    def _copy(self, stream, copies, after):
         for event in after:
-            event.wait_on_stream()
-        for target, source in pairs:
+            stream.add(event.wait)
+        for target, source in copies:
             stream.add(lambda target=target, source=source: target.copy_(source))
-        self._local.stream = before
-        return Event(self, stream)
+        return Event(stream)
 
 
 class PromptDevice(LateDevice):
@@ -141,14 +140,14 @@ class PromptDevice(LateDevice):
     def run(self, work):
         work()
 
-    def _copy(self, stream, pairs, after):
-        for target, source in pairs:
+    def _copy(self, stream, copies, after):
+        for target, source in copies:
             target.copy_(source)
-        return Event(self, stream)
+        return Event(stream)
 
 
 class GlooGroup:
-    """A `DeviceGroup` over torch's Gloo, in place of NCCL.
+    """A process group over torch's Gloo, in place of NCCL.
 
     Gloo lacks `alltoall` of lists of tensors, which is emulated by messages.
     """
@@ -182,29 +181,20 @@ class LateGlooGroup(GlooGroup):
         self._device, self._stream = device, Stream(7)
 
     def alltoall(self, outputs, inputs):
-        ready = Event(self._device, self._device.current)
+        ready = Event(self._device.current)
         exchange = super().alltoall
 
         def run():
-            ready._happened.wait()
+            ready.wait()
             exchange(outputs, inputs).wait()
 
         self._stream.add(run)
-        return Works([StreamWork(Event(self._device, self._stream))])
+        end = Event(self._stream)
+        return StreamOrderedWork(self._device, lambda: end)
 
     def shutdown(self):
         self._stream.close()
         super().shutdown()
-
-
-class StreamWork:
-    """Work that the current stream waits for."""
-
-    def __init__(self, end):
-        self._end = end
-
-    def wait(self):
-        self._end.wait_on_stream()
 
 
 class LateKernels(TorchKernels):

@@ -269,6 +269,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_with_the_reason(worlds, folder, how):
     world, model = worlds(), net()

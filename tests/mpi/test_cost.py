@@ -293,6 +293,7 @@ def lengths():
     return [rising, *one_slot]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
     world, _ = costs(layout)
@@ -305,6 +306,7 @@ def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
         assert found == expected, f"{verb} of {shards}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("piece_bytes", [2000, 16384])
 @pytest.mark.parametrize(
     ("algorithm", "layout"),

@@ -125,18 +125,21 @@ def test_losses_depend_neither_on_the_ranks_nor_on_the_stage(folder, options):
     assert [line["samples"] for line in metrics(folder)] == [10, 10, 10, 10, 10, 7, 10, 10]
 
 
+@pytest.mark.thorough
 def test_more_ranks_than_samples(folder):
     options = ["--train.batch-size", "1"]
     assert train(folder, *options, "--train.check-every", "1") == 0
     assert losses(folder) == pytest.approx(losses_alone(*options), rel=2e-5)
 
 
+@pytest.mark.thorough
 def test_bf16_follows_fp32(folder):
     assert train(folder, "--train.precision", "bf16") == 0
     assert losses(folder) == pytest.approx(losses_alone(), rel=0.02)
     assert losses(folder) != losses_alone()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16-pure", "fp16"])
 def test_the_model_learns_in_16_bits(folder, precision):
     options = ["--train.precision", precision, "--zero.stage", "2", "--train.steps", "40"]
@@ -154,6 +157,7 @@ def test_the_model_learns_in_16_bits(folder, precision):
     assert bool(skipped) == (precision == "fp16")
 
 
+@pytest.mark.thorough
 def test_a_run_in_parts_on_as_many_ranks_is_the_run_in_one(folder):
     options = ["--zero.stage", "2", "--train.eval-every", "2"]
     whole, parts = folder / "whole", folder / "parts"
@@ -182,6 +186,7 @@ def test_a_run_goes_on_with_other_ranks_at_another_stage(folder):
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_steps_may_be_taken_again(folder):
     assert train(folder, *EACH) == 0
     whole = losses(folder)
@@ -194,12 +199,14 @@ def test_steps_may_be_taken_again(folder):
     assert losses(folder) == whole
 
 
+@pytest.mark.thorough
 def test_another_run_may_begin_with_a_checkpoint(folder, stopped):
     assert train(folder, "--run.resume", str(stopped / "run"), "--optim.lr", "0.001") == 0
     assert [line["step"] for line in metrics(folder)] == [3, 4, 5, 6]
     assert metrics(folder)[0]["lr"] == pytest.approx(0.001)  # that of this job
 
 
+@pytest.mark.thorough
 def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(folder, stopped):
     assert train(folder, "--run.stop-after", "1") == 0
     said = refusal(train, folder, "--run.resume", str(stopped / "run"))
@@ -215,6 +222,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(folder):
     assert "run: no files can be made there (File exists); give a folder in which they can" in said
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(folder):
     assert train(folder) == 0
     whole = losses(folder)
@@ -228,6 +236,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(folder):
     assert len(metrics(folder)) == 6
 
 
+@pytest.mark.thorough
 def test_a_second_job_in_a_run_is_refused(folder):
     if RANK == 0:
         (folder / "run").mkdir()
@@ -257,6 +266,7 @@ def stopped():
         shutil.rmtree(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -337,6 +347,7 @@ class NeedsMore(LanguageModel):
 ONE_A_RANK = ["--train.batch-size", str(RANKS), "--train.micro-batch-size", "1"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("task", "said"),
     [

@@ -101,6 +101,7 @@ def test_a_world_that_could_not_be_made_leaves_nothing(communicators, arguments)
     assert threads() == before
 
 
+@pytest.mark.thorough
 def test_fifty_worlds_one_after_the_other(communicators):
     before = threads()
     for turn in range(50):

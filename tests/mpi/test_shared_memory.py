@@ -209,6 +209,7 @@ REASONS = [
 ]
 
 
+@pytest.mark.thorough
 @several_a_node
 @pytest.mark.parametrize(("way", "words"), REASONS)
 def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
@@ -226,6 +227,7 @@ def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
         del world
 
 
+@pytest.mark.thorough
 @several_a_node
 @pytest.mark.parametrize(("way", "words"), REASONS)
 def test_what_one_rank_cannot_have_any_more_later_on(monkeypatch, way, words):
@@ -248,6 +250,7 @@ def test_what_one_rank_cannot_have_any_more_later_on(monkeypatch, way, words):
         del world, before, after, tensor
 
 
+@pytest.mark.thorough
 @several_a_node
 @pytest.mark.parametrize("limit", [8, 4096], ids=["for nothing", "for the boards"])
 def test_a_limit_on_the_size_of_files_is_a_reason(limit):

@@ -162,6 +162,7 @@ def play(common, own, worlds, calls):
         call.finish()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60 + CALLS / 10)
 def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
     monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", LIGHT_BYTES)

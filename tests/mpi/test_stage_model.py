@@ -94,6 +94,7 @@ READERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 @sharded
 def test_what_is_read_through_the_model_after_a_step_is_new(world, make, late, stage, reader):
@@ -333,6 +334,7 @@ def test_a_closed_optimizer_gives_the_model_back(world, late, mode):
         plain.step()
 
 
+@pytest.mark.thorough
 @modes
 def test_a_model_may_change_its_stage(world, mode):
     model = net()

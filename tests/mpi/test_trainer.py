@@ -77,6 +77,7 @@ def logged(log: list[str], owner: object, name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(owner, name, wrapped)
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi(min_size=2)
 def test_nothing_queues_between_an_update_and_the_next_forward(world, tmp_path, monkeypatch):
     log: list[str] = []
@@ -163,6 +164,7 @@ def test_a_job_ends_before_its_deadline(world, tmp_path):
         assert inspect(newest).step == summary["steps"] == steps_taken(tmp_path)
 
 
+@pytest.mark.thorough
 def test_the_checkpoint_of_the_best_evaluation_is_kept(world, tmp_path, monkeypatch):
     losses = iter([5.0, 3.0, 4.0, 4.5, 3.5, 6.0])
     evaluate = Trainer.evaluate
@@ -186,6 +188,7 @@ class Slow(LanguageModel):
         return super().loss(model, batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("checkpoint", "least", "most"),
     [
@@ -204,6 +207,7 @@ def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most
         assert summary["checkpoint"].endswith("step-00000012")
 
 
+@pytest.mark.thorough
 def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("mntrain.train.checkpointing._LONG_WAIT_S", 0.0)
     config = replace(small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1"))

@@ -14,8 +14,12 @@ from mpi4py import MPI
 import mntrain
 from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.comm.collectives import Devices, WorldCollectives
-from mntrain.comm.probe_process import child_environment
-from mntrain.comm.transport import TransportContext, TransportError, select_transport
+from mntrain.comm.transport import (
+    TransportContext,
+    TransportError,
+    child_environment,
+    select_transport,
+)
 from zero.kernels import TorchKernels
 from zero.layout import split
 
@@ -31,14 +35,12 @@ LAYOUTS = (1, 2, 4)  # ranks per node; the last node may have fewer
 class Rig:
     """Collectives of a world whose ranks have an emulated device each."""
 
-    def __init__(self, ranks_per_node, device, *, mixed=False):
+    def __init__(self, ranks_per_node, device):
         self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
         self.device, self.progress = device, self.world._parts.engine
         self.late = not isinstance(device, PromptDevice)
         kernels = LateKernels(device) if self.late else TorchKernels()
-        self.devices = Devices(
-            torch.device("cpu"), device, kernels, mixed=mixed, slot_bytes=SLOT_BYTES
-        )
+        self.devices = Devices(torch.device("cpu"), device, kernels, slot_bytes=SLOT_BYTES)
         self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
@@ -93,8 +95,8 @@ class Rig:
 def rig():
     made = []
 
-    def make(ranks_per_node=2, device=None, **options):
-        made.append(Rig(ranks_per_node, device or PromptDevice(COMM.rank), **options))
+    def make(ranks_per_node=2, device=None):
+        made.append(Rig(ranks_per_node, device or PromptDevice(COMM.rank)))
         return made[-1]
 
     yield make
@@ -239,24 +241,6 @@ def test_only_the_elements_a_verb_needs_are_copied(rig):
 
 
 @several
-def test_ranks_with_and_without_a_device_work_together(rig):
-    one = rig(2, mixed=True)
-    collectives, size = one.use("host"), COMM.size
-    for numel in SIZES:
-        tensor = one.device.tensor(numel) if COMM.rank % 2 else torch.zeros(numel)
-        tensor.copy_(ramp(numel) + COMM.rank)
-        collectives.all_reduce(tensor).wait()
-        one.device.synchronize()
-        assert torch.equal(tensor, expected_sum(numel, torch.float32, size))
-        slot = collectives.slot(COMM.rank)
-        low, high = split(numel, size)[slot : slot + 2]
-        tensor[:low], tensor[high:] = -1, -1
-        collectives.all_gather(tensor).wait()
-        one.device.synchronize()
-        assert torch.equal(tensor, expected_sum(numel, torch.float32, size))
-
-
-@several
 def test_slots_are_pinned_until_the_collectives_are_freed(rig):
     one = rig(2)
     assert one.device.pinned == 1
@@ -299,7 +283,7 @@ def test_auto_is_host_where_ranks_share_a_gpu(rig):
     one = rig(COMM.size)
     gpus = ["the only one"] * COMM.size
     assert one.select("auto", gpus=gpus).startswith(
-        "host; not nccl: rank 0 and rank 1 share a GPU, which NCCL does not allow"
+        "host; not nccl: ranks of a node share a GPU, which NCCL does not allow"
     )
     assert one.collectives.transport == "host"
 
@@ -313,9 +297,7 @@ def test_a_requested_transport_that_cannot_work_is_refused_on_all_ranks(rig):
         TransportError, match=r"transport cuda-aware: rank 0: its MPI .*choose host"
     ):
         one.select("cuda-aware", probe=lambda device: crash)
-    with pytest.raises(TransportError, match=r"transport cuda-aware: rank 1 has no GPU"):
-        one.select("cuda-aware", gpus=["a", "", *"bc"[: COMM.size - 2]])
-    with pytest.raises(TransportError, match=r"transport nccl: rank 0 and rank 1 share a GPU"):
+    with pytest.raises(TransportError, match=r"transport nccl: ranks of a node share a GPU"):
         one.select("nccl", gpus=gpus)
 
 
@@ -356,6 +338,14 @@ def test_a_job_without_gpus_refuses_transports_of_gpus():
         mntrain.init(device="cpu", transport="ib")
     with mntrain.init(device="cpu", transport="host", tune=False) as world:
         assert world.transport == ""
+
+
+@several
+def test_a_rank_without_a_gpu_among_others_is_refused_on_all_ranks(monkeypatch):
+    visible = ["a GPU"] if COMM.rank == 0 else []
+    monkeypatch.setattr("mntrain.device.visible_gpus", lambda wanted: visible)
+    with pytest.raises(mntrain.AgreedError, match="rank 1 sees no GPU, but others do"):
+        mntrain.init(tune=False)
 
 
 def test_the_probe_process_does_not_inherit_the_launchers_variables():

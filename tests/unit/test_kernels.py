@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 
-from mntrain.kernels import MAX_ADDENDS, TYPES, DeviceKernels, can_add, source, vectorized
+from mntrain.kernels import MAX_ADDENDS, TYPES, DeviceKernels, can_add, source
 from zero.collectives import SingleProcessCollectives
 from zero.kernels import TorchKernels
 from zero.norms import global_norm
@@ -220,15 +220,6 @@ def test_the_kernel_adds_only_floats_that_the_total_widens():
     assert not can_add([half] * (MAX_ADDENDS + 1), half)
 
 
-def test_only_aligned_tensors_are_vectorized():
-    flat = torch.empty(107, dtype=torch.bfloat16)
-    assert flat.data_ptr() % 16 == 0
-    assert vectorized([flat]) == 104
-    assert vectorized([flat[8:]]) == 96
-    assert vectorized([flat[:99], flat[1:100]]) == 0
-    assert vectorized([flat[:7]]) == 0
-
-
 @functools.cache
 def nvrtc():
     """Return NVIDIA's compiler, of the system or a wheel; None where there is none."""
@@ -277,6 +268,3 @@ def test_kernels_compile_without_flushing_or_spilling(architecture):
     assert ".ftz" not in ptx  # subnormal numbers are not flushed
     assert "fma.rn.f32" not in ptx  # each sum is rounded by itself
     assert ".local" not in ptx  # nothing spills, nor is copied to be indexed
-    for part in ptx.split(".entry ")[1:]:  # memory is read and written 16 bytes at a time
-        assert re.search(r"\bld(\.global)?\.(v4\..32|v2\..64)\b", part)
-        assert re.search(r"\bst\.global\.v4\.u32\b", part)
