@@ -213,22 +213,21 @@ class Reporter:
     def _result_table(self, summary: Mapping[str, Any]) -> Table:
         """Return the result of a run, with the metrics that are declared for the summary."""
         skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
-        facts = {"steps": f"{summary['steps']} of {self._steps}{skipped}"}
+        facts = [("steps", f"{summary['steps']} of {self._steps}{skipped}")]
         for metric in METRICS.values():
             value = summary[metric.summary] if metric.summary else None
-            if metric.named:
-                facts |= {name: metric.format(item) for name, item in (value or {}).items()}
-            elif value is not None:
-                facts[metric.summary.replace("_", " ")] = metric.format(value)
-        facts["wall time"] = str(timedelta(seconds=round(summary["wall_s"])))
-        facts["items/s"] = count_text(summary["tokens_per_s"])
+            if value is not None:
+                named = value if metric.named else {metric.summary.replace("_", " "): value}
+                facts += [(name, metric.format(item)) for name, item in named.items()]
+        facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
+        facts.append(("items/s", count_text(summary["tokens_per_s"])))
         if flops := summary["model_flops_per_s"]:
-            facts["computing"] = f"{flops / 1e12:.3g} TFLOP/s of the model"
-        if share := summary["utilisation"]:
-            facts["computing"] += f", {share:.0%} of the dense {summary['computes_in']} peak"
+            share, dtype = summary["utilisation"], summary["computes_in"]
+            of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
+            facts.append(("computing", f"{flops / 1e12:.3g} TFLOP/s of the model{of_peak}"))
         table = Table.grid(padding=(0, 2))
-        for name, text in facts.items():
-            table.add_row(*(plain(cell, self._console.encoding) for cell in (name, text)))
+        for cells in facts:
+            table.add_row(*(plain(cell, self._console.encoding) for cell in cells))
         return table
 
 

@@ -48,6 +48,7 @@ _PEAKS = {
 class JobResult:
     """The end of a job, and its counters: the same on all ranks but for times."""
 
+    flops_per_item: float | None  # of the model, if the task knows it
     skipped_steps: int  # earlier jobs of the run included
     status: str = "running"  # until the end
     last: StepRecord | None = None  # the last completed step of this job, if any
@@ -112,7 +113,7 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
     memory = world.gather((job.optimizer.memory(), job.optimizer.expected_memory()))
     measured, expected = zip(*memory, strict=True)
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
-    per_item = job.task.flops_per_item(job.model)
+    per_item = result.flops_per_item
     flops_per_s = per_item * result.items_per_s if per_item else None
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)

@@ -60,7 +60,7 @@ class Trainer:
         self._signals = SignalRequests()
         self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
-        self._result = JobResult(skipped_steps)
+        self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._longest_step_s = 0.0
 
     def fit(self) -> int:

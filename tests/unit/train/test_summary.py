@@ -76,7 +76,7 @@ def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
 
 
 def test_a_result_counts_items_and_its_rate_leaves_out_single_slow_steps():
-    result = JobResult(skipped_steps=2)
+    result = JobResult(flops_per_item=None, skipped_steps=2)
     assert result.items_per_s == 0.0
     result.add(100, 50.0, skipped=True)
     assert result.items_per_s == 2.0
