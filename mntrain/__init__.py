@@ -24,13 +24,13 @@ __all__ = ["AgreedError", "Loss", "Task", "World", "__version__", "init"]
 
 if TYPE_CHECKING:
     from mntrain.errors import AgreedError
-    from mntrain.tasks.base import Loss, Task
+    from mntrain.tasks import Loss, Task
     from mntrain.world import World, init
 else:  # hidden from type checkers, for which any name would exist
     _MODULES = {
         "AgreedError": "mntrain.errors",
-        "Loss": "mntrain.tasks.base",
-        "Task": "mntrain.tasks.base",
+        "Loss": "mntrain.tasks",
+        "Task": "mntrain.tasks",
         "World": "mntrain.world",
         "init": "mntrain.world",
     }

@@ -19,7 +19,7 @@ from mntrain.bootstrap import (
 )
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.pending import Future
-from mntrain.data.loader import ShardedLoader, shard
+from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError
 from mntrain.rank_info import Usage, device_memory, peak_memory
 from zero.comm_hooks import CommHook
@@ -177,10 +177,10 @@ class World:
         iterable are cut along their first dimension. Before each batch, the optimizers of this
         world learn this rank's share of it, so a mean loss gives the exact mean over the global
         batch even if shares differ. `seed` decides how a shuffling loader shuffles, independently
-        of the number of ranks. See also `mntrain.data.loader.shard`.
+        of the number of ranks. See also `mntrain.data.loader.ShardedLoader`.
         """
         self._parts.engine.check_open()
-        return shard(loader, self.rank, self.size, seed, self._set_share)
+        return ShardedLoader(loader, self.rank, self.size, seed, self._set_share)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank. Collective; for small picklable objects."""

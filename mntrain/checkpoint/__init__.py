@@ -1,6 +1,5 @@
 """Checkpoints: written by all ranks in parallel, readable by any number of ranks at any stage."""
 
-from mntrain.checkpoint.manifest import describe_writers
 from mntrain.checkpoint.reader import (
     FoundCheckpoint,
     list_checkpoints,
@@ -16,7 +15,6 @@ __all__ = [
     "RunProgress",
     "SavedCheckpoint",
     "Saver",
-    "describe_writers",
     "list_checkpoints",
     "load",
     "newest",

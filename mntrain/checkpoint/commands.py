@@ -4,30 +4,32 @@ One process, no MPI. Names from checkpoints are printed without control characte
 """
 
 import argparse
+import os
+import reprlib
+import secrets
+import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
-from mntrain.checkpoint.compare import (
-    CheckpointComparison,
-    FileComparison,
-    TensorDifference,
-    compare,
-)
-from mntrain.checkpoint.export import ENDINGS, check_target, export
-from mntrain.checkpoint.format import open_tensors
-from mntrain.checkpoint.manifest import (
+from mntrain.checkpoint.format import (
+    DTYPES,
     FILE,
     FILES,
     MODEL,
     OPTIMIZER,
     Manifest,
-    describe_writers,
+    open_tensors,
+    sync_folder,
 )
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.metrics.report import plain, stdout
@@ -36,8 +38,8 @@ DAMAGED = 1  # exit code of list, show and verify
 DIFFERENT = 1
 REFUSED = 2  # exit code of diff and export
 
-_PATH_HELP = "a checkpoint, or a run, which stands for its newest checkpoint"
-_MAX_ITEMS = 20  # rows of a table of changes, and names in a line
+_ENDINGS = (".safetensors", ".pt", ".pth")
+_BLOCK = 1 << 20  # elements, of which a few fp64 copies are made
 
 
 def run(words: Sequence[str]) -> int:
@@ -46,7 +48,10 @@ def run(words: Sequence[str]) -> int:
     Raises SystemExit, with 2 for a malformed command line and 0 after --help.
     """
     options = _parser().parse_args(words)
-    code: int = options.command(options, stdout())
+    try:
+        code: int = options.command(options, stdout())
+    except (OSError, ValueError) as error:
+        return _fail(error, REFUSED if options.command in (_diff, _export) else DAMAGED)
     return code
 
 
@@ -55,28 +60,39 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mntrain ckpt", description="Look at checkpoints, compare and export them."
     )
     commands = parser.add_subparsers(required=True, metavar="{list,show,verify,diff,export}")
-    for function, description, arguments in _COMMANDS:
-        name = function.__name__.removeprefix("_")
-        command = commands.add_parser(name, help=description, description=description)
-        command.set_defaults(command=function)
-        for argument, text in arguments.items():
-            command.add_argument(argument, type=Path, help=text)
-        if function is _verify:
-            command.add_argument("paths", metavar="path", type=Path, nargs="+", help=_PATH_HELP)
-        elif function is _export:
-            command.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    path = "a checkpoint, or a run, which stands for its newest checkpoint"
+
+    def add(command: Callable[[Namespace, Console], int], text: str) -> Callable[..., Any]:
+        added = commands.add_parser(command.__name__.removeprefix("_"), help=text, description=text)
+        added.set_defaults(command=command)
+        return added.add_argument
+
+    argument = add(_list, "list the checkpoints of a run, the newest first")
+    argument("path", type=Path, help="the folder of a run")
+    argument = add(_show, "show what a checkpoint holds")
+    argument("path", type=Path, help=path)
+    argument = add(_verify, "compare all bytes with their checksums; exit code 1 if any differ")
+    argument("paths", metavar="path", type=Path, nargs="+", help=path)
+    argument = add(
+        _diff,
+        "compare two checkpoints; exit code 0 if models and optimizers are equal bit for bit, "
+        "1 if they differ, 2 if a checkpoint cannot be read",
+    )
+    argument("A", type=Path, help=path)
+    argument("B", type=Path, help=path)
+    argument = add(
+        _export, "write the model as one plain file: safetensors, or a state_dict for torch.load"
+    )
+    argument("CKPT", type=Path, help=path)
+    argument("OUT", type=Path, help=f"a new file, whose ending is {' or '.join(_ENDINGS)}")
+    argument("--force", action="store_true", help="replace OUT if it exists")
     return parser
 
 
 def _list(options: Namespace, console: Console) -> int:
-    try:
-        paths = list_checkpoints(options.path)
-    except OSError as error:
-        return _fail(f"{options.path}: {_message(error)}", DAMAGED)
+    paths = list_checkpoints(options.path)
     if not paths:
-        return _fail(
-            f"{options.path} has no checkpoints: give the folder of a run that has some", DAMAGED
-        )
+        raise ValueError(f"{options.path} has no checkpoints: give the folder of a run")
     code = 0
     table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files")
     for path in paths:
@@ -84,40 +100,28 @@ def _list(options: Namespace, console: Console) -> int:
             content = inspect(path)
         except (OSError, ValueError) as error:
             table.add_row(path.name, "", "", "", "", "", "unsound")
-            code = _fail(f"{path}: {_message(error)}", DAMAGED)
-        else:
-            table.add_row(
-                path.name,
-                str(content.step),
-                content.date[:16].replace("T", " "),
-                str(content.world["ranks"]),
-                f"{content.nbytes / 1e6:.1f}",
-                "" if content.eval_loss is None else f"{content.eval_loss:.4f}",
-                "complete",
-            )
+            code = _fail(f"{path}: {error}", DAMAGED)
+            continue
+        date, ranks = content.date[:16].replace("T", " "), str(content.world["ranks"])
+        loss = "" if content.eval_loss is None else f"{content.eval_loss:.4f}"
+        megabytes = f"{content.nbytes / 1e6:.1f}"
+        table.add_row(path.name, str(content.step), date, ranks, megabytes, loss, "complete")
     console.print(table)
     return code
 
 
 def _show(options: Namespace, console: Console) -> int:
-    try:
-        path, content = _find(options.path)
-        lines = [*_describe(path, content)]
-    except (OSError, ValueError) as error:
-        return _fail(_message(error), DAMAGED)
-    _print(console, lines)
-    return 0
-
-
-def _describe(path: Path, content: Manifest) -> Iterator[str]:
+    path, content = _find(options.path)
     versions = ", ".join(f"{name} {version}" for name, version in content.versions.items())
-    writers = describe_writers(content.world)
-    yield str(path)
-    yield f"after step {content.step}, saved {content.date} by {writers}; {versions}"
-    yield f"task {content.config['task']}, {content.samples} training samples"
+    _print(console, str(path))
+    _print(
+        console, f"after step {content.step}, saved {content.date} by {content.writers}; {versions}"
+    )
+    _print(console, f"task {content.config['task']}, {content.samples} training samples")
     for name in (MODEL, OPTIMIZER):
         count, nbytes = len(open_tensors(path / name).keys()), (path / name).stat().st_size
-        yield f"{name}: {count} tensors, {nbytes / 1e6:.1f} MB"
+        _print(console, f"{name}: {count} tensors, {nbytes / 1e6:.1f} MB")
+    return 0
 
 
 def _verify(options: Namespace, console: Console) -> int:
@@ -126,52 +130,128 @@ def _verify(options: Namespace, console: Console) -> int:
         try:
             path, content = _find(given, FILES)
         except ValueError as error:
-            code = _fail(str(error), DAMAGED)
+            code = _fail(error, DAMAGED)
         else:
-            _print(console, [f"{path}: sound, {content.nbytes / 1e6:.1f} MB"])
+            _print(console, f"{path}: sound, {content.nbytes / 1e6:.1f} MB")
     return code
 
 
 def _diff(options: Namespace, console: Console) -> int:
-    try:
-        first, second = (_find(p, (MODEL, OPTIMIZER)) for p in (options.A, options.B))
-        paths = (first[0], second[0])
-        comparison = compare(paths, (first[1], second[1]))
-    except (OSError, ValueError) as error:
-        return _fail(_message(error), REFUSED)
-    _print(console, _describe_comparison(paths, comparison, console.encoding))
-    return 0 if comparison.same_state else DIFFERENT
+    (a, first), (b, second) = (_find(path, (MODEL, OPTIMIZER)) for path in (options.A, options.B))
+    differing = Table()
+    differing.add_column("tensor", overflow="fold")
+    differing.add_column("largest difference", overflow="fold")
+    equal = 0
+    for name, difference in (*_tensor_differences(a, b), *_value_differences(first, second)):
+        if difference:
+            differing.add_row(*(plain(text, console.encoding) for text in (name, difference)))
+        else:
+            equal += 1
+    _print(console, f"A: {a}, step {first.step}")
+    _print(console, f"B: {b}, step {second.step}")
+    if differing.row_count:
+        console.print(differing)
+    _print(console, f"equal bit for bit: {equal}; different: {differing.row_count}")
+    return DIFFERENT if differing.row_count else 0
+
+
+def _tensor_differences(first: Path, second: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each tensor, and how it differs; an empty text if it does not."""
+    for file in (MODEL, OPTIMIZER):
+        with open_tensors(first / file) as a, open_tensors(second / file) as b:
+            kinds_a, kinds_b = _kinds(a), _kinds(b)
+            for name in {**kinds_a, **kinds_b}:
+                kinds = kinds_a.get(name, "absent"), kinds_b.get(name, "absent")
+                if kinds[0] != kinds[1]:
+                    yield name, " and ".join(kinds)
+                else:
+                    yield name, _largest_difference(a.get_tensor(name), b.get_tensor(name))
+
+
+def _kinds(file: safe_open) -> dict[str, str]:
+    """Return dtype and shape of each tensor, as in "float32 (3, 4)"."""
+    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return {
+        name: f"{DTYPES[view.get_dtype()]} {tuple(view.get_shape())}".removeprefix("torch.")
+        for name, view in views.items()
+    }
+
+
+def _largest_difference(first: Tensor, second: Tensor) -> str:
+    """Return the largest difference of an element; an empty text if no bit differs.
+
+    It is nan if only one of two elements is. In blocks, to bound the memory used.
+    """
+    largest = None
+    for a, b in zip(first.reshape(-1).split(_BLOCK), second.reshape(-1).split(_BLOCK), strict=True):
+        if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            continue
+        x, y = a.double(), b.double()
+        same = (x == y) | (x.isnan() & y.isnan())  # such as infinities
+        gap = (x - y).masked_fill_(same, 0.0).abs().max()
+        largest = gap if largest is None else torch.maximum(largest, gap)  # propagates nan
+    return "" if largest is None else f"{largest.item():.4g}"
+
+
+def _value_differences(first: Manifest, second: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the optimizer values that differ, such as step counts, and both values."""
+    a, b = _values(first), _values(second)
+    for name in {**a, **b}:
+        pair = a.get(name, {}), b.get(name, {})
+        if repr(pair[0]) != repr(pair[1]):  # by repr, because nan differs from itself
+            yield name, " and ".join(reprlib.repr(value.get("value")) for value in pair)
+
+
+def _values(content: Manifest) -> dict[str, dict[str, Any]]:
+    return {
+        f"{parameter}/{key}": value
+        for parameter, state in content.parameter_states.items()
+        for key, value in state.others.items()
+    }
 
 
 def _export(options: Namespace, console: Console) -> int:
-    try:
-        check_target(options.OUT, force=options.force)
-        path, _ = _find(options.CKPT, (MODEL,))
-        nbytes = export(path, options.OUT)
-    except ValueError as error:
-        return _fail(str(error), REFUSED)
-    except OSError as error:
-        return _fail(f"{options.OUT} was not written: {error.strerror or error}", REFUSED)
-    _print(console, [f"{options.OUT}: the model of {path}, {nbytes / 1e6:.1f} MB"])
+    out: Path = options.OUT
+    if out.suffix not in _ENDINGS:
+        raise ValueError(f"{out}: the ending gives the format: use {' or '.join(_ENDINGS)}")
+    if not out.parent.is_dir():
+        raise ValueError(f"{out}: {out.parent} is not a folder: make it, or give another")
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder: give the name of a file")
+    if out.exists() and not options.force:
+        raise ValueError(f"{out} exists: give another name, or --force to replace it")
+    path, _ = _find(options.CKPT, (MODEL,))
+    _write_model(path / MODEL, out)
+    _print(console, f"{out}: the model of {path}, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
-_COMMANDS: Sequence[tuple[Callable[[Namespace, Console], int], str, Mapping[str, str]]] = (
-    (_list, "list the checkpoints of a run, the newest first", {"path": "the folder of a run"}),
-    (_show, "show what a checkpoint holds", {"path": _PATH_HELP}),
-    (_verify, "compare all bytes with their checksums; exit code 1 if any differ", {}),
-    (
-        _diff,
-        "compare two checkpoints; exit code 0 if models and optimizers are equal bit for bit, "
-        "1 if they differ, 2 if a checkpoint cannot be read",
-        {"A": _PATH_HELP, "B": _PATH_HELP},
-    ),
-    (
-        _export,
-        "write the model as one plain file: safetensors, or a state_dict for torch.load",
-        {"CKPT": _PATH_HELP, "OUT": f"a new file, whose ending is {' or '.join(ENDINGS)}"},
-    ),
-)
+def _write_model(source: Path, out: Path) -> None:
+    """Write parameters and buffers, named as in the model's state_dict.
+
+    `out` becomes a safetensors file if its name ends so, else a state_dict for torch.load. It is
+    replaced only when the new file is complete and on the disk. Raises OSError; `out` is unchanged
+    then.
+    """
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("xb") as file:
+            if out.suffix == ".safetensors":
+                with source.open("rb") as model:
+                    shutil.copyfileobj(model, file, 1 << 20)
+            else:
+                torch.save(load_file(source), file)  # maps the source into memory
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(out)
+        sync_folder(out.parent)
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps it
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(f"{out} was not written: {cause.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _find(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
@@ -189,76 +269,14 @@ def _find(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
         content = inspect(found)
         verify(found, content, files)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{found}: {_message(error)}") from error
+        raise ValueError(f"{found}: {error}") from error
     return found, content
 
 
-def _describe_comparison(
-    paths: Sequence[Path], comparison: CheckpointComparison, encoding: str
-) -> Iterator[str | Table]:
-    yield from (f"{label}: {path}" for label, path in zip("AB", paths, strict=True))
-    first, second = comparison.steps
-    yield f"step: {first} in both" if first == second else f"step: {first} and {second}"
-    yield from (f"{flag}: {a} and {b}" for flag, (a, b) in comparison.options.items())
-    for name, file in comparison.files.items():
-        yield from _describe_file(name, file, encoding)
-    yield from (_describe_values(key, by_name) for key, by_name in comparison.values.items())
+def _print(console: Console, line: str) -> None:
+    console.print(plain(line, console.encoding), soft_wrap=True)
 
 
-def _describe_file(name: str, file: FileComparison, encoding: str) -> Iterator[str | Table]:
-    common = file.equal + len(file.changes) + len(file.mismatched)
-    yield f"{name}: {common} tensors in both, {file.equal} of them equal bit for bit"
-    for label, names in zip("AB", file.only, strict=True):
-        if names:
-            yield f"  only in {label}: {_shorten(names)}"
-    if file.mismatched:
-        kinds = [f"{tensor} is {a} and {b}" for tensor, (a, b) in file.mismatched.items()]
-        yield f"  mismatched: {_shorten(kinds)}"
-    if file.changes:
-        yield _change_table(file.changes[:_MAX_ITEMS], encoding)
-        if len(file.changes) > _MAX_ITEMS:
-            yield f"  and {len(file.changes) - _MAX_ITEMS} more"
-
-
-def _change_table(changes: Iterable[TensorDifference], encoding: str) -> Table:
-    table = Table()
-    table.add_column("tensor", overflow="fold")
-    table.add_column("largest difference", justify="right")
-    table.add_column("relative (L2)", justify="right")
-    for change in changes:
-        name = plain(change.name, encoding)
-        table.add_row(name, f"{change.largest:.4g}", f"{change.relative:.4g}")
-    return table
-
-
-def _describe_values(key: str, by_name: Mapping[str, tuple[Any, Any]]) -> str:
-    """Describe an optimizer value, such as a step count, that differs for some parameters."""
-    (name, (first, second)), *others = by_name.items()
-    values = "differs" if isinstance(first, list) else f"{first} and {second}"
-    more = f", and differs for {len(others)} more" if others else ""
-    return f"{key} in the optimizer: {values} for {name}{more}"
-
-
-def _shorten(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MAX_ITEMS} more" if len(texts) > _MAX_ITEMS else ""
-    return ", ".join(texts[:_MAX_ITEMS]) + more
-
-
-def _print(console: Console, lines: Iterable[str | Table]) -> None:
-    for line in lines:
-        if isinstance(line, str):
-            console.print(plain(line, console.encoding), soft_wrap=True)
-        else:
-            console.print(line)
-
-
-def _message(error: Exception) -> str:
-    """Return the text of an error; of an OSError without its number."""
-    if not isinstance(error, OSError) or not error.strerror:
-        return str(error)
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
-def _fail(reason: str, code: int) -> int:
+def _fail(reason: Exception | str, code: int) -> int:
     print(f"mntrain: {reason}", file=sys.stderr)
     return code

@@ -1,4 +1,7 @@
-"""Safetensors files that many processes write at once, each its own ranges, with checksums.
+"""Files of a checkpoint: manifest.json, and safetensors files that many processes write at once.
+
+manifest.json holds all that is not a tensor, and the checksums of the other files. A folder with a
+manifest is a checkpoint. Into a safetensors file, every process writes its own ranges:
 
     8 bytes   length of the header, little-endian
     header    JSON: {name: {"dtype", "shape", "data_offsets": [from, to]}, ...}, padded with spaces
@@ -9,21 +12,26 @@ Source: https://huggingface.co/docs/safetensors.
 """
 
 import ctypes
-import errno
 import json
 import math
 import os
-import shutil
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+FORMAT = "mntrain checkpoint 1"
+FILE = "manifest.json"
+MODEL = "model.safetensors"  # parameters and buffers, as in the model's state_dict
+OPTIMIZER = "optimizer.safetensors"  # "parameter/key": optimizer state and master weights
+RANDOM = "random.safetensors"  # "rank/source": states of random generators
+FILES = (MODEL, OPTIMIZER, RANDOM)
 
 DTYPES = {
     "F64": torch.float64,
@@ -44,19 +52,10 @@ _BLOCK_BYTES = 4 << 20  # is still in the processor's cache when it is written
 _SYNC_FILE_RANGE_WRITE = 2  # flag of sync_file_range(2)
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Dtype, shape and place of a tensor; `start` and `stop` are bytes from the file's start."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors, by name
 
 
-@dataclass(frozen=True)
-class ChecksummedRange:
+class ChecksummedRange(NamedTuple):
     """`length` bytes of a file, from `start` on, and their CRC-32 (as of zlib)."""
 
     start: int
@@ -64,18 +63,15 @@ class ChecksummedRange:
     checksum: int
 
 
-@dataclass(frozen=True)
 class FileLayout:
-    """Header and tensor places of a file that is to be written."""
+    """Header of a file that is to be written, and the places of its tensors.
 
-    header: bytes
-    entries: Mapping[str, TensorEntry]
-    nbytes: int
+    Raises ValueError for a dtype that the format lacks.
+    """
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> "FileLayout":
-        """Lay out tensors by name. Raises ValueError for a dtype that the format lacks."""
-        described: dict[str, Any] = {}
+    def __init__(self, tensors: Shapes) -> None:
+        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        places: dict[str, tuple[int, int]] = {}
         at = 0
         # Widest dtypes first, so that every tensor is aligned to its own item size.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
@@ -83,62 +79,34 @@ class FileLayout:
                 raise ValueError(
                     f"{name} is of dtype {dtype}, which safetensors files do not have: cast it"
                 )
-            stop = at + math.prod(shape) * dtype.itemsize
+            places[name] = (at, at + math.prod(shape) * dtype.itemsize)
             described[name] = {
                 "dtype": DTYPE_NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [at, stop],
+                "shape": shape,
+                "data_offsets": places[name],
             }
-            at = stop
-        text = json.dumps({"__metadata__": {"format": "pt"}, **described}).encode()
+            at = places[name][1]
+        text = json.dumps(described).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        header = len(text).to_bytes(8, "little") + text
-        entries = {
-            name: TensorEntry(*tensors[name], *(len(header) + at for at in entry["data_offsets"]))
-            for name, entry in described.items()
+        self.header = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.header) + at
+        # First and last byte of each tensor in the file.
+        self._places = {
+            name: (len(self.header) + start, len(self.header) + stop)
+            for name, (start, stop) in places.items()
         }
-        return cls(header, entries, len(header) + at)
 
+    def write_header(self, file: int) -> list[ChecksummedRange]:
+        """Write the header, which one process does, to an open file of full length."""
+        return _write(file, memoryview(self.header), 0)
 
-class RangeWriter:
-    """Writer of ranges of an existing file of full length. A context manager."""
-
-    def __init__(self, path: Path, layout: FileLayout) -> None:
-        self._layout = layout
-        self._file = os.open(path, os.O_WRONLY)
-        self.ranges: list[ChecksummedRange] = []  # written so far
-
-    def __enter__(self) -> "RangeWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._file)
-
-    def write_header(self) -> None:
-        """Write the header."""
-        self._write(memoryview(self._layout.header), 0)
-
-    def write(self, name: str, flat: Tensor, low: int) -> None:
+    def write(self, file: int, name: str, flat: Tensor, low: int) -> list[ChecksummedRange]:
         """Write a tensor's elements from `low` on, flat and in the dtype of the file."""
-        entry = self._layout.entries[name]
-        data = _as_bytes(flat)
-        start = entry.start + low * entry.dtype.itemsize
-        assert start + len(data) <= entry.stop
-        self._write(data, start)
-
-    def sync(self) -> None:
-        """Wait until everything written is on the disk."""
-        os.fsync(self._file)
-
-    def _write(self, data: memoryview, start: int) -> None:
-        for low in range(0, len(data), RANGE_BYTES):
-            part, checksum = data[low : low + RANGE_BYTES], 0
-            for at in range(0, len(part), _BLOCK_BYTES):
-                block = part[at : at + _BLOCK_BYTES]
-                checksum = zlib.crc32(block, checksum)
-                _write_all(self._file, block, start + low + at)
-                _start_writeback(self._file, start + low + at, len(block))
-            self.ranges.append(ChecksummedRange(start + low, len(part), checksum))
+        assert sys.byteorder == "little", "safetensors files are little-endian"
+        start, stop = self._places[name]
+        start += low * flat.element_size()
+        assert start + flat.nbytes <= stop
+        return _write(file, flat.detach().contiguous().view(torch.uint8).numpy().data, start)
 
 
 def open_tensors(path: Path) -> safe_open:
@@ -153,30 +121,6 @@ def open_tensors(path: Path) -> safe_open:
         raise ValueError(f"{path.name} is truncated, or not a safetensors file") from error
 
 
-def find_damage(path: Path, ranges: Iterable[ChecksummedRange]) -> ChecksummedRange | None:
-    """Return the first of these ranges of a file whose checksum differs, or None."""
-    buffer = memoryview(bytearray(RANGE_BYTES))
-    with path.open("rb") as file:
-        for part in ranges:
-            data = buffer[: part.length]
-            file.seek(part.start)
-            if file.readinto(data) != part.length or zlib.crc32(data) != part.checksum:
-                return part
-    return None
-
-
-def create(path: Path, nbytes: int) -> None:
-    """Create a file of `nbytes`, and reserve them on the disk. Raises OSError if it is full."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, nbytes)
-        else:
-            os.ftruncate(file, nbytes)
-    finally:
-        os.close(file)
-
-
 def sync_folder(folder: Path) -> None:
     """Wait until the entries of a folder, such as a renamed file, are on the disk."""
     file = os.open(folder, os.O_RDONLY)
@@ -186,32 +130,141 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def describe_write_error(error: OSError, nbytes: int, folder: Path) -> str:
-    """Return what failed; for a full disk, with the bytes needed and the bytes free."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not folder.exists():
-        return f"{folder}: {error.strerror}"
-    free = shutil.disk_usage(folder).free
-    return (
-        f"{error.strerror}: it needs {nbytes / 1e6:.1f} MB, of which {free / 1e6:.1f} MB are free "
-        f"in {folder} now"
-    )
+def _write(file: int, data: memoryview, start: int) -> list[ChecksummedRange]:
+    """Write data; the disk begins at once (Linux), rather than at the fsync after all writes."""
+    ranges = []
+    for low in range(0, len(data), RANGE_BYTES):
+        part, checksum = data[low : low + RANGE_BYTES], 0
+        for at in range(0, len(part), _BLOCK_BYTES):
+            block, offset = part[at : at + _BLOCK_BYTES], start + low + at
+            checksum = zlib.crc32(block, checksum)
+            written = 0
+            while written < len(block):
+                written += os.pwrite(file, block[written:], offset + written)
+            if _sync_file_range is not None:
+                extent = ctypes.c_int64(offset), ctypes.c_int64(len(block))
+                _sync_file_range(file, *extent, _SYNC_FILE_RANGE_WRITE)
+        ranges.append(ChecksummedRange(start + low, len(part), checksum))
+    return ranges
 
 
-def _write_all(file: int, data: memoryview, start: int) -> None:
-    written = 0
-    while written < len(data):
-        written += os.pwrite(file, data[written:], start + written)
+@dataclass(frozen=True)
+class ParameterState:
+    """Optimizer state of one parameter, without the tensors of the parameter's shape."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # the dimensions in memory order (`zero.tensor_views.order`)
+    tensor_keys: tuple[str, ...]  # keys of the tensors in OPTIMIZER, which lie in this order
+    others: dict[str, Any]  # other values, as `encode_values` returns them
 
 
-def _start_writeback(file: int, start: int, length: int) -> None:
-    """Start writing pages to the disk now (Linux), rather than at the fsync after the last one."""
-    if _sync_file_range is not None:
-        offset, nbytes = ctypes.c_int64(start), ctypes.c_int64(length)
-        _sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+@dataclass(frozen=True)
+class Manifest:
+    """Content of manifest.json."""
+
+    step: int  # number of steps taken
+    date: str
+    versions: dict[str, str]
+    world: dict[str, Any]  # "ranks" and "nodes" that wrote it
+    config: dict[str, Any]
+    samples: int
+    skipped_steps: int
+    eval_loss: float | None
+    wrote_s: float  # seconds from the snapshot until every rank's part was on the disk
+    param_groups: list[dict[str, Any]]
+    loss_scale: dict[str, Any]
+    parameter_states: dict[str, ParameterState]
+    checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(part.length for parts in self.checksums.values() for part in parts)
+
+    @property
+    def writers(self) -> str:
+        """The size of the world that wrote it, as in "2 ranks on 1 node"."""
+        counts = ((self.world[f"{kind}s"], kind) for kind in ("rank", "node"))
+        return " on ".join(f"{count} {kind}{'s' * (count > 1)}" for count, kind in counts)
+
+    def to_json(self) -> str:
+        """Return the text of the file. Raises ValueError for an option that JSON cannot hold."""
+        fields = asdict(self)
+        for name, key in _KEYS.items():
+            fields[key] = fields.pop(name)
+        for state in fields["kept"].values():
+            state["by_element"] = state.pop("tensor_keys")
+        try:
+            content = json.dumps(fields)
+        except TypeError as error:
+            raise ValueError(f"the optimizer's options cannot be saved: {error}") from error
+        whole = {"format": FORMAT, "checksum": zlib.crc32(content.encode()), "content": content}
+        return json.dumps(whole, indent=1) + "\n"
 
 
-def _as_bytes(flat: Tensor) -> memoryview:
-    """Return a view of the bytes of a flat host tensor."""
-    assert sys.byteorder == "little", "safetensors files are little-endian; nothing is swapped here"
-    array = flat.detach().contiguous().view(torch.uint8).numpy()
-    return memoryview(array.data)
+# Names in the file of fields that have other names here.
+_KEYS = {"param_groups": "groups", "parameter_states": "kept", "checksums": "runs"}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises ValueError if it is missing or damaged."""
+    damaged = ValueError(f"{FILE} is not that of a checkpoint, or is damaged")
+    try:
+        whole = json.loads((folder / FILE).read_bytes())
+        version, content, checksum = whole["format"], str(whole["content"]), whole["checksum"]
+    except OSError as error:
+        raise ValueError(f"{FILE} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged from error
+    if version != FORMAT:
+        raise ValueError(f"{FILE} is of format {version!r}, and this program reads {FORMAT!r}")
+    if zlib.crc32(content.encode()) != checksum:
+        raise ValueError(f"{FILE} is damaged: its checksum differs")
+    try:
+        return _from_fields(json.loads(content))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged from error
+
+
+def _from_fields(fields: dict[str, Any]) -> Manifest:
+    for name, key in _KEYS.items():
+        fields[name] = fields.pop(key)
+    fields["parameter_states"] = {
+        name: ParameterState(
+            tuple(s["shape"]), tuple(s["order"]), tuple(s["by_element"]), s["others"]
+        )
+        for name, s in fields["parameter_states"].items()
+    }
+    fields["checksums"] = {
+        name: [ChecksummedRange(*part) for part in parts]
+        for name, parts in fields["checksums"].items()
+    }
+    return Manifest(**fields)
+
+
+def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode small optimizer state (numbers, strings and small tensors) for JSON.
+
+    Raises ValueError for a value of another type.
+    """
+    encoded: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.dtype in DTYPE_NAMES:
+            wide = value.detach().cpu().double() if value.is_floating_point() else value.cpu()
+            encoded[key] = {"dtype": DTYPE_NAMES[value.dtype], "value": wide.tolist()}
+        elif value is None or isinstance(value, bool | int | float | str):
+            encoded[key] = {"value": value}
+        else:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the optimizer's {key} cannot be saved: it is of type {kind}")
+    return encoded
+
+
+def decode_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Invert `encode_values`."""
+    return {
+        key: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]])
+        if "dtype" in value
+        else value["value"]
+        for key, value in values.items()
+    }

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,13 +13,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mntrain.checkpoint import manifest, random_state
-from mntrain.checkpoint.format import find_damage, open_tensors
-from mntrain.checkpoint.manifest import FILE, FILES, MODEL, OPTIMIZER, RANDOM, Manifest
+from mntrain.checkpoint.format import (
+    FILE,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    RANGE_BYTES,
+    Manifest,
+    decode_values,
+    open_tensors,
+    read_manifest,
+)
+from mntrain.checkpoint.shards import set_random_states
 from mntrain.errors import AgreedError
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
-from zero.state import StateSlice
 
 # Options of parameter groups that are not restored: the job may change them, or they depend on the
 # device.
@@ -58,7 +68,7 @@ def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
     losses: dict[Path, float] = {}
     for path in paths:
         with suppress(ValueError):
-            loss = manifest.read(path).eval_loss
+            loss = read_manifest(path).eval_loss
             if loss is not None:
                 losses[path] = loss
     return losses
@@ -69,16 +79,12 @@ def inspect(path: Path) -> Manifest:
 
     Local. Raises ValueError for an incomplete checkpoint. Checksums are left to `verify`.
     """
-    content = manifest.read(path)
+    content = read_manifest(path)
     for name in FILES:
         if not (path / name).is_file():
             raise ValueError(f"{name} is missing")
         open_tensors(path / name)
-        length = 0
-        for part in content.checksums[name]:
-            if part.start != length:
-                raise ValueError(f"{FILE} has no checksum for byte {length} of {name}")
-            length += part.length
+        length = sum(part.length for part in content.checksums[name])  # they lie end to end
         if (nbytes := (path / name).stat().st_size) != length:
             raise ValueError(f"{name} has {nbytes} bytes, and was written with {length}")
     return content
@@ -91,10 +97,15 @@ def verify(
 
     Each of `size` callers verifies a different part. Raises ValueError for damaged bytes.
     """
+    buffer = memoryview(bytearray(RANGE_BYTES))
     for name in files:
-        if damage := find_damage(path / name, content.checksums[name][rank::size]):
-            stop = damage.start + damage.length
-            raise ValueError(f"{name} is damaged between bytes {damage.start} and {stop}")
+        with (path / name).open("rb") as file:
+            for start, length, checksum in content.checksums[name][rank::size]:
+                data = buffer[:length]
+                file.seek(start)
+                if file.readinto(data) != length or zlib.crc32(data) != checksum:
+                    stop = start + length
+                    raise ValueError(f"{name} is damaged between bytes {start} and {stop}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,6 @@ def newest(world: World, where: Path) -> FoundCheckpoint | None:
         try:
             with world.agreement():
                 content = inspect(path)
-            with world.agreement():
                 verify(path, content, FILES, world.rank, world.size)
         except AgreedError as error:
             skipped[path] = str(error)
@@ -157,13 +167,10 @@ def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, wor
             group.update({k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)})
 
 
-def restore_randomness(found: FoundCheckpoint, world: World) -> bool:
-    """Restore this rank's random generators if as many ranks saved. Local.
-
-    Returns True if they were restored.
-    """
+def restore_randomness(found: FoundCheckpoint, world: World) -> None:
+    """Restore this rank's random generators if as many ranks saved. Local."""
     if found.manifest.world["ranks"] != world.size:
-        return False
+        return
     prefix = f"{world.rank}/"
     with open_tensors(found.path / RANDOM) as file:
         states = {
@@ -171,19 +178,18 @@ def restore_randomness(found: FoundCheckpoint, world: World) -> bool:
             for name in file.keys()  # noqa: SIM118 - not a mapping
             if name.startswith(prefix)
         }
-    random_state.restore(states, world.device)
-    return True
+    set_random_states(states, world.device)
 
 
 def _load_model(file: safe_open, model: nn.Module) -> None:
     state: dict[str, Tensor] = model.state_dict()
     saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    wrong = [f"it lacks {name}" for name in state if name not in saved]
-    wrong += [f"it has {name}, which this model has not" for name in saved if name not in state]
-    wrong += [
-        f"{name} is {saved[name]} in the checkpoint, {tuple(tensor.shape)} in the model"
-        for name, tensor in state.items()
-        if name in saved and saved[name] != tuple(tensor.shape)
+    present = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wrong = [
+        f"{name} is {saved.get(name, 'absent')} in the checkpoint, {present.get(name, 'absent')} "
+        "in the model"
+        for name in {**present, **saved}
+        if saved.get(name) != present.get(name)
     ]
     if wrong:
         raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong)}")
@@ -199,18 +205,14 @@ def _read_slices(
         if piece.name not in content.parameter_states:
             continue  # the optimizer raises for the missing slice
         saved = content.parameter_states[piece.name]
-        tensors = {}
-        if saved.shape == piece.shape:
-            tensors = {
-                key: file.get_tensor(f"{piece.name}/{key}").reshape(-1)[piece.low : piece.high]
-                for key in saved.tensor_keys
-            }
-        yield StateSlice(
-            piece.name,
-            saved.shape,
-            saved.order,
-            piece.low,
-            piece.high,
-            tensors,
-            manifest.decode_values(saved.others),
+        keys = saved.tensor_keys if saved.shape == piece.shape else ()
+        tensors = {
+            key: file.get_tensor(f"{piece.name}/{key}").reshape(-1)[piece.low : piece.high]
+            for key in keys
+        }
+        yield piece._replace(
+            shape=saved.shape,
+            order=saved.order,
+            tensors=tensors,
+            others=decode_values(saved.others),
         )._asdict()

@@ -10,10 +10,11 @@ advance    all ranks learn that the checkpoint is complete
 All messages are sent by the calling thread. The writing thread of a rank only polls for results.
 """
 
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,23 +25,25 @@ from torch import Tensor, nn
 
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
-from mntrain.checkpoint.format import ChecksummedRange, FileLayout
-from mntrain.checkpoint.manifest import FILES, MODEL, Manifest
+from mntrain.checkpoint.format import FILES, MODEL, FileLayout, Manifest
 from mntrain.checkpoint.reader import checkpoint_name, eval_losses, list_checkpoints
-from mntrain.checkpoint.shards import CheckpointShard, ShardOutline, parameter_states, shapes_of
-from mntrain.checkpoint.snapshot import Snapshot, SnapshotBuffer, TensorRange
-from mntrain.checkpoint.writer import CheckpointFolder
+from mntrain.checkpoint.shards import (
+    CheckpointShard,
+    ShardOutline,
+    SnapshotBuffer,
+    TensorRange,
+    shapes_of,
+)
+from mntrain.checkpoint.writer import Checksums, PendingSave
 from mntrain.comm.pending import Future as CommFuture
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
-Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 WriteResult = tuple[str | None, Checksums]  # of one rank; an error if it could not write
 T = TypeVar("T")
 
 _POLL_S = 0.001
-_SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,6 @@ class SavedCheckpoint:
     seconds: float
 
 
-@dataclass
-class _PendingSave:
-    """A save in progress. The futures are of this rank's writing thread."""
-
-    target: Path
-    manifest: Manifest  # completed as the save proceeds
-    start: float
-    folder: CheckpointFolder = field(default_factory=CheckpointFolder)
-    prepared: Future[None] = field(default_factory=Future)
-    written: Future[Checksums] = field(default_factory=Future)
-    published: Future[None] | None = None  # on other ranks than the master: all ranks have written
-
-
 class Saver:
     """Saves a run into its directory, one checkpoint at a time. Created by all ranks.
 
@@ -88,15 +78,13 @@ class Saver:
     ) -> None:
         self._world, self._model, self._optimizer = world, model, optimizer
         self._run_dir, self._keep = run_dir, keep
-        self._buffer = SnapshotBuffer()
+        self._buffer = SnapshotBuffer(world.device)
         on_gpu = world.device.type == "cuda"
         initializer = partial(torch.cuda.set_device, world.device) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=initializer)
-        self._reserved: Future[None] | None = None
-        self._pending: _PendingSave | None = None
-        self._snapshot: Snapshot | None = None  # until the next update
-        if on_gpu:
-            optimizer.register_step_pre_hook(self._before_update)
+        self._pending: PendingSave | None = None
+        if on_gpu:  # the optimizer's update waits for the snapshot
+            optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
 
     def check(self) -> None:
         """Raise ValueError for a model that cannot be saved. Local."""
@@ -106,7 +94,7 @@ class Saver:
                     f"the model's state has {name}, a {type(value).__name__}: a checkpoint holds "
                     "tensors; make it one, or leave out --checkpoint.every"
                 )
-        FileLayout.of(shapes_of(self._model.state_dict()))
+        FileLayout(shapes_of(self._model.state_dict()))
 
     def best_loss(self, last: int) -> float | None:
         """Return the lowest evaluation loss of checkpoints up to step `last`. Collective."""
@@ -119,26 +107,16 @@ class Saver:
         """True while a save is in progress. Equal on all ranks."""
         return self._pending is not None
 
-    def prepare(self) -> None:
-        """Allocate the snapshot memory in a thread, so that the first save is not slower. Local.
-
-        Call it after the first step: the optimizer has no state before.
-        """
-        nbytes = self._shard().nbytes + _SPARE_BYTES
-        device = self._world.device
-        pinned_for = device if device.type == "cuda" else None
-        self._reserved = self._thread.submit(self._buffer.reserve, nbytes, pinned_for=pinned_for)
-
     def begin(self, progress: RunProgress) -> None:
         """Take a snapshot, and write it in a thread. Collective.
 
         No other save may be in progress: call `finish` first. Errors are raised by `advance`.
         """
-        self._begin(progress, self._take_snapshot)
+        self._begin(progress, in_background=True)
 
     def save(self, progress: RunProgress) -> SavedCheckpoint:
         """Save synchronously, without a snapshot. Collective. Raises AgreedError as `advance`."""
-        self._begin(progress, self._synchronize)
+        self._begin(progress, in_background=False)
         saved = self.finish()
         self._thread.submit(lambda: None).result()  # until old checkpoints are removed
         return saved
@@ -153,7 +131,7 @@ class Saver:
             return 0
         if save.published is not None:
             return self._world.size if self._world.master and save.published.done() else 0
-        return self._world.size if save.folder.abandoned.is_set() else int(save.written.done())
+        return self._world.size if save.abandoned.is_set() else int(save.written.done())
 
     def advance(self) -> SavedCheckpoint | None:
         """Complete the present phase of a save: writing, then publishing. Collective.
@@ -171,11 +149,11 @@ class Saver:
                 save.published.result()
         except AgreedError as error:
             self._pending = None
-            if self._world.master:
-                writer.discard(save.folder)
+            if self._world.master and save.folder is not None:
+                shutil.rmtree(save.folder, ignore_errors=True)
             raise AgreedError(f"{save.target} was not saved: {error}", self._world.rank) from error
         self._pending = None
-        return SavedCheckpoint(save.target, save.folder.nbytes, time.perf_counter() - save.start)
+        return SavedCheckpoint(save.target, save.nbytes, time.perf_counter() - save.start)
 
     def finish(self) -> SavedCheckpoint:
         """Wait until the save in progress is complete. Collective. Raises as `advance`."""
@@ -183,78 +161,60 @@ class Saver:
             pass
         return saved
 
-    def _shard(self) -> CheckpointShard:
-        return CheckpointShard(self._world, self._model, self._optimizer)
-
-    def _take_snapshot(self, ranges: Iterable[TensorRange]) -> Iterable[TensorRange]:
-        if self._reserved is not None:
-            wait([self._reserved])
+    def _ranges(self, shard: CheckpointShard, in_background: bool) -> Iterable[TensorRange]:
+        """Return this rank's ranges; a snapshot if training continues while they are written."""
+        if not in_background:
+            if self._world.device.type == "cuda":  # which may still be computing them
+                torch.cuda.current_stream(self._world.device).synchronize()
+            return shard.ranges()
         buffers = {name for name, _ in self._model.named_buffers()}
-        self._snapshot = self._buffer.copy(
-            list(ranges), in_order=lambda item: item.file == MODEL and item.name in buffers
+        return self._buffer.copy(
+            list(shard.ranges()), in_order=lambda item: item.file == MODEL and item.name in buffers
         )
-        return self._snapshot.ranges
 
-    def _before_update(self, *_: Any) -> None:
-        """Make the optimizer's update wait for the snapshot."""
-        if self._snapshot is not None:
-            self._snapshot.before_changes()
-            self._snapshot = None
-
-    def _synchronize(self, ranges: Iterable[TensorRange]) -> Iterable[TensorRange]:
-        """Return the ranges after the GPU has finished the work that computes them."""
-        if self._world.device.type == "cuda":
-            torch.cuda.current_stream(self._world.device).synchronize()
-        return ranges
-
-    def _begin(
-        self,
-        progress: RunProgress,
-        stabilize: Callable[[Iterable[TensorRange]], Iterable[TensorRange]],
-    ) -> None:
-        """Start a save of this rank's ranges, after `stabilize` has made them safe to read."""
+    def _begin(self, progress: RunProgress, *, in_background: bool) -> None:
         assert self._pending is None, "a save is in progress: call finish first"
         start = time.perf_counter()
         self._optimizer.wait_for_parameters()
-        shard = self._shard()
+        shard = CheckpointShard(self._world, self._model, self._optimizer)
         outlines = self._world.gather_later(shard.outline())
         target = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        save = _PendingSave(target, self._manifest(progress), start)
+        save = PendingSave(target, self._manifest(progress), start)
         try:
-            ranges = stabilize(shard.ranges())
+            ranges = self._ranges(shard, in_background)
         except RuntimeError as error:  # out of memory for the snapshot
             ranges = _raise_when_read(error)
         save.prepared = self._thread.submit(self._prepare, save, shard, outlines)
         headers = self._world.master
-        save.written = self._thread.submit(writer.write, save.folder, ranges, headers=headers)
+        save.written = self._thread.submit(writer.write, save, ranges, headers=headers)
         self._pending = save
 
     def _prepare(
-        self, save: _PendingSave, shard: CheckpointShard, gathered: CommFuture[list[ShardOutline]]
+        self, save: PendingSave, shard: CheckpointShard, gathered: CommFuture[list[ShardOutline]]
     ) -> None:
         """Lay out the files, and create them on the master. In the writing thread."""
         try:
             outlines = _poll(gathered)
             _raise_any([outline.error for outline in outlines], ValueError)
-            save.manifest = replace(save.manifest, parameter_states=parameter_states(outlines))
-            save.folder.path = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
-            save.folder.layouts = shard.layouts(outlines)
+            save.layouts, states = shard.layouts(outlines)
+            save.manifest = replace(save.manifest, parameter_states=states)
+            save.folder = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
             if self._world.master:
-                writer.make_folder(save.folder)
+                writer.make_folder(save, save.folder)
         except BaseException:
-            save.folder.abandoned.set()
+            save.abandoned.set()
             raise
 
-    def _publish(self, save: _PendingSave) -> Future[None]:
+    def _publish(self, save: PendingSave) -> Future[None]:
         """Exchange what all ranks have written; the master's thread then publishes it."""
         try:
             with self._world.agreement():
                 save.prepared.result()
         except AgreedError:
-            save.folder.abandoned.set()
+            save.abandoned.set()
             wait([save.written])
             raise
-        save.folder.created.set()
+        save.created.set()
         wait([save.written])
         result: WriteResult
         try:
@@ -263,7 +223,7 @@ class Saver:
             result = str(error), {}
         return self._thread.submit(self._complete, save, self._world.gather_later(result))
 
-    def _complete(self, save: _PendingSave, gathered: CommFuture[list[WriteResult]]) -> None:
+    def _complete(self, save: PendingSave, gathered: CommFuture[list[WriteResult]]) -> None:
         """Publish the checkpoint, on the master, if all ranks have written. In the thread."""
         results = _poll(gathered)
         _raise_any([error for error, _ in results], OSError)
@@ -275,6 +235,7 @@ class Saver:
         }
         wrote_s = time.perf_counter() - save.start
         content = replace(save.manifest, wrote_s=wrote_s, checksums=checksums)
+        assert save.folder is not None
         writer.publish(save.folder, save.target, content)
         self._thread.submit(writer.remove_old, self._run_dir, self._keep)
 
@@ -282,14 +243,10 @@ class Saver:
         """Return the manifest of the present state, to be completed by what all ranks write."""
         world, state = self._world, self._optimizer.state_dict()
         return Manifest(
-            step=progress.step,
+            **vars(progress),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"mntrain": __version__, "torch": torch.__version__},
             world={"ranks": world.size, "nodes": len(world.topology.nodes)},
-            config=dict(progress.config),
-            samples=progress.samples,
-            skipped_steps=progress.skipped_steps,
-            eval_loss=progress.eval_loss,
             wrote_s=0.0,
             param_groups=state["param_groups"],
             loss_scale=state["loss_scale"],

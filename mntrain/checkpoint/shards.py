@@ -1,35 +1,60 @@
-"""Division of a checkpoint among the ranks.
+"""The part of a checkpoint that a rank saves, and its snapshot.
 
-A rank saves the optimizer state of its own shard, and an equal part of everything that all ranks
-hold in full: the model, and at stage 0 the optimizer state.
+A rank saves the optimizer state of its own shard, its random generators, and an equal part of
+everything that all ranks hold in full: the model, and at stage 0 the optimizer state. Training may
+change the tensors while their snapshot is written. On a GPU, only the snapshot's consumers wait:
+
+    training stream   ... step | E1 | forward, backward        | wait E2, step ...
+    side stream             wait E1 | copy to pinned memory | E2 |
+    writing thread                                       waits E2 | writes
 """
 
+import math
+import random
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mntrain.checkpoint import manifest, random_state
-from mntrain.checkpoint.format import FileLayout
-from mntrain.checkpoint.manifest import MODEL, OPTIMIZER, RANDOM, ParameterState
-from mntrain.checkpoint.snapshot import TensorRange
+from mntrain.checkpoint.format import (
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    FileLayout,
+    ParameterState,
+    Shapes,
+    encode_values,
+)
+from mntrain.comm.device_copy import pin
 from mntrain.world import World
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
 from zero.state import StateSlice
 
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-# A slice without its tensors, and their dtypes.
-SliceOutline = tuple[StateSlice, dict[str, torch.dtype]]
+_ALIGNMENT = 64  # bytes, of a tensor in a snapshot
+_PYTHON = struct.Struct("<?d")  # whether random.gauss has a cached value, and the value
+_NUMPY = struct.Struct("<i?d")  # position, whether there is a cached normal value, the value
 
 
-@dataclass(frozen=True)
-class ShardOutline:
+class TensorRange(NamedTuple):
+    """Elements of a tensor in a file: flat, the first of them being element `low`."""
+
+    file: str
+    name: str
+    flat: Tensor
+    low: int
+
+
+class ShardOutline(NamedTuple):
     """Description of what one rank saves, without the tensors. Exchanged between ranks."""
 
-    slices: list[SliceOutline]
+    # Slices without their tensors, and the tensors' dtypes by key.
+    slices: list[tuple[StateSlice, dict[str, torch.dtype]]]
     random: dict[str, int]  # bytes of the random states, by source
     token: str  # unique; rank 0's is part of the temporary folder's name
     error: str | None = None  # the reason why it cannot be saved
@@ -41,24 +66,22 @@ class CheckpointShard:
     def __init__(self, world: World, model: nn.Module, optimizer: ZeroOptimizer) -> None:
         self._rank, self._size = world.rank, world.size
         self._model: dict[str, Tensor] = dict(model.state_dict())
-        self._slices = _values_on_host(self._own_slices(optimizer))
-        self._random = random_state.capture(world.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate number of bytes."""
-        state = sum(tensor.nbytes for piece in self._slices for tensor in piece.tensors.values())
-        model = sum(tensor.nbytes for tensor in self._model.values()) // self._size
-        return state + model + sum(tensor.nbytes for tensor in self._random.values())
+        self._slices = list(self._own_slices(optimizer))
+        self._random = _random_states(world.device)
 
     def outline(self) -> ShardOutline:
         """Describe this shard to the other ranks."""
         sizes = {key: len(state) for key, state in self._random.items()}
         token = secrets.token_hex(4)
+        slices = []
         try:
-            return ShardOutline([_outline(piece) for piece in self._slices], sizes, token)
+            for piece in self._slices:
+                dtypes = {key: tensor.dtype for key, tensor in piece.tensors.items()}
+                others = encode_values(piece.others)
+                slices.append((piece._replace(tensors={}, others=others), dtypes))
         except ValueError as error:
             return ShardOutline([], sizes, token, str(error))
+        return ShardOutline(slices, sizes, token)
 
     def ranges(self) -> Iterator[TensorRange]:
         """Yield all ranges to write. They are views, but for parameters that are not contiguous."""
@@ -72,18 +95,32 @@ class CheckpointShard:
         for key, state in self._random.items():
             yield TensorRange(RANDOM, f"{self._rank}/{key}", state, 0)
 
-    def layouts(self, outlines: Sequence[ShardOutline]) -> dict[str, FileLayout]:
-        """Lay out the files of the whole checkpoint. Raises ValueError as `FileLayout.of`."""
-        random_shapes: Shapes = {
-            f"{rank}/{key}": (torch.uint8, (length,))
-            for rank, outline in enumerate(outlines)
-            for key, length in outline.random.items()
+    def layouts(
+        self, outlines: Sequence[ShardOutline]
+    ) -> tuple[dict[str, FileLayout], dict[str, ParameterState]]:
+        """Return the layouts of the whole checkpoint's files, and the parameters' states.
+
+        Raises ValueError as `FileLayout`.
+        """
+        shapes: Shapes = {}
+        random_shapes: Shapes = {}
+        states: dict[str, ParameterState] = {}
+        for rank, outline in enumerate(outlines):
+            for key, length in outline.random.items():
+                random_shapes[f"{rank}/{key}"] = (torch.uint8, (length,))
+            for piece, dtypes in outline.slices:
+                state = ParameterState(piece.shape, piece.order, tuple(dtypes), piece.others)
+                states.setdefault(piece.name, state)
+                # A row-major tensor gets the parameter's shape; in another order it stays flat.
+                row_major = list(piece.order) == sorted(piece.order)
+                shape = piece.shape if row_major else (math.prod(piece.shape),)
+                shapes |= {f"{piece.name}/{key}": (dtype, shape) for key, dtype in dtypes.items()}
+        layouts = {
+            MODEL: FileLayout(shapes_of(self._model)),
+            OPTIMIZER: FileLayout(shapes),
+            RANDOM: FileLayout(random_shapes),
         }
-        return {
-            MODEL: FileLayout.of(shapes_of(self._model)),
-            OPTIMIZER: FileLayout.of(_state_shapes(outlines)),
-            RANDOM: FileLayout.of(random_shapes),
-        }
+        return layouts, states
 
     def _own_slices(self, optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
         slices = list(optimizer.slices())
@@ -111,50 +148,114 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def parameter_states(outlines: Iterable[ShardOutline]) -> dict[str, ParameterState]:
-    """Return the manifest's record of each parameter's optimizer state."""
-    states: dict[str, ParameterState] = {}
-    for outline in outlines:
-        for piece, dtypes in outline.slices:
-            states.setdefault(
-                piece.name, ParameterState(piece.shape, piece.order, tuple(dtypes), piece.others)
-            )
+class SnapshotBuffer:
+    """Host memory for snapshots, reused because fresh pages would cost more than the copy.
+
+    `device` is that of the tensors; some of them may be on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+
+    def _reserve(self, nbytes: int) -> None:
+        """Allocate this much memory, pinned for copies from a GPU."""
+        if self._unpin is not None:
+            self._unpin()
+        self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        if self._stream is not None:
+            unpin, _ = pin(self._memory, self._device)  # unpinned copies are slower, but correct
+            # The finalizer's reference keeps the memory alive until it is unpinned.
+            self._unpin = weakref.finalize(self, lambda memory: unpin(), self._memory)
+
+    def copy(
+        self,
+        ranges: Sequence[TensorRange],
+        in_order: Callable[[TensorRange], bool] = lambda item: False,
+    ) -> Iterable[TensorRange]:
+        """Copy ranges into this memory, over the last snapshot; return them, to iterate over once.
+
+        Copies from host memory are complete on return. Copies from a GPU are enqueued on a side
+        stream, and iterating waits for them. Those of ranges that `in_order` selects are enqueued
+        on the current stream, because the next forward may change the originals.
+        """
+        starts, end = [], 0
+        for item in ranges:
+            starts.append(end)
+            end += -(-item.flat.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if end > self._memory.numel():
+            self._reserve(end)
+        copies, on_side_stream = [], []
+        for item, start in zip(ranges, starts, strict=True):
+            target = self._memory[start : start + item.flat.nbytes].view(item.flat.dtype)
+            copies.append(item._replace(flat=target))
+            if item.flat.is_cuda and not in_order(item):
+                on_side_stream.append((target, item.flat))
+            else:
+                target.copy_(item.flat.detach(), non_blocking=True)
+        if self._stream is None:
+            return copies
+        self._copied = _copy_on(self._stream, on_side_stream)
+        return _after(self._copied, copies)
+
+    def before_changes(self) -> None:
+        """Make the current stream wait for the copies, before the originals are changed."""
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
+
+def _copy_on(stream: torch.cuda.Stream, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+    """Enqueue copies on a stream after the device's present work; return the event of their end."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    done = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
+    with torch.cuda.stream(stream):
+        for target, flat in pairs:
+            target.copy_(flat.detach(), non_blocking=True)
+            flat.record_stream(stream)  # `flat` may be a temporary with no other owner
+        done.record(stream)
+    return done
+
+
+def _after(event: torch.cuda.Event, ranges: Iterable[TensorRange]) -> Iterator[TensorRange]:
+    """Yield the ranges after waiting for an event, in the thread that iterates."""
+    event.synchronize()
+    yield from ranges
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the generators of torch, Python and numpy as bytes, by source."""
+    version, words, gauss = random.getstate()
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    python_words = np.array([version, *words], dtype="<u4").tobytes()
+    numpy_words = state["state"]["key"].astype("<u4").tobytes()
+    data = {
+        "python": _PYTHON.pack(gauss is not None, gauss or 0.0) + python_words,
+        "numpy": _NUMPY.pack(state["state"]["pos"], bool(state["has_gauss"]), state["gauss"])
+        + numpy_words,
+    }
+    states = {k: torch.frombuffer(bytearray(d), dtype=torch.uint8) for k, d in data.items()}
+    states["torch"] = torch.get_rng_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def _values_on_host(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """Return the slices with small values, such as step counts, moved from a GPU to the host.
-
-    All values of one dtype are copied at once: each copy waits for the GPU.
-    """
-    slices = list(slices)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for piece in slices:
-        for value in piece.others.values():
-            if isinstance(value, Tensor) and value.is_cuda:
-                by_dtype.setdefault(value.dtype, []).append(value)
-    copies: dict[int, Tensor] = {}
-    for tensors in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        copies |= {id(t): part.view(t.shape) for t, part in zip(tensors, parts, strict=True)}
-    return [
-        piece._replace(others={key: copies.get(id(v), v) for key, v in piece.others.items()})
-        for piece in slices
-    ]
-
-
-def _outline(piece: StateSlice) -> SliceOutline:
-    dtypes = {key: tensor.dtype for key, tensor in piece.tensors.items()}
-    return piece._replace(tensors={}, others=manifest.encode_values(piece.others)), dtypes
-
-
-def _state_shapes(outlines: Iterable[ShardOutline]) -> Shapes:
-    shapes: Shapes = {}
-    for outline in outlines:
-        for piece, dtypes in outline.slices:
-            # A row-major tensor gets the parameter's shape; one in another memory order stays flat.
-            row_major = list(piece.order) == sorted(piece.order)
-            shape = piece.shape if row_major else (torch.Size(piece.shape).numel(),)
-            shapes |= {f"{piece.name}/{key}": (dtype, shape) for key, dtype in dtypes.items()}
-    return shapes
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set this process's random generators to saved states, by source."""
+    torch.set_rng_state(states["torch"])
+    data = states["python"].numpy().tobytes()
+    has_gauss, gauss = _PYTHON.unpack_from(data)
+    version, *words = np.frombuffer(data[_PYTHON.size :], dtype="<u4").tolist()
+    random.setstate((version, tuple(words), gauss if has_gauss else None))
+    data = states["numpy"].numpy().tobytes()
+    position, has_gauss, gauss = _NUMPY.unpack_from(data)
+    keys = np.frombuffer(data[_NUMPY.size :], dtype="<u4")
+    np.random.set_state(("MT19937", keys, position, int(has_gauss), gauss))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

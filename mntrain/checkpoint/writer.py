@@ -12,92 +12,101 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mntrain.checkpoint import manifest
 from mntrain.checkpoint.format import (
+    FILE,
     ChecksummedRange,
     FileLayout,
-    RangeWriter,
-    create,
-    describe_write_error,
+    Manifest,
     sync_folder,
 )
-from mntrain.checkpoint.manifest import Manifest
 from mntrain.checkpoint.reader import eval_losses, list_checkpoints
-from mntrain.checkpoint.snapshot import TensorRange
+from mntrain.checkpoint.shards import TensorRange
+
+Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 
 _POLL_S = 0.01
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
 
 @dataclass
-class CheckpointFolder:
-    """The temporary folder of a save, filled in as the save proceeds."""
+class PendingSave:
+    """A save in progress. The futures are of this rank's writing thread."""
 
-    path: Path = Path()
+    target: Path
+    manifest: Manifest  # completed as the save proceeds
+    start: float
+    folder: Path | None = None  # the temporary one
     layouts: Mapping[str, FileLayout] = field(default_factory=dict)
-    created: threading.Event = field(default_factory=threading.Event)  # by the master
+    created: threading.Event = field(default_factory=threading.Event)  # the folder, by the master
     abandoned: threading.Event = field(default_factory=threading.Event)  # will not be created
+    prepared: Future[None] = field(default_factory=Future)
+    written: Future[Checksums] = field(default_factory=Future)
+    published: Future[None] | None = None  # on other ranks than the master: all ranks have written
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files but the manifest."""
         return sum(layout.nbytes for layout in self.layouts.values())
 
 
-def make_folder(folder: CheckpointFolder) -> None:
+def make_folder(save: PendingSave, folder: Path) -> None:
     """Create the folder and its files, on the master. Raises OSError, as of a full disk."""
-    hidden = folder.path.with_name(f"{folder.path.name}.new")
+    hidden = folder.with_name(f"{folder.name}.new")
     try:
         hidden.mkdir(parents=True)
-        for name, layout in folder.layouts.items():
-            create(hidden / name, layout.nbytes)
-        hidden.rename(folder.path)
+        for name, layout in save.layouts.items():
+            with (hidden / name).open("xb") as file:
+                if hasattr(os, "posix_fallocate"):  # reserves the space
+                    os.posix_fallocate(file.fileno(), 0, layout.nbytes)
+                else:
+                    file.truncate(layout.nbytes)
+        hidden.rename(folder)
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
-        raise OSError(describe_write_error(error, folder.nbytes, folder.path.parent)) from error
+        raise OSError(
+            f"{error.strerror}: it needs {save.nbytes / 1e6:.1f} MB in {folder.parent}"
+        ) from error
 
 
-def write(
-    folder: CheckpointFolder, ranges: Iterable[TensorRange], *, headers: bool
-) -> dict[str, list[ChecksummedRange]]:
+def write(save: PendingSave, ranges: Iterable[TensorRange], *, headers: bool) -> Checksums:
     """Write ranges, and the files' headers if requested, once the folder exists.
 
     Returns the written ranges by file, after they are on the disk. Raises OSError.
     """
-    _wait_for(folder)
-    with ExitStack() as files:
-        writers = {
-            name: files.enter_context(RangeWriter(folder.path / name, layout))
-            for name, layout in folder.layouts.items()
-        }
-        if headers:
-            for writer in writers.values():
-                writer.write_header()
-        for item in ranges:
-            writers[item.file].write(item.name, item.flat.cpu(), item.low)
-        for writer in writers.values():
-            writer.sync()
-        return {name: writer.ranges for name, writer in writers.items()}
+    folder = _wait_for_folder(save)
+    files: dict[str, int] = {}
+    written: Checksums = {name: [] for name in save.layouts}
+    with ExitStack() as stack:
+        for name, layout in save.layouts.items():
+            file = stack.enter_context((folder / name).open("r+b", buffering=0))
+            files[name] = file.fileno()
+            if headers:
+                written[name] += layout.write_header(files[name])
+        for name, tensor, flat, low in ranges:
+            written[name] += save.layouts[name].write(files[name], tensor, flat.cpu(), low)
+        for number in files.values():
+            os.fsync(number)
+    return written
 
 
-def publish(folder: CheckpointFolder, target: Path, content: Manifest) -> None:
+def publish(folder: Path, target: Path, content: Manifest) -> None:
     """Write the manifest, then rename the folder to `target`, which makes it a checkpoint.
 
     All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
     """
-    file = os.open(folder.path / manifest.FILE, os.O_WRONLY | os.O_CREAT, 0o666)
-    with os.fdopen(file, "w", encoding="utf-8") as text:
+    with (folder / FILE).open("w", encoding="utf-8") as text:
         text.write(content.to_json())
         text.flush()
         os.fsync(text.fileno())
-    sync_folder(folder.path)
+    sync_folder(folder)
     if target.exists():  # damaged, or the job would have resumed from it
         target.rename(target.with_name(f".{target.name}.old"))
-    folder.path.rename(target)
+    folder.rename(target)
     sync_folder(target.parent)
 
 
@@ -120,25 +129,18 @@ def remove_old(run_dir: Path, keep: int) -> None:
                 shutil.rmtree(removed)
 
 
-def discard(folder: CheckpointFolder) -> None:
-    """Remove the temporary folder of a save that failed."""
-    if folder.path.name:
-        shutil.rmtree(folder.path, ignore_errors=True)
-
-
-def _wait_for(folder: CheckpointFolder) -> None:
+def _wait_for_folder(save: PendingSave) -> Path:
     """Wait until the folder is visible. Raises FileNotFoundError if only the master sees it."""
     deadline = None
-    while True:
-        if folder.abandoned.is_set():
-            raise FileNotFoundError("the save was abandoned")
-        if folder.path.is_dir():
-            return
-        if folder.created.is_set():
+    while not save.abandoned.is_set():
+        if save.folder is not None and save.folder.is_dir():
+            return save.folder
+        if save.created.is_set():
             deadline = deadline or time.monotonic() + _VISIBLE_WITHIN_S
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
-                    f"{folder.path.parent} is not what rank 0 sees: is it on a file system that "
+                    f"{save.target.parent} is not what rank 0 sees: is it on a file system that "
                     "all nodes share?"
                 )
-        folder.abandoned.wait(_POLL_S)
+        save.abandoned.wait(_POLL_S)
+    raise FileNotFoundError("the save was abandoned")

@@ -15,22 +15,19 @@ Nothing in this module communicates.
 import functools
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
-from types import FrameType
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
-
-Collate = Callable[[list[Any]], Any] | None
 
 
 def mixed_seed(*values: int) -> int:
@@ -51,25 +48,17 @@ class SamplingPlan:
 
     An epoch takes every sample once; its last batch is smaller if batch_size does not divide
     samples. Steps are counted from 0 and continue over the epochs. Raises ValueError for an empty
-    dataset, an empty batch or a negative seed.
+    dataset.
     """
 
-    samples: int
-    """Number of samples in the dataset."""
-    batch_size: int
-    """Number of samples in a global batch, that of all ranks together."""
-    seed: int
-    """Seed of the permutations; not negative."""
-    shuffle: bool = True
-    """False to keep the dataset's order in every epoch."""
+    samples: int  # of the dataset
+    batch_size: int  # samples of a global batch, that of all ranks together
+    seed: int  # of the permutations
+    shuffle: bool = True  # False: the dataset's order in every epoch
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError("the dataset has no samples: give at least one")
-        if self.batch_size < 1:
-            raise ValueError(f"a global batch of {self.batch_size} samples: give at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed {self.seed} is negative: give 0 or more")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -101,9 +90,8 @@ class SamplingPlan:
         """
         share: list[int] = self.share(step, rank, size).tolist()
         count = self.micro_batch_count(step, rank, size, micro_batch_size)
-        return (
-            [share[low:high] for low, high in pairwise(split(len(share), count))] if count else []
-        )
+        bounds = split(len(share), count) if count else ()
+        return [share[low:high] for low, high in pairwise(bounds)]
 
     def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of a rank's share in the epoch's order."""
@@ -115,92 +103,45 @@ class SamplingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Options of one rank's data loading. Raises ValueError for an empty micro-batch."""
+    """Options of one rank's data loading."""
 
     rank: int
     size: int
-    micro_batch_size: int
-    """Largest number of samples in a micro-batch."""
-    workers: int = 0
-    """Number of loader processes of this rank. 0: the rank itself loads."""
-    start_method: str = "spawn"
-    """Start method of the workers: "fork", "forkserver" or "spawn"."""
-    collate: Collate = None
-    """Makes a batch of a list of samples; None for torch's `default_collate`."""
-
-    def __post_init__(self) -> None:
-        if self.micro_batch_size < 1:
-            raise ValueError(f"a micro-batch of {self.micro_batch_size} samples: give at least 1")
-
-
-class MicroBatch(list[int]):
-    """The samples of one micro-batch, together with its step."""
-
-    def __init__(self, samples: Iterable[int], step: int) -> None:
-        super().__init__(samples)
-        self.step = step
-
-
-class MicroBatchSampler(Sampler[list[int]]):
-    """Batch sampler of a rank's micro-batches, for all steps of a range, in order."""
-
-    def __init__(self, plan: SamplingPlan, options: LoaderOptions, steps: range) -> None:
-        self._plan = plan
-        self._steps = steps
-        self._shape = (options.rank, options.size, options.micro_batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self._steps:
-            for samples in self._plan.micro_batches(step, *self._shape):
-                yield MicroBatch(samples, step)
-
-    def __len__(self) -> int:
-        return sum(self.counts())
-
-    def counts(self) -> Iterator[int]:
-        """Yield the number of micro-batches of each step."""
-        for step in self._steps:
-            yield self._plan.micro_batch_count(step, *self._shape)
+    micro_batch_size: int  # largest number of samples in a micro-batch
+    workers: int = 0  # loader processes of this rank; 0: the rank itself loads
+    start_method: str = "spawn"  # of the workers: "fork", "forkserver" or "spawn"
+    collate: Callable[[list[Any]], Any] | None = None  # None: torch's `default_collate`
 
 
 class SeededDataset(Dataset[Any]):
     """A dataset whose random draws for a sample depend only on the seed, the step and the sample.
 
-    Augmentation is therefore the same with any workers, on any ranks and in a resumed job. This
-    covers the default generators of torch, Python and numpy, which are restored after each fetch.
-    Samples are fetched by micro-batches. A dataset with a `__getitems__` of its own, which fetches
-    many samples at once, is seeded once a micro-batch: its draws depend on the number of ranks.
+    Its keys are (step, sample). Augmentation is the same with any workers, on any ranks and in a
+    resumed job. This covers the default generators of torch, Python and numpy, which are restored
+    after each micro-batch. A `__getitems__` of the dataset is not used, so that every sample can be
+    seeded.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
-        fetch = None if isinstance(dataset, Subset) else getattr(dataset, "__getitems__", None)
-        self._fetch: Callable[[list[int]], list[Any]] | None = fetch
 
-    def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Return the samples of a micro-batch."""
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        step_seed = mixed_seed(self._seed, micro_batch.step)
+        step_seed = mixed_seed(self._seed, keys[0][0])
+        samples = []
         try:
-            if self._fetch:
-                _seed_all(step_seed + micro_batch[0])
-                return self._fetch(list(micro_batch))
-            return [self._sample(step_seed, index) for index in micro_batch]
+            for _, sample in keys:
+                seed = (step_seed + sample) % (1 << 64)
+                random.seed(seed)
+                np.random.seed((seed ^ seed >> 32) % (1 << 32))
+                torch.default_generator.manual_seed(seed)
+                samples.append(self._dataset[sample])
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
-
-    def _sample(self, step_seed: int, index: int) -> Any:
-        _seed_all(step_seed + index)
-        return self._dataset[index]
-
-
-def _seed_all(seed: int) -> None:
-    seed %= 1 << 64
-    random.seed(seed)
-    np.random.seed((seed ^ seed >> 32) % (1 << 32))
-    torch.default_generator.manual_seed(seed)
+        return samples
 
 
 def batches(
@@ -212,10 +153,15 @@ def batches(
     epochs, and end when the iterator is exhausted, closed or dropped. Random draws of the dataset
     are reproducible (`SeededDataset`); torch's default generator is not advanced.
     """
-    sampler = MicroBatchSampler(plan, options, steps)
+    shape = (options.rank, options.size, options.micro_batch_size)
+    keys = (
+        [(step, sample) for sample in samples]
+        for step in steps
+        for samples in plan.micro_batches(step, *shape)
+    )
     loader = DataLoader(
         SeededDataset(dataset, plan.seed),
-        batch_sampler=sampler,
+        batch_sampler=keys,
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
         collate_fn=options.collate,
@@ -223,7 +169,8 @@ def batches(
         generator=torch.Generator().manual_seed(mixed_seed(plan.seed, steps.start, options.rank)),
     )
     loaded = iter(loader)
-    return ([next(loaded) for _ in range(count)] for count in sampler.counts())
+    counts = (plan.micro_batch_count(step, *shape) for step in steps)
+    return ([next(loaded) for _ in range(count)] for count in counts)
 
 
 def validation_batches(dataset: Dataset[Any], options: LoaderOptions) -> Iterator[Any]:
@@ -250,8 +197,4 @@ def _ignore_signals(worker: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_later)
-
-
-def _exit_later(number: int, frame: FrameType | None) -> None:
-    signal.alarm(_WORKER_GRACE_S)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_S))

@@ -1,14 +1,91 @@
-"""Tasks: a model, its data and its loss. `load` imports one by name."""
+"""Tasks: a model, its datasets and its loss. `load` imports one by name."""
 
 import importlib
 import inspect
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from mntrain.config import Config
-from mntrain.tasks.base import Loss, Split, Task
 
 __all__ = ["Loss", "Split", "Task", "load"]
+
+Split = Literal["train", "valid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Loss and metrics of one micro-batch.
+
+    Means over ranks and micro-batches are weighted by `count`. They are therefore means over all
+    items, however unevenly the items are distributed.
+    """
+
+    mean: Tensor  # over `count` items, 0-dim; `backward` is called on it
+    count: int  # of items: samples, or tokens
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # further means, such as the accuracy
+
+
+class Task(ABC):
+    """Base class of a model with its data and its loss.
+
+    The constructor takes the job's configuration, which is equal on all ranks. All three abstract
+    methods must return equal results on all ranks. A task knows no rank and does not communicate.
+    """
+
+    # Makes a batch of a list of samples; None for torch's `default_collate`. It must be picklable
+    # for spawned data-loader workers: a module's function, or a static method.
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return a new model, on the CPU. Torch's seed before the call is equal on all ranks."""
+
+    @abstractmethod
+    def dataset(self, split: Split) -> Dataset[Any]:
+        """Return the map-style dataset (`len` and indexing) of a split, picklable for workers."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Return the loss of one collated micro-batch.
+
+        The batch is on the model's device. If the parameters are of 16 bits, its floating-point
+        tensors have the dtype of the parameters.
+        """
+
+    def flops_per_item(self, model: nn.Module) -> float | None:
+        """Return the FLOPs of one item that `Loss` counts, forward and backward, or None.
+
+        A multiplication and an addition are two operations; recomputation is not counted. The job
+        reports the utilisation of its GPUs from it.
+        """
+        return None
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """Return the submodules that --train.compile compiles, each separately.
+
+        All gradients of a compiled region become ready when its backward ends. With a single
+        region, communication would not overlap backward. Equal layers are compiled only once. The
+        default regions are the modules of each outermost ModuleList; other modules are not
+        compiled. A model without a ModuleList is one region.
+        """
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        regions = {item: None for modules in lists for item in modules if item not in lists}
+        nested = {inner for item in regions for inner in item.modules() if inner is not item}
+        return [item for item in regions if item not in nested] or [model]
+
+    def sample(self, model: nn.Module) -> str | None:
+        """Return a text to print when training has ended, or None. Called on one rank only."""
+        return None
 
 
 def load(name: str, config: Config) -> Task:
@@ -32,21 +109,12 @@ def load(name: str, config: Config) -> Task:
             f"task {name!r}: module {module_name!r} does not import: "
             f"{type(error).__name__}: {error} (searched from {folder})"
         ) from error
-    return _checked_class(name, getattr(module, class_name, None), module_name, class_name)(config)
-
-
-def _checked_class(name: str, found: object, module_name: str, class_name: str) -> type[Task]:
-    """Return the attribute of that name if it is a complete task, else raise ValueError."""
-    if found is None:
-        raise ValueError(f"task {name!r}: module {module_name!r} has no {class_name!r}")
-    if not inspect.isclass(found):
-        raise ValueError(f"task {name!r}: {class_name!r} is not a class but {found!r}")
-    if not issubclass(found, Task):
-        missing = sorted(m for m in Task.__abstractmethods__ if not hasattr(found, m))
-        lacks = f" and lacks {', '.join(missing)}" if missing else ""
+    found = getattr(module, class_name, None)
+    if not (inspect.isclass(found) and issubclass(found, Task)):
         raise ValueError(
-            f"task {name!r}: {class_name} does not derive from mntrain.tasks.Task{lacks}"
+            f"task {name!r}: module {module_name!r} has no class {class_name!r} that derives from "
+            "mntrain.tasks.Task"
         )
     if missing := sorted(found.__abstractmethods__):
         raise ValueError(f"task {name!r}: {class_name} lacks {', '.join(missing)}")
-    return found
+    return found(config)

@@ -74,7 +74,7 @@ class Checkpointing:
         self._interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
         best_loss = saver.best_loss(resumed.manifest.step) if resumed else None
         self._best_loss = math.inf if best_loss is None else best_loss
-        self._warned_of_wait = self._prepared = False
+        self._warned_of_wait = False
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
         self._waited_s = 0.0  # by training
@@ -105,9 +105,6 @@ class Checkpointing:
                 self._report(self._saver.advance(), record.step)
             if self._due(record, bool(summed_flags["save_due"])):
                 self._begin(record, skipped_steps)
-            elif self._interval.wanted and not self._prepared:
-                self._saver.prepare()
-            self._prepared = True
         except AgreedError as error:
             self._fail(error)
 

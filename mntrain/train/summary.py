@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from mntrain.checkpoint import describe_writers
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.registry import METRICS, StepRecord
@@ -103,7 +102,7 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             reporter.warn(f"{path.name} was passed over: {reason}")
         reporter.note(
             f"goes on after step {resumed.manifest.step}, from {resumed.path} "
-            f"(saved by {describe_writers(resumed.manifest.world)})"
+            f"(saved by {resumed.manifest.writers})"
         )
 
 

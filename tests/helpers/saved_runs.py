@@ -40,15 +40,11 @@ class Other(Model):
 
 
 class Many(nn.Module):
-    """Has 60 parameters, of which the last one changes most."""
+    """Has 60 parameters."""
 
     def __init__(self):
         super().__init__()
         self.rows = nn.ParameterList([torch.full((2,), float(i)) for i in range(60)])
-
-
-CONFIG = {"task": "none", "optim": {"max_grad_norm": None, "lr": 0.01}}
-OTHER_CONFIG = {"task": "none", "optim": {"max_grad_norm": 1.0, "lr": 0.01}, "train": {"steps": 5}}
 
 
 def save_all(folder: Path) -> None:
@@ -61,7 +57,7 @@ def save_all(folder: Path) -> None:
             save(world, model, optimizer, folder / "run", step)
         torch.save(model.state_dict(), folder / "run.pt")
         nudge(model)
-        save(world, model, optimizer, folder / "nudged", 2, config=OTHER_CONFIG)
+        save(world, model, optimizer, folder / "nudged", 2)
         for kind in (Other, Many):
             model = seeded(kind)
             optimizer = world.optimizer(model, torch.optim.SGD, lr=0.25)
@@ -81,8 +77,8 @@ def train(model, optimizer):
     optimizer.zero_grad()
 
 
-def save(world, model, optimizer, folder, step, *, config=CONFIG):
-    progress = RunProgress(step, config, samples=12, skipped_steps=0, eval_loss=None)
+def save(world, model, optimizer, folder, step):
+    progress = RunProgress(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
     Saver(world, model, optimizer, folder, keep=3).save(progress)
 
 

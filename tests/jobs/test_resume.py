@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_pa
             assert (
                 result.stderr.count(f"{kind}: {small}/checkpoints/step-{step:08d} was not sa") == 1
             )
-        assert "No space left on device: it needs 0.5 MB, of which " in result.stderr
+        assert "No space left on device: it needs 0.5 MB in " in result.stderr
         assert result.returncode == 1
         assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("failed", 6)
         assert summary(tmp_path)["checkpoints"]["failed"] == 1

@@ -28,7 +28,7 @@ from oracle import (
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from mntrain.data.loader import shard
+from mntrain.data.loader import ShardedLoader
 
 pytestmark = pytest.mark.mpi
 
@@ -106,7 +106,7 @@ def test_unequal_shares(algorithm, ranks_per_node, loader):
     with init(algorithm, ranks_per_node) as world:
         optimizer = world.optimizer(model, ADAMW, max_grad_norm=MAX_NORM)
         ours = world.shard(loader(), seed=3)
-        whole = shard(loader(), 0, 1, 3, lambda count: None)
+        whole = ShardedLoader(loader(), 0, 1, 3, lambda count: None)
         for _ in range(2):
             for batch, global_batch in zip(ours, whole, strict=True):
                 norm = alone.step(loss_of(alone.model, global_batch))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mntrain.checkpoint.snapshot import SnapshotBuffer, TensorRange
+from mntrain.checkpoint.shards import SnapshotBuffer, TensorRange
 
 
 def ranges(device="cpu"):
@@ -21,24 +21,23 @@ def ranges(device="cpu"):
 def test_copies_keep_the_values_when_the_originals_change():
     originals = ranges()
     expected = [one.flat.clone() for one in originals]
-    copied = SnapshotBuffer().copy(originals)
+    buffer = SnapshotBuffer(torch.device("cpu"))
+    copied = buffer.copy(originals)
     for one in originals:
         one.flat.zero_()
-    for copy, one, before in zip(copied.ranges, originals, expected, strict=True):
+    for copy, one, before in zip(copied, originals, expected, strict=True):
         assert torch.equal(copy.flat, before)
         assert copy._replace(flat=one.flat) == one
         assert copy.flat.data_ptr() % min(64, before.element_size()) == 0
-    copied.before_changes()  # no copy is in progress
-    assert not copied.events
+    buffer.before_changes()  # no copy is in progress
 
 
 def test_memory_is_reused_and_grows_if_needed():
-    buffer, originals = SnapshotBuffer(), ranges()
-    buffer.reserve(8192, pinned_for=None)
-    places = [[copy.flat.data_ptr() for copy in buffer.copy(originals).ranges] for _ in range(2)]
+    buffer, originals = SnapshotBuffer(torch.device("cpu")), ranges()
+    places = [[copy.flat.data_ptr() for copy in buffer.copy(originals)] for _ in range(2)]
     assert places[0] == places[1]
     large = [TensorRange("file", "large", torch.randn(5000), 0)]
-    [copy] = buffer.copy(large).ranges
+    [copy] = buffer.copy(large)
     assert torch.equal(copy.flat, large[0].flat)
 
 
@@ -50,17 +49,17 @@ needs_gpu = pytest.mark.skipif(
 @pytest.mark.gpu
 @needs_gpu
 def test_only_updates_and_readers_wait_for_a_copy_from_a_gpu():
-    originals, buffer = ranges("cuda"), SnapshotBuffer()
+    originals, buffer = ranges("cuda"), SnapshotBuffer(torch.device("cuda"))
     expected = [one.flat.cpu() for one in originals]
     buffer.copy(originals)  # takes the memory
     torch.cuda._sleep(500_000_000)
     copied = buffer.copy(originals, in_order=lambda item: item.name == "3")
     assert not torch.cuda.current_stream().query()
     originals[3].flat.zero_()  # by the next forward
-    copied.before_changes()
+    buffer.before_changes()
     for one in originals:
         one.flat.zero_()
     assert not torch.cuda.current_stream().query()
-    for copy, before in zip(copied.ranges, expected, strict=True):
+    for copy, before in zip(copied, expected, strict=True):
         assert copy.flat.is_pinned() or not copy.flat.numel()
         assert torch.equal(copy.flat, before)

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mntrain.config import Config
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches
-from mntrain.tasks import Loss, Task, corpus, load
+from mntrain.tasks import Loss, Task, lm, load
+from mntrain.tasks.lm import Corpus, find_files
 from mntrain.tasks.transformer import RMSNorm, Transformer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -119,10 +120,10 @@ def test_a_task_is_loaded_from_the_current_directory(modules):
         (".own:Mine", "nor of the form"),
         ("absent_module:Mine", "does not import: ModuleNotFoundError: No module named 'absent_m"),
         ("broken:Mine", "module 'broken' does not import: ZeroDivisionError: division by zero"),
-        ("own:Other", "module 'own' has no 'Other'"),
-        ("own:number", "'number' is not a class but 3"),
+        ("own:Other", "module 'own' has no class 'Other' that derives from mntrain.tasks.Task"),
+        ("own:number", "module 'own' has no class 'number'"),
         ("own:Half", "Half lacks dataset, loss$"),
-        ("own:Foreign", "Foreign does not derive from mntrain.tasks.Task and lacks dataset, loss"),
+        ("own:Foreign", "module 'own' has no class 'Foreign' that derives from"),
     ],
 )
 def test_a_name_that_is_not_of_a_task_is_refused(modules, name, message):
@@ -148,7 +149,7 @@ def test_losses_share_no_metrics():
 
 
 def tokens_of(files):
-    found = corpus.Corpus(files)
+    found = Corpus(files)
     return found.read(0, len(found)).tolist()
 
 
@@ -156,22 +157,22 @@ def test_files_are_read_end_to_end_in_the_order_of_their_paths(tmp_path):
     for name, content in {"b/a": b"12", "b/b": b"", "a": b"345", "b/c": b"6"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    found = corpus.Corpus(corpus.find(tmp_path, "**/*"))
+    found = Corpus(find_files(tmp_path, "**/*"))
     assert found.is_text
     assert len(found) == 6
     whole = b"345126"
     for start in range(6):
         for stop in range(start + 1, 7):
             assert bytes(found.read(start, stop).tolist()) == whole[start:stop]
-    assert tokens_of(corpus.find(tmp_path, "b/*")) == list(b"126")
-    assert tokens_of(corpus.find(tmp_path / "a", "ignored")) == list(b"345")
+    assert tokens_of(find_files(tmp_path, "b/*")) == list(b"126")
+    assert tokens_of(find_files(tmp_path / "a", "ignored")) == list(b"345")
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", "<u4", "<i8"])
 def test_npy_files_of_any_integers_hold_tokens(tmp_path, dtype):
     ids = [0, 1, 255, 7]
     np.save(tmp_path / "a.npy", np.array(ids, dtype=dtype))
-    found = corpus.Corpus([tmp_path / "a.npy"])
+    found = Corpus([tmp_path / "a.npy"])
     assert not found.is_text
     assert found.read(0, 4).tolist() == ids
     assert found.read(0, 4).dtype == np.int64
@@ -182,7 +183,7 @@ def test_bin_files_hold_little_endian_uint16_and_mix_with_npy(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes([1, 0, 0, 1, 255, 255]))
     np.save(tmp_path / "b.npy", np.array([3], dtype=np.int32))
     (tmp_path / "c.bin").write_bytes(b"")
-    found = corpus.Corpus(corpus.find(tmp_path, "*"))
+    found = Corpus(find_files(tmp_path, "*"))
     assert found.read(0, 4).tolist() == [1, 256, 65535, 3]
     assert found.highest() == 65535
 
@@ -191,14 +192,14 @@ def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
     files = [tmp_path / f"{i:03}" for i in range(150)]
     for i, file in enumerate(files):
         file.write_bytes(bytes([i]))
-    found = corpus.Corpus(files)
+    found = Corpus(files)
     assert found.read(0, 150).tolist() == list(range(150))
     assert found.read(0, 2).tolist() == [0, 1]
-    assert len(found._maps) < 150
+    assert lm._map_tokens.cache_info().currsize == 64
 
 
 def test_a_pickled_corpus_reopens_its_files(text):
-    found = corpus.Corpus([text])
+    found = Corpus([text])
     unread = len(pickle.dumps(found))
     expected = found.read(3, 9).tolist()
     pickled = pickle.dumps(found)
@@ -207,8 +208,8 @@ def test_a_pickled_corpus_reopens_its_files(text):
 
 
 def test_pythons_own_sources_are_the_default():
-    files = corpus.find(None, "ignored")
-    assert files == sorted(files) == corpus.find(None, "ignored")
+    files = find_files(None, "ignored")
+    assert files == sorted(files) == find_files(None, "ignored")
     names = {file.name for file in files}
     assert {"os.py", "dataclasses.py"} <= names
     assert "test_os.py" not in names
@@ -230,9 +231,8 @@ def test_windows_share_one_token_and_the_last_are_for_validation(text, valid_fra
     for i, window in enumerate(windows):
         assert window.dtype == torch.int64
         assert window.tolist() == whole[i * 10 : i * 10 + 11]
-    for outside in (-1, len(valid)):
-        with pytest.raises(IndexError, match=f"window {outside}"):
-            valid[outside]
+    with pytest.raises(IndexError):
+        valid[len(valid)]
 
 
 @pytest.mark.parametrize(("workers", "start_method"), [(2, "fork"), (1, "spawn")])

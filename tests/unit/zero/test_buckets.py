@@ -8,7 +8,7 @@ import torch
 from first_of_two import FirstOfTwo
 from torch import nn
 
-from mntrain.data.loader import shard
+from mntrain.data.loader import ShardedLoader
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.step_weights import BatchWeight
 
@@ -402,7 +402,7 @@ def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage, world):
     model, optimizer = linear(stage, world)
 
     def batches(*sizes):
-        return shard([torch.ones(n, 1) for n in sizes], 0, 1, 0, optimizer.share)
+        return ShardedLoader([torch.ones(n, 1) for n in sizes], 0, 1, 0, optimizer.share)
 
     @torch.no_grad()
     def evaluate():
