@@ -34,7 +34,7 @@ def _parse_size(word: Any) -> Any:
     match = re.fullmatch(r"(\d+)([KMG]?)", word.upper())
     nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
     if not nbytes or nbytes % 8:  # of fp64, the widest element
-        raise ValueError(f"{word!r} must be a positive multiple of 8 bytes, such as 64K")
+        raise ValueError("must be a positive multiple of 8 bytes, such as 64K")
     return nbytes
 
 

@@ -22,7 +22,7 @@ from mntrain.bench.results import BenchCase, plot, show
 from mntrain.comm import mpi
 from mntrain.comm.algorithm_table import AlgorithmTable
 from mntrain.errors import AgreedError, expect_same
-from mntrain.metrics.terminal import stdout
+from mntrain.metrics.report import stdout
 from mntrain.world import World, init
 from zero.layout import MIB
 

@@ -16,7 +16,6 @@ from mntrain.comm.autotune import affordable_size, choose, explain, make_table, 
 from mntrain.comm.topology import Topology
 from mntrain.comm.tuning_cache import MAX_ENTRIES, Tuning, cache_path, find, key_of, store
 from mntrain.config import CommConfig
-from mntrain.train.summary import shared_memory_warning
 
 KIB, MIB = 1 << 10, 1 << 20
 LANES, LEADER, FLAT = AlgorithmChoice("lanes"), AlgorithmChoice("leader"), AlgorithmChoice("flat")
@@ -124,22 +123,6 @@ def test_flags_turn_tuning_off_and_on():
 
 
 # Nodes without shared memory.
-
-
-def test_no_warning_where_all_nodes_share_memory():
-    assert shared_memory_warning(["", "", "", ""], TWO_NODES) == ""
-
-
-def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
-    said = shared_memory_warning(["", "", "no room", "no room"], TWO_NODES)
-    assert "(node 1: no room)" in said
-    assert "messages" in said
-    assert said.endswith(
-        "Run all ranks of a node as one user, in one container, with memory to spare"
-    )
-    assert "(nodes 0, 1: no room)" in shared_memory_warning(["no room"] * 4, TWO_NODES)
-    both = shared_memory_warning(["no room", "no room", "denied", "denied"], TWO_NODES)
-    assert "(node 0: no room; node 1: denied)" in both
 
 
 # The cache.
