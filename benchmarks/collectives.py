@@ -19,7 +19,7 @@ import figures
 import option_types
 from emulated import HERE, Layout, environment_line, facts, folders, need_nodes, nodes, write
 
-from mntrain.bench.limits import HardwareLimits
+from mntrain.bench.hardware_limits import HardwareLimits
 
 MIB = 2**20
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")

@@ -1,15 +1,7 @@
 """Train a PyTorch model across nodes with mpirun: gradients by hierarchical all-reduce over MPI.
 
-    import mntrain, torch
-
-    with mntrain.init() as world:
-        model = Net().to(world.device)
-        optimizer = world.optimizer(model, torch.optim.AdamW, lr=3e-4, max_grad_norm=1.0)
-        for batch in world.shard(loader):
-            loss = model(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+`init` makes a `World`. Its `optimizer` reduces the gradients of a model, and its `shard` gives each
+rank its part of the batches of a loader. examples/own_loop.py is a complete program.
 
 Importing the package has no effect: torch is imported on the first use of a name, and `init` starts
 MPI.
@@ -44,5 +36,5 @@ else:  # hidden from type checkers, for which any name would exist
 
 
 def __dir__() -> list[str]:
-    """Return all names, including those that are not imported yet."""
-    return sorted({*globals(), *__all__})
+    """Return the public names, including those that are not imported yet."""
+    return __all__

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mntrain import cli
@@ -25,75 +25,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     alike, and rank 0 alone prints. Raises SystemExit as `cli.parse_options` does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    prints = _is_rank_0(os.environ)
+    prints = _is_rank_0()
     if words[:1] == ["--version"]:
         if prints:
             print(f"mntrain {__version__}")
         return 0
     named = bool(words) and not words[0].startswith("-")
     command = words.pop(0) if named else "train"
-    if command not in _COMMANDS:
-        if prints:
-            print(
-                f"mntrain: {command}: no such command; the commands are {', '.join(_COMMANDS)} "
-                "(default: train)",
-                file=sys.stderr,
-            )
-        _wait_for_rank_0(os.environ)
-        return 2
-    return _COMMANDS[command](words, prints)
+    if command == "train":
+        config = _parse(cli.parse, words, prints)
+        from mntrain.train.trainer import run
+
+        return _run_on_all_ranks(lambda: run(config), prints)
+    if command == "bench":
+        options = _parse(bench_options.parse, words, prints)
+        from mntrain.bench.run import run as run_bench
+
+        return _run_on_all_ranks(lambda: run_bench(options, words), prints)
+    if command == "ckpt":  # inspects checkpoints, on rank 0 alone
+        from mntrain.checkpoint.commands import run as run_ckpt
+
+        return run_ckpt(words) if prints else 0
+    if prints:
+        print(
+            f"mntrain: {command}: no such command; give train (default), bench or ckpt",
+            file=sys.stderr,
+        )
+    _wait_for_rank_0()
+    return 2
 
 
-def _train(words: Sequence[str], prints: bool) -> int:
-    """Train. Collective over the ranks that the launcher started."""
-    config = _parse(cli.parse, words, prints, _OTHER_COMMANDS)
-    from mntrain.train.trainer import run
-
-    return _run_on_all_ranks(lambda: run(config), prints)
-
-
-def _bench(words: Sequence[str], prints: bool) -> int:
-    """Measure the collectives. Collective over the ranks that the launcher started."""
-    options = _parse(bench_options.parse, words, prints)
-    from mntrain.bench.run import run
-
-    return _run_on_all_ranks(lambda: run(options, words), prints)
-
-
-def _ckpt(words: Sequence[str], prints: bool) -> int:
-    """Inspect checkpoints, on rank 0 alone."""
-    from mntrain.checkpoint.commands import run
-
-    return run(words) if prints else 0
-
-
-_COMMANDS: dict[str, Callable[[Sequence[str], bool], int]] = {
-    "train": _train,
-    "bench": _bench,
-    "ckpt": _ckpt,
-}
-_OTHER_COMMANDS = """
-other commands, each with its own --help:
-  python -m mntrain bench
-      measure the collectives of this cluster
-  python -m mntrain ckpt list|show|verify|diff|export
-      inspect and compare checkpoints, and export the model of one"""
-
-
-def _parse(parse: Callable[..., T], words: Sequence[str], prints: bool, epilog: str = "") -> T:
-    """Return the parsed options; `epilog` is printed after the help."""
+def _parse(parse: Callable[..., T], words: Sequence[str], prints: bool) -> T:
+    """Return the parsed options. A rank that exits with an error waits for rank 0 before."""
     try:
         return parse(words, print_errors=prints)
     except SystemExit as end:
         if end.code:
-            _wait_for_rank_0(os.environ)
-        elif prints and epilog:
-            print(epilog)
+            _wait_for_rank_0()
         raise
 
 
 def _run_on_all_ranks(run: Callable[[], int], prints: bool) -> int:
-    """Run a job, or report that the launcher's ranks do not form one MPI world."""
+    """Run a job, or report that the launcher's ranks do not form one MPI world. Collective."""
     from mntrain.comm.mpi import SilentSingletonsError
 
     try:
@@ -104,18 +77,18 @@ def _run_on_all_ranks(run: Callable[[], int], prints: bool) -> int:
         return 2
 
 
-def _wait_for_rank_0(environment: Mapping[str, str]) -> None:
+def _wait_for_rank_0() -> None:
     """Wait until rank 0 has printed: launchers kill it when another rank exits with an error."""
-    if any(name in environment for name in _RANK_VARIABLES):
+    if any(name in os.environ for name in _RANK_VARIABLES):
         from mntrain.comm.mpi import barrier
 
         sys.stderr.flush()
         barrier()
 
 
-def _is_rank_0(environment: Mapping[str, str]) -> bool:
+def _is_rank_0() -> bool:
     """Return True on rank 0, and in a process that no launcher started."""
-    ranks = (environment[name] for name in _RANK_VARIABLES if name in environment)
+    ranks = (os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
     return next(ranks, "0") == "0"
 
 

@@ -9,17 +9,16 @@ after a world was abandoned because a rank was lost.
 import math
 import os
 import socket
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from mntrain import device
 from mntrain.comm import autotune, mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice, check_name
-from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.collectives import Devices, Transport, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.topology import Topology
 from mntrain.comm.transport import SelectedTransport
@@ -30,8 +29,6 @@ from zero.layout import MIB
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-T = TypeVar("T")
 
 # Dtypes in which gradients or updated parameters travel; None: their own.
 TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,16 +66,13 @@ class WorldSettings:
 
 @dataclass
 class WorldParts:
-    """Everything that a world consists of: filled in by the steps of `bootstrap`, then constant.
-
-    `resources` frees the parts, collectively.
-    """
+    """Everything that a world consists of: filled in by the steps of `bootstrap`, then constant."""
 
     settings: WorldSettings
     comm: mpi.Communicator
     library: mpi.MpiLibrary
     watch: ExceptionWatch
-    resources: ExitStack
+    resources: ExitStack  # frees the parts, collectively
     hosts: list[int] = field(init=False)  # a key of each rank's host, by rank
     topology: Topology = field(init=False)
     node: mpi.Communicator = field(init=False)  # over this rank's node group
@@ -93,10 +87,6 @@ class WorldParts:
     tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
     places: list[Place] = field(init=False)
     groups: ExitStack = field(default_factory=ExitStack)  # frees the communicators of groups
-
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's small picklable object, by rank. Collective."""
-        return self.engine.call(lambda: self.comm.gather_objects(value)).wait()
 
 
 def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldParts:
@@ -224,56 +214,38 @@ def _make_collectives(parts: WorldParts) -> None:
     parts.collectives = parts.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 
-def make_node_collectives(parts: WorldParts) -> WorldCollectives:
-    """Make collectives over this rank's node group. Collective over the world."""
-    group = parts.topology.node_group(parts.comm.rank)
-    return _make_group_collectives(parts, group, "node", parts.node)
+def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -> WorldCollectives:
+    """Make collectives over this rank's node or cross group. Collective over the world.
 
-
-def make_cross_collectives(parts: WorldParts) -> WorldCollectives:
-    """Make collectives over this rank's cross group. Collective over the world."""
-    single = _split(parts, (parts.comm.rank,), "self")
-    return _make_group_collectives(
-        parts, parts.topology.cross_group(parts.comm.rank), "cross", single
-    )
-
-
-def _make_group_collectives(
-    parts: WorldParts, group: Sequence[int], level: str, node: mpi.Communicator
-) -> WorldCollectives:
-    """Make collectives over a group of ranks whose messages all belong to one level.
-
-    Tensors on GPUs are staged in host memory where the world's go through NCCL.
+    All messages count for `level`. Tensors on GPUs are staged in host memory where the world's go
+    through NCCL.
     """
-    comm = _split(parts, group, f"{level} group")
+    rank, topology = parts.comm.rank, parts.topology
+    group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
+    node = parts.node if level == "node" else _split(parts, rank, "self")
+    comm = _split(parts, group[0], f"{level} group")
     comm.traffic, comm.levels = parts.comm.traffic, [level] * comm.size
-    ranks = range(comm.size)
-    topology = Topology((tuple(ranks),) if level == "node" else tuple((r,) for r in ranks))
-    transport = parts.collectives.transport
+    ranks = tuple(range(comm.size))
+    own = Topology((ranks,) if level == "node" else tuple((r,) for r in ranks))
+    choice, selected = parts.collectives.choice, parts.collectives.transport
+    transport: Transport = "host" if selected == "nccl" else selected
     return parts.engine.call(
         lambda: WorldCollectives(
-            comm,
-            node,
-            topology,
-            parts.engine,
-            parts.devices,
-            choice=parts.collectives.choice,
-            transport="host" if transport == "nccl" else transport,
+            comm, node, own, parts.engine, parts.devices, choice=choice, transport=transport
         )
     ).wait()
 
 
-def _split(parts: WorldParts, group: Sequence[int], name: str) -> mpi.Communicator:
-    """Return a communicator over a group of ranks, in the world's order. Collective."""
-    comm = parts.engine.call(lambda: parts.comm.split(group[0], parts.comm.rank, name)).wait()
+def _split(parts: WorldParts, color: int, name: str) -> mpi.Communicator:
+    """Return a communicator over the ranks of one color, in the world's order. Collective."""
+    comm = parts.engine.call(lambda: parts.comm.split(color, parts.comm.rank, name)).wait()
     parts.groups.callback(comm.free)
     return comm
 
 
 def _gather_places(parts: WorldParts) -> None:
     """Let every rank know where the others run."""
-    on_gpu = parts.device.type == "cuda"
-    rank = parts.comm.rank
+    rank, on_gpu = parts.comm.rank, parts.device.type == "cuda"
     place = Place(
         rank,
         parts.watch.host,
@@ -284,7 +256,7 @@ def _gather_places(parts: WorldParts) -> None:
         parts.gpus[rank],
         torch.cuda.get_device_name(parts.device) if on_gpu else "",
     )
-    parts.places = parts.gather(place)
+    parts.places = parts.engine.call(lambda: parts.comm.gather_objects(place)).wait()
 
 
 STEPS = (

@@ -21,9 +21,9 @@ def _parse_none(value: Any) -> Any:
 
 
 def _parse_path(value: Any) -> Any:
-    if value == "" or not isinstance(value, str | Path | None):
+    if value == "":
         raise ValueError("must be a path or none")
-    return Path(value) if isinstance(value, str) else value
+    return Path(value) if isinstance(value, str) and value != "none" else _parse_none(value)
 
 
 def _parse_interval(value: Any) -> Any:
@@ -33,15 +33,9 @@ def _parse_interval(value: Any) -> Any:
     return text
 
 
-def _check_stage(value: Any) -> Any:
-    if type(value) is not int:  # Literal accepts True and 1.0, which equal 1
-        raise ValueError("must be 0, 1 or 2")
-    return value
-
-
 T = TypeVar("T")
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
-OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path), BeforeValidator(_parse_none)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -122,9 +116,7 @@ class TrainConfig:
         default=50, ge=0, description="steps between validations. 0: only at the end."
     )
     eval_samples: int = Field(
-        default=256,
-        ge=0,
-        description="maximum number of validation samples, evenly spaced. 0: all.",
+        default=256, ge=0, description="maximum of validation samples, evenly spaced. 0: all."
     )
     precision: Literal["fp32", "bf16", "bf16-pure", "fp16"] = Field(
         default="fp32",
@@ -134,9 +126,7 @@ class TrainConfig:
     )
     compile: bool = Field(default=False, description="compile the model with torch.compile.")
     check_every: int = Field(
-        default=0,
-        ge=0,
-        description="steps between checks that all ranks have equal weights. 0: never.",
+        default=0, ge=0, description="steps between checks of equal weights on all ranks. 0: never."
     )
 
 
@@ -178,8 +168,10 @@ class CommConfig:
 class ZeroConfig:
     """Sharding over the ranks."""
 
-    stage: Annotated[Literal[0, 1, 2], BeforeValidator(_check_stage)] = Field(
+    stage: int = Field(
         default=0,
+        ge=0,
+        le=2,
         description="ZeRO stage. 0: no sharding. 1: the optimizer's state. 2: gradients too.",
     )
     partition: Literal["element", "parameter"] = Field(
@@ -227,14 +219,10 @@ class CheckpointConfig:
         "and --checkpoint.mtbf-hours.",
     )
     keep: int = Field(
-        default=3,
-        ge=1,
-        description="checkpoints to keep: the newest ones, and that of the lowest loss.",
+        default=3, ge=1, description="checkpoints to keep: the newest, and that of the lowest loss."
     )
     mtbf_hours: float = Field(
-        default=24.0,
-        gt=0,
-        description="mean hours between failures of a job of this size, for auto.",
+        default=24.0, gt=0, description="mean hours between failures of such a job, for auto."
     )
 
 

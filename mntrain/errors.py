@@ -11,14 +11,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from itertools import zip_longest
+from numbers import Real
 from typing import Any, NoReturn
 
 from torch import nn
 
 from mntrain.comm import mpi
-
-_FORWARD_S = 0.3  # for the launcher to forward stderr; it may drop what is left after an abort
 
 
 class AgreedError(ValueError):
@@ -63,24 +62,23 @@ class ExceptionWatch:
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error` with rank and host, then abort all ranks. Does not return."""
         code = 1
+        line = f"rank {self.rank} of {self.size} on {self.host} "
         if isinstance(error, KeyboardInterrupt):
-            code = 130
-            if self.rank == 0:
-                print("mntrain: interrupted", file=sys.stderr)
+            code, line = 130, "interrupted" if self.rank == 0 else ""
         elif isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
-            self._print(f"left the job with exit code {error.code}")
+            line += f"left the job with exit code {error.code}"
         else:
-            self._print("failed:\n" + "".join(traceback.format_exception(error)))
+            line += "failed:\n" + "".join(traceback.format_exception(error))
+        if line:
+            print("mntrain:", line, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(_FORWARD_S)
+        time.sleep(0.3)  # the launcher may drop what it has not forwarded before an abort
         mpi.abort(code)
         raise SystemExit(code)  # if the abort returned
 
-    def _handle_uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
         if isinstance(error, AgreedError):
             error.report()
         elif self.size == 1:
@@ -88,66 +86,47 @@ class ExceptionWatch:
         else:
             self.end_job(error)
 
-    def _print(self, event: str) -> None:
-        print(f"mntrain: rank {self.rank} of {self.size} on {self.host} {event}", file=sys.stderr)
-
-
-# Comparisons of values gathered from all ranks, in rank order. They are pure, so every rank
-# reaches the same verdict.
-
 
 def expect_same(values: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """Raise AgreedError, as `rank`, unless all ranks passed equal values under each name."""
+    """Raise AgreedError, as `rank`, unless all ranks gave equal values under each name.
+
+    `values` are gathered, by rank. Of lists, the message has the first items that differ.
+    """
     for name, first in values[0].items():
-        for other, theirs in enumerate(values):
-            if theirs[name] != first:
-                raise AgreedError(
-                    f"{name} differs between ranks: rank 0 has {first}, rank {other} has "
-                    f"{theirs[name]}",
-                    rank,
-                )
+        for other, given in enumerate(values):
+            ours, theirs = first, given[name]
+            if ours == theirs:
+                continue
+            if isinstance(ours, list):
+                pairs = zip_longest(ours, theirs, fillvalue="no more")
+                ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+            raise AgreedError(
+                f"{name} differs between ranks: rank 0 has {ours}, rank {other} has {theirs}", rank
+            )
 
 
-def describe_model(model: nn.Module) -> list[str]:
-    """Return one line per parameter and buffer with all properties that ranks must share."""
-    return [
+def describe(model: nn.Module, options: Mapping[str, object]) -> dict[str, object]:
+    """Return all properties of a model and of options that ranks must share, for `expect_same`."""
+    tensors = [
         f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         + ("" if tensor.requires_grad else " frozen")
         + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
+    return {**{name: _describe_option(v) for name, v in options.items()}, "the model": tensors}
 
 
-def describe_option(option: object) -> object:
-    """Return a name or None as it is, and an object as its class and plain public attributes."""
-    if option is None or isinstance(option, str):
+def _describe_option(option: object) -> object:
+    """Return text, a number or None as it is, and an object as its class and plain attributes."""
+    if option is None or isinstance(option, str | Real):
         return option
     attributes = getattr(option, "__dict__", {}).items()
-    plain = [(n, v) for n, v in attributes if isinstance(v, int | float | str) and n[0] != "_"]
+    plain = [(n, v) for n, v in attributes if isinstance(v, str | Real) and n[0] != "_"]
     return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"
 
 
-def expect_same_model(descriptions: Sequence[Sequence[str]], rank: int) -> None:
-    """Raise AgreedError, as `rank`, unless all ranks have equal results of `describe_model`."""
-    for other, theirs in enumerate(descriptions):
-        if theirs != descriptions[0]:
-            raise AgreedError(_first_difference(descriptions[0], theirs, other), rank)
-
-
-def _first_difference(first: Sequence[str], theirs: Sequence[str], rank: int) -> str:
-    for line, other in zip(first, theirs, strict=False):
-        if line != other:
-            return f"the model differs between ranks: rank 0 has {line}, rank {rank} has {other}"
-    longer, owner = (first, 0) if len(first) > len(theirs) else (theirs, rank)
-    extra = longer[min(len(first), len(theirs))]
-    return f"the model differs between ranks: only rank {owner} has {extra}"
-
-
 def combined_refusals(refusals: Sequence[str | None]) -> str:
-    """Return one sentence for all refusals, each with its ranks; None stands for no refusal.
-
-    Ranks are left out when all refuse with the same message.
-    """
+    """Return one sentence for the refusals of all ranks, by rank; None is no refusal."""
     if len(set(refusals)) == 1:
         return str(refusals[0])
     ranks_by_message: dict[str, list[int]] = {}

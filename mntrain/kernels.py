@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 
 THREADS = 256  # per block
 RUN = 8  # elements of a thread, THREADS apart: their loads are contiguous and in flight together
@@ -162,7 +162,7 @@ def source() -> str:
     return "\n".join([HEAD, PRIMITIVES, BODY, *kernels, ""])
 
 
-class DeviceKernels(TorchKernels):
+class DeviceKernels(Kernels):
     """Torch's operations on one device, with the CUDA kernel for sums if CuPy can compile it.
 
     Construction is local; on CUDA it compiles, and CuPy caches the result on disk. `why` names the

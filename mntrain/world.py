@@ -1,22 +1,15 @@
 """The public facade of a job: its ranks, their devices, and their collective operations."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
 
 from mntrain import errors
-from mntrain.bootstrap import (
-    TRAVEL_DTYPES,
-    WorldSettings,
-    bootstrap,
-    make_cross_collectives,
-    make_node_collectives,
-)
+from mntrain.bootstrap import TRAVEL_DTYPES, WorldSettings, bootstrap, make_group_collectives
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.pending import Future
 from mntrain.data.loader import ShardedLoader
@@ -38,6 +31,7 @@ class World:
 
     Attributes, all local facts:
         rank, size: of this rank, and of the world.
+        master: True on rank 0, which reports for all ranks.
         local_rank, local_size: within the node group, the ranks that share a node's memory.
         cross_rank, cross_size: within the cross group, the ranks with this local rank.
         device: the torch device of this rank.
@@ -57,6 +51,7 @@ class World:
         self._open = True
         self._parts = parts = bootstrap(comm, settings)
         self.rank, self.size = parts.comm.rank, parts.comm.size
+        self.master = self.rank == 0
         self.topology = topology = parts.topology
         self.local_rank = topology.local_rank(self.rank)
         self.local_size = len(topology.node_group(self.rank))
@@ -70,22 +65,15 @@ class World:
         self.algorithm = parts.collectives.choice.algorithm
         self.tuning = parts.tuning
 
-    @property
-    def master(self) -> bool:
-        """True on rank 0, which reports for all ranks."""
-        return self.rank == 0
-
     @cached_property
     def node_collectives(self) -> WorldCollectives:
         """`zero.Collectives` over the node group. The first access is collective in the world."""
-        self._parts.engine.check_open()
-        return make_node_collectives(self._parts)
+        return make_group_collectives(self._parts, "node")
 
     @cached_property
     def cross_collectives(self) -> WorldCollectives:
         """`zero.Collectives` over the cross group. The first access is collective in the world."""
-        self._parts.engine.check_open()
-        return make_cross_collectives(self._parts)
+        return make_group_collectives(self._parts, "cross")
 
     def optimizer(
         self,
@@ -109,44 +97,29 @@ class World:
         taken from rank 0 again after every step. Updated parameters arrive during the next
         forward: each module waits for its own when it is called.
 
-        `zero.ZeroOptimizer` documents them and `step` in full. Raises AgreedError (a ValueError)
-        on all ranks if they differ in the model, in an argument from `stage` to `loss_scale`, or in
-        the class or a public number, string or bool of `comm_hook` or `schedule`; or if any rank
-        cannot accept one.
+        Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are parameter
+        groups in torch's format; by default all parameters form one. The groups of a `schedule` are
+        `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
+        and `step`.
 
-        Args:
-            model: names, shapes, dtypes and strides must be the same on all ranks.
-            optimizer_class: any torch optimizer; gets `kwargs` as its arguments.
-            stage: 0 shards nothing, 1 the optimizer state, 2 the gradients too.
-            partition: element for shards of equal size, parameter for whole parameters.
-            max_grad_norm: norm to clip the mean gradient to; None: no clipping.
-            norm_type: order of that norm.
-            non_finite: stop raises for an infinite or NaN gradient, skip skips its step.
-            loss_scale: a factor, or dynamic, for fp16 gradients.
-            groups: parameter groups in torch's format; default: one group of all parameters.
-            comm_hook: name of a hook or a hook (`zero.comm_hooks`), which sums buckets instead of
-                the one for `wire_dtype`.
-            schedule: the ranks over which a step is averaged (`zero.sync_schedule`), of groups as
-                `node_collectives` and `cross_collectives`; None: all ranks in every step.
-            **kwargs: arguments of `optimizer_class`.
-
+        Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
+        or strides of the model, in an argument from `stage` to `loss_scale`, or in the class or a
+        public number, string or bool of `comm_hook` or `schedule`; or if any rank cannot accept
+        one.
         """
-        shared: dict[str, Any] = {
+        options: dict[str, Any] = {
             "stage": stage,
             "partition": partition,
             "max_grad_norm": max_grad_norm,
             "norm_type": norm_type,
             "non_finite": non_finite,
             "loss_scale": loss_scale,
+            "comm_hook": comm_hook,
+            "schedule": schedule,
         }
-        settings = self._parts.settings
-        objects = {"comm_hook": comm_hook, "schedule": schedule}
-        described = {name: errors.describe_option(value) for name, value in objects.items()}
-        self._expect_same(**shared, **described)
-        with self.agreement():
-            named = name_parameters(model, groups)
-        errors.expect_same_model(self.gather(errors.describe_model(model)), self.rank)
+        errors.expect_same(self.gather(errors.describe(model, options)), self.rank)
         with self.agreement():  # before any collective allocation
+            named = name_parameters(model, groups)
             check_trainable(named, sharded=stage != 0)
         persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
         with self.agreement():
@@ -154,16 +127,14 @@ class World:
                 named,
                 optimizer_class,
                 self.collectives.replace(choice=self.collectives.choice.among_others()),
-                bucket_bytes=settings.bucket_bytes,
+                bucket_bytes=self._parts.settings.bucket_bytes,
                 buffers=[b for name, b in model.named_buffers() if name in persistent],
                 order=[name for name, _ in model.named_parameters()],
                 model=model,
-                wire_dtype=TRAVEL_DTYPES[settings.wire_dtype],
-                gather_dtype=TRAVEL_DTYPES[settings.gather_dtype],
-                comm_hook=comm_hook,
-                schedule=schedule,
+                wire_dtype=TRAVEL_DTYPES[self._parts.settings.wire_dtype],
+                gather_dtype=TRAVEL_DTYPES[self._parts.settings.gather_dtype],
                 kernels=self.kernels,
-                **shared,
+                **options,
                 **kwargs,
             )
         optimizer.start()
@@ -174,10 +145,10 @@ class World:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
         Of a torch DataLoader, each rank loads only its own samples; the batches of any other
-        iterable are cut along their first dimension. Before each batch, the optimizers of this
-        world learn this rank's share of it, so a mean loss gives the exact mean over the global
-        batch even if shares differ. `seed` decides how a shuffling loader shuffles, independently
-        of the number of ranks. See also `mntrain.data.loader.ShardedLoader`.
+        iterable are cut along their first dimension (`mntrain.data.loader.ShardedLoader`). Before
+        each batch, the optimizers of this world learn this rank's share of it, so a mean loss gives
+        the exact mean over the global batch even if shares differ. `seed` decides how a shuffling
+        loader shuffles, independently of the number of ranks.
         """
         self._parts.engine.check_open()
         return ShardedLoader(loader, self.rank, self.size, seed, self._set_share)
@@ -188,27 +159,18 @@ class World:
 
     def gather_later(self, value: T) -> Future[list[T]]:
         """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
-        self._parts.engine.check_open()
         return self._parts.engine.call(lambda: self._parts.comm.gather_objects(value))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return elementwise sums over all ranks, in fp64. Collective; equal lengths."""
-        self._parts.engine.check_open()
         totals = torch.tensor(values, dtype=torch.float64)
         self.collectives.all_reduce(totals).wait()
         return [float(total) for total in totals]
 
-    @contextmanager
-    def agreement(self) -> Iterator[None]:
-        """Run a block that may fail on any rank, and fail on all ranks together. Collective.
-
-        A ValueError, OSError, ImportError or RuntimeError of the block becomes an AgreedError on
-        every rank, which names the failed ranks unless all failed alike. Collectives within the
-        block must come before all that can raise.
-        """
+    def agreement(self) -> AbstractContextManager[None]:
+        """Return the context of `errors.agreement` over all ranks. Its end is collective."""
         self._parts.engine.check_open()
-        with errors.agreement(self.gather, self.rank):
-            yield
+        return errors.agreement(self.gather, self.rank)
 
     def usage(self) -> list[Usage]:
         """Return the resources that each rank has used so far, by rank. Collective."""
@@ -243,10 +205,10 @@ class World:
 
         Local. Stops the communication thread, and removes the hooks from models and from the
         interpreter. Every later use, and every pending collective, raises RuntimeError; tensors
-        that were being reduced or gathered hold undefined values. The communicators of the world
-        are not freed, for that is collective. The remaining ranks can make another world over a
-        communicator of their own: `mntrain.init(comm)`. MPI_Finalize is not local: a process that
-        exits may wait there for the other ranks of the job to exit, too.
+        that were being reduced or gathered hold undefined values. The communicators are not freed,
+        for that is collective. The remaining ranks can make another world over a communicator of
+        their own: `mntrain.init(comm)`. A process that exits may wait in MPI_Finalize for the other
+        ranks of the job to exit, too.
         """
         if not self._open:
             return
@@ -260,15 +222,9 @@ class World:
         self._parts.watch.uninstall()
 
     def __enter__(self) -> Self:
-        """Return the world itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the world; for an exception on this rank alone, end the whole job instead."""
         if not self._open:
             return
@@ -283,10 +239,6 @@ class World:
     def _set_share(self, count: int | None) -> None:
         for optimizer in self._optimizers:
             optimizer.share(count)
-
-    def _expect_same(self, **values: Any) -> None:
-        """Raise AgreedError on all ranks unless all passed the same values. Collective."""
-        errors.expect_same(self.gather(values), self.rank)
 
 
 def init(
@@ -310,29 +262,16 @@ def init(
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.
         device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
-        algorithm: auto, lanes, leader, flat or naive, for all-reduces.
+        algorithm: auto, or one of `mntrain.comm.algorithms.names()`.
         bucket_mb: size of a gradient bucket in MiB.
         ranks_per_node: cut every node into virtual nodes of this many ranks.
-        tune: for algorithm auto, time the candidates. Takes up to about one second; the result is
-            cached. If False, auto means lanes.
-        wire_dtype: fp32, bf16 or fp16; the dtype in which gradients cross nodes, if it is narrower
-            than their own.
-        gather_dtype: the same for updated parameters, which ranks gather at stages 1 and 2; their
-            owners keep master weights.
-        transport: auto, host, cuda-aware or nccl, for tensors on GPUs; see
-            `mntrain.comm.transport`.
+        tune: for algorithm auto, time the candidates (about a second; cached). False: use lanes.
+        wire_dtype: fp32, bf16 or fp16, in which wider gradients cross nodes.
+        gather_dtype: the same for updated parameters at stages 1 and 2.
+        transport: auto, host, cuda-aware or nccl, for tensors on GPUs (`mntrain.comm.transport`).
 
     """
-    return World(
-        comm,
-        WorldSettings(
-            device=device,
-            algorithm=algorithm,
-            bucket_mb=bucket_mb,
-            ranks_per_node=ranks_per_node,
-            tune=tune,
-            wire_dtype=wire_dtype,
-            gather_dtype=gather_dtype,
-            transport=transport,
-        ),
+    settings = WorldSettings(
+        device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, gather_dtype, transport
     )
+    return World(comm, settings)

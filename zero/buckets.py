@@ -11,7 +11,6 @@ The life of a bucket in a round, which is a micro-batch (stage 2) or a whole ste
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients import Gradients
-from zero.layout import Bucket, BucketEntry
+from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck
-from zero.stages import ReplicatedStage
-from zero.step_weights import BatchWeight, StepConsensus
+from zero.step_weights import BatchWeight
 from zero.sync_schedule import SyncSchedule
 
 
@@ -53,11 +51,8 @@ class GradientBuckets:
         self._reduce, self._announce = reduce, announce
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
-        self._numbered = 0  # parameters that have elements
         self._launched = 0  # buckets in this round
-        self._missing: list[
-            set[str]
-        ] = []  # names of the gradients to come in this round, by bucket
+        self._missing: list[set[str]] = []  # gradients to come in this round, by bucket
         self._last_micro_batch = True
         self._round_begun = False  # a gradient has arrived
         self.used: set[str] = set()  # names of parameters that got a gradient since `reset`
@@ -66,12 +61,11 @@ class GradientBuckets:
         """Add buckets, and hooks on their parameters, by name. Between steps."""
         for index, bucket in enumerate(buckets, len(self._buckets)):
             for entry in bucket.entries:
-                if entry.spec.numel:  # backward may skip empty parameters
+                if entry.numel:  # backward may skip empty parameters
                     hook = partial(self._on_gradient, index, entry)
                     parameter = parameters[entry.spec.name]
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self._buckets.extend(buckets)
-        self._numbered = sum(e.spec.numel > 0 for b in self._buckets for e in b.entries)
         self._gradients.add(buckets, parameters)
         self._start_round()
 
@@ -106,8 +100,8 @@ class GradientBuckets:
 
     @property
     def missing(self) -> int:
-        """The number of parameters with elements that got no gradient on this rank."""
-        return self._numbered - len(self.used)
+        """The number of parameters that got no gradient on this rank, between two rounds."""
+        return sum(map(len, self._missing)) - len(self.used)
 
     def reset(self) -> None:
         """Start a new step."""
@@ -128,9 +122,9 @@ class GradientBuckets:
 
     def _start_round(self) -> None:
         self._launched, self._round_begun = 0, False
-        self._missing = [{e.spec.name for e in b.entries if e.spec.numel} for b in self._buckets]
+        self._missing = [{e.spec.name for e in b.entries if e.numel} for b in self._buckets]
 
-    def _on_gradient(self, index: int, entry: BucketEntry, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int, entry: ParameterSlice, parameter: Tensor) -> None:
         """Take the gradient that backward has just made, and launch what is full."""
         self._weight.note_gradient()
         reducing = self._last_micro_batch or self._announce is not None
@@ -144,7 +138,7 @@ class GradientBuckets:
         self._round_begun = True
         self.used.add(entry.spec.name)
         if not reducing:
-            self._gradients.accumulate(index, entry)
+            self._gradients.take(index, entry, 1.0)
             return
         self._take(index, entry)
         self._missing[index].discard(entry.spec.name)
@@ -174,47 +168,40 @@ class GradientBuckets:
         work = self._reduce(index, self._buckets[index], self._gradients.flat(index))
         self._gradients.launched(index, work)
 
-    def _take(self, index: int, entry: BucketEntry) -> None:
-        scale = self._weight.micro_batch_scale if self._announce else self._weight.scale
-        taken = self._gradients.take(index, entry, scale)
+    def _take(self, index: int, entry: ParameterSlice) -> None:
+        taken = self._gradients.take(index, entry, self._weight.scale)
         if taken is not None:
             self._finite.add(taken)
-
-
-class ReducedStep(NamedTuple):
-    """What ranks have agreed on about a step whose gradients are reduced."""
-
-    weight: float  # samples
-    divisor: float  # which makes the sums of gradients means
-    unused: frozenset[str]  # parameters that got no gradient on any rank
 
 
 class StepReduction:
     """The reduction of a step's gradients: buckets, batch weights, and the consensus on them.
 
-    `check_finite` records whether this rank's gradients were finite.
+    A small all-reduce of the ranks' weights ends a step. At stage 2 every micro-batch is reduced by
+    itself, and ranks may have different numbers of them. So a rank announces each one by the same
+    all-reduce, and ranks that have finished contribute zeros until every rank is done:
+
+        rank 0   announce   buckets   announce   buckets   done
+        rank 1   announce   buckets   done       zeros     done
     """
 
     def __init__(
         self,
-        stage: ReplicatedStage,
+        gradients: Gradients,
         hook: CommHook,
         schedule: SyncSchedule,
-        *,
-        check_finite: bool,
+        stage: int,
+        finite: FiniteCheck,
     ) -> None:
-        self._stage, self._hook, self._schedule = stage, hook, schedule
+        self._gradients, self._hook, self._schedule = gradients, hook, schedule
+        self._sharded, every_micro_batch = stage > 0, stage == 2
         self.steps = 0  # taken, skipped ones included
-        fp16 = hook.wire_dtype == torch.float16
-        self.weight = BatchWeight(1 if fp16 else self.group.size)
-        self.finite = FiniteCheck(enabled=check_finite)
-        every = stage.every_micro_batch
-        self._consensus = StepConsensus(lambda: self.group, self.weight, every_micro_batch=every)
-        announce = self._consensus.announce if every else None
-        self.buckets = GradientBuckets(
-            stage.gradients, self.weight, self.finite, self._reduce, announce
-        )
-        self._reduced: ReducedStep | None = None
+        ranks = 1 if hook.wire_dtype == torch.float16 else self.group.size
+        self.weight = BatchWeight(ranks, every_micro_batch=every_micro_batch)
+        self.finite = finite  # of this rank's gradients
+        announce = self._announce if every_micro_batch else None
+        self.buckets = GradientBuckets(gradients, self.weight, finite, self._reduce, announce)
+        self._reduced: tuple[float, float, frozenset[str]] | None = None  # what `take` returns
 
     @property
     def group(self) -> Collectives:
@@ -235,32 +222,29 @@ class StepReduction:
         if self._reduced is not None:
             return
         self.buckets.finish_round()
-        totals = self._consensus.finish(self.buckets.missing, self.buckets.contribute_zeros)
-        self._stage.gradients.finish()
-        unused: frozenset[str] = frozenset()
-        if totals.missing:
-            unused = self._consensus.unused(names, self.buckets.used)
-        divisor = totals.divisor / self.weight.unit * loss_scale
-        self._reduced = ReducedStep(totals.weight, divisor, unused)
-        self.weight.reset(usual=totals.divisor / self.group.size)
+        weight, divisor, missing = self._totals()
+        self._gradients.finish()
+        unused = self._unused(names) if missing else frozenset()
+        self._reduced = weight, divisor / self.weight.unit * loss_scale, unused
+        self.weight.reset(usual=divisor / self.group.size)
 
-    def take(self) -> ReducedStep:
+    def take(self) -> tuple[float, float, frozenset[str]]:
         """Return what `synchronize` has found, and start a new step.
 
-        Raises ValueError if the weights of all ranks sum to 0.
+        That is the weight of the step in samples, the divisor that makes sums of gradients means,
+        and the names of parameters that got no gradient on any rank. Raises ValueError if the
+        weights of all ranks sum to 0.
         """
         assert self._reduced is not None, "synchronize first"
-        reduced, self._reduced = self._reduced, None
-        if not reduced.divisor > 0:
-            raise ValueError(
-                f"the ranks' weights sum to {reduced.weight}: at least one needs a sample"
-            )
-        return reduced
+        (weight, divisor, unused), self._reduced = self._reduced, None
+        if not divisor > 0:
+            raise ValueError(f"the ranks' weights sum to {weight}: at least one needs a sample")
+        return weight, divisor, unused
 
     def end_step(self) -> None:
         """Discard gradients that are sharded; at stage 0 parameters keep the clipped mean."""
         self.steps += 1
-        if self._stage.sharded:
+        if self._sharded:
             self.buckets.clear()
         else:
             self.buckets.reset()
@@ -270,4 +254,29 @@ class StepReduction:
         group = self.group
         if group.size == 1:
             return CompletedWork()
-        return self._hook(ReducibleBucket(index, layout, flat, group, self._stage.sharded))
+        return self._hook(ReducibleBucket(index, layout, flat, group, self._sharded))
+
+    def _announce(self) -> None:
+        """Announce a micro-batch. Collective; does not wait."""
+        self.group.all_reduce(torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
+
+    def _totals(self) -> tuple[float, float, float]:
+        """Wait until all ranks have finished, and return three sums over them. Collective.
+
+        The samples, the divisor of the sum of gradients, and the parameters without a gradient.
+        """
+        own = [0, self.weight.weight, self.weight.divisor, self.buckets.missing]
+        while True:
+            counts = torch.tensor(own, dtype=torch.float64)
+            self.group.all_reduce(counts).wait()
+            running, weight, divisor, missing = counts.tolist()
+            if not running:
+                return weight, divisor, missing
+            self.buckets.contribute_zeros()
+
+    def _unused(self, names: Collection[str]) -> frozenset[str]:
+        """Return the names of parameters that no rank has used. Collective."""
+        flags = torch.tensor([name in self.buckets.used for name in names], dtype=torch.float64)
+        self.group.all_reduce(flags).wait()
+        used = flags.tolist()
+        return frozenset(name for name, ranks in zip(names, used, strict=True) if not ranks)

@@ -2,12 +2,13 @@
 
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Bounds: TypeAlias = Sequence[int] | None
 
 
 class Work(Protocol):
@@ -55,25 +56,21 @@ class Collectives(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new flat tensor of zeros, in memory that these collectives access fastest.
 
-        Collective, with the same arguments on every rank. The caller owns the tensor, which keeps
-        its memory alive.
+        Collective, with the same arguments on every rank. The tensor keeps its memory alive.
         """
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Replace the tensor by its sum over ranks, with the same bits on every rank."""
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        bounds: Sequence[int] | None = None,
-        wire: torch.dtype | None = None,
+        self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
         """Replace this rank's shard by its sum over ranks; the other elements become undefined.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
         """Replace every shard by that of the rank that owns it.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
@@ -109,15 +106,12 @@ class SingleProcessCollectives:
         return CompletedWork()
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        bounds: Sequence[int] | None = None,
-        wire: torch.dtype | None = None,
+        self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
         """Leave the tensor as it is."""
         return CompletedWork()
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
         """Leave the tensor as it is."""
         return CompletedWork()
 

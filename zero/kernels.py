@@ -1,21 +1,20 @@
-"""The `Kernels` protocol: sums, casts and squares of flat tensors, and torch's implementation."""
+"""Flat tensors: views in a parameter's memory format, and sums, casts and squares."""
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Kernels(Protocol):
+class Kernels:
     """Operations on flat contiguous tensors of one device, on its current stream. Local.
 
-    All implementations give the same bits of sums and products, and sums of squares that agree to
-    within 1e-12.
+    This class uses torch. All subclasses give the same bits of sums and products, and sums of
+    squares that agree to within 1e-12.
     """
 
-    name: str  # "torch" or "cupy"
+    name = "torch"  # or "cupy"
 
     def add(self, addends: Sequence[Tensor], total: Tensor) -> None:
         """Write the sum of addends, all of one length, to `total`.
@@ -23,28 +22,6 @@ class Kernels(Protocol):
         Adds in order, in `sum_dtype`, and rounds once. Addends have total's dtype or a narrower
         one; one of them may share total's memory.
         """
-
-    def pack(self, source: Tensor, scale: float, target: Tensor) -> None:
-        """Write `source` times `scale`, rounded to target's dtype, to `target`, of equal length.
-
-        The product is computed in fp32, or fp64 if source is. A scale of 0 gives zeros for any
-        values.
-        """
-
-    def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of each tensor: fp64, one element each, on their device.
-
-        Equal elements give equal bits at any address. An empty tensor gives 0.
-        """
-
-
-class TorchKernels:
-    """The operations by torch, on any device."""
-
-    name = "torch"
-
-    def add(self, addends: Sequence[Tensor], total: Tensor) -> None:
-        """Add in `sum_dtype`, two addends in one pass."""
         if len(addends) == 1:
             total.copy_(addends[0])
         elif len(addends) == 2 and addends[0].dtype == addends[1].dtype == total.dtype:
@@ -53,7 +30,11 @@ class TorchKernels:
             _add_many(addends, total)
 
     def pack(self, source: Tensor, scale: float, target: Tensor) -> None:
-        """Cast and multiply, in one pass where torch has the product in fp32."""
+        """Write `source` times `scale`, rounded to target's dtype, to `target`, of equal length.
+
+        The product is computed in fp32, or fp64 if source is. A scale of 0 gives zeros for any
+        values.
+        """
         wide = sum_dtype(source.dtype)
         if scale == 0:
             target.zero_()  # not a product: 0 * NaN is NaN
@@ -67,7 +48,10 @@ class TorchKernels:
             target.copy_(source.to(wide).mul_(scale))
 
     def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Sum squares in fp64."""
+        """Return the sum of squares of each tensor: fp64, one element each, on their device.
+
+        Equal elements give equal bits at any address. An empty tensor gives 0.
+        """
         if not tensors:
             return torch.zeros(0, dtype=torch.float64)
         # Copies, since on CUDA the address decides in which order torch adds.
@@ -85,7 +69,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _add_many(addends: Sequence[Tensor], total: Tensor) -> None:
     """Add any number of addends of any dtypes."""
     wide = sum_dtype(total.dtype)
-    shared_at = _shared_index(addends, total)
+    at = total.data_ptr()
+    shared_at = next((i for i, addend in enumerate(addends) if addend.data_ptr() == at), -1)
     if total.dtype != wide or shared_at > 1:
         # Addends before the one in total's memory, or all if total is too narrow for their sum.
         separate = shared_at if total.dtype == wide else len(addends)
@@ -102,7 +87,56 @@ def _add_many(addends: Sequence[Tensor], total: Tensor) -> None:
         total.add_(addend)
 
 
-def _shared_index(addends: Sequence[Tensor], total: Tensor) -> int:
-    """Return the index of the addend that shares total's memory, or -1."""
-    at = total.data_ptr()
-    return next((i for i, addend in enumerate(addends) if addend.data_ptr() == at), -1)
+@torch.no_grad()
+def copy_scaled(target: Tensor, gradient: Tensor | None, scale: float) -> Tensor | None:
+    """Write a gradient times a scale into `target`, in one pass; zeros if there is none.
+
+    Returns the target, or None where there was no gradient.
+    """
+    if gradient is None or scale == 0:
+        target.zero_()  # not a product: the mean loss over no samples is NaN, and 0 * NaN is NaN
+    elif scale == 1:
+        target.copy_(gradient.to_dense())
+    else:
+        torch.mul(gradient.to_dense(), scale, out=target)
+    return None if gradient is None else target
+
+
+def rescale(gradients: Sequence[Tensor], scale: float) -> None:
+    """Multiply gradients in place, by 0 also those that are not finite; on a GPU in few kernels."""
+    if scale == 0:
+        for gradient in gradients:
+            gradient.zero_()  # not a product: 0 * NaN is NaN
+    elif scale != 1 and gradients:
+        torch._foreach_mul_(list(gradients), scale)
+
+
+def view(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the elements of `flat` from `start` on, in the shape and strides of `like`. A view.
+
+    PyTorch wants a gradient in its parameter's memory format (channels last, say), so elements are
+    in the order in which `like` holds them in memory. A tensor with gaps counts as contiguous.
+    """
+    run = flat[start : start + like.numel()]
+    if like.is_contiguous() or not _is_dense(like):
+        return run.view(like.shape)
+    return run.as_strided(like.shape, like.stride())
+
+
+def order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions longer than 1 in the order of `view`, the outermost first."""
+    long = [place for place, length in enumerate(tensor.shape) if length > 1]
+    if tensor.is_contiguous() or not _is_dense(tensor):
+        return tuple(long)
+    return tuple(sorted(long, key=tensor.stride, reverse=True))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor fills a range of memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True

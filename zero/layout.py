@@ -7,14 +7,13 @@
     bucket 0  | d d | c c c c |          reduced first, during backward
     bucket 1  | b b b | a a a a a |
 
-A parameter lies in one bucket, so its gradient is one view; a parameter that is larger than the
-bucket size has a bucket of its own. Each rank owns one shard of every bucket:
+A parameter lies in one bucket, so its gradient is one view; one that is larger than the bucket size
+has a bucket of its own. Each rank owns one shard of every bucket:
 
     by element, 3 ranks (bounds 0, 2, 5, 8):     | b b | b a a | a a a |      cut anywhere
     by parameter (bounds 0, 5, 5, 8):            | a a a a a | | b b b |      whole parameters
 
-A slice of a parameter that lies in a shard is a piece: the second rank owns the pieces b[2:3] and
-a[0:2] by element, and nothing of bucket 1 by parameter.
+A slice of a parameter that lies in a shard is a piece: the second rank owns b[2:3] and a[0:2].
 """
 
 import math
@@ -49,17 +48,8 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a scalar, 0 for an empty parameter."""
+        """Number of elements."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class BucketEntry:
-    """A parameter's elements in a bucket, start to stop."""
-
-    spec: ParameterSpec
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -73,12 +63,17 @@ class ParameterSlice:
 
     @property
     def numel(self) -> int:
-        """Number of elements, at least 1."""
+        """Number of elements."""
         return self.high - self.low
 
     @property
+    def stop(self) -> int:
+        """The element of the bucket after the last one."""
+        return self.start + self.numel
+
+    @property
     def whole(self) -> bool:
-        """Whether it is the whole parameter."""
+        """True for the whole parameter."""
         return self.numel == self.spec.numel
 
 
@@ -87,7 +82,7 @@ class Bucket:
     """Contiguous parameters of one dtype, and the bounds of their shards."""
 
     dtype: torch.dtype
-    entries: tuple[BucketEntry, ...]
+    entries: tuple[ParameterSlice, ...]  # whole parameters
     bounds: tuple[int, ...]  # slot i owns the elements bounds[i] to bounds[i + 1]
 
     @property
@@ -106,14 +101,12 @@ class Bucket:
 
     def pieces(self, start: int, stop: int) -> list[ParameterSlice]:
         """Return the non-empty slices of parameters between two elements of the bucket."""
-        pieces = []
-        for entry in self.entries:
-            low, high = max(start, entry.start), min(stop, entry.stop)
-            if low < high:
-                pieces.append(
-                    ParameterSlice(entry.spec, low, low - entry.start, high - entry.start)
-                )
-        return pieces
+        cuts = [(e, max(start, e.start), min(stop, e.stop)) for e in self.entries]
+        return [
+            ParameterSlice(entry.spec, low, low - entry.start, high - entry.start)
+            for entry, low, high in cuts
+            if low < high
+        ]
 
 
 def plan_buckets(
@@ -128,23 +121,20 @@ def plan_buckets(
     first and the last one are smaller if parameters allow. Buckets are in the order in which
     backward should fill them. Shards are equal to within an element. With `loads`, the elements
     that each slot owns elsewhere, parameters stay whole and are dealt so that totals are balanced.
-    Equal arguments give equal plans.
     """
     owner = None if loads is None else _deal(specs, loads)
-    total = _nbytes(specs)
-    bucket_bytes = min(bucket_bytes, max(MIB, total // LEAST_BUCKETS))
+    bucket_bytes = min(bucket_bytes, max(MIB, _nbytes(specs) // LEAST_BUCKETS))
     open_runs: dict[torch.dtype, list[ParameterSpec]] = {}
     runs: list[list[ParameterSpec]] = []
     for spec in reversed(specs):
         run = open_runs.setdefault(spec.dtype, [])
         if run and _nbytes([*run, spec]) > bucket_bytes:
-            runs.append(list(run))
-            run.clear()
+            runs.append(open_runs.pop(spec.dtype))
+            run = open_runs.setdefault(spec.dtype, [])
         run.append(spec)
         if not runs and _nbytes(run) >= END_BYTES:
-            runs.append(list(run))
-            run.clear()
-    runs.extend(run for run in open_runs.values() if run)
+            runs.append(open_runs.pop(spec.dtype))
+    runs.extend(open_runs.values())
     arrival = {spec.name: place for place, spec in enumerate(reversed(specs))}
     runs.sort(key=lambda run: max(arrival[spec.name] for spec in run))
     runs[-1:] = _split_off_end(runs[-1]) if runs else []
@@ -180,15 +170,15 @@ def _bucket(run: Iterable[ParameterSpec], shards: int, owner: dict[str, int] | N
     specs = sorted(run, key=lambda spec: spec.numel % ALIGNED_NUMEL != 0)
     if owner is not None:
         specs.sort(key=lambda spec: owner[spec.name])
-    entries: list[BucketEntry] = []
-    start = 0
-    for spec in specs:
-        entries.append(BucketEntry(spec, start, start + spec.numel))
-        start += spec.numel
-    bounds = split(start, shards)
+    starts = [0, *accumulate(spec.numel for spec in specs)]
+    entries = tuple(
+        ParameterSlice(spec, start, 0, spec.numel)
+        for spec, start in zip(specs, starts[:-1], strict=True)
+    )
+    bounds = split(starts[-1], shards)
     if owner is not None:
         owned = [0] * shards
         for spec in specs:
             owned[owner[spec.name]] += spec.numel
         bounds = (0, *accumulate(owned))
-    return Bucket(entries[0].spec.dtype, tuple(entries), bounds)
+    return Bucket(specs[0].dtype, entries, bounds)

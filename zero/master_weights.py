@@ -1,18 +1,31 @@
-"""The slices of parameters that this rank updates, and their fp32 master weights."""
+"""The slices of parameters that this rank updates at a ZeRO stage, and their fp32 master weights.
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+    stage   gradients             optimizer state   parameters   traffic of a step
+    0       all, summed           all               all          all-reduce
+    1       all; shard summed     shard             all          reduce-scatter + all-gather
+    2       shard                 shard             all          reduce-scatter a micro-batch
+                                                                 + all-gather
+
+An all-reduce is a reduce-scatter and an all-gather, so stage 1 moves the bytes of stage 0.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020 (arXiv 1910.02054).
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero.gradients import Gradients, rescale
-from zero.kernels import Kernels
+from zero.collectives import Collectives
+from zero.gradients import FlatGradients, Gradients, ShardedGradients
+from zero.kernels import Kernels, rescale, view
 from zero.layout import Bucket, ParameterSlice
+from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
-from zero.tensor_views import flattened, nbytes, view
 
 ParamGroup = dict[str, Any]
 
@@ -31,7 +44,7 @@ class OwnedSlice:
 
     @property
     def has_master(self) -> bool:
-        """Whether there are master weights."""
+        """True if there are master weights."""
         return self.tensor is not self.home
 
     def rounded(self) -> Tensor:
@@ -46,56 +59,53 @@ class OwnedSlice:
         """Return a tensor of the slice's shape as a flat one: a view, or a copy if needed."""
         if not self.piece.whole or (tensor.is_contiguous() and self.parameter.is_contiguous()):
             return tensor.reshape(-1)
-        return flattened(tensor, self.parameter)
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        view(flat, 0, self.parameter).copy_(tensor)
+        return flat
 
 
 class OptimizerShard:
     """The parameter slices that this rank owns, in the order of buckets, with master weights.
 
+    At stage 0 a rank owns all parameters, from stage 1 on its shard of every bucket of `sharding`.
     A parameter that is owned whole keeps its shape, and is updated itself unless it has master
     weights; a slice of one is flat. Parameters of 16 bits have fp32 master weights, and so have
     those that travel in a narrower `gather_dtype`, since they are rounded after an update.
     """
 
-    def __init__(self, gather_dtype: torch.dtype | None) -> None:
-        self._gather_dtype = gather_dtype
+    def __init__(
+        self,
+        stage: int,
+        sharding: Collectives,
+        model: nn.Module | None,
+        gather_dtype: torch.dtype | None,
+    ) -> None:
+        self.stage, self.sharding = stage, sharding
+        self.gather_dtype = gather_dtype if stage else None
+        self.slot = sharding.slot(sharding.rank)
+        self.gradients: Gradients = FlatGradients(sharding, sharded=self.sharded)
+        if stage == 2:
+            self.gradients = ShardedGradients(sharding)
+        self.parameters = FlatParameters(sharding, model, gather_dtype)  # empty at stage 0
+        self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
         self._user_gradients: list[Tensor | None] = []  # which `set_gradients` replaced
-        self._masters: list[Tensor] = []  # flat, of buckets
-        self.device = torch.device("cpu")  # of the parameters
 
-    def add(
-        self,
-        index: int,
-        bucket: Bucket,
-        part: tuple[int, int],
-        parameters: Mapping[str, Parameter],
-        flat: Tensor | None,
-    ) -> None:
-        """Own the elements `part` (from, to) of a bucket.
+    @property
+    def sharded(self) -> bool:
+        """True if a rank owns some elements only."""
+        return self.stage > 0
 
-        `flat` is the memory of the bucket's parameters; None where they are owned whole.
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Own this rank's part of more buckets, of parameters by name. Collective.
+
+        From stage 1 on, the parameters become views of flat memory.
         """
-        start, stop = part
-        self.device = parameters[bucket.entries[0].spec.name].device
-        master = None
-        if dtype := master_dtype(bucket.dtype, self._gather_dtype):
-            master = torch.empty(stop - start, dtype=dtype, device=self.device)
-            self._masters.append(master)
-        published = narrower(self._gather_dtype, bucket.dtype) or bucket.dtype
-        for piece in bucket.pieces(start, stop):
-            parameter = parameters[piece.spec.name]
-            home: Tensor = parameter
-            if not piece.whole:
-                assert flat is not None, "parameters that are not flat are owned whole"
-                home = flat[piece.start : piece.start + piece.numel]
-            offset = piece.start - start
-            owned = OwnedSlice(piece, index, offset, parameter, home, home, published)
-            if master is not None:
-                tensor = owned.in_shape(master[offset : offset + piece.numel])
-                owned = replace(owned, tensor=tensor)
-            self.pieces.append(owned)
-        self.copy_from_parameters()
+        flats: Sequence[Tensor | None] = [None] * len(buckets)
+        if self.sharded:
+            flats = self.parameters.add(buckets, parameters)
+        for bucket, flat in zip(buckets, flats, strict=True):
+            self._own(bucket, parameters, flat)
 
     def groups(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
         """Return groups of parameters as groups of the tensors that this rank updates."""
@@ -107,15 +117,14 @@ class OptimizerShard:
             for group in groups
         ]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the torch optimizer updates."""
-        return [owned.tensor for owned in self.pieces]
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the sums over ranks of this rank's shards, slice by slice, with parameter names.
 
-    def reduced(self, gradients: Gradients) -> Iterable[tuple[str, Tensor]]:
-        """Yield the sum over ranks of each slice's gradient, with its parameter's name."""
-        for owned in self.pieces:
-            yield owned.piece.spec.name, gradients.reduced(owned.index, owned.piece)
+        The same slices at every stage, so that the norm has the same bits.
+        """
+        for index, bucket in enumerate(self.plan):
+            for piece in bucket.pieces(*bucket.shard(self.slot)):
+                yield piece.spec.name, self.gradients.reduced(index, piece)
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
@@ -137,9 +146,7 @@ class OptimizerShard:
                 owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
 
     @torch.no_grad()
-    def set_gradients(
-        self, gradients: Gradients, factor: float, unused: Collection[str], kernels: Kernels
-    ) -> None:
+    def set_gradients(self, factor: float, unused: Collection[str], kernels: Kernels) -> None:
         """Point the `grad` of every tensor at its sum times `factor`, in fp32 or wider.
 
         Slices of parameters in `unused` get None, so that the torch optimizer skips them.
@@ -150,10 +157,10 @@ class OptimizerShard:
         for owned in self.pieces:
             if is_16_bit(owned.piece.spec.dtype):
                 if owned.index not in wide:
-                    wide[owned.index] = gradients.widened(owned.index, factor, kernels)
+                    wide[owned.index] = self.gradients.widened(owned.index, factor, kernels)
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
             else:
-                part = gradients.reduced(owned.index, owned.piece)
+                part = self.gradients.reduced(owned.index, owned.piece)
                 in_place.append(part)
             owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
         rescale(in_place, factor)
@@ -169,14 +176,40 @@ class OptimizerShard:
     def copy_to_parameters(self) -> None:
         """Round the master weights into the parameters."""
         for owned in self._with_master():
-            owned.home.copy_(
-                owned.rounded() if owned.published != owned.home.dtype else owned.tensor
-            )
+            exact = owned.published == owned.home.dtype
+            owned.home.copy_(owned.tensor if exact else owned.rounded())
 
     @property
     def master_bytes(self) -> int:
         """Bytes of all master weights."""
-        return sum(map(nbytes, self._masters))
+        return sum(owned.tensor.nbytes for owned in self._with_master())
+
+    @torch.no_grad()
+    def _own(
+        self, bucket: Bucket, parameters: Mapping[str, Parameter], flat: Tensor | None
+    ) -> None:
+        """Own a part of the next bucket, whose parameters lie in `flat` unless owned whole."""
+        start, stop = bucket.shard(self.slot) if self.sharded else (0, bucket.numel)
+        master = None
+        if dtype := master_dtype(bucket.dtype, self.gather_dtype):
+            device = parameters[bucket.entries[0].spec.name].device
+            master = torch.empty(stop - start, dtype=dtype, device=device)
+        published = narrower(self.gather_dtype, bucket.dtype) or bucket.dtype
+        index = len(self.plan)
+        for piece in bucket.pieces(start, stop):
+            parameter = parameters[piece.spec.name]
+            home: Tensor = parameter
+            if not piece.whole:
+                assert flat is not None, "parameters that are not flat are owned whole"
+                home = flat[piece.start : piece.stop]
+            tensor, offset = home, piece.start - start
+            if master is not None:
+                tensor = master[offset : offset + piece.numel]
+                tensor = view(tensor, 0, parameter) if piece.whole else tensor
+                tensor.copy_(home)
+            owned = OwnedSlice(piece, index, offset, parameter, home, tensor, published)
+            self.pieces.append(owned)
+        self.plan.append(bucket)
 
     def _with_master(self) -> list[OwnedSlice]:
         return [owned for owned in self.pieces if owned.has_master]

@@ -16,20 +16,14 @@ such copies.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.gradients import flat_bytes
-from zero.layout import MIB, Bucket, ParameterSlice, ParameterSpec, plan_buckets
-from zero.param_groups import check_partition
-from zero.parameters import gather_copy_dtype
-from zero.precision import check_travel_dtype, is_16_bit, master_dtype
-from zero.sharded_gradients import working_sizes
-from zero.stages import check_stage
-from zero.tensor_views import nbytes
+from zero.gradients import padded_numel, working_sizes
+from zero.layout import Bucket, ParameterSlice
+from zero.precision import is_16_bit, master_dtype, narrower
 
 FP32 = torch.float32.itemsize
 
@@ -51,76 +45,52 @@ class Memory:
 
 
 def predict(
-    specs: Sequence[ParameterSpec],
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    *,
-    stage: int,
-    size: int,
-    slot: int = 0,
-    partition: str = "element",
-    bucket_bytes: int = 25 * MIB,
-    gather_dtype: torch.dtype | None = None,
-    **kwargs: Any,
-) -> Memory:
-    """Return the bytes of the rank that owns a slot, before a job has started. Local.
-
-    `specs` describe the model's trained parameters; the other arguments are those of
-    `ZeroOptimizer`, and raise its ValueErrors. The optimizer's state is measured on small tensors
-    (see `trial_bytes`).
-    """
-    check_stage(stage)
-    check_travel_dtype("gather_dtype", gather_dtype)
-    if not 0 <= slot < size:
-        raise ValueError(f"slot {slot} is none of {size} ranks': 0 to {size - 1}")
-    check_partition(partition, optimizer_class, sharded=stage > 0)
-    loads = [0] * size if partition == "parameter" else None
-    plan = plan_buckets(specs, bucket_bytes, size, loads)
-    make = partial(optimizer_class, **kwargs)
-    options: dict[str, dict[str, Any]] = {spec.name: {} for spec in specs}
-    gather_dtype = gather_dtype if stage else None
-    return predict_for_plan(plan, make, stage, slot, options, gather_dtype=gather_dtype)
-
-
-def predict_for_plan(
     plan: Sequence[Bucket],
     optimizer_class: Callable[..., torch.optim.Optimizer],
     stage: int,
     slot: int,
     options: Mapping[str, dict[str, Any]],
     *,
-    gather_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | None,
 ) -> Memory:
-    """Return the bytes for planned buckets, with the options of groups by parameter name."""
-    parts = [(0, b.numel) if stage == 0 else b.shard(slot) for b in plan]
-    owned = [(stop - start, bucket) for (start, stop), bucket in zip(parts, plan, strict=True)]
+    """Return the bytes of the rank that owns a slot of planned buckets. Local.
+
+    `options` are those of the parameter groups, by parameter name; `gather_dtype` is None at stage
+    0. The optimizer's state is measured on small tensors (see `_trial_bytes`).
+    """
     size = len(plan[0].bounds) - 1
-    pieces = [p for b, part in zip(plan, parts, strict=True) for p in b.pieces(*part)]
-    if stage == 2:
-        gradients = sum(n * max(FP32, bucket.dtype.itemsize) for n, bucket in owned)
-        travelling = sum(working_sizes(plan, size))
-    else:
-        gradients = sum(flat_bytes(bucket, n) for n, bucket in owned)
-        travelling = 0
+    gradients = travelling = master = state = 0
     for bucket in plan:
-        if dtype := gather_copy_dtype(bucket, gather_dtype, size):
+        start, stop = (0, bucket.numel) if stage == 0 else bucket.shard(slot)
+        owned = stop - start
+        if stage == 2:
+            gradients += owned * max(FP32, bucket.dtype.itemsize)
+        else:
+            narrow = padded_numel(bucket) * bucket.dtype.itemsize
+            wide = owned * FP32 if is_16_bit(bucket.dtype) else 0
+            gradients += narrow + (wide if wide > narrow else 0)
+        if dtype := master_dtype(bucket.dtype, gather_dtype):
+            master += owned * dtype.itemsize
+        if size > 1 and (dtype := narrower(gather_dtype, bucket.dtype)):
             travelling += bucket.numel * dtype.itemsize
-    masters = [(n, master_dtype(bucket.dtype, gather_dtype)) for n, bucket in owned]
+        for piece in bucket.pieces(start, stop):
+            state += _trial_bytes(optimizer_class, piece, options[piece.spec.name])
     return Memory(
         parameters=sum(bucket.nbytes for bucket in plan),
         gradients=gradients,
-        buckets=travelling,
-        master=sum(n * dtype.itemsize for n, dtype in masters if dtype),
-        state=sum(trial_bytes(optimizer_class, p, options[p.spec.name]) for p in pieces),
+        buckets=travelling + (sum(working_sizes(plan, size)) if stage == 2 else 0),
+        master=master,
+        state=state,
     )
 
 
 def state_bytes(states: Iterable[dict[str, Any]]) -> int:
     """Return the bytes of all tensors in the states of a torch optimizer."""
     values = [value for state in states for value in state.values()]
-    return sum(nbytes(value) for value in values if isinstance(value, Tensor))
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
-def trial_bytes(
+def _trial_bytes(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     piece: ParameterSlice,
     options: dict[str, Any],
@@ -143,5 +113,5 @@ def trial_bytes(
             full_shape = [full if side == tried else side for side, tried, full in sides]
             total += value.element_size() * math.prod(full_shape)
         elif isinstance(value, Tensor):
-            total += nbytes(value)
+            total += value.nbytes
     return total

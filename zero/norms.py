@@ -8,41 +8,16 @@ from torch import Tensor
 
 from zero.collectives import Collectives, gather_objects
 from zero.kernels import Kernels
-from zero.param_groups import is_positive
 
-# Elements that the CPU widens at a time, so that they stay in its cache.
-RUN = 1 << 16
+RUN = 1 << 16  # elements that the CPU widens at a time, so that they stay in its cache
 # Squares that are summed in fp32 before fp64 takes over: the norm is right to about 1e-7, as the
 # elements are, in less than half the time of fp64 alone.
 ROW = 128
-# The root mean square below which squares underflow in fp32.
-LEAST_RMS = 2.0**-48
+LEAST_RMS = 2.0**-48  # the root mean square below which squares underflow in fp32
 
 
 class NonFiniteGradientError(ArithmeticError):
     """The gradient holds an infinity or a NaN. Raised by every rank alike; nothing was updated."""
-
-
-class Clipping:
-    """The norm of the mean gradient, and the coefficient that limits it.
-
-    Raises ValueError for a norm or a limit that is not above 0.
-    """
-
-    def __init__(self, max_norm: float | None, norm_type: float, kernels: Kernels) -> None:
-        if not is_positive(norm_type):
-            raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
-        if max_norm is not None and not is_positive(max_norm):
-            raise ValueError(f"max_grad_norm is {max_norm!r}: give a number above 0, or None")
-        self._max_norm, self._p, self._kernels = max_norm, float(norm_type), kernels
-
-    def norm(self, group: Collectives, shards: Iterable[Tensor], divisor: float) -> float:
-        """Return the norm of gradients whose sums over ranks lie in shards. Collective."""
-        return global_norm(group, shards, self._p, self._kernels) / divisor
-
-    def coefficient(self, norm: float) -> float:
-        """Return the factor that brings a norm to the limit: 1.0 if it is below."""
-        return 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
 
 
 def global_norm(
@@ -61,18 +36,14 @@ def global_norm(
         parts = _square_sum_in_fp32(shards)
     if parts is None:
         parts = [_power_sum(run, p) for shard in shards for run in _runs(shard)]
-    if math.isinf(p):
-        # Collectives sum, so every rank writes its maximum into an element of its own.
-        maxima = torch.zeros(collectives.size, dtype=torch.float64)
-        if parts:
-            maxima[collectives.rank] = torch.stack(parts).max()
-        collectives.all_reduce(maxima).wait()
-        return float(maxima.max())
-    total = torch.zeros(1, dtype=torch.float64)
-    if parts:
-        total += torch.stack(parts).sum().cpu()
+    # Collectives sum, so for a maximum every rank writes into an element of its own.
+    total = torch.zeros(collectives.size if math.isinf(p) else 1, dtype=torch.float64)
+    if parts and math.isinf(p):
+        total[collectives.rank] = torch.stack(parts).max()
+    elif parts:
+        total[0] = torch.stack(parts).sum()
     collectives.all_reduce(total).wait()
-    return math.pow(float(total), 1 / p)
+    return float(total.max()) if math.isinf(p) else math.pow(float(total), 1 / p)
 
 
 def _square_sum_in_fp32(shards: Sequence[Tensor]) -> list[Tensor] | None:
@@ -111,8 +82,7 @@ def _power_sum(run: Tensor, p: float) -> Tensor:
 class FiniteCheck:
     """Records whether this rank's gradients were finite before the sum over ranks.
 
-    Gradients are checked one by one, while they are in the cache. The result only tells on which
-    rank a step failed, so a check that is not `enabled` does nothing.
+    It only tells on which rank a step failed; a check that is not `enabled` does nothing.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -136,34 +106,29 @@ class FiniteCheck:
         self._finite, self._device_flag = True, None
 
     def __bool__(self) -> bool:
-        """Whether all gradients since `reset` were finite. Waits for the device."""
+        """Return whether all gradients since `reset` were finite. Waits for the device."""
         return self._finite and (self._device_flag is None or not float(self._device_flag))
 
 
 def find_non_finite(
     collectives: Collectives,
-    reduced: Iterable[tuple[str, Tensor]],
+    shards: Iterable[tuple[str, Tensor]],
     names: Iterable[str],
-    *,
-    local_finite: bool,
+    check: FiniteCheck,
 ) -> str:
-    """Describe which parameters are not finite, and on which ranks. Collective.
+    """Describe which parameters are not finite, and on which ranks, alike on all. Collective.
 
-    `reduced` are the sums over ranks of slices that this rank owns, with their parameters' names;
-    `names` are those of all parameters, in order. `local_finite` tells whether this rank's own
-    gradients were finite. Returns the same text on every rank.
+    `shards` are the sums over ranks of this rank's shards, with their parameters' names; `names`
+    are those of all parameters, in order. `check` was made of this rank's own gradients.
     """
-    local_names = {name for name, tensor in reduced if not bool(tensor.isfinite().all())}
-    if collectives.size == 1:
-        local_finite = not local_names
+    local_names = {name for name, tensor in shards if not bool(tensor.isfinite().all())}
+    local_finite = bool(check) if collectives.size > 1 else not local_names
     reports = gather_objects(collectives, (local_names, local_finite))
-    nonfinite = [name for name in names if any(name in of_rank for of_rank, _ in reports)]
-    ranks = [str(rank) for rank, (_, finite) in enumerate(reports) if not finite]
-    if not nonfinite:
+    found = set().union(*(of_rank for of_rank, _ in reports))
+    ranks = ", ".join(str(rank) for rank, (_, finite) in enumerate(reports) if not finite)
+    if not found:
         return "finite everywhere, but its powers overflow"
-    shown = ", ".join(nonfinite[:5])
-    if len(nonfinite) > 5:
-        shown += f" and {len(nonfinite) - 5} more"
-    if not ranks:
-        return f"every rank's own is finite, but their sum overflows in {shown}"
-    return f"not finite in {shown}, on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    shown = [name for name in names if name in found]
+    shown[5:] = [f"and {len(shown) - 5} more"] if len(shown) > 5 else []
+    where = f"on rank {ranks}" if ranks else "where the sum over ranks overflows"
+    return f"not finite in {', '.join(shown)}, {where}"

@@ -1,7 +1,8 @@
 """The optimizer step of data-parallel training: wait, mean, clip, update, publish."""
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -13,13 +14,14 @@ from torch.nn import Parameter
 from zero.buckets import StepReduction
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, make_hook, restore_hook_state, saved_hook_state
-from zero.kernels import Kernels, TorchKernels
+from zero.kernels import Kernels
 from zero.layout import MIB, Bucket
-from zero.norms import Clipping, NonFiniteGradientError, find_non_finite
-from zero.param_groups import Named, check_partition, check_trainable
-from zero.precision import LossScale
+from zero.master_weights import OptimizerShard
+from zero.norms import FiniteCheck, NonFiniteGradientError, find_non_finite, global_norm
+from zero.param_groups import Named, check_sharding, check_trainable, hyperparameters
+from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.sharded_optimizer import ShardedOptimizer
-from zero.stages import make_stage
+from zero.state import StateSlice, check_groups
 from zero.sync_schedule import EveryStep, SyncSchedule
 
 
@@ -38,9 +40,9 @@ class ZeroOptimizer(ShardedOptimizer):
 
     `parameters` are pairs (name, parameter), as `model.named_parameters()` yields, or parameter
     groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the update.
-    Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too (`zero.stages`). `partition`
-    "element" makes shards equal to within an element, and may cut parameters; "parameter" deals
-    whole ones to ranks, for optimizers that need matrices.
+    Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too. `partition` "element" makes
+    shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
+    ranks, for optimizers that need matrices.
 
     Construction, `start` and `step` are collective; `start` is called once. Autograd hooks launch a
     bucket as soon as backward has filled it, so a rank runs backward once a step, except under
@@ -49,8 +51,7 @@ class ZeroOptimizer(ShardedOptimizer):
     The gradient is the mean over all samples of the step. A rank states what its gradient stands
     for in one of three ways: `loss.backward()` alone gives every rank the same weight; `share(n)`
     before it declares the accumulated gradient a mean over n samples; `backward(loss, weight=n)`,
-    once a micro-batch, declares each loss a mean over n samples. Collectives sum, and the one
-    division is in `step`.
+    once a micro-batch, declares each loss a mean over n samples.
 
     - `max_grad_norm`, `norm_type`: the limit to which the gradient's norm is clipped.
     - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
@@ -70,9 +71,8 @@ class ZeroOptimizer(ShardedOptimizer):
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
 
-    Raises ValueError for an option that does not exist, for parameters on different devices,
-    without unique names or sharing memory, for an optimizer that needs whole parameters under
-    partition "element", and when there is nothing to train.
+    Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
+    and for an optimizer that needs whole parameters under partition "element".
     """
 
     def __init__(
@@ -98,29 +98,29 @@ class ZeroOptimizer(ShardedOptimizer):
         kernels: Kernels | None = None,
         **kwargs: Any,
     ) -> None:
+        check_sharding(stage, partition, optimizer_class)
+        check_travel_dtype("gather_dtype", gather_dtype)
         if non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {non_finite!r}: choose stop or skip")
-        self._collectives, self._kernels = collectives, kernels or TorchKernels()
-        self._clipping = Clipping(max_grad_norm, norm_type, self._kernels)
+        if not is_positive(norm_type):
+            raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
+        if max_grad_norm is not None and not is_positive(max_grad_norm):
+            raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
+        groups = check_trainable(parameters, sharded=stage > 0)
+        self._collectives, self._kernels = collectives, kernels or Kernels()
+        self._norm_type = float(norm_type)
+        self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
         self._buffers, self._model = tuple(buffers), model
         self._hook = make_hook(comm_hook, wire_dtype)
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
-        zero_stage = make_stage(stage, self.schedule.sharding, model, gather_dtype)
-        groups = check_trainable(parameters, sharded=zero_stage.sharded)
-        check_partition(partition, optimizer_class, sharded=zero_stage.sharded)
+        owned = OptimizerShard(stage, self.schedule.sharding, model, gather_dtype)
         # Only an error message reads it, and with one rank the sums tell as much.
-        check_finite = not self._skips and collectives.size > 1
-        self._reduction = StepReduction(
-            zero_stage, self._hook, self.schedule, check_finite=check_finite
-        )
+        finite = FiniteCheck(enabled=not self._skips and collectives.size > 1)
+        self._reduction = StepReduction(owned.gradients, self._hook, self.schedule, stage, finite)
+        make_inner = partial(optimizer_class, **kwargs)
         super().__init__(
-            groups,
-            partial(optimizer_class, **kwargs),
-            zero_stage,
-            order=order,
-            bucket_bytes=bucket_bytes,
-            partition=partition,
+            groups, make_inner, owned, order=order, bucket_bytes=bucket_bytes, partition=partition
         )
 
     def start(self) -> None:
@@ -128,19 +128,6 @@ class ZeroOptimizer(ShardedOptimizer):
         buffers = self._buffers if self._model is None else self._model.buffers()
         broadcast_from_rank_0(self._collectives, [*self._named.values(), *buffers])
         self._owned.copy_from_parameters()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters, of layers that were frozen, say. Collective, between steps.
-
-        "params" are pairs (name, parameter), whose values are taken from rank 0. Raises ValueError
-        as construction does.
-        """
-        before = set(self._named)
-        super().add_param_group(param_group)
-        if self._constructed:
-            added = [parameter for name, parameter in self._named.items() if name not in before]
-            broadcast_from_rank_0(self._collectives, added)
-            self._owned.copy_from_parameters()
 
     @property
     def group(self) -> Collectives:
@@ -196,9 +183,9 @@ class ZeroOptimizer(ShardedOptimizer):
             raise ValueError("step() takes no closure: ranks might run backward unequally often")
         self.synchronize()
         weight, divisor, unused = self._reduction.take()
-        norm = self._agreed(self._clipping.norm(self.group, self._shards(), divisor))
+        norm = self._agreed_norm(divisor)
         finite = math.isfinite(norm)
-        coef = self._clipping.coefficient(norm) if finite else 0.0
+        coef = min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
         self.wait_for_parameters()
         if finite:
             self._update(coef / divisor, unused)  # the only division: sums to clipped means
@@ -212,22 +199,21 @@ class ZeroOptimizer(ShardedOptimizer):
         """Discard all gradients: parameters have None, or zeros without `set_to_none`.
 
         At stage 2 they have None either way. From stage 1 on `step` does so itself. Buckets that
-        backward has launched must be stepped on before more gradients come, since other ranks take
-        part in them: this discards their values only.
+        backward has launched must be stepped on before more gradients come: other ranks take part.
         """
         self._reduction.buckets.clear(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices, the hyperparameters and the rest of the state. Local.
 
-        Plain containers and tensors of the optimizer's own memory, by parameter name and element
-        range (`zero.state`). Slices from `gather_slices` may replace "slices". "comm_hook" is of
-        this rank only, and "steps" is the number of steps taken.
+        Plain containers and tensors of the optimizer's own memory. The "slices" (`zero.state`) of
+        all ranks together are the whole state; "comm_hook" is of this rank only.
         """
         return {
-            **super().state_dict(),
+            "slices": [piece._asdict() for piece in self.slices()],
+            "param_groups": self._named_groups(),
             "loss_scale": self._scale.state_dict(),
-            "comm_hook": saved_hook_state(self._hook, self.schedule.sharding, self._plan),
+            "comm_hook": saved_hook_state(self._hook, self.schedule.sharding, self._owned.plan),
             "steps": self._reduction.steps,
         }
 
@@ -236,13 +222,15 @@ class ZeroOptimizer(ShardedOptimizer):
         """Restore what `state_dict` returned, here or at any stage and number of ranks. Local.
 
         The slices must cover what this rank owns; others are ignored. "comm_hook" and "steps" may
-        be absent. Raises ValueError, before anything is changed, for a state of another model or
-        other groups, naming each mismatch.
+        be absent. Raises ValueError, before anything is changed, for a state that does not fit.
         """
-        super().load_state_dict(state_dict)
+        groups = check_groups(state_dict, self._named_groups())
+        self.load_slices(StateSlice(**piece) for piece in state_dict["slices"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(hyperparameters(saved)))
         self._scale.load_state_dict(state_dict["loss_scale"])
         hook_state = state_dict.get("comm_hook")
-        restore_hook_state(self._hook, self.schedule.sharding, self._plan, hook_state)
+        restore_hook_state(self._hook, self.schedule.sharding, self._owned.plan, hook_state)
         self._reduction.steps = state_dict.get("steps", self._reduction.steps)
 
     def close(self) -> None:
@@ -250,11 +238,13 @@ class ZeroOptimizer(ShardedOptimizer):
         self._reduction.buckets.close()
         super().close()
 
-    def _agreed(self, norm: float) -> float:
-        """Return the norm of this rank's group, or one that is not finite if any group's is not.
+    def _agreed_norm(self, divisor: float) -> float:
+        """Return the norm of the mean gradient of this rank's group. Collective.
 
-        So all ranks skip or stop together, and have the same loss scale. Collective.
+        Not finite if that of any group is not, so that all ranks skip or stop together.
         """
+        shards = [shard for _, shard in self._owned.shards()]
+        norm = global_norm(self.group, shards, self._norm_type, self._kernels) / divisor
         if self.group.size == self._collectives.size:
             return norm
         total = torch.tensor([norm], dtype=torch.float64)
@@ -264,20 +254,16 @@ class ZeroOptimizer(ShardedOptimizer):
     def _update(self, factor: float, unused: frozenset[str]) -> None:
         """Let the torch optimizer update this rank's slices by their sums times `factor`. Local."""
         self._owned.sync_from_parameters()
-        self._owned.set_gradients(self._stage.gradients, factor, unused, self._kernels)
+        self._owned.set_gradients(factor, unused, self._kernels)
         self._inner_step()
         self._owned.restore_gradients()
         self._scale.note_good_step()
 
     def _skip_or_raise(self, norm: float) -> None:
         """Reduce the loss scale, skip the update, or raise NonFiniteGradientError. Collective."""
-        if self._scale.can_shrink:
-            self._scale.shrink()
-        elif not self._skips:
-            reduced = self._owned.reduced(self._stage.gradients)
-            where = find_non_finite(
-                self._collectives, reduced, self._named, local_finite=bool(self._reduction.finite)
-            )
+        if not self._scale.shrink() and not self._skips:
+            shards, finite = self._owned.shards(), self._reduction.finite
+            where = find_non_finite(self._collectives, shards, self._named, finite)
             self._reduction.end_step()
             raise NonFiniteGradientError(f"the gradient's norm is {norm}: {where}")
 
@@ -286,14 +272,17 @@ class ZeroOptimizer(ShardedOptimizer):
 
         The all-gathers go on after the return.
         """
-        exchanged = self.schedule.after_update(self._reduction.steps, self._owned.tensors)
+        updated_tensors = [own.tensor for own in self._owned.pieces]
+        exchanged = self.schedule.after_update(self._reduction.steps, updated_tensors)
         broadcast_from_rank_0(self.group, self._buffers)
         if updated or exchanged:
             self._owned.copy_to_parameters()
-            self._stage.publish()
+            self._owned.parameters.launch()
 
-    def _add_parameters(self, named: dict[str, Parameter]) -> list[Bucket]:
+    def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:
         """Plan buckets of parameters, and watch their gradients."""
+        if self._constructed:
+            broadcast_from_rank_0(self._collectives, named.values())
         plan = super()._add_parameters(named)
         self._reduction.add(plan, named)
         return plan

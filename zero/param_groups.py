@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -12,38 +11,46 @@ from torch.nn import Parameter
 
 Named: TypeAlias = tuple[str, Parameter]
 
+STAGES = (0, 1, 2)
 PARTITIONS = ("element", "parameter")
 
-# Optimizers whose update of an element depends on others of its parameter: on rows of a matrix, or
-# on the norm of the whole.
+# Optimizers, in lower case, whose update of an element depends on others of its parameter: on rows
+# of a matrix, or on the norm of the whole.
 NEED_WHOLE_PARAMETERS = frozenset(
-    {"Muon", "Adafactor", "Lamb", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "CAME"}
-    | {"Adam_mini", "AdamMini", "NovoGrad", "SM3", "GaLore", "GaLoreAdamW", "Kron"}
+    {"muon", "adafactor", "lamb", "lars", "shampoo", "distributedshampoo", "soap", "came"}
+    | {"adam_mini", "adammini", "novograd", "sm3", "galore", "galoreadamw", "kron"}
 )
 
 
-def named_groups(
+def check_trainable(
     parameters: Iterable[Named] | Iterable[dict[str, Any]],
+    *,
+    sharded: bool,
+    known: Mapping[str, Parameter] | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups whose "params" are pairs (name, parameter) that require a gradient.
 
-    Raises ValueError for parameters without names, for names that are not unique, for dtypes that
-    are not real floating point, and for parameters on different devices.
+    Local. Construction of an optimizer is collective: where ranks could differ in what they refuse,
+    call this first and agree on the result. `known` parameters are trained already.
+
+    Raises ValueError for parameters without names, for names or parameters that are given twice,
+    for dtypes that are not real floating point, for parameters on different devices, and if there
+    is nothing to train; with `sharded` also if parameters share memory, since both cannot be moved
+    to flat memory.
     """
     given = list(parameters)
     groups = [{**g, "params": list(g["params"])} for g in given if isinstance(g, dict)]
-    if groups and len(groups) == len(given):
-        pairs = [pair for group in groups for pair in group["params"]]
-    else:
-        pairs = given
+    if not groups or len(groups) < len(given):
         groups = [{"params": given}]
-    if not all(_is_pair(pair) for pair in pairs):
+    if not all(_is_pair(pair) for group in groups for pair in group["params"]):
         raise ValueError(
             "parameters are needed with their names: give model.named_parameters(), "
             'or groups whose "params" are such pairs'
         )
     groups = [{**g, "params": [(n, p) for n, p in g["params"] if p.requires_grad]} for g in groups]
-    named = by_name(groups)
+    named = by_name([{"params": (known or {}).items()}, *groups])
+    if not named:
+        raise ValueError("no parameter requires a gradient: there is nothing to train")
     for name, parameter in named.items():
         if not parameter.dtype.is_floating_point:
             raise ValueError(f"parameter {name} is of {parameter.dtype}: only real floats train")
@@ -51,6 +58,8 @@ def named_groups(
     if len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"parameters lie on different devices ({where}): move the model to one")
+    if sharded:
+        _check_memory(named)
     return groups
 
 
@@ -60,37 +69,24 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:
     Raises ValueError where two parameters have one name, or one parameter has two.
     """
     named: dict[str, Parameter] = {}
-    for group in groups:
-        for name, parameter in group["params"]:
-            if name in named:
-                raise ValueError(f"two parameters are named {name}: give each a name of its own")
-            named[name] = parameter
     names: dict[Parameter, str] = {}
-    for name, parameter in named.items():
-        if (other := names.setdefault(parameter, name)) != name:
-            raise ValueError(f"{other} and {name} are one parameter: give it once")
+    for name, parameter in (pair for group in groups for pair in group["params"]):
+        if name in named:
+            raise ValueError(f"two parameters are named {name}: give each a name of its own")
+        if parameter in names:
+            raise ValueError(f"{names[parameter]} and {name} are one parameter: give it once")
+        named[name], names[parameter] = parameter, name
     return named
 
 
-def check_trainable(
-    parameters: Iterable[Named] | Iterable[dict[str, Any]], *, sharded: bool
-) -> list[dict[str, Any]]:
-    """Return `named_groups`, if an optimizer can be constructed with them. Local.
-
-    Construction is collective: where ranks could differ in what they refuse, call this first and
-    agree on the result. Raises ValueError as `named_groups`, if there is nothing to train, and,
-    with `sharded`, if parameters share memory, since both cannot be moved to flat memory.
-    """
-    groups = named_groups(parameters)
-    named = by_name(groups)
-    if not named:
-        raise ValueError("no parameter requires a gradient: there is nothing to train")
-    if sharded:
-        refuse_shared_memory(named)
-    return groups
+def _is_pair(pair: Any) -> bool:
+    match pair:
+        case (str(), torch.Tensor()):
+            return True
+    return False
 
 
-def refuse_shared_memory(parameters: Mapping[str, Parameter]) -> None:
+def _check_memory(parameters: Mapping[str, Parameter]) -> None:
     """Raise ValueError if two parameters overlap in memory."""
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
@@ -105,38 +101,25 @@ def refuse_shared_memory(parameters: Mapping[str, Parameter]) -> None:
             )
 
 
-def check_added(
-    param_group: dict[str, Any],
-    known: Mapping[str, Parameter],
-    device: torch.device,
-    *,
-    sharded: bool,
-) -> tuple[dict[str, Any], dict[str, Parameter]]:
-    """Return a group that is to be added, and its parameters by name. Local.
-
-    Raises ValueError as `named_groups`, and for names that are `known` or another device.
-    """
-    (group,) = named_groups([param_group])
-    named = by_name([group])
-    if repeated := [name for name in named if name in known]:
-        raise ValueError(f"the optimizer has parameters named {', '.join(repeated)} already")
-    if far := [name for name, p in named.items() if p.device != device]:
-        raise ValueError(
-            f"parameters lie on different devices ({', '.join(far)} not on "
-            f"{device}): move the model to one"
-        )
-    if sharded:
-        refuse_shared_memory(named)
-    return group, named
-
-
-def _is_pair(pair: Any) -> bool:
-    return (
-        isinstance(pair, tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], torch.Tensor)
-    )
+def check_sharding(
+    stage: int, partition: str, optimizer_class: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """Raise ValueError for an unknown stage or partition, or one an optimizer does not allow."""
+    if type(stage) is not int or stage not in STAGES:
+        known = ", ".join(map(str, STAGES))
+        raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition {partition!r} is unknown: choose {' or '.join(PARTITIONS)}")
+    if stage == 0 or partition == "parameter":
+        return
+    while isinstance(optimizer_class, functools.partial):
+        optimizer_class = optimizer_class.func
+    for kind in getattr(optimizer_class, "__mro__", ()):
+        if kind.__name__.lower() in NEED_WHOLE_PARAMETERS:
+            raise ValueError(
+                f'{kind.__name__} needs whole parameters, and partition "element" cuts them: give '
+                'partition="parameter"'
+            )
 
 
 def unnamed(group: dict[str, Any]) -> dict[str, Any]:
@@ -149,67 +132,21 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def needs_whole_parameters(optimizer_class: Callable[..., torch.optim.Optimizer]) -> str | None:
-    """Return the name under which an optimizer is known to need whole parameters, or None."""
-    while isinstance(optimizer_class, functools.partial):
-        optimizer_class = optimizer_class.func
-    known = {name.lower() for name in NEED_WHOLE_PARAMETERS}
-    names = [kind.__name__ for kind in getattr(optimizer_class, "__mro__", [])]
-    return next((name for name in names if name.lower() in known), None)
-
-
-def is_positive(value: object) -> bool:
-    """Return whether a value is a number above 0, including infinity; True does not count."""
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
-
-
-def check_partition(
-    partition: str, optimizer_class: Callable[..., torch.optim.Optimizer], *, sharded: bool
-) -> None:
-    """Raise ValueError for an unknown partition, or one that an optimizer does not allow."""
-    if partition not in PARTITIONS:
-        raise ValueError(f"partition {partition!r} is unknown: choose {' or '.join(PARTITIONS)}")
-    name = needs_whole_parameters(optimizer_class)
-    if sharded and partition == "element" and name:
-        raise ValueError(
-            f'{name} needs whole parameters, and partition "element" cuts them: give '
-            'partition="parameter"'
-        )
-
-
-def difference(saved: list[list[Any]], own: list[list[str]]) -> str:
-    """Describe how two lists of groups of names differ."""
-    if len(saved) != len(own):
-        return f"it has {len(saved)} and the optimizer {len(own)}"
-    words = []
-    for index, (saved_names, own_names) in enumerate(zip(saved, own, strict=True)):
-        lacking = [name for name in own_names if name not in saved_names]
-        extra = [name for name in saved_names if name not in own_names]
-        if lacking:
-            words.append(f"group {index} lacks {', '.join(lacking)}")
-        if extra:
-            words.append(f"group {index} has {', '.join(map(str, extra))} besides")
-        if saved_names != own_names and not lacking and not extra:
-            words.append(f"the parameters of group {index} come in another order")
-    return "; ".join(words)
-
-
 def name_parameters(
     model: nn.Module, groups: Iterable[dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """Return torch's parameter groups with each parameter replaced by (name, parameter)."""
+    """Return torch's parameter groups with each parameter replaced by (name, parameter).
+
+    None means one group of all parameters. Raises ValueError for a tensor that is none of them.
+    """
     if groups is None:
         return [{"params": list(model.named_parameters())}]
     names = {parameter: name for name, parameter in model.named_parameters()}
-    try:
-        return [{**g, "params": [(names[p], p) for p in _parameters(g)]} for g in groups]
-    except KeyError:
-        raise ValueError(
-            "a parameter group holds a tensor that is no parameter of the model"
-        ) from None
-
-
-def _parameters(group: dict[str, Any]) -> Iterable[Any]:
-    """Return the parameters of a group; torch accepts a single tensor, too."""
-    params: Iterable[Any] = group["params"]
-    return [params] if isinstance(params, torch.Tensor) else params
+    named_groups = []
+    for group in groups:
+        params = group["params"]  # torch accepts a single tensor, too
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if any(parameter not in names for parameter in params):
+            raise ValueError("a parameter group holds a tensor that is no parameter of the model")
+        named_groups.append({**group, "params": [(names[p], p) for p in params]})
+    return named_groups

@@ -19,25 +19,36 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
+from zero.kernels import view
 from zero.layout import Bucket
 from zero.precision import narrower
-from zero.tensor_views import nbytes, view
 
 
 class FlatParameters:
-    """The parameters of buckets, each a view of its bucket's flat tensor.
+    """The parameters of buckets, each a view of its bucket's flat tensor, and their all-gathers.
+
+    Without a model, `launch` waits for all. It also does under torch.compile, which reads
+    parameters outside of their modules. Code that holds parameters from elsewhere (a list of its
+    own) has to call `wait` itself.
 
     With a `gather_dtype` narrower than a bucket, its all-gather goes through a copy of that dtype.
     """
 
-    def __init__(self, collectives: Collectives, gather_dtype: torch.dtype | None) -> None:
-        self._collectives, self._gather_dtype = collectives, gather_dtype
+    def __init__(
+        self, collectives: Collectives, model: nn.Module | None, gather_dtype: torch.dtype | None
+    ) -> None:
+        self._collectives, self._model, self._gather_dtype = collectives, model, gather_dtype
         self._slot = collectives.slot(collectives.rank)
+        self._overlaps_forward = model is not None
         self._addresses: list[tuple[str, Parameter, int]] = []
-        self._narrow: list[Tensor | None] = []  # copies in the gather dtype, by bucket
-        self.buckets: list[Bucket] = []
-        self.flats: list[Tensor] = []
-        self.bucket_of: dict[Parameter, int] = {}
+        self._buckets: list[Bucket] = []
+        self._flats: list[Tensor] = []  # by bucket
+        self._narrow: dict[int, Tensor] = {}  # copies in the gather dtype, by bucket
+        self._bucket_of: dict[Parameter, int] = {}
+        self._works: dict[int, Work] = {}  # in flight, by bucket
+        self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self.gather_bytes = 0  # of the copies in the gather dtype
 
     @torch.no_grad()
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> list[Tensor]:
@@ -46,7 +57,6 @@ class FlatParameters:
         One bucket at a time, so that no more than one is in memory twice. No two parameters may
         share memory.
         """
-        added = []
         for bucket in buckets:
             device = parameters[bucket.entries[0].spec.name].device
             flat = self._collectives.allocate(bucket.numel, bucket.dtype, device)
@@ -55,88 +65,28 @@ class FlatParameters:
                 slot = view(flat, entry.start, parameter)
                 slot.copy_(parameter)
                 parameter.data = slot
-                self.bucket_of[parameter] = len(self.buckets)
+                self._bucket_of[parameter] = len(self._buckets)
                 self._addresses.append((entry.spec.name, parameter, parameter.data_ptr()))
-            narrow = None
-            if dtype := gather_copy_dtype(bucket, self._gather_dtype, self._collectives.size):
+            dtype = narrower(self._gather_dtype, bucket.dtype)
+            if dtype and self._collectives.size > 1:
                 narrow = self._collectives.allocate(bucket.numel, dtype, device)
-            self._narrow.append(narrow)
-            self.buckets.append(bucket)
-            self.flats.append(flat)
-            added.append(flat)
-        return added
-
-    def all_gather(self, index: int) -> Work:
-        """Start the all-gather of a bucket. Collective."""
-        if (narrow := self._narrow[index]) is not None:
-            return ChainedWork(self._all_gather_narrow(index, narrow))
-        return self._collectives.all_gather(self.flats[index], self.buckets[index].bounds)
-
-    def check_addresses(self) -> None:
-        """Raise RuntimeError for a parameter that was moved to other memory."""
-        for name, parameter, address in self._addresses:
-            if parameter.data_ptr() != address:
-                raise RuntimeError(
-                    f"parameter {name} has other memory than when the optimizer was made: move the "
-                    "model to its device and dtype first, and make the optimizer after"
-                )
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes of the copies in the gather dtype."""
-        return sum(nbytes(narrow) for narrow in self._narrow if narrow is not None)
-
-    def _all_gather_narrow(self, index: int, narrow: Tensor) -> Iterator[Work]:
-        """Gather in the narrow dtype, to which the owners have rounded their shards."""
-        flat, bucket = self.flats[index], self.buckets[index]
-        shard = slice(*bucket.shard(self._slot))
-        narrow[shard].copy_(flat[shard])
-        yield self._collectives.all_gather(narrow, bucket.bounds)
-        flat.copy_(narrow)
-
-
-def gather_copy_dtype(
-    bucket: Bucket, gather_dtype: torch.dtype | None, ranks: int
-) -> torch.dtype | None:
-    """Return the dtype of the copy through which a bucket is gathered; None for no copy."""
-    return narrower(gather_dtype, bucket.dtype) if ranks > 1 else None
-
-
-class ParameterGathers:
-    """The all-gathers of flat parameters: launched together, waited for where they are needed.
-
-    The modules of `model` wait for the parameters that they use; without a model, `launch` waits
-    for all. It also does under torch.compile, which reads parameters outside of their modules. Code
-    that holds parameters from elsewhere (a list of its own) has to call `wait` itself.
-    """
-
-    def __init__(
-        self, collectives: Collectives, parameters: FlatParameters, model: nn.Module | None
-    ) -> None:
-        self._collectives, self._parameters = collectives, parameters
-        self._model = model
-        self._overlaps_forward = model is not None
-        self._works: dict[int, Work] = {}  # in flight, by bucket
-        self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
-        self._hooks: dict[nn.Module, RemovableHandle] = {}
-
-    def watch(self) -> None:
-        """Add a hook to every module that has parameters of its own and no hook yet."""
-        for module in self._model.modules() if self._model is not None else ():
-            if self._buckets_of(module._parameters.values()) and module not in self._hooks:
-                hook = ModuleHook(self._before_forward)
-                self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
+                self._narrow[len(self._buckets)] = narrow
+                self.gather_bytes += narrow.nbytes
+            self._buckets.append(bucket)
+            self._flats.append(flat)
+        self._watch()
+        return self._flats[-len(buckets) :]
 
     def launch(self) -> None:
         """Start an all-gather of every bucket, in the order of the next forward. Collective."""
-        if self._collectives.size == 1:
+        if self._collectives.size == 1 or not self._buckets:
             return
-        for index in reversed(range(len(self._parameters.buckets))):
-            self._works[index] = self._parameters.all_gather(index)
+        for index in reversed(range(len(self._buckets))):
+            self._works[index] = self._all_gather(index)
         if not self._overlaps_forward:
             self.wait()
             return
-        self.watch()
+        self._watch()
         for module in self._hooks:
             if self._buckets_of(module._parameters.values()):
                 self._original[module] = module._parameters
@@ -148,16 +98,48 @@ class ParameterGathers:
         for module in list(self._original):
             self._release(module)
         for index in list(self._works):
-            self._works.pop(index).wait()
+            self._finish(index)
+
+    def check_addresses(self) -> None:
+        """Raise RuntimeError for a parameter that was moved to other memory."""
+        for name, parameter, address in self._addresses:
+            if parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"parameter {name} has other memory than when the optimizer was made: move the "
+                    "model to its device and dtype first, and make the optimizer after"
+                )
 
     def close(self) -> None:
-        """Wait for what is in flight, and remove all hooks, also if the wait fails."""
+        """Wait for what is in flight, and give the model back as it was, also if the wait fails."""
         try:
             self.wait()
         finally:
+            for module, parameters in self._original.items():
+                module.__dict__["_parameters"] = parameters
+            self._original.clear()
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks.clear()
+
+    def _all_gather(self, index: int) -> Work:
+        if index in self._narrow:
+            return ChainedWork(self._all_gather_narrow(index))
+        return self._collectives.all_gather(self._flats[index], self._buckets[index].bounds)
+
+    def _all_gather_narrow(self, index: int) -> Iterator[Work]:
+        """Gather in the narrow dtype, to which the owners have rounded their shards."""
+        flat, narrow, bucket = self._flats[index], self._narrow[index], self._buckets[index]
+        shard = slice(*bucket.shard(self._slot))
+        narrow[shard].copy_(flat[shard])
+        yield self._collectives.all_gather(narrow, bucket.bounds)
+        flat.copy_(narrow)
+
+    def _watch(self) -> None:
+        """Add a hook to every module that has parameters of its own and no hook yet."""
+        for module in self._model.modules() if self._model is not None else ():
+            if self._buckets_of(module._parameters.values()) and module not in self._hooks:
+                hook = ModuleHook(self._before_forward)
+                self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         """Wait for a module's parameters, also those that it refers to directly (as nn.LSTM)."""
@@ -168,42 +150,44 @@ class ParameterGathers:
 
     def _release(self, module: nn.Module) -> None:
         """Wait for a module's parameters, and give it its own dictionary back."""
-        parameters = self._original.pop(module, None)
-        if parameters is None:
+        if module not in self._original:
             return
-        for index in self._buckets_of(parameters.values()):
-            if index in self._works:
-                self._works.pop(index).wait()
-        module.__dict__["_parameters"] = parameters
+        for index in self._buckets_of(self._original[module].values()):
+            self._finish(index)
+        module.__dict__["_parameters"] = self._original.pop(module)
+
+    def _finish(self, index: int) -> None:
+        """Wait for a bucket. If that fails, later waits for it fail, too."""
+        if index in self._works:
+            self._works[index].wait()
+            del self._works[index]
 
     def _buckets_of(self, parameters: Iterable[Parameter | None]) -> list[int]:
         """Return the buckets of parameters, in the order of forward."""
-        bucket_of = self._parameters.bucket_of
+        bucket_of = self._bucket_of
         return sorted({bucket_of[p] for p in parameters if p in bucket_of}, reverse=True)
 
 
 class WaitingParameterDict(MutableMapping[str, Parameter | None]):
     """Replacement of a module's parameter dictionary while some of them are in flight.
 
-    Any access to a value calls `release`, which waits and gives the module its own dictionary back.
+    Any access to a value calls `wait`, which also gives the module its own dictionary back.
     Not a subclass of dict, whose values C code would read without a call.
     """
 
-    def __init__(
-        self, parameters: dict[str, Parameter | None], release: Callable[[], None]
-    ) -> None:
-        self._parameters, self._release = parameters, release
+    def __init__(self, parameters: dict[str, Parameter | None], wait: Callable[[], None]) -> None:
+        self._parameters, self._wait = parameters, wait
 
     def __getitem__(self, name: str) -> Parameter | None:
-        self._release()
+        self._wait()
         return self._parameters[name]
 
     def __setitem__(self, name: str, parameter: Parameter | None) -> None:
-        self._release()
+        self._wait()
         self._parameters[name] = parameter
 
     def __delitem__(self, name: str) -> None:
-        self._release()
+        self._wait()
         del self._parameters[name]
 
     def __contains__(self, name: object) -> bool:
@@ -215,20 +199,13 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
     def __len__(self) -> int:
         return len(self._parameters)
 
-    def copy(self) -> dict[str, Parameter | None]:
-        """Return a plain dictionary."""
-        return dict(self)
-
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         """Copy and pickle as a plain dictionary."""
         return dict, (dict(self),)
 
 
 class ModuleHook:
-    """A module hook that does nothing in copies of the module, whose memory is not the optimizer's.
-
-    Copies and pickles of a module copy its hooks.
-    """
+    """A module hook that does nothing in copies of the module, which copy its hooks."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function

@@ -1,15 +1,10 @@
-"""Dtypes of gradients and master weights, and the loss scale.
-
-Source of the dynamic loss scale and of its defaults: Micikevicius et al., "Mixed Precision
-Training", 2018 (arXiv 1710.03740), and torch.amp.GradScaler.
-"""
+"""Dtypes of gradients and master weights, and the loss scale."""
 
 import math
+from numbers import Real
 from typing import Any, Literal
 
 import torch
-
-from zero.param_groups import is_positive
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # consecutive steps without overflow after which the scale doubles
@@ -43,12 +38,17 @@ def check_travel_dtype(name: str, dtype: torch.dtype | None) -> None:
         raise ValueError(f"{name} is {dtype!r}: choose one of {', '.join(map(str, TRAVEL_DTYPES))}")
 
 
+def is_positive(value: object) -> bool:
+    """Return whether a value is a number above 0, including infinity; True does not count."""
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+
+
 class LossScale:
     """The factor of the loss that keeps small fp16 gradients from vanishing.
 
     None is a factor of 1, and a number is constant. "dynamic" halves the scale after an overflow,
     and doubles it after 2000 consecutive steps without one. Every rank sees the same overflows, so
-    the scale is the same on every rank.
+    the scale is the same on every rank. Source of the defaults: torch.amp.GradScaler.
     """
 
     def __init__(self, setting: float | Literal["dynamic"] | None) -> None:
@@ -61,15 +61,13 @@ class LossScale:
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
         self._good_steps = 0
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether an overflow is expected, and answered by a smaller scale."""
-        return self.dynamic and self.value > LEAST_SCALE
-
-    def shrink(self) -> None:
-        """Halve the scale after an overflow."""
+    def shrink(self) -> bool:
+        """Halve the scale after an overflow; return False if the scale cannot be the cause."""
+        if not self.dynamic or self.value <= LEAST_SCALE:
+            return False
         self.value /= 2
         self._good_steps = 0
+        return True
 
     def note_good_step(self) -> None:
         """Count a step without overflow."""

@@ -1,50 +1,38 @@
 """A torch optimizer over the slices of parameters that one rank owns."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from zero.layout import Bucket, ParameterSpec, plan_buckets
 from zero.master_weights import OptimizerShard
-from zero.memory import Memory, predict_for_plan, state_bytes
-from zero.param_groups import by_name, check_added, hyperparameters, unnamed
-from zero.stages import ReplicatedStage
-from zero.state import (
-    StateSlice,
-    check_groups,
-    gathered_slices,
-    load_groups,
-    load_slices,
-    own_slices,
-)
-from zero.tensor_views import nbytes
+from zero.memory import Memory, predict, state_bytes
+from zero.param_groups import by_name, check_trainable, hyperparameters, unnamed
+from zero.state import StateSlice, load_slices, own_slices
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """The buckets, parameter groups, state and memory of `ZeroOptimizer`, without its step.
+    """The parameter groups, state and memory of `ZeroOptimizer`, without its step.
 
     Its `param_groups` hold the user's parameters. An inner torch optimizer, made by `make_inner`,
-    updates the slices of them that the stage lets this rank own.
+    updates the slices of them in `owned`.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         make_inner: Callable[..., torch.optim.Optimizer],
-        stage: ReplicatedStage,
+        owned: OptimizerShard,
         *,
         order: Iterable[str] | None,
         bucket_bytes: int,
         partition: str,
     ) -> None:
-        self._make_inner, self._stage = make_inner, stage
+        self._make_inner, self._owned = make_inner, owned
         self._bucket_bytes, self._keeps_whole = bucket_bytes, partition == "parameter"
         self._named: dict[str, Parameter] = {}
-        self._plan: list[Bucket] = []
-        self._owned = OptimizerShard(stage.gather_dtype)
         self._constructed = False
         named = by_name(groups)
         if order is not None:
@@ -52,7 +40,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._add_parameters(named)
         plain_groups = [unnamed(group) for group in groups]
         try:
-            self._inner = make_inner(self._owned.groups(plain_groups))
+            self._inner = make_inner(owned.groups(plain_groups))
             super().__init__(plain_groups, self._inner.defaults)
         except BaseException:
             self.close()
@@ -63,17 +51,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters, of layers that were frozen, say. Collective, between steps.
 
-        "params" are pairs (name, parameter). Raises ValueError as construction does.
+        "params" are pairs (name, parameter), whose values are taken from rank 0. Raises ValueError
+        as construction does.
         """
         if not self._constructed:  # called by torch's constructor
             super().add_param_group(param_group)
             return
-        group, named = check_added(
-            param_group, self._named, self._owned.device, sharded=self._stage.sharded
-        )
+        (group,) = check_trainable([param_group], sharded=self.sharded, known=self._named)
         self.wait_for_parameters()
-        if named:
-            self._add_parameters(named)
+        if group["params"]:
+            self._add_parameters(by_name([group]))
         plain_group = unnamed(group)
         super().add_param_group(plain_group)
         self._inner.add_param_group(self._owned.groups([plain_group])[0])
@@ -81,62 +68,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def wait_for_parameters(self) -> None:
         """Wait until all parameters hold the last update. Local.
 
-        The modules of `model` do so by themselves. Code that reads parameters after a step by other
-        ways calls it first: from `param_groups`, from a list that it has made before, in a module
-        that holds its children's weights in a list.
+        The modules of `model` do so by themselves. Code that reads parameters by other ways calls
+        it first: from `param_groups`, or from a list made before. Raises RuntimeError if the model
+        was moved.
         """
-        self._stage.wait_for_parameters()
+        self._owned.parameters.wait()
+        self._owned.parameters.check_addresses()
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds the state of some elements only."""
-        return self._stage.sharded
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's slices and the groups with parameter names. Local.
-
-        Plain containers and tensors of the optimizer's own memory, by parameter name and element
-        range (`zero.state`). Slices from `gather_slices` may replace "slices".
-        """
-        groups = [
-            {**hyperparameters(group), "params": names}
-            for group, names in zip(self.param_groups, self._names_by_group(), strict=True)
-        ]
-        return {"slices": [piece._asdict() for piece in self.slices()], "param_groups": groups}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, here or at any stage and number of ranks. Local.
-
-        The slices must cover what this rank owns; others are ignored. Raises ValueError, before
-        anything is changed, for a state of another model or other groups, naming each mismatch.
-        """
-        groups = check_groups(state_dict, self._names_by_group())
-        self.load_slices(StateSlice(**piece) for piece in state_dict["slices"])
-        load_groups(self.param_groups, groups)
+        """True if a rank holds the state of some elements only."""
+        return self._owned.sharded
 
     def slices(self) -> Iterator[StateSlice]:
         """Yield the state of what this rank owns. Local; tensors are not copied."""
         return own_slices(self._owned, self._inner.state)
 
-    def gather_slices(self, root: int = 0) -> Iterator[StateSlice]:
-        """Yield the whole state on rank `root`, a slice a parameter. Collective.
-
-        Every rank has to exhaust the iterator. Root holds the state of one bucket at a time, beside
-        its own. Raises ValueError for a root that is no rank.
-        """
-        ranks = self._stage.sharding
-        if not 0 <= root < ranks.size:
-            raise ValueError(f"root {root} is no rank: 0 to {ranks.size - 1}")
-        if not self._stage.sharded:
-            return self.slices() if ranks.rank == root else iter(())
-        return gathered_slices(ranks, self._plan, self._owned, self._inner.state, root)
-
     def load_slices(self, slices: Iterable[StateSlice]) -> None:
         """Load the state of what this rank owns from slices of any extent, in any order. Local.
 
-        They are read one by one. Raises ValueError, before anything is changed, if they are of
-        another model or do not cover what this rank owns.
+        Raises ValueError, before anything is changed, if they are of another model or do not cover
+        what this rank owns.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
         load_slices(self._owned, self._inner, slices, shapes)
@@ -144,61 +96,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
-        gradients = self._stage.gradients
+        gradients = self._owned.gradients
         return Memory(
-            parameters=sum(nbytes(parameter) for parameter in self._named.values()),
+            parameters=sum(parameter.nbytes for parameter in self._named.values()),
             gradients=gradients.peak_bytes,
-            buckets=gradients.working_bytes + self._stage.gather_bytes,
+            buckets=gradients.working_bytes + self._owned.parameters.gather_bytes,
             master=self._owned.master_bytes,
             state=state_bytes(self._inner.state.values()),
         )
 
     def expected_memory(self) -> Memory:
         """Return what `memory` will be after a step, from the plan alone. Local."""
-        groups = zip(self._names_by_group(), self.param_groups, strict=True)
-        options = {name: hyperparameters(group) for names, group in groups for name in names}
-        stage = self._stage
-        return predict_for_plan(
-            self._plan,
-            self._make_inner,
-            stage.number,
-            self._slot(),
-            options,
-            gather_dtype=stage.gather_dtype,
+        groups = self._named_groups()
+        options = {name: hyperparameters(group) for group in groups for name in group["params"]}
+        own = self._owned
+        return predict(
+            own.plan, self._make_inner, own.stage, own.slot, options, gather_dtype=own.gather_dtype
         )
 
     def close(self) -> None:
         """Remove the hooks from the model. Local."""
-        self._stage.close()
+        self._owned.parameters.close()
 
-    def _add_parameters(self, named: dict[str, Parameter]) -> list[Bucket]:
+    def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:
         """Plan buckets of parameters, own this rank's part of them, and return them."""
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
-        size = self._stage.sharding.size
-        loads = [sum(b.bounds[s + 1] - b.bounds[s] for b in self._plan) for s in range(size)]
-        plan = plan_buckets(specs, self._bucket_bytes, size, loads if self._keeps_whole else None)
-        flats = self._stage.add(plan, named)
-        for index, (bucket, flat) in enumerate(zip(plan, flats, strict=True), len(self._plan)):
-            self._owned.add(index, bucket, self._stage.owned(bucket), named, flat)
-        self._plan.extend(plan)
+        size, plan = self._owned.sharding.size, self._owned.plan
+        loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
+        added = plan_buckets(specs, self._bucket_bytes, size, loads if self._keeps_whole else None)
+        self._owned.add(added, named)
         self._named |= named
-        return list(plan)
+        return added
 
-    def _names_by_group(self) -> list[list[str]]:
+    def _named_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups with names in place of parameters."""
         names = {parameter: name for name, parameter in self._named.items()}
-        return [[names[p] for p in group["params"]] for group in self.param_groups]
-
-    def _slot(self) -> int:
-        return self._stage.sharding.slot(self._stage.sharding.rank)
-
-    def _shards(self) -> Iterator[Tensor]:
-        """Yield the sums of this rank's shards, slice by slice.
-
-        The same slices at every stage, so that the norm has the same bits.
-        """
-        for index, bucket in enumerate(self._plan):
-            for piece in bucket.pieces(*bucket.shard(self._slot())):
-                yield self._stage.gradients.reduced(index, piece)
+        return [
+            {**group, "params": [names[p] for p in group["params"]]} for group in self.param_groups
+        ]
 
     def _inner_step(self) -> None:
         """Update this rank's slices by their gradients, under this optimizer's hyperparameters.

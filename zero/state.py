@@ -5,22 +5,17 @@
     rank 0   slice(w, 0 to 5)   exp_avg (5)   exp_avg_sq (5)   step
     rank 1   slice(w, 5 to 8)   exp_avg (3)   exp_avg_sq (3)   step
 
-A rank can load any set of slices that covers what it owns: those of another number of ranks or
-another stage, or one slice a parameter as `gathered_slices` returns them.
+A rank can load any slices that cover what it owns, of any number of ranks and any stage.
 """
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero.collectives import Collectives, gather_objects
-from zero.layout import Bucket
+from zero.kernels import order
 from zero.master_weights import OptimizerShard, OwnedSlice, ParamGroup
-from zero.param_groups import difference, hyperparameters
-from zero.tensor_views import order
 
 MASTER = "master"  # the key of the master weights
 
@@ -33,7 +28,7 @@ class StateSlice(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
-    order: tuple[int, ...]  # its dimensions in memory order, as `zero.tensor_views.order`
+    order: tuple[int, ...]  # its dimensions in memory order, as `zero.kernels.order`
     low: int
     high: int
     tensors: dict[str, Tensor]  # flat, high - low elements each
@@ -41,103 +36,32 @@ class StateSlice(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it covers the whole parameter."""
+        """True for the whole parameter."""
         return self.high - self.low == torch.Size(self.shape).numel()
 
 
-State = MutableMapping[Tensor, dict[str, Any]]
-
-
-def own_slices(owned: OptimizerShard, state: State) -> Iterator[StateSlice]:
+def own_slices(
+    owned: OptimizerShard, state: Mapping[Tensor, dict[str, Any]]
+) -> Iterator[StateSlice]:
     """Yield a slice for each slice that this rank owns, in their order. Local.
 
     Tensors are the optimizer's own memory, where it has the memory format of the parameter.
     """
-    for piece in owned.pieces:
-        yield _state_slice(piece, state)
+    for own in owned.pieces:
+        piece, tensors, others = own.piece, {}, {}
+        for key, value in state.get(own.tensor, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == own.tensor.shape:
+                tensors[key] = own.flattened(value.detach())
+            else:
+                others[key] = value
+        if own.has_master:
+            tensors[MASTER] = own.flattened(own.tensor)
+        name, shape, memory_order = piece.spec.name, piece.spec.shape, order(own.parameter)
+        yield StateSlice(name, shape, memory_order, piece.low, piece.high, tensors, others)
 
 
-def gathered_slices(
-    collectives: Collectives, plan: Sequence[Bucket], owned: OptimizerShard, state: State, root: int
-) -> Iterator[StateSlice]:
-    """Yield a whole slice for each parameter, on root only. Collective throughout.
-
-    Goes bucket by bucket, so no rank holds the state of more than one beside its own.
-    """
-    for index, bucket in enumerate(plan):
-        local = {p.piece.start: _state_slice(p, state) for p in owned.pieces if p.index == index}
-        # State that is not by element is small, and travels with the outlines.
-        outlines = [
-            (
-                piece._replace(tensors={}, others={k: _on_cpu(v) for k, v in piece.others.items()}),
-                {key: tensor.dtype for key, tensor in piece.tensors.items()},
-            )
-            for piece in local.values()
-        ]
-        gathered = [o for of_rank in gather_objects(collectives, outlines) for o in of_rank]
-        kinds = sorted({kind for _, dtypes in gathered for kind in dtypes.items()}, key=str)
-        whole: dict[tuple[str, torch.dtype], Tensor] = {}
-        for kind in kinds:
-            flat = _gather_tensor(collectives, bucket, local, kind, owned.device)
-            if collectives.rank == root:
-                whole[kind] = flat
-        if collectives.rank == root:
-            yield from _whole_slices(bucket, gathered, whole)
-
-
-def _gather_tensor(
-    collectives: Collectives,
-    bucket: Bucket,
-    local: Mapping[int, StateSlice],
-    kind: tuple[str, torch.dtype],
-    device: torch.device,
-) -> Tensor:
-    """Gather one state tensor (key, dtype) of a bucket; `local` slices are by first element."""
-    key, dtype = kind
-    flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
-    for start, piece in local.items():
-        if key in piece.tensors and piece.tensors[key].dtype == dtype:
-            flat[start : start + piece.high - piece.low] = piece.tensors[key]
-    collectives.all_gather(flat, bucket.bounds).wait()
-    return flat
-
-
-def _whole_slices(
-    bucket: Bucket,
-    outlines: Sequence[tuple[StateSlice, dict[str, torch.dtype]]],
-    whole: Mapping[tuple[str, torch.dtype], Tensor],
-) -> Iterator[StateSlice]:
-    """Yield a slice for each parameter of a bucket, from gathered tensors."""
-    by_name = {outline.name: (outline, dtypes) for outline, dtypes in reversed(outlines)}
-    for entry in bucket.entries:
-        if entry.spec.name in by_name:  # parameters without elements have no slices
-            outline, dtypes = by_name[entry.spec.name]
-            tensors = {  # copies, so that a slice does not keep its bucket in memory
-                kind[0]: whole[kind][entry.start : entry.stop].clone() for kind in dtypes.items()
-            }
-            yield outline._replace(low=0, high=entry.spec.numel, tensors=tensors)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _state_slice(owned: OwnedSlice, state: State) -> StateSlice:
-    piece, tensors, others = owned.piece, {}, {}
-    for key, value in state.get(owned.tensor, {}).items():
-        if isinstance(value, Tensor) and value.dim() and value.shape == owned.tensor.shape:
-            tensors[key] = owned.flattened(value.detach())
-        else:
-            others[key] = value
-    if owned.has_master:
-        tensors[MASTER] = owned.flattened(owned.tensor)
-    memory_order = order(owned.parameter)
-    name, shape = piece.spec.name, piece.spec.shape
-    return StateSlice(name, shape, memory_order, piece.low, piece.high, tensors, others)
-
-
-def check_groups(state: Mapping[str, Any], names: list[list[str]]) -> list[ParamGroup]:
-    """Return the groups of a state dictionary, if they hold these parameter names. Local.
+def check_groups(state: Mapping[str, Any], own: list[ParamGroup]) -> list[ParamGroup]:
+    """Return the groups of a state dictionary, if they hold the parameter names of `own`. Local.
 
     Raises ValueError for other groups, and for a dictionary that lacks a key.
     """
@@ -146,16 +70,14 @@ def check_groups(state: Mapping[str, Any], names: list[list[str]]) -> list[Param
             f"this is no state_dict of a ZeroOptimizer: it lacks {', '.join(sorted(lacking))}"
         )
     groups: list[ParamGroup] = state["param_groups"]
-    saved = [list(group["params"]) for group in groups]
-    if names != saved:
-        raise ValueError(f"the state's groups differ: {difference(saved, names)}")
+    if len(groups) != len(own):
+        raise ValueError(f"the state has {len(groups)} parameter groups, not {len(own)}")
+    for index, (group, own_group) in enumerate(zip(groups, own, strict=True)):
+        saved, names = list(map(str, group["params"])), own_group["params"]
+        if saved != names:
+            differing = ", ".join(sorted({*saved} ^ {*names})) or "the order of its parameters"
+            raise ValueError(f"the state's parameter group {index} differs in {differing}")
     return groups
-
-
-def load_groups(groups: Iterable[ParamGroup], saved: Iterable[ParamGroup]) -> None:
-    """Copy saved hyperparameters into groups."""
-    for group, saved_group in zip(groups, saved, strict=True):
-        group.update(copy.deepcopy(hyperparameters(saved_group)))
 
 
 def load_slices(
@@ -201,10 +123,9 @@ class _SliceAssembler:
 
     def __init__(self, owned: OwnedSlice) -> None:
         self.owned = owned
-        self._values: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._others: dict[str, Any] = {}
         self._covered: list[tuple[int, int]] = []
-        self._keys: set[str] | None = None
-        self._by_element: set[str] = set()
         self._problem = ""
 
     def add(self, part: StateSlice) -> None:
@@ -218,26 +139,20 @@ class _SliceAssembler:
         if self._problem:
             return
         for key, value in part.others.items():
-            self._values.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+            self._others.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
         for key, value in part.tensors.items():
-            if key not in self._values:
+            if key not in self._tensors:
                 device = self.owned.tensor.device
-                self._values[key] = torch.empty(piece.numel, dtype=value.dtype, device=device)
-                self._by_element.add(key)
+                self._tensors[key] = torch.empty(piece.numel, dtype=value.dtype, device=device)
             elements = value[low - part.low : high - part.low]
-            self._values[key][low - piece.low : high - piece.low] = elements
+            self._tensors[key][low - piece.low : high - piece.low] = elements
 
     def problem(self) -> str:
         """Return why the state cannot be assembled, or an empty string."""
-        piece, covered_to = self.owned.piece, self.owned.piece.low
-        for low, high in sorted(self._covered):
-            if low != covered_to:
-                break
-            covered_to = high
-        else:
-            if covered_to == piece.high:
-                return self._problem
-        covered = ", ".join(f"{low} to {high}" for low, high in sorted(self._covered)) or "none"
+        piece, covered = self.owned.piece, sorted(self._covered)
+        ends = [piece.low, *(high for _, high in covered)]
+        if [low for low, _ in covered] + [piece.high] == ends:
+            return self._problem
         return (
             f"{piece.spec.name} needs the elements {piece.low} to {piece.high}, each once, and the "
             f"slices hold of them {covered}"
@@ -252,29 +167,22 @@ class _SliceAssembler:
             )
         for key, value in part.others.items():
             if not isinstance(value, Tensor) or not value.dim():
-                if key in self._values and self._values[key] != value:
-                    return f"the slices of {part.name} have {key} {self._values[key]} and {value}"
+                if key in self._others and self._others[key] != value:
+                    return f"the slices of {part.name} have {key} {self._others[key]} and {value}"
             elif not (self.owned.piece.whole and part.whole):
                 return f"{part.name} is cut, and its {key} is of the whole parameter"
         for key, value in part.tensors.items():
             if value.shape != (part.high - part.low,):
-                return (
-                    f"{key} of {part.name} is {tuple(value.shape)}, for the elements {part.low} to "
-                    f"{part.high}"
-                )
-        keys = {*part.others, *part.tensors}
-        if self._keys is not None and keys != self._keys:
-            differing = ", ".join(sorted(keys ^ self._keys))
-            return f"not all slices of {part.name} have {differing}"
-        self._keys = keys
+                return f"{key} of {part.name} has another length than its slice"
+        differing = {*part.others, *part.tensors} ^ {*self._others, *self._tensors}
+        if len(self._covered) > 1 and differing:
+            return f"not all slices of {part.name} have {', '.join(sorted(differing))}"
         return ""
 
     def assemble(self) -> dict[str, Any]:
         """Return the state for the torch optimizer, and copy the master weights in place."""
-        state = {
-            key: self.owned.in_shape(value) if key in self._by_element else value
-            for key, value in self._values.items()
-        }
+        tensors = {key: self.owned.in_shape(value) for key, value in self._tensors.items()}
+        state = {**self._others, **tensors}
         master = state.pop(MASTER, None)
         if master is not None and self.owned.has_master:
             self.owned.tensor.copy_(master)

@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from common import AbsentError, mpi_library, report, start_gloo, start_horovod, stop_gloo, versions
 from mpi4py import MPI
-from peer_candidates import GlooCandidate, HorovodCandidate, WireDtypeCollectives
+from peer_candidates import WireDtypeCollectives, gloo_candidate, horovod_candidate
 
 import mntrain
-from mntrain.bench.candidates import NATIVE, Candidate, LibraryCandidate, MpiCandidate, Pattern
-from mntrain.bench.link_speed import copy_speed
-from mntrain.bench.measure import rendezvous, take_turns
+from mntrain.bench.candidates import (
+    NATIVE,
+    Candidate,
+    Pattern,
+    library_candidate,
+    mpi_candidate,
+    rendezvous,
+    take_turns,
+)
+from mntrain.bench.hardware_limits import copy_speed
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import WorldCollectives
@@ -79,7 +86,7 @@ def library_candidates(world: mntrain.World, verb: str, memory: torch.Tensor) ->
         variants[f"mntrain {name}"] = world.collectives.replace(choice=AlgorithmChoice(name))
     if verb in SUMS and len(world.topology.nodes) > 1:
         variants["mntrain, bf16 wire"] = WireDtypeCollectives(world.collectives, torch.bfloat16)
-    return [LibraryCandidate(name, verb, it, memory, pattern) for name, it in variants.items()]
+    return [library_candidate(name, verb, it, memory, pattern) for name, it in variants.items()]
 
 
 class Peers:
@@ -97,7 +104,7 @@ class Peers:
                 if variant is not comm:
                     stack.callback(variant.Free)
                 self._makers.append(
-                    lambda verb, nbytes, suffix=suffix, variant=variant: MpiCandidate(
+                    lambda verb, nbytes, suffix=suffix, variant=variant: mpi_candidate(
                         verb, variant, nbytes, self._pattern, NATIVE[verb] + suffix
                     )
                 )
@@ -105,7 +112,7 @@ class Peers:
             start_gloo(comm)
             stack.callback(stop_gloo, comm)
             self._makers.append(
-                lambda verb, nbytes: GlooCandidate(verb, comm, nbytes, self._pattern)
+                lambda verb, nbytes: gloo_candidate(verb, comm, nbytes, self._pattern)
             )
         if "horovod" in wanted:
             try:
@@ -116,7 +123,7 @@ class Peers:
                 stack.callback(hvd.shutdown)
                 self._makers.append(
                     lambda verb, nbytes: (
-                        HorovodCandidate(hvd, nbytes, self._pattern)
+                        horovod_candidate(hvd, nbytes, self._pattern)
                         if verb == "all_reduce"
                         else None
                     )

@@ -12,7 +12,7 @@ from gpu_facts import facts
 from torch import Tensor
 
 from mntrain.kernels import DeviceKernels
-from zero.kernels import Kernels, TorchKernels
+from zero.kernels import Kernels
 
 NUMELS = (1 << 16, 1 << 22)
 TURNS = 5  # of each kernel, in turn, so that noise falls on both alike
@@ -46,7 +46,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor]]]:
 
 def compare(what: str, addends: Sequence[Tensor], kernels: Kernels) -> dict[str, Any]:
     """Return the medians of both kernels' times and whether their bits agree."""
-    ways = (TorchKernels(), kernels)
+    ways = (Kernels(), kernels)
     totals = [torch.empty_like(addends[0]) for _ in ways]
     pairs = list(zip(ways, totals, strict=True))
     once = [seconds(way, addends, total, 1) for way, total in pairs]

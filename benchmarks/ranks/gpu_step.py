@@ -14,9 +14,9 @@ from gpu_facts import facts
 from torch import Tensor, nn
 
 import mntrain
-from mntrain.metrics.step import peak
 from mntrain.tasks.transformer import Transformer
-from mntrain.train import compiling
+from mntrain.train.job import check_compiler, compile_regions
+from mntrain.train.summary import peak_flops
 
 GPT = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50304}
 TINY = {"layers": 2, "width": 64, "heads": 2, "context": 64, "vocab": 512}
@@ -64,7 +64,7 @@ def main() -> None:
             "tokens": micro_batch * shape["context"],
             "compiled": not given.tiny,
             "flops_per_token": model.flops_per_token(shape["context"]),
-            "peak_flops": peak(used["gpu"], "bf16"),
+            "peak_flops": peak_flops([("", used["gpu"])], "bf16"),
             "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
             "ways": found,
         }
@@ -74,7 +74,7 @@ def main() -> None:
 def expect_compiler(device: torch.device) -> None:
     """End this program, with the reason, where torch.compile lacks something."""
     try:
-        compiling.check(device)
+        check_compiler(device)
     except ValueError as refusal:
         sys.exit(str(refusal).replace("--train.compile", "gpu_step.py"))
 
@@ -119,7 +119,7 @@ def as_it_is(model: nn.Module) -> nn.Module:
 
 def by_layers(model: Transformer) -> Transformer:
     """The model, compiled as a job does, so that gradients leave while backward runs."""
-    compiling.compile_regions([*model.blocks, model.norm, model.head])
+    compile_regions([*model.blocks, model.norm, model.head])
     return model
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.bench.candidates import LibraryCandidate, Pattern
-from mntrain.bench.measure import rendezvous
+from mntrain.bench.candidates import Pattern, library_candidate, rendezvous
 
 MIB = 2**20
 TRANSPORTS = ("host", "cuda-aware", "nccl")
@@ -41,7 +40,7 @@ def main() -> None:
             memory = first.collectives.allocate(numel, torch.float32, first.device)
             pattern = Pattern(comm.rank, comm.size, torch.float32, first.device)
             candidates = [
-                LibraryCandidate(name, "all_reduce", world.collectives, memory, pattern)
+                library_candidate(name, "all_reduce", world.collectives, memory, pattern)
                 for name, world in worlds.items()
             ]
             copies.append({"mib": mib, "seconds": copy_seconds(comm, memory)})

@@ -24,7 +24,7 @@ from variants import (
 )
 
 import mntrain
-from mntrain.bench.measure import rendezvous, turn_order
+from mntrain.bench.candidates import rendezvous, turn_order
 
 WARM_UP = 2
 

@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import mntrain
-from mntrain.bench.measure import rendezvous
+from mntrain.bench.candidates import rendezvous
 
 
 class Variant(NamedTuple):

@@ -25,16 +25,16 @@ share of the link's bandwidth (on one node: of the memory's) that they reach. Fo
 Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 VERBS: tuple[Verb, ...] = get_args(Verb)
 ALGORITHMS = algorithms.names()
-GRAIN = 8  # bytes of fp64, the widest element: a size is a multiple of any element's
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def _parse_size(word: Any) -> Any:
     if not isinstance(word, str):
         return word
-    match = re.fullmatch(r"(\d+)([kmg]?)", word.lower())
-    nbytes = int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else 0
-    if nbytes < GRAIN or nbytes % GRAIN:
-        raise ValueError(f"{word!r} must be a positive multiple of {GRAIN} bytes, such as 64K")
+    match = re.fullmatch(r"(\d+)([KMG]?)", word.upper())
+    nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not nbytes or nbytes % 8:  # of fp64, the widest element
+        raise ValueError("must be a positive multiple of 8 bytes, such as 64K")
     return nbytes
 
 
@@ -102,11 +102,6 @@ class BenchOptions:
     )
     comm: BenchCommOptions = Field(default=BenchCommOptions())
 
-    @property
-    def ranks_per_node(self) -> int | None:
-        """Ranks per virtual node; None: the real nodes."""
-        return self.comm.ranks_per_node
-
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> BenchOptions:
     """Return the options of a command line; errors as in `mntrain.cli.parse_options`."""
@@ -117,7 +112,5 @@ def parse(argv: Sequence[str], *, print_errors: bool = True) -> BenchOptions:
 
 def size_label(nbytes: int) -> str:
     """Return a size as it is typed: 64K, 1M, 1536."""
-    for unit, power in (("G", 30), ("M", 20), ("K", 10)):
-        if nbytes >= 1 << power and nbytes % (1 << power) == 0:
-            return f"{nbytes >> power}{unit}"
-    return str(nbytes)
+    unit = max((u for u in _UNITS if nbytes % _UNITS[u] == 0), key=_UNITS.__getitem__)
+    return f"{nbytes // _UNITS[unit]}{unit}"

@@ -1,11 +1,13 @@
-"""The collectives that are compared: mntrain's by one algorithm, and the MPI library's own.
+"""The collectives that are compared, and their measurement in turns.
 
 Every result is verified bitwise. Contributions and all their partial sums are small integers, which
 no dtype rounds.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.mpi import pause
 from zero.layout import split
 
 NATIVE = {
@@ -24,8 +27,10 @@ NATIVE = {
 _POISON = -9.0  # in no pattern: reveals elements that a collective has not written
 # The pattern repeats after 5 * 11 elements. No power of two is a multiple of that, so a chunk, lane
 # or shard in the wrong place differs from the right one.
-_PERIOD = 55
-_TILE = _PERIOD << 12
+_TILE = 55 << 12
+
+Part = tuple[Tensor, int]  # of the whole tensor: flat, and the index of its first element
+Sample = tuple[float, bool]  # seconds on this rank, and whether its result is correct
 
 
 class Pattern:
@@ -38,142 +43,149 @@ class Pattern:
     def __init__(self, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         index = torch.arange(_TILE)
         base = index % 11
-        contribution = _cycle(index, rank) + (base if rank == 0 else 0)
-        total = base + sum(_cycle(index, other) for other in range(size % 5))
-        self.contribution = contribution.to(device, dtype)
-        self.total = total.to(device, dtype)
+        total = base + sum((index + 13 * other) % 5 - 2 for other in range(size % 5))
+        contribution = (index + 13 * rank) % 5 - 2 + (base if rank == 0 else 0)
+        self.contribution, self.total = contribution.to(device, dtype), total.to(device, dtype)
 
 
-def fill(part: Tensor, tile: Tensor, start: int = 0) -> None:
-    """Fill a flat part of a tensor, which begins at element `start`, with the repeated tile."""
-    for low, high, piece in _pieces(part, tile, start):
-        part[low:high] = piece
+def fill(part: Part, tile: Tensor) -> None:
+    """Fill a part of the whole tensor with the repeated tile."""
+    tensor, start = part
+    shifted = tile.roll(-start)
+    for piece in tensor.split(_TILE):
+        piece.copy_(shifted[: piece.numel()])
 
 
-def matches(part: Tensor, tile: Tensor, start: int = 0) -> bool:
-    """Return whether a flat part of a tensor holds what `fill` would write. Bitwise."""
-    return all(
-        torch.equal(part[low:high], piece) for low, high, piece in _pieces(part, tile, start)
-    )
+def matches(part: Part, tile: Tensor) -> bool:
+    """Return whether a part holds what `fill` would write. Bitwise."""
+    tensor, start = part
+    shifted = tile.roll(-start)
+    return all(torch.equal(piece, shifted[: piece.numel()]) for piece in tensor.split(_TILE))
 
 
-class Candidate(ABC):
+def source_and_target(verb: str, whole: Part, shard: Part, *, is_root: bool) -> tuple[Part, Part]:
+    """Return the part that this rank sends, and the part that holds its result."""
+    if verb == "reduce_scatter":
+        return whole, shard
+    if verb == "all_gather":
+        return shard, whole
+    nothing = whole[0][:0], 0
+    return (nothing if verb == "broadcast" and not is_root else whole), whole
+
+
+@dataclass(frozen=True)
+class Candidate:
     """One implementation of one collective on a tensor of one size."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
+    verb: str
+    pattern: Pattern
+    run: Callable[[], Any]  # returns when this rank has its result; collective
+    source: Part  # sent by this rank; may lie in the memory of the target
+    target: Part  # holds this rank's result
 
-    @abstractmethod
     def prepare(self) -> None:
-        """Write this rank's contribution. Local, not timed."""
+        """Poison the target, write this rank's contribution, and wait for the device. Local."""
+        target, _ = self.target
+        target.fill_(_POISON)
+        sums = self.verb in ("all_reduce", "reduce_scatter")
+        fill(self.source, self.pattern.contribution if sums else self.pattern.total)
+        if target.is_cuda:
+            torch.cuda.synchronize(target.device)
 
-    @abstractmethod
-    def run(self) -> None:
-        """Run the collective until this rank has its result. Collective, timed."""
-
-    @abstractmethod
     def is_correct(self) -> bool:
         """Return whether this rank's result is bitwise correct. Local."""
+        return matches(self.target, self.pattern.total)
 
 
-class LibraryCandidate(Candidate):
-    """A collective of `WorldCollectives`, in place on a flat tensor that candidates share."""
+def library_candidate(
+    name: str, verb: str, collectives: WorldCollectives, tensor: Tensor, pattern: Pattern
+) -> Candidate:
+    """Return a collective of `WorldCollectives`, in place on a flat tensor. Local."""
+    collective = getattr(collectives, verb)
 
-    def __init__(
-        self, name: str, verb: str, collectives: WorldCollectives, tensor: Tensor, pattern: Pattern
-    ) -> None:
-        super().__init__(name)
-        self._verb, self._tensor, self._pattern = verb, tensor, pattern
-        self._collective: Callable[[Tensor], Any] = getattr(collectives, verb)
-        slot, bounds = collectives.slot(collectives.rank), split(tensor.numel(), collectives.size)
-        self._start = bounds[slot]
-        self._shard = tensor[bounds[slot] : bounds[slot + 1]]
-        self._is_root = collectives.rank == 0
+    def run() -> None:
+        collective(tensor).wait()
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
 
-    def prepare(self) -> None:
-        """Write this rank's contribution, and wait until the device has written it."""
-        if self._verb in ("all_reduce", "reduce_scatter"):
-            fill(self._tensor, self._pattern.contribution)
-        else:
-            self._tensor.fill_(_POISON)
-        if self._verb == "all_gather":
-            fill(self._shard, self._pattern.total, self._start)
-        elif self._verb == "broadcast" and self._is_root:
-            fill(self._tensor, self._pattern.total)
-        if self._tensor.is_cuda:
-            torch.cuda.synchronize(self._tensor.device)
-
-    def run(self) -> None:
-        """Run the collective, and wait for the stream that orders its result."""
-        self._collective(self._tensor).wait()
-        if self._tensor.is_cuda:
-            torch.cuda.current_stream(self._tensor.device).synchronize()
-
-    def is_correct(self) -> bool:
-        """Compare this rank's shard, or the whole tensor, with the pattern."""
-        if self._verb == "reduce_scatter":
-            return matches(self._shard, self._pattern.total, self._start)
-        return matches(self._tensor, self._pattern.total)
+    slot, bounds = collectives.slot(collectives.rank), split(tensor.numel(), collectives.size)
+    shard = tensor[bounds[slot] : bounds[slot + 1]], bounds[slot]
+    is_root = collectives.rank == 0
+    parts = source_and_target(verb, (tensor, 0), shard, is_root=is_root)
+    return Candidate(name, verb, pattern, run, *parts)
 
 
-class MpiCandidate(Candidate):
-    """A blocking collective of the MPI library, on fp32 in host memory, out of place.
+def mpi_candidate(
+    verb: str, comm: Any, nbytes: int, pattern: Pattern, name: str | None = None
+) -> Candidate:
+    """Return a blocking collective of the MPI library, on fp32 in host memory. Local.
 
     `comm` is an mpi4py communicator over the world that carries nothing else. `pattern` is fp32 on
-    the CPU.
+    the CPU. All but a broadcast are out of place.
     """
-
-    def __init__(
-        self, verb: str, comm: Any, nbytes: int, pattern: Pattern, name: str | None = None
-    ) -> None:
-        super().__init__(name or NATIVE[verb])
-        self._total = pattern.total
-        bounds = split(nbytes // 4, comm.size)
-        counts = [high - low for low, high in pairwise(bounds)]
-        whole, shard = (0, bounds[-1]), (bounds[comm.rank], bounds[comm.rank + 1])
-        # Elements [start, stop) of the tensor that this rank sends, and that it receives.
-        sends = {"all_gather": shard, "broadcast": whole if comm.rank == 0 else (0, 0)}
-        send_start, send_stop = sends.get(verb, whole)
-        self._send_start = send_start
-        receive_start, receive_stop = shard if verb == "reduce_scatter" else whole
-        self._receive_start = receive_start
-        self._target = torch.empty(receive_stop - receive_start)
-        # A broadcast is in place: only the root fills its buffer.
-        length = send_stop - send_start
-        self._source = self._target[:length] if verb == "broadcast" else torch.empty(length)
-        reduces = verb in ("all_reduce", "reduce_scatter")
-        self._contribution = pattern.contribution if reduces else pattern.total
-        source, target = self._source.numpy(), self._target.numpy()
-        self._collective: Callable[[], Any] = {
-            "all_reduce": lambda: comm.Allreduce(source, target),
-            "reduce_scatter": lambda: comm.Reduce_scatter(source, target, counts),
-            "all_gather": lambda: comm.Allgatherv(source, (target, counts)),
-            "broadcast": lambda: comm.Bcast(target),
-        }[verb]
-
-    def prepare(self) -> None:
-        """Poison the target, and fill the source."""
-        self._target.fill_(_POISON)
-        fill(self._source, self._contribution, self._send_start)
-
-    def run(self) -> None:
-        """Call MPI."""
-        self._collective()
-
-    def is_correct(self) -> bool:
-        """Compare what this rank has received with the pattern."""
-        return matches(self._target, self._total, self._receive_start)
+    bounds = split(nbytes // 4, comm.size)
+    counts = [high - low for low, high in pairwise(bounds)]
+    whole = torch.empty(bounds[-1]), 0
+    shard = torch.empty(counts[comm.rank]), bounds[comm.rank]
+    source, target = source_and_target(verb, whole, shard, is_root=comm.rank == 0)
+    if verb == "all_reduce":
+        source = torch.empty(bounds[-1]), 0
+    sent, received = source[0].numpy(), target[0].numpy()
+    run: Callable[[], Any] = {
+        "all_reduce": lambda: comm.Allreduce(sent, received),
+        "reduce_scatter": lambda: comm.Reduce_scatter(sent, received, counts),
+        "all_gather": lambda: comm.Allgatherv(sent, (received, counts)),
+        "broadcast": lambda: comm.Bcast(received),
+    }[verb]
+    return Candidate(name or NATIVE[verb], verb, pattern, run, source, target)
 
 
-def _cycle(index: Tensor, rank: int) -> Tensor:
-    return (index + 13 * rank) % 5 - 2
+def take_turns(
+    comm: Any, candidates: Sequence[Candidate], rounds: int, budget_s: float, *, warm_up: int = 1
+) -> list[list[list[Sample]]]:
+    """Return samples by candidate, round and rank; candidates run in random order in a round.
+
+    Collective over the mpi4py communicator `comm`. Makes one round at least, and starts no other
+    after `budget_s` seconds. The first `warm_up` rounds are not returned.
+    """
+    start = time.perf_counter()
+    local: list[list[Sample]] = [[] for _ in candidates]
+    for number in range(-warm_up, rounds):
+        if number > 0 and comm.bcast(time.perf_counter() - start > budget_s):
+            break
+        for index in turn_order(len(candidates), number):
+            candidate = candidates[index]
+            candidate.prepare()
+            rendezvous(comm)
+            began = time.perf_counter()
+            candidate.run()
+            seconds = time.perf_counter() - began
+            rendezvous(comm)  # verification takes CPU time, which other ranks may still need
+            if number >= 0:
+                local[index].append((seconds, candidate.is_correct()))
+    by_rank = comm.allgather(local)
+    return [
+        [list(turn) for turn in zip(*(ranks[index] for ranks in by_rank), strict=True)]
+        for index in range(len(candidates))
+    ]
 
 
-def _pieces(part: Tensor, tile: Tensor, start: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ranges of the part that do not cross the end of a tile, and the tile's elements."""
-    low = 0
-    while low < part.numel():
-        offset = (start + low) % _TILE
-        high = min(part.numel(), low + _TILE - offset)
-        yield low, high, tile[offset : offset + high - low]
-        low = high
+def turn_order(count: int, turn: int) -> list[int]:
+    """Return a random order of `count` candidates for a turn, the same on all ranks.
+
+    A candidate finds the caches as its predecessor left them, so predecessors must vary.
+    """
+    return random.Random(turn).sample(range(count), count)
+
+
+def rendezvous(comm: Any) -> None:
+    """Wait for all ranks of an mpi4py communicator, and return at the same time on all. Collective.
+
+    Ranks sleep in the first barrier, since the slowest one may need the core, and only yield the
+    core in the second one, to leave together.
+    """
+    for nap_s in (2e-4, 0.0):
+        barrier = comm.Ibarrier()
+        while not barrier.Test():
+            pause(nap_s)

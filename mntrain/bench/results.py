@@ -1,11 +1,18 @@
-"""The results of a benchmark run and their JSON form, in which names carry units."""
+"""The results of a benchmark run, on the terminal and as a plot."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mntrain.bench.limits import HardwareLimits
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mntrain.bench.bench_options import size_label
+from mntrain.metrics.registry import short_time
 
 
 @dataclass(frozen=True)
@@ -17,15 +24,8 @@ class BenchCase:
     size_bytes: int
     dtype: str
     limit_s: float
-    times_s: tuple[float, ...] = ()
-    """Of the slowest rank, by round; empty if the case was skipped."""
-    wrong_ranks: tuple[int, ...] = ()
-    """The ranks with a wrong result, which makes the times invalid."""
-
-    @property
-    def skipped(self) -> bool:
-        """True if there was no time to run it."""
-        return not (self.times_s or self.wrong_ranks)
+    times_s: tuple[float, ...] = ()  # of the slowest rank, by round; empty if skipped
+    wrong_ranks: tuple[int, ...] = ()  # with a wrong result, which makes the times invalid
 
     @property
     def timed(self) -> bool:
@@ -42,46 +42,83 @@ class BenchCase:
         """The speed as a fraction of the limit's."""
         return self.limit_s / self.median_s
 
-    @property
-    def bandwidth(self) -> float:
-        """The tensor's bytes over the median time, in bytes/s."""
-        return self.size_bytes / self.median_s
-
-
-@dataclass(frozen=True)
-class BenchResults:
-    """All results of a run. `facts` describes the machine and the command, ready for JSON."""
-
-    facts: Mapping[str, Any]
-    limits: HardwareLimits
-    cases: tuple[BenchCase, ...]
-
     def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON object."""
-        names = ("verb", "algorithm", "size_bytes")
-        without_time = [
-            {name: getattr(case, name) for name in names} | {"ranks": list(case.wrong_ranks)}
-            for case in self.cases
-            if not case.timed
-        ]
-        return {
-            **self.facts,
-            "link_bytes_per_s": self.limits.link,
-            "copy": [
-                {"size_bytes": size, "bytes_per_s": speed}
-                for size, speed in self.limits.copy.items()
-            ],
-            "limit": self.limits.description,
-            "results": [
-                asdict(case)
-                | {
-                    "median_s": case.median_s,
-                    "bandwidth_bytes_per_s": case.bandwidth,
-                    "share_of_limit": case.share,
-                }
-                for case in self.cases
-                if case.timed
-            ],
-            "skipped": [case for case in without_time if not case["ranks"]],
-            "wrong": [case for case in without_time if case["ranks"]],
+        """Return a JSON object, in which names carry units."""
+        if not self.timed:
+            names = ("verb", "algorithm", "size_bytes")
+            return {name: getattr(self, name) for name in names} | {"ranks": self.wrong_ranks}
+        return asdict(self) | {
+            "median_s": self.median_s,
+            "bandwidth_bytes_per_s": self.size_bytes / self.median_s,
+            "share_of_limit": self.share,
         }
+
+
+def show(facts: Mapping[str, Any], cases: Sequence[BenchCase], console: Console) -> None:
+    """Print the facts, a table for each collective, and which cases were skipped or wrong."""
+    if not console.is_terminal:
+        console.width = max(console.width, 110)  # the tables are wider than the default
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    speeds = f"memcpy {facts['copy'][-1]['bytes_per_s'] / 1e9:.3g} GB/s a rank, all ranks at once"
+    if link := facts["link_bytes_per_s"]:
+        speeds = f"link {link / 1e9:.3g} GB/s each way, {speeds}"
+    lines = [
+        f"{facts['topology']}, {facts['library']}",
+        f"{versions}; {facts['date']}",
+        speeds,
+        f"{facts['dtype']}; median time, and the speed as a percentage of the limit's",
+        f"limit: {facts['limit']}",
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    for verb in dict.fromkeys(case.verb for case in cases):
+        console.print()
+        console.print(_table(verb, [case for case in cases if case.verb == verb]))
+    for case in cases:
+        if case.wrong_ranks:
+            ranks = ", ".join(map(str, case.wrong_ranks))
+            what = f"{case.verb} {size_label(case.size_bytes)} by {case.algorithm}"
+            console.print(f"{what}: a wrong result on rank {ranks}", soft_wrap=True)
+    if not all(case.times_s for case in cases):
+        console.print("-: skipped for lack of time; increase --seconds")
+
+
+def _table(verb: str, cases: Sequence[BenchCase]) -> Table:
+    """Return a table of sizes by algorithms, with the fastest of a size in bold."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
+    table.add_column(verb, no_wrap=True)
+    for name in dict.fromkeys(case.algorithm for case in cases):
+        table.add_column(name, justify="right")
+    for nbytes in dict.fromkeys(case.size_bytes for case in cases):
+        row = [case for case in cases if case.size_bytes == nbytes]
+        best_s = min((case.median_s for case in row if case.timed), default=0.0)
+        table.add_row(size_label(nbytes), *(_cell(case, best_s) for case in row))
+    return table
+
+
+def _cell(case: BenchCase, best_s: float) -> Text:
+    if not case.timed:
+        return Text("wrong", "red") if case.wrong_ranks else Text("-")
+    style = "bold" if case.median_s == best_s else ""
+    return Text(f"{short_time(case.median_s)} ({case.share:.1%})", style)
+
+
+def plot(facts: Mapping[str, Any], cases: Sequence[BenchCase], path: Path) -> None:
+    """Write a PNG file with a panel for each collective: percentage of the limit against size."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+
+    timed = [case for case in cases if case.timed]
+    verbs = list(dict.fromkeys(case.verb for case in timed))
+    figure = Figure(figsize=(4.6 * max(1, len(verbs)), 3.8), layout="constrained")
+    for index, verb in enumerate(verbs, 1):
+        axes = figure.add_subplot(1, len(verbs), index)
+        lines: dict[str, dict[int, float]] = {}  # by algorithm: percent by size
+        for case in (case for case in timed if case.verb == verb):
+            lines.setdefault(case.algorithm, {})[case.size_bytes] = 100 * case.share
+        for algorithm, points in lines.items():
+            axes.plot(list(points), list(points.values()), marker="o", label=algorithm)
+        axes.set(title=verb, xlabel="tensor size, bytes", ylabel="% of the limit", ylim=0)
+        axes.set_xscale("log", base=2)
+        axes.legend()
+    figure.suptitle(f"{facts['topology']}, {facts['library']}")
+    figure.savefig(path, dpi=160)

@@ -32,7 +32,7 @@ from mntrain.checkpoint.format import (
     sync_folder,
 )
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
-from mntrain.metrics.terminal import plain, stdout
+from mntrain.metrics.report import plain, stdout
 
 DAMAGED = 1  # exit code of list, show and verify
 DIFFERENT = 1

@@ -153,7 +153,7 @@ class ParameterState:
     """Optimizer state of one parameter, without the tensors of the parameter's shape."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]  # the dimensions in memory order (`zero.tensor_views.order`)
+    order: tuple[int, ...]  # the dimensions in memory order (`zero.kernels.order`)
     tensor_keys: tuple[str, ...]  # keys of the tensors in OPTIMIZER, which lie in this order
     others: dict[str, Any]  # other values, as `encode_values` returns them
 

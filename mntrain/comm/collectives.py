@@ -34,7 +34,7 @@ from mntrain.comm.staging import (
 )
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
-from zero.kernels import Kernels, TorchKernels
+from zero.kernels import Kernels
 from zero.layout import split
 
 # The largest total of all ranks' tensors that every rank gathers whole. Above it, bandwidth matters
@@ -93,7 +93,7 @@ class WorldCollectives:
         self._memory = NodeSharedMemory(node)
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
         flags = SharedFlags(self._memory, node.rank, node.size)
-        self._host = CommContext(comm, topology, flags, BufferPool(), TorchKernels().add)
+        self._host = CommContext(comm, topology, flags, BufferPool(), Kernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
             self._device = dataclasses.replace(

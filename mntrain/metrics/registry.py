@@ -1,45 +1,31 @@
-"""Registry of reported metrics, and formats of their values.
+"""Registry of reported metrics, formats of their values, and the stopwatch of a step.
 
 Each metric is declared once, as a field of `StepRecord`: its unit, how it is reduced over ranks,
 and where it is shown. metrics.jsonl, the display, the summary and any exporter take it from there.
 A new metric needs two edits: a field here, and its value in `mntrain/train/trainer.py`.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
+
+from mntrain.comm.collectives import WorldCollectives
 
 Reduction = Literal["mean", "sum", "max", "same", "master"]
 """Over all ranks: the mean weighted by items, the sum, the maximum; or no reduction, because the
 value is the same on every rank, or because it is the master's own."""
 
-Row = Literal["line", "losses", "rates", "phases", "evaluation"]
-"""A line of the log; a row of the live panel (losses, rates or phases); the line printed after an
-evaluation."""
+Row = Literal["line", "phases", "evaluation"]
+"""Place on the display: the line of a step, its shares of time, the line of an evaluation."""
 
-
-def loss_text(value: float) -> str:
-    """Format a loss: 2.4312, 1.200e-05, nan."""
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
+_loss_text = "{:#.5g}".format
 
 
 def count_text(value: float) -> str:
-    """Format a number in powers of 1000: 812, 12.3k, 1.20M."""
-    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P"))
-
-
-def size_text(value: float) -> str:
-    """Format bytes in powers of 1024: 512 B, 1.50 GiB."""
-    return _scaled(value, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    """Format three digits and a unit; whole numbers below the first unit stay whole."""
-    power = 0
-    while abs(value) >= 999.5 and power < len(units) - 1:
-        value, power = value / base, power + 1
-    whole = isinstance(value, int) or abs(value) >= 99.95
-    return f"{value:.{0 if whole else 1 if abs(value) >= 9.995 else 2}f}{units[power]}"
+    """Format a count or a rate: 0.5, 12.3, 12,345."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def short_time(seconds: float) -> str:
@@ -49,13 +35,6 @@ def short_time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-def clock_text(seconds: float) -> str:
-    """Format hours, if any, minutes and seconds: 1:07, 12:01:07."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
 @dataclass(frozen=True)
 class Metric:
     """Declaration of a reported metric."""
@@ -63,13 +42,13 @@ class Metric:
     reduction: Reduction
     unit: str = ""
     label: str = ""  # on the display; by default the field's name
-    format: Callable[[Any], str] = "{:.4g}".format  # an empty text hides the metric
+    format: Callable[[Any], str] = "{:.4g}".format
     named: bool = False  # the value is a mapping, each item of which is shown by its own name
-    rows: tuple[Row, ...] = ()
+    row: Row | None = None
     summary: str = ""  # key of the last step's value in summary.json; "": not in the summary
 
 
-_PHASE = Metric("master", "s", rows=("phases",))
+_PHASE = Metric("master", "s", row="phases")
 
 
 @dataclass(frozen=True)
@@ -81,20 +60,14 @@ class StepRecord:
 
     step: Annotated[int, Metric("same")]
     """1 for the first."""
-    loss: Annotated[
-        float,
-        Metric("mean", format=loss_text, rows=("line", "losses"), summary="final_loss"),
-    ]
+    loss: Annotated[float, Metric("mean", format=_loss_text, row="line", summary="final_loss")]
     """Mean over the items (samples or tokens) of the step."""
-    lr: Annotated[float, Metric("same", format="{:.1e}".format, rows=("line", "rates"))]
+    lr: Annotated[float, Metric("same", format="{:.1e}".format, row="line")]
     grad_norm: Annotated[
-        float | None,
-        Metric("same", label="norm", format="{:.2g}".format, rows=("line", "rates")),
+        float | None, Metric("same", label="norm", format="{:.2g}".format, row="line")
     ]
     """Norm of the mean gradient before clipping."""
-    clip_coef: Annotated[
-        float | None, Metric("same", label="clip", format="{:.2f}".format, rows=("rates",))
-    ]
+    clip_coef: Annotated[float | None, Metric("same")]
     clipped_norm: Annotated[float | None, Metric("same")]
     """Norm of the gradient after clipping."""
     samples: Annotated[int, Metric("same", "samples")]
@@ -105,34 +78,23 @@ class StepRecord:
     data: Annotated[float, _PHASE]
     forward: Annotated[float, _PHASE]
     backward: Annotated[float, _PHASE]
-    reduce_wait: Annotated[float, Metric("master", "s", "wait", rows=("phases",))]
+    reduce_wait: Annotated[float, Metric("master", "s", "wait", row="phases")]
     optimizer: Annotated[float, _PHASE]
     communication: Annotated[float, Metric("master", "s")]
     """Time in which a collective was in progress."""
     exposed: Annotated[float, Metric("master", "s")]
     """Time in which the master waited for a collective: communication that did not overlap."""
-    metrics: Annotated[dict[str, float], Metric("mean", named=True, rows=("losses",))]
+    metrics: Annotated[dict[str, float], Metric("mean", named=True, row="line")]
     """The task's further means, from `Loss.metrics`."""
-    skipped: Annotated[
-        bool,
-        Metric(
-            "same", format=lambda skipped: "gradient not finite" * skipped, rows=("line", "rates")
-        ),
-    ] = False
+    skipped: Annotated[bool, Metric("same")] = False
     eval_loss: Annotated[
         float | None,
-        Metric(
-            "mean",
-            label="eval loss",
-            format=loss_text,
-            rows=("evaluation",),
-            summary="eval_loss",
-        ),
+        Metric("mean", "", "eval loss", _loss_text, row="evaluation", summary="eval_loss"),
     ] = None
     """Of an evaluation after this step."""
     eval_metrics: Annotated[
         dict[str, float] | None,
-        Metric("mean", named=True, rows=("evaluation",), summary="eval_metrics"),
+        Metric("mean", named=True, row="evaluation", summary="eval_metrics"),
     ] = None
 
     def to_json(self) -> dict[str, Any]:
@@ -144,11 +106,10 @@ class StepRecord:
         pairs = []
         for name, metric in METRICS.items():
             value = getattr(self, name)
-            if row not in metric.rows or value is None:
-                continue
-            named = value if metric.named else {metric.label: value}
-            pairs += [(label, metric.format(item)) for label, item in named.items()]
-        return [(label, text) for label, text in pairs if text]
+            if metric.row == row and value is not None:
+                named = value if metric.named else {metric.label: value}
+                pairs += [(label, metric.format(item)) for label, item in named.items()]
+        return pairs
 
 
 METRICS: dict[str, Metric] = {
@@ -157,4 +118,32 @@ METRICS: dict[str, Metric] = {
 }
 """Metrics by name, in the order in which they are shown."""
 
-PHASES = tuple(name for name, metric in METRICS.items() if "phases" in metric.rows)
+PHASES = tuple(name for name, metric in METRICS.items() if metric.row == "phases")
+
+
+class StepTimer:
+    """Stopwatch of one step, from construction on. All times are seconds of wall-clock time."""
+
+    def __init__(self, collectives: WorldCollectives) -> None:
+        self._phases = dict.fromkeys(PHASES, 0.0)
+        self._start = time.perf_counter()
+        self._collectives = collectives
+        self._busy_s, self._waited_s = collectives.busy_s, collectives.waited_s
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time spent inside to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[phase] += time.perf_counter() - start
+
+    def times(self) -> dict[str, float]:
+        """Return the times since the step began, by field of `StepRecord`."""
+        return {
+            "step_s": time.perf_counter() - self._start,
+            "communication": self._collectives.busy_s - self._busy_s,
+            "exposed": self._collectives.waited_s - self._waited_s,
+            **self._phases,
+        }

@@ -1,210 +1,271 @@
 """Reports of a run: shown to a person, and written to the run's directory.
 
-Only the master reports. A terminal gets one panel that is redrawn in place, a log gets a line now
-and then, and the directory gets metrics.jsonl and summary.json.
+Only the master reports. A terminal gets a few lines that are redrawn in place, a log gets a line
+now and then, and the directory gets metrics.jsonl and summary.json.
+
+Text from outside (hosts, names of metrics, directories) is shown literally: it is not read as
+markup and cannot send escape sequences to the terminal.
 """
 
 import json
 import math
 import os
-import textwrap
+import statistics
+import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
-from mntrain.metrics.registry import StepRecord
-from mntrain.metrics.terminal import (
-    ProgressPanel,
-    memory_table,
-    overlap,
-    place_table,
-    plain,
-    result_table,
-    stdout,
-    traffic_table,
-)
+from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
 from mntrain.rank_info import Place
 
-_STATUS_STYLES = {
-    "completed": "green",
-    "stopped": "green",
-    "interrupted": "yellow",
-    "preempted": "yellow",
-}
+_STATUS_STYLES = {"completed": "green", "stopped": "green", "failed": "bold red"}
 _REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the master
 _LOG_LINES = 20  # of a whole run, or more if its steps are slow:
 _LOG_INTERVAL_S = 30.0
+_MAX_PLACES = 16  # rows of the table of places
+_MEMORY_LABELS = {
+    "buckets": "working buckets",
+    "master": "master weights",
+    "state": "optimizer state",
+    "total": "total of these",
+    "pinned": "pinned host memory",
+}  # of the roles that are not called by their name
 
 
-def make_reporter(
-    master: bool, run_dir: Path, steps: int, console: Console | None = None
-) -> "Reporter":
-    """Return the reporter of a rank: a `ConsoleReporter` on the master, else a silent one. Local.
+def stdout() -> Console:
+    """Return a console on stdout, which is a terminal only if it has a size.
 
-    `steps` is the number of the last step. `console` stands in for stdout and stderr.
+    Open MPI gives ranks a pseudo-terminal, of no size if mpirun has no terminal itself.
     """
-    return ConsoleReporter(run_dir, steps, console) if master else Reporter()
+    try:
+        sizeless = os.get_terminal_size(sys.stdout.fileno()).columns == 0
+    except OSError:  # no terminal, or not a file
+        sizeless = False
+    return Console(force_terminal=False if sizeless else None)
+
+
+def plain(text: str, encoding: str, style: str = "") -> Text:
+    """Return text from outside without control characters and what cannot be encoded."""
+    printable = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return Text(printable.encode(encoding, "replace").decode(encoding), style)
 
 
 class Reporter:
-    """Silent reporter, for all ranks but the master. A context manager; all methods are local."""
+    """Reporter of a rank, silent on all but the master. A context manager; all methods are local.
 
-    def start(self, lines: Sequence[tuple[str, str]], places: Sequence[Place]) -> None:
-        """Show what runs where: lines with their rich style, and the places by rank."""
+    Entering it makes the run's directory if there is none. `steps` is the number of the last step.
+    `console` stands in for stdout and stderr.
+    """
 
-    def step(self, record: StepRecord) -> None:
-        """Show a step and append it to metrics.jsonl. Raises RuntimeError unless entered."""
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Show the statistics of the run, close, and write summary.json last, atomically."""
-
-    def text(self, title: str, body: str) -> None:
-        """Show a block of text, such as a generated sample; nothing if the body is empty."""
-
-    def warn(self, message: str) -> None:
-        """Show a warning: on stderr, or above the live panel."""
-
-    def note(self, message: str) -> None:
-        """Show a line of information."""
-
-    def close(self) -> None:
-        """Release the terminal and close metrics.jsonl. May be called again."""
+    def __init__(
+        self, master: bool, run_dir: Path, steps: int, console: Console | None = None
+    ) -> None:
+        self._master, self._run_dir, self._steps = master, run_dir, steps
+        self._console = console or stdout()
+        self._errors = console or Console(stderr=True)
+        self._recent: deque[StepRecord] = deque(maxlen=10)
+        self._live: Live | None = None
+        self._drawn_at = 0.0
+        self._since_line_s = 0.0
+        self._metrics: TextIO | None = None
 
     def __enter__(self) -> Self:
+        if self._master:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            path = self._run_dir / "metrics.jsonl"
+            self._metrics = path.open("a", buffering=1, encoding="utf-8")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-
-class ConsoleReporter(Reporter):
-    """The master's reporter. Entering it makes the run's directory if there is none."""
-
-    def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
-        self._console = console or stdout()
-        self._errors = console or Console(stderr=True)
-        # The panel's bars need UTF-8.
-        self._in_place = self._console.is_interactive and self._console.encoding.startswith("utf")
-        self._panel = ProgressPanel(steps)
-        self._live: Live | None = None
-        self._drawn_at = 0.0
-        self._since_line_s = 0.0
-        self._run_dir = run_dir
-        self._metrics: TextIO | None = None
-
-    def __enter__(self) -> Self:
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        path = self._run_dir / "metrics.jsonl"
-        self._metrics = path.open("a", buffering=1, encoding="utf-8")
-        return self
-
-    def start(self, lines: Sequence[tuple[str, str]], places: Sequence[Place]) -> None:
-        """Print the lines and the table of places."""
-        for line, style in lines:
-            self._print(line, style)
-        self._print_tables(place_table(places, self._console.encoding))
-
-    def step(self, record: StepRecord) -> None:
-        """Append the step to metrics.jsonl, and redraw the panel or print a line if one is due."""
-        if self._metrics is None:
-            raise RuntimeError(
-                f"step {record.step} was reported after the reporter was closed, or before it was "
-                "entered"
-            )
-        self._metrics.write(_json(record.to_json()) + "\n")
-        first = not self._panel.recent
-        self._panel.add(record)
-        if self._in_place:
-            self._redraw()
-        else:
-            self._since_line_s += record.step_s
-            due = record.step % math.ceil(self._panel.steps / _LOG_LINES) == 0
-            last = record.step == self._panel.steps
-            if first or due or last or self._since_line_s >= _LOG_INTERVAL_S:
-                self._print(self._panel.line())
-                self._since_line_s = 0.0
-        if evaluation := record.pairs("evaluation"):
-            shown = "  ".join(f"{label} {text}" for label, text in evaluation)
-            self._print(f"step {record.step}  {shown}", "bold")
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Print the result and the tables of memory and traffic, close, and write summary.json."""
-        self._stop_live()
-        self._print("")
-        self._print(summary["status"], _STATUS_STYLES.get(summary["status"], "bold red"))
-        self._console.print(
-            result_table(summary, self._panel.steps, self._panel.unit, self._console.encoding)
-        )
-        if summary["ranks"]:
-            self._print_tables(memory_table(summary["memory"]), traffic_table(summary["ranks"]))
-            self._print(overlap(summary["ranks"]))
-        self._print(str(summary["run_dir"]))
-        self.close()
-        _write_atomically(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")
-
-    def text(self, title: str, body: str) -> None:
-        """Print the title, and the body indented below it."""
-        if body:
-            self._print(title, "bold")
-            self._print(textwrap.indent(body, "  "))
-
-    def warn(self, message: str) -> None:
-        """Print to stderr, or above the live panel, which such a line would tear.
-
-        Whether stderr is the same terminal cannot be known: mpirun reads it through a pipe.
-        """
-        console = self._errors if self._live is None else self._console
-        warning = plain(f"warning: {message}", self._console.encoding, "yellow")
-        console.print(warning, soft_wrap=True)
-
-    def note(self, message: str) -> None:
-        """Print a line."""
-        self._print(message)
-
     def close(self) -> None:
-        """Stop the live panel and close metrics.jsonl."""
+        """Leave the last frame on the terminal, and close metrics.jsonl. May be called again."""
+        live, self._live = self._live, None
         try:
-            self._stop_live()
+            if live is not None:
+                live.stop()
         finally:
             if self._metrics is not None:
                 self._metrics.close()
                 self._metrics = None
 
-    def _print(self, line: str, style: str = "") -> None:
-        """Print a line, above the live panel if there is one; a terminal wraps it."""
-        self._console.print(plain(line, self._console.encoding, style), soft_wrap=True)
+    def note(self, text: str, style: str = "") -> None:
+        """Print text, above the live lines if there are any; a terminal wraps it."""
+        if self._master:
+            self._console.print(plain(text, self._console.encoding, style), soft_wrap=True)
 
-    def _print_tables(self, *tables: Table) -> None:
-        """Print tables with an empty line around each."""
-        self._print("")
-        for table in tables:
-            self._console.print(table)
-            self._print("")
+    def warn(self, message: str) -> None:
+        """Print a warning to stderr, or above the live lines, which it would tear.
+
+        Whether stderr is the same terminal cannot be known: mpirun reads it through a pipe.
+        """
+        if self._master:
+            console = self._errors if self._live is None else self._console
+            warning = plain(f"warning: {message}", console.encoding, "yellow")
+            console.print(warning, soft_wrap=True)
+
+    def places(self, places: Sequence[Place]) -> None:
+        """Print the hosts and devices of the first ranks; `places` is by rank."""
+        if not self._master:
+            return
+        table = _table("host", "device", "node", "rank", "local rank", "threads", left=2)
+        for place in places[:_MAX_PLACES]:
+            device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
+            texts = (plain(text, self._console.encoding) for text in (place.host, device))
+            numbers = (place.node, place.rank, place.local_rank, place.threads)
+            table.add_row(*texts, *map(str, numbers))
+        if len(places) > _MAX_PLACES:
+            table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
+        self._print_table(table)
+
+    def step(self, record: StepRecord) -> None:
+        """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
+
+        Raises RuntimeError on a master that is not entered.
+        """
+        if not self._master:
+            return
+        if self._metrics is None:
+            raise RuntimeError(f"step {record.step} was reported outside of the reporter's block")
+        self._metrics.write(_json(record.to_json()) + "\n")
+        first = not self._recent
+        self._recent.append(record)
+        if self._console.is_interactive:
+            self._redraw()
+        else:
+            self._since_line_s += record.step_s
+            due = record.step % math.ceil(self._steps / _LOG_LINES) == 0
+            last = record.step == self._steps
+            if first or due or last or self._since_line_s >= _LOG_INTERVAL_S:
+                self.note(self._line())
+                self._since_line_s = 0.0
+        if evaluation := record.pairs("evaluation"):
+            shown = "  ".join(f"{label} {text}" for label, text in evaluation)
+            self.note(f"step {record.step}  {shown}", "bold")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Print the result, memory and traffic; write summary.json last, atomically."""
+        if not self._master:
+            return
+        self.close()
+        self.note("")
+        self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
+        self._print_table(self._result_table(summary))
+        if summary["ranks"]:
+            self._print_table(_memory_table(summary["memory"]))
+            self._print_table(_traffic_table(summary["ranks"]))
+            self.note(_overlap(summary["ranks"]))
+        self.note(str(summary["run_dir"]))
+        _write_atomically(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")
+
+    def _line(self) -> str:
+        """Return the last step, and the speed of recent ones, as one line."""
+        last = self._recent[-1]
+        step_s = statistics.median(record.step_s for record in self._recent)
+        rate = statistics.median(record.tokens_per_s for record in self._recent)
+        left = timedelta(seconds=round((self._steps - last.step) * step_s))
+        pairs = [f"{label} {text}" for label, text in last.pairs("line")]
+        count = f"step {last.step:>{len(str(self._steps))}}/{self._steps}"
+        speed = f"{count_text(rate)} items/s", f"{short_time(step_s)}/step"
+        return "  ".join([count, *pairs, *speed, f"left {left}"])
+
+    def _frame(self) -> Group:
+        """Return the live lines: progress, the last step, shares of the recent steps' time."""
+        total = sum(record.step_s for record in self._recent) or 1.0
+        shares = {
+            METRICS[phase].label: sum(getattr(record, phase) for record in self._recent) / total
+            for phase in PHASES
+        }
+        shares["other"] = max(0.0, 1 - sum(shares.values()))
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=self._steps, completed=self._recent[-1].step))
+        lines = (self._line(), "  ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+        return Group(bar, *(plain(line, self._console.encoding) for line in lines))
 
     def _redraw(self) -> None:
-        """Draw the live panel, at most every `_REDRAW_S` seconds."""
+        """Draw the live lines, at most every `_REDRAW_S` seconds."""
         if self._live is None:
             # No refresh thread: it would compete with the training for the interpreter.
-            self._live = Live(
-                get_renderable=lambda: self._panel.frame(self._console.width),
-                console=self._console,
-                auto_refresh=False,
-            )
+            self._live = Live(get_renderable=self._frame, console=self._console, auto_refresh=False)
             self._live.start()
         if time.monotonic() - self._drawn_at >= _REDRAW_S:
             self._live.refresh()
             self._drawn_at = time.monotonic()
 
-    def _stop_live(self) -> None:
-        """Draw the last frame, which stays on the screen, and show the cursor again."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+    def _print_table(self, table: Table) -> None:
+        """Print a table with an empty line after it."""
+        self._console.print(table)
+        self._console.print()
+
+    def _result_table(self, summary: Mapping[str, Any]) -> Table:
+        """Return the result of a run, with the metrics that are declared for the summary."""
+        skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
+        facts = [("steps", f"{summary['steps']} of {self._steps}{skipped}")]
+        for metric in METRICS.values():
+            value = summary[metric.summary] if metric.summary else None
+            if value is not None:
+                named = value if metric.named else {metric.summary.replace("_", " "): value}
+                facts += [(name, metric.format(item)) for name, item in named.items()]
+        facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
+        facts.append(("items/s", count_text(summary["tokens_per_s"])))
+        if flops := summary["model_flops_per_s"]:
+            share, dtype = summary["utilisation"], summary["computes_in"]
+            of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
+            facts.append(("computing", f"{flops / 1e12:.3g} TFLOP/s of the model{of_peak}"))
+        table = Table.grid(padding=(0, 2))
+        for cells in facts:
+            table.add_row(*(plain(cell, self._console.encoding) for cell in cells))
+        return table
+
+
+def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
+    """Return predicted and measured memory by role; no row for what takes none on any rank."""
+    table = _table("memory of a rank", "expected", "least", "median", "most", "on rank")
+    for role, sizes in memory.items():
+        if sizes["most"] or sizes.get("expected"):
+            expected = decimal(sizes["expected"]) if "expected" in sizes else ""
+            spread = (decimal(sizes[key]) for key in ("least", "median", "most"))
+            label = _MEMORY_LABELS.get(role, role.replace("_", " "))
+            table.add_row(label, expected, *spread, str(sizes["peak_rank"]))
+    return table
+
+
+def _traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the messages and bytes that all ranks sent, by level."""
+    table = _table("sent", "messages", "bytes")
+    for label, level in (("within nodes", "node"), ("between nodes", "cross")):
+        messages = sum(rank[f"{level}_messages"] for rank in ranks)
+        table.add_row(label, count_text(messages), decimal(sum(r[f"{level}_bytes"] for r in ranks)))
+    return table
+
+
+def _overlap(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return the median rank's time in communication, and its time waiting for it, as a text."""
+    # A rank may also wait for a collective that is not in progress yet.
+    busy = statistics.median(max(rank["communication_s"], rank["exposed_s"]) for rank in ranks)
+    waited = statistics.median(rank["exposed_s"] for rank in ranks)
+    return f"communication {busy:.1f} s, of which exposed {waited:.1f} s"
+
+
+def _table(*names: str, left: int = 1) -> Table:
+    """Return a table without rows; the first `left` columns are flush left, the others right."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
+    for index, name in enumerate(names):
+        table.add_column(name, justify="left" if index < left else "right")
+    return table
 
 
 def _json(value: Any, indent: int | None = None) -> str:

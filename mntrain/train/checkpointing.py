@@ -23,19 +23,16 @@ class SaveInterval:
     def __init__(self, every: str, mtbf_hours: float) -> None:
         self._steps = int(every) if every.isdecimal() else 0
         self._seconds = 60 * float(every.removesuffix("min")) if every.endswith("min") else None
-        self._by_cost = every == "auto"
+        self._auto = every == "auto"
+        if self._auto:
+            self._seconds = 0.0  # until the first save has shown its cost
         self._mtbf_s = 3600 * mtbf_hours
         self._last_save = time.monotonic()
 
     @property
     def wanted(self) -> bool:
         """True if the run is to be saved at intervals at all."""
-        return self._steps > 0 or self.by_clock
-
-    @property
-    def by_clock(self) -> bool:
-        """True if time decides; then the master's clock does."""
-        return self._by_cost or self._seconds is not None
+        return self._steps > 0 or self._seconds is not None
 
     def due_after(self, step: int) -> bool:
         """Return True if the run is to be saved after this step. The same on all ranks."""
@@ -43,29 +40,17 @@ class SaveInterval:
 
     def due_now(self) -> bool:
         """Return True if it is time to save, on the clock of this process."""
-        if not self.by_clock:
-            return False
-        return time.monotonic() - self._last_save >= (self._seconds or 0.0)
+        return self._seconds is not None and time.monotonic() - self._last_save >= self._seconds
 
     def saved(self, cost_s: float) -> None:
-        """Start the next interval. Training waited `cost_s` seconds for this save."""
+        """Start the next interval. Training waited `cost_s` seconds for this save.
+
+        The interval "auto" minimizes the time that saves and failures cost: J. W. Young,
+        Communications of the ACM 17 (1974).
+        """
         self._last_save = time.monotonic()
-        if self._by_cost:
-            self._seconds = optimal_interval(cost_s, self._mtbf_s)
-
-
-def optimal_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of work between saves that minimize a job's time, failures included.
-
-    cost_s: seconds that training waits for a save; mtbf_s: mean seconds between failures.
-    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
-    dumps, Future Generation Computer Systems 22 (2006), equation 37; its first term is J. W.
-    Young's (Communications of the ACM 17, 1974).
-    """
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+        if self._auto:
+            self._seconds = math.sqrt(2 * cost_s * self._mtbf_s)
 
 
 class Checkpointing:
@@ -87,7 +72,8 @@ class Checkpointing:
         self._world, self._config, self._saver, self._reporter = world, config, saver, reporter
         self._samples = samples
         self._interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
-        self._best_loss = saver.best_loss(resumed.manifest.step) if resumed else None
+        best_loss = saver.best_loss(resumed.manifest.step) if resumed else None
+        self._best_loss = math.inf if best_loss is None else best_loss
         self._warned_of_wait = False
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
@@ -149,12 +135,11 @@ class Checkpointing:
 
     def _due(self, record: StepRecord, by_clock: bool) -> bool:
         """Return True if a save is due, as it always is after the lowest evaluation loss."""
-        loss = record.eval_loss
-        best = loss is not None and (self._best_loss is None or loss < self._best_loss)
-        if best:
-            self._best_loss = loss
+        loss, lowest = record.eval_loss, self._best_loss
+        if loss is not None:
+            self._best_loss = min(loss, lowest)
         due = by_clock or self._interval.due_after(record.step)
-        return due or (best and self._interval.wanted)
+        return due or (self._best_loss < lowest and self._interval.wanted)
 
     def _begin(self, record: StepRecord, skipped_steps: int) -> None:
         start = time.perf_counter()

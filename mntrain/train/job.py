@@ -1,25 +1,41 @@
 """Setup of a training job: its precision, data, model, optimizer and checkpointing."""
 
+import inspect
+import math
 import os
-from collections.abc import Iterator, Sequence, Sized
+import shutil
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain import checkpoint, tasks
-from mntrain.config import Config
+from mntrain.config import Config, OptimConfig
 from mntrain.data import sampling
-from mntrain.errors import AgreedError
-from mntrain.metrics.report import make_reporter
-from mntrain.train import compiling, run_directory, schedule
+from mntrain.errors import expect_same
+from mntrain.metrics.report import Reporter
+from mntrain.train import run_directory
 from mntrain.train.checkpointing import Checkpointing
 from mntrain.train.signals import Deadline
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
+
+# Optimizers of torch.optim that a training step cannot drive, and the reason.
+UNSUPPORTED = {
+    "LBFGS": "it runs the forward by itself",
+    "Muon": "it takes matrices only, and models have vectors too",
+    "SparseAdam": "gradients here are dense",
+}
+# Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
+# in the tensor, so results would depend on how shards are cut.
+FUSED = {"Adam", "AdamW", "SGD"}
 
 
 @dataclass(frozen=True)
@@ -30,12 +46,6 @@ class Precision:
     autocast: torch.dtype | None = None  # None: forward runs in the parameters' dtype
     loss_scale: Literal["dynamic"] | None = None
 
-    def autocast_context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return the context to run forward in. Local."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self.autocast)
-
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -43,6 +53,76 @@ PRECISIONS = {
     "bf16-pure": Precision(torch.bfloat16),
     "fp16": Precision(torch.float16, loss_scale="dynamic"),  # small gradients would underflow
 }
+
+
+class TrainingJob:
+    """The parts of a job, checked before any work starts.
+
+    Construction is collective, makes the run directory last, and raises AgreedError for bad input,
+    on all ranks alike.
+    """
+
+    def __init__(self, world: World, config: Config) -> None:
+        # Only the master's deadline counts, since clocks of nodes may differ.
+        self.deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
+        self.run_dir = run_dir = run_directory.agree_on_path(world, config)
+        self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
+        self.done = resumed.manifest.step if resumed else 0  # steps before this job
+        steps = config.run.stop_after or config.train.steps
+        self.last_step = min(config.train.steps, self.done + steps)
+        self.precision = PRECISIONS[config.train.precision]
+        with world.agreement():
+            self.task = tasks.load(config.task, config)
+            self.data = JobData(world, config, self.task)
+            torch.manual_seed(config.run.seed)
+            self.model = self.task.model().to(world.device, self.precision.parameters)
+            optimizer_class, options = resolve_optimizer(config.optim, world.device)
+            if config.train.compile:
+                check_compiler(world.device)
+        lengths = {"the number of samples": (self.data.samples, self.data.valid_samples)}
+        expect_same(world.gather(lengths), world.rank)
+        if resumed:
+            run_directory.check_same_run(world, resumed, config, self.data.samples)
+        self.optimizer = world.optimizer(
+            self.model,
+            optimizer_class,
+            stage=config.zero.stage,
+            partition=config.zero.partition,
+            max_grad_norm=config.optim.max_grad_norm,
+            non_finite=config.optim.non_finite,
+            loss_scale=self.precision.loss_scale,
+            groups=weight_decay_groups(self.model, config.optim.weight_decay),
+            **options,
+        )
+        self._set_up_checkpoints(world, config)
+        if config.train.compile:
+            compile_regions(self.task.regions(self.model))
+        # Seeds dropout.
+        torch.manual_seed(sampling.mixed_seed(config.run.seed, world.rank, self.done))
+        self.batches = self.data.batches(self.done, self.last_step)
+        self.lock = run_directory.prepare(
+            world, config, run_dir, resumed, saves=self.checkpointing.wanted
+        )
+        if resumed:
+            checkpoint.restore_randomness(resumed, world)
+
+    def _set_up_checkpoints(self, world: World, config: Config) -> None:
+        """Set up reports, checkpointing and the learning rate; load a checkpoint. Collective."""
+        resumed = self.resumed
+        self.reporter = Reporter(world.master, self.run_dir, config.train.steps)
+        saver = checkpoint.Saver(
+            world, self.model, self.optimizer, self.run_dir, config.checkpoint.keep
+        )
+        self.checkpointing = Checkpointing(
+            world, config, saver, self.reporter, samples=self.data.samples, resumed=resumed
+        )
+        with world.agreement():
+            if self.checkpointing.wanted:
+                saver.check()
+        if resumed:
+            checkpoint.load(resumed, self.model, self.optimizer, world)
+        # This configuration's schedule counts, even if the checkpoint was made with another.
+        self.scheduler = make_scheduler(self.optimizer, config.optim, config.train.steps, self.done)
 
 
 class JobData:
@@ -76,93 +156,118 @@ class JobData:
         return len(self._plan.indices(step - 1))
 
 
-class TrainingJob:
-    """The parts of a job, checked before any work starts.
+def resolve_optimizer(
+    config: OptimConfig, device: torch.device
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the torch.optim class that is configured, and the options to construct it with.
 
-    Construction is collective, makes the run directory last, and raises AgreedError for bad input,
-    on all ranks alike.
+    On a GPU the options ask for the fused kernel where the class has one. Raises ValueError for a
+    name that torch.optim lacks or that cannot be used here, and for weight decay that the class
+    does not take.
     """
-
-    def __init__(self, world: World, config: Config) -> None:
-        # Only the master's deadline counts, since clocks of nodes may differ.
-        self.deadline = Deadline.of(config.run.max_minutes, os.environ if world.master else {})
-        self.run_dir = run_dir = run_directory.agree_on_path(world, config)
-        self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
-        self.done = resumed.manifest.step if resumed else 0  # steps before this job
-        steps = config.run.stop_after or config.train.steps
-        self.last_step = min(config.train.steps, self.done + steps)
-        with world.agreement():
-            self.task = tasks.load(config.task, config)
-            self.data = JobData(world, config, self.task)
-            torch.manual_seed(config.run.seed)
-            dtype = PRECISIONS[config.train.precision].parameters
-            self.model = self.task.model().to(world.device, dtype)
-            optimizer_class, options = schedule.resolve_optimizer(config.optim, world.device)
-            if config.train.compile:
-                compiling.check(world.device)
-        _check_same_data(world, self.data)
-        if resumed:
-            run_directory.check_same_run(world, resumed, config, self.data.samples)
-        self.optimizer = _make_optimizer(world, config, self.model, optimizer_class, options)
-        self.reporter = make_reporter(world.master, run_dir, config.train.steps)
-        saver = checkpoint.Saver(world, self.model, self.optimizer, run_dir, config.checkpoint.keep)
-        self.checkpointing = Checkpointing(
-            world, config, saver, self.reporter, samples=self.data.samples, resumed=resumed
+    if config.name in UNSUPPORTED:
+        raise ValueError(f"--optim.name {config.name}: {UNSUPPORTED[config.name]}; choose another")
+    kind = getattr(torch.optim, config.name, Optimizer)
+    if kind is Optimizer or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
+        known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
+        del known["optimizer"]  # the base class
+        near = [known[name] for name in get_close_matches(config.name.lower(), known)] or ["AdamW"]
+        raise ValueError(
+            f"--optim.name {config.name}: torch.optim has no such optimizer; "
+            f"nearest: {', '.join(near)}"
         )
-        with world.agreement():
-            if self.checkpointing.wanted:
-                saver.check()
-        if resumed:
-            checkpoint.load(resumed, self.model, self.optimizer, world)
-        self.scheduler = _make_scheduler(config, self.optimizer, self.done)
-        if config.train.compile:
-            compiling.compile_regions(self.task.regions(self.model))
-        # Seeds dropout.
-        torch.manual_seed(sampling.mixed_seed(config.run.seed, world.rank, self.done))
-        self.batches = self.data.batches(self.done, self.last_step)
-        self.lock = run_directory.prepare(
-            world, config, run_dir, resumed, saves=self.checkpointing.wanted
+    parameters = inspect.signature(kind).parameters
+    if config.weight_decay and "weight_decay" not in parameters:
+        raise ValueError(
+            f"--optim.weight-decay {config.weight_decay}: {config.name} takes no weight decay; "
+            "give --optim.weight-decay 0"
         )
-        if resumed:
-            checkpoint.restore_randomness(resumed, world)
+    options: dict[str, Any] = {"lr": config.lr}
+    if config.name in FUSED and "fused" in parameters:
+        options["fused"] = True if device.type == "cuda" else None  # None: torch's default
+    return kind, options
 
 
-def _check_same_data(world: World, data: JobData) -> None:
-    """Raise AgreedError if the lengths of the data differ between ranks. Collective."""
-    lengths = world.gather([data.samples, data.valid_samples])
-    for rank, others in enumerate(lengths):
-        if others != lengths[0]:
-            raise AgreedError(
-                f"the data differs between ranks: {lengths[0]} training and validation "
-                f"samples on rank 0, {others} on rank {rank}; give all nodes the same files",
-                world.rank,
-            )
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameter groups of a model: matrices with weight decay, vectors without.
+
+    Only parameters that require a gradient, and no empty group; one group without weight decay.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not weight_decay:
+        return [{"params": trained}]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
-def _make_optimizer(
-    world: World,
-    config: Config,
-    model: nn.Module,
-    optimizer_class: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-) -> ZeroOptimizer:
-    """Return the configured optimizer, over all ranks. Collective."""
-    return world.optimizer(
-        model,
-        optimizer_class,
-        stage=config.zero.stage,
-        partition=config.zero.partition,
-        max_grad_norm=config.optim.max_grad_norm,
-        non_finite=config.optim.non_finite,
-        loss_scale=PRECISIONS[config.train.precision].loss_scale,
-        groups=schedule.weight_decay_groups(model, config.optim.weight_decay),
-        **options,
-    )
-
-
-def _make_scheduler(config: Config, optimizer: ZeroOptimizer, done: int) -> LambdaLR:
-    """Return this configuration's schedule, even if the checkpoint was made with another."""
+def make_scheduler(
+    optimizer: ZeroOptimizer, config: OptimConfig, steps: int, done: int
+) -> LambdaLR:
+    """Return the learning-rate schedule of a run of `steps` steps, of which `done` are taken."""
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    factor = schedule.warmup_then_cosine(config.optim, config.train.steps)
-    return LambdaLR(optimizer, factor, last_epoch=done - 1)
+    return LambdaLR(optimizer, warmup_then_cosine(config, steps), last_epoch=done - 1)
+
+
+def warmup_then_cosine(config: OptimConfig, steps: int) -> Callable[[int], float]:
+    """Return the learning-rate factor as a function of the number of completed steps.
+
+    Linear up to 1 over the warm-up, then a half cosine down to `min_lr_fraction` at the last step.
+    Source: Loshchilov and Hutter, "SGDR", 2017 (arXiv 1608.03983), without restarts.
+    """
+    warmup, least = config.warmup_steps, config.min_lr_fraction
+
+    def factor(done: int) -> float:
+        if done < warmup:
+            return (done + 1) / warmup
+        progress = min(1.0, (done - warmup) / max(1, steps - 1 - warmup))
+        return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
+
+    return factor
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ValueError if a tool is missing that torch.compile generates code with. Local."""
+    needs = "--train.compile: torch.compile needs"
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            raise ValueError(f"{needs} triton: pip install triton, or leave the option out")
+    elif shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
+        raise ValueError(
+            f"{needs} a C++ compiler, and there is no {compiler}: install one, name it in CXX, or "
+            "leave the option out"
+        )
+
+
+def compile_regions(regions: Sequence[nn.Module], backend: str = "inductor") -> None:
+    """Make each module compile its forward when it is first called. In place.
+
+    All gradients of a compiled graph arrive when its backward ends. A model that is compiled as a
+    whole would send nothing before that, so its regions are compiled one by one.
+    """
+    for region in regions:
+        if region.forward.__module__.startswith("torch."):
+            # torch.compile skips the forward of torch's own modules unless another function calls
+            # it, so Module.compile would have no effect (as of torch 2.13).
+            region._compiled_call_impl = torch.compile(_caller(region), backend=backend)
+        else:
+            region.compile(backend=backend)
+
+
+def _caller(region: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return region._call_impl(*args, **kwargs)
+
+    return call
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which regions run uncompiled, for shapes that occur once.
+
+    Before torch 2.6 it has no effect.
+    """
+    stance = getattr(torch.compiler, "set_stance", None)
+    return stance("force_eager") if stance else nullcontext()

@@ -8,25 +8,22 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint, list_checkpoints, set_aside
 from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
-from mntrain.metrics.report import Reporter
 from mntrain.world import World
 
-# Options that a resumed run cannot change: another value is another model or order of samples.
-FIXED = ("task", "data.valid_fraction", "model", "optim.name", "train.batch_size", "run.seed")
+# Beginnings of options that a resumed run cannot change: they fix the model and order of samples.
+FIXED = ("task", "data.valid_fraction", "model.", "optim.name", "train.batch_size", "run.seed")
 
 
 def agree_on_path(world: World, config: Config) -> Path:
     """Return the path of the run's directory, the master's on all ranks. Collective."""
-    default = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
-    path: Path = world.gather(config.run.dir or default)[0]
-    return path
+    return world.gather(config.run.dir or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}"))[0]
 
 
 def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:
@@ -38,15 +35,13 @@ def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpo
     if resume == "never":
         return None
     found = checkpoint.newest(world, run_dir if resume == "auto" else Path(resume))
-    if found is None:
-        if resume != "auto":
-            raise AgreedError(
-                f"--run.resume {resume}: there is no checkpoint; give auto, never, or the path of "
-                "a checkpoint or of a run that has some",
-                world.rank,
-            )
-        return None
-    if found.manifest.step >= config.train.steps:
+    if found is None and resume != "auto":
+        raise AgreedError(
+            f"--run.resume {resume}: there is no checkpoint; give auto, never, or the path of a "
+            "checkpoint or of a run that has some",
+            world.rank,
+        )
+    if found and found.manifest.step >= config.train.steps:
         raise AgreedError(
             f"{found.path} is after step {found.manifest.step} of {config.train.steps}: nothing is "
             "left to do; give more --train.steps, or another --run.dir",
@@ -75,12 +70,12 @@ def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples
 
 def prepare(
     world: World, config: Config, run_dir: Path, found: FoundCheckpoint | None, *, saves: bool
-) -> int | None:
+) -> TextIO | None:
     """Make the run's directory, or continue in it; write config.toml. Collective.
 
     A job that saves may start over a run that was killed before its first checkpoint. Returns, on
-    the master, a descriptor whose lock keeps other jobs out until it is closed. Raises AgreedError
-    if the directory holds a run that this job does not continue, or is in use by another job.
+    the master, a file whose lock keeps other jobs out until it is closed. Raises AgreedError if the
+    directory holds a run that this job does not continue, or is in use by another job.
     """
     lock = None
     with world.agreement():
@@ -101,69 +96,50 @@ def prepare(
     return lock
 
 
-def report_resumption(found: FoundCheckpoint, reporter: Reporter) -> None:
-    """Show where the run continues, and which newer checkpoints were damaged. Local."""
-    for path, reason in found.skipped.items():
-        reporter.warn(f"{path.name} was passed over: {reason}")
-    reporter.note(
-        f"goes on after step {found.manifest.step}, from {found.path} "
-        f"(saved by {found.manifest.writers})"
-    )
-
-
 def to_json(config: Config) -> dict[str, Any]:
     """Return a configuration as a JSON object."""
     content: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return content
 
 
-def _make_and_lock(run_dir: Path) -> int:
-    """Make a run's directory if there is none, and lock it. ValueError if it is not writable."""
+def _make_and_lock(run_dir: Path) -> TextIO:
+    """Make a run's directory if there is none, and return a file that holds its lock while open.
+
+    Without effect on file systems without locks. Raises ValueError if the directory is not
+    writable, or another process holds the lock.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return _lock(run_dir)
+        file = (run_dir / ".lock").open("a+", errors="replace")
     except OSError as error:
         raise ValueError(
             f"--run.dir {run_dir}: no files can be made there ({error.strerror}); give a folder in "
             "which they can"
         ) from error
-
-
-def _lock(run_dir: Path) -> int:
-    """Return a descriptor that holds the lock on a run's directory while it is open.
-
-    Raises ValueError if another process holds the lock. Without effect on file systems without
-    locks.
-    """
-    file = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(file, 1000, 0).decode(errors="replace") or "unknown"
-        os.close(file)
+        file.seek(0)
+        holder = file.read(1000) or "unknown"
+        file.close()
         raise ValueError(
             f"{run_dir} is in use by a job ({holder}): wait for its end, or give another --run.dir"
         ) from None
     except OSError:
         return file
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"on {socket.gethostname()}, process {os.getpid()}".encode(), 0)
+    file.truncate(0)
+    file.write(f"on {socket.gethostname()}, process {os.getpid()}")
+    file.flush()
     return file
 
 
 def _fixed_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the options in `FIXED`, by dotted name; a section by its options."""
-    options: dict[str, Any] = {}
-    for name in FIXED:
-        section, _, option = name.partition(".")
-        value = config[section]
-        if option:
-            options[name] = value[option]
-        elif isinstance(value, Mapping):
-            options |= {f"{section}.{key}": item for key, item in value.items()}
-        else:
-            options[name] = value
-    return options
+    """Return the values of the options in `FIXED`, by dotted name."""
+    options = {"task": config["task"]}
+    for section, values in config.items():
+        if isinstance(values, Mapping):
+            options |= {f"{section}.{name}": value for name, value in values.items()}
+    return {name: value for name, value in options.items() if name.startswith(FIXED)}
 
 
 def _drop_later_steps(metrics: Path, done: int) -> None:

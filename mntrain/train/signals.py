@@ -3,14 +3,13 @@
 Signals are only noted by their handlers. All ranks act on them together at the end of a step.
 """
 
+import math
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
 from typing import Any, Self
@@ -50,13 +49,11 @@ class SignalRequests:
         return self.first in PREEMPT
 
     def __enter__(self) -> Self:
-        """Install the handlers."""
         signals = (INTERRUPT, *PREEMPT)
         self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
@@ -75,35 +72,26 @@ class SignalRequests:
         self.first = self.first or signal.Signals(number)
 
 
-@dataclass(frozen=True)
 class Deadline:
-    """The end of a job's time, on the monotonic clock."""
+    """The end of a job's time: `max_minutes` from now, or the end of its Slurm allocation.
 
-    at: float | None  # seconds, as `time.monotonic` counts; None: no deadline
-    spare_s: float
-    reason: str
+    The earlier one counts, on the monotonic clock. `environment` is that of the process.
+    """
 
-    @classmethod
-    def of(cls, max_minutes: float | None, environment: Mapping[str, str]) -> "Deadline":
-        """Return the earlier of `max_minutes` from now and the end of the Slurm allocation."""
-        ends: list[tuple[float, float, str]] = []
+    def __init__(self, max_minutes: float | None, environment: Mapping[str, str]) -> None:
+        left, least_spare_s, self.reason = math.inf, 0.0, ""
         if max_minutes is not None:
-            ends.append((60 * max_minutes, 0.0, f"--run.max-minutes {max_minutes:g}"))
+            left, self.reason = 60 * max_minutes, f"--run.max-minutes {max_minutes:g}"
         end = _allocation_end(environment)
-        if end is not None:
-            reason = f"the allocation ends {datetime.fromtimestamp(end)}"
-            ends.append((end - time.time(), _MIN_ALLOCATION_SPARE_S, reason))
-        if not ends:
-            return cls(None, 0.0, "")
-        left, least_s, reason = min(ends)
-        spare_s = max(least_s, min(_MAX_SPARE_S, _SPARE_FRACTION * left))
-        return cls(time.monotonic() + left, spare_s, reason)
+        if end is not None and end - time.time() < left:
+            left, least_spare_s = end - time.time(), _MIN_ALLOCATION_SPARE_S
+            self.reason = f"the allocation ends {datetime.fromtimestamp(end)}"
+        self.at = time.monotonic() + left
+        self._spare_s = max(least_spare_s, min(_MAX_SPARE_S, _SPARE_FRACTION * left))
 
     def near(self, step_s: float, save_s: float) -> bool:
         """Return True if it is time to save and end, given the duration of a step and a save."""
-        if self.at is None:
-            return False
-        return self.at - time.monotonic() < 2 * (step_s + save_s) + self.spare_s
+        return self.at - time.monotonic() < 2 * (step_s + save_s) + self._spare_s
 
 
 def _allocation_end(environment: Mapping[str, str]) -> float | None:
@@ -111,19 +99,12 @@ def _allocation_end(environment: Mapping[str, str]) -> float | None:
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         return None
-    end = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
-    return float(end) if end.isdecimal() else _end_from_scontrol(job)
-
-
-def _end_from_scontrol(job: str) -> float | None:
-    """Return a job's end as `scontrol` reports it; None without scontrol or without an end."""
-    scontrol = shutil.which("scontrol")
-    if scontrol is None:
-        return None
+    if (end := environment.get("SLURM_JOB_END_TIME", "")).isdecimal():  # since Slurm 23.02
+        return float(end)
     try:
         # SLURM_TIME_FORMAT is scontrol's own; "standard" is local time.
         output = subprocess.run(
-            [scontrol, "--oneliner", "show", "job", job],
+            ["scontrol", "--oneliner", "show", "job", job],
             capture_output=True,
             text=True,
             timeout=_SCONTROL_TIMEOUT_S,
@@ -132,4 +113,4 @@ def _end_from_scontrol(job: str) -> float | None:
         ).stdout
         return datetime.fromisoformat(output.partition(" EndTime=")[2].split()[0]).timestamp()
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None  # such as EndTime=Unknown
+        return None  # without scontrol, or with EndTime=Unknown

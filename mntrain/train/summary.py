@@ -1,23 +1,46 @@
 """The description of a run at its start, and its summary at the end."""
 
+import dataclasses
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torch import nn
-
-from mntrain.comm.topology import Topology
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.step import memory_by_role, peak_of_job
+from mntrain.rank_info import Usage
+from mntrain.train.job import TrainingJob
 from mntrain.world import World
-from zero.optimizer import ZeroOptimizer
+from zero.memory import Memory
 
-_WARMUP_STEPS = 3  # in which caches fill and compilation runs
+# Roles of memory that are measured for a whole process or GPU, with their field of `Usage`.
+_PROCESS_ROLES = {
+    "process_peak": "peak_memory",
+    "device_peak": "peak_device_memory",
+    "device_now": "device_memory",
+    "reserved_peak": "peak_reserved_memory",
+    "reserved_now": "reserved_memory",
+    "pinned": "pinned_memory",
+}
+
+# Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
+# TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
+# sparsity) and, for the RTX 4090, its white paper.
+_PEAKS = {
+    r"(NVIDIA )?A100-.*|(NVIDIA )?A100 .*PCIe": (312, 19.5),
+    r"NVIDIA H100 PCIe": (756, 51),
+    r"NVIDIA H100 NVL": (835, 60),
+    r"NVIDIA H100( \d+GB HBM[23]e?)?": (989, 67),
+    r"NVIDIA H200 NVL": (836, 60),
+    r"NVIDIA (H200|GH200 .*)": (989, 67),
+    r"NVIDIA B200": (2250, 75),
+    r"NVIDIA L40S": (362, 91.6),
+    r"NVIDIA A10G": (70, 35),
+    r"NVIDIA GeForce RTX 4090": (165.2, 82.6),
+}
 
 
 @dataclass
@@ -32,84 +55,67 @@ class JobResult:
     reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
     seconds: float = 0.0  # of this job
-    _steps: int = 0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def add(self, items: int, seconds: float, *, skipped: bool) -> None:
         """Count a step."""
         self.items += items
         self.skipped_steps += skipped
-        self._steps += 1
-        if self._steps == _WARMUP_STEPS + 1:
-            self._rates.clear()
         self._rates.append(items / seconds)
 
     @property
     def items_per_s(self) -> float:
-        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
+        """Median over the last 1000 steps; 0 before the first step."""
         return median(self._rates) if self._rates else 0.0
 
 
-def describe_job(world: World, config: Config, model: nn.Module) -> list[tuple[str, str]]:
-    """Return the description of a job, as lines with their style for the display. Collective."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    zero, library = config.zero, world.library
-    sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
-    reasons = world.gather(world.collectives.no_shared_memory_reason)
-    warnings = [shared_memory_warning(reasons, world.topology), world.sharing]
+def describe_job(world: World, config: Config, job: TrainingJob) -> None:
+    """Show what runs where, and where a resumed run continues. Collective."""
+    reporter, zero, library = job.reporter, config.zero, world.library
+    count = sum(parameter.numel() for parameter in job.model.parameters())
+    reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters", "bold")
     where = f"{world.topology}, {world.algorithm}"
+    reporter.note(f"{where}, {library.name} (thread level {library.threads})")
     facts = {
         "auto": world.tuning,
         "transport": world.transport_line,
         "kernels": world.kernels.why if world.device.type == "cuda" else "",
     }
-    return [
-        (f"{config.task}: {count / 1e6:.2f} M parameters", "bold"),
-        (f"{where}, {library.name} (thread level {library.threads})", ""),
-        *((f"{name}: {fact}", "") for name, fact in facts.items() if fact),
-        *((f"warning: {line}", "yellow") for text in warnings for line in text.splitlines()),
-        (f"zero: {sharding}; precision {config.train.precision}", ""),
-    ]
+    for name, fact in facts.items():
+        if fact:
+            reporter.note(f"{name}: {fact}")
+    sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
+    reporter.note(f"zero: {sharding}; precision {config.train.precision}")
+    if world.sharing:
+        reporter.warn(world.sharing)
+    reasons = world.gather(world.collectives.no_shared_memory_reason)
+    if any(reasons):
+        nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
+        reporter.warn(
+            "ranks of a node share no memory and send each other messages instead, which is slower "
+            f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
+            "with memory to spare"
+        )
+    reporter.places(world.places)
+    if resumed := job.resumed:
+        for path, reason in resumed.skipped.items():
+            reporter.warn(f"{path.name} was passed over: {reason}")
+        reporter.note(
+            f"goes on after step {resumed.manifest.step}, from {resumed.path} "
+            f"(saved by {resumed.manifest.writers})"
+        )
 
 
-def shared_memory_warning(reasons: Sequence[str], topology: Topology) -> str:
-    """Return a warning that names the nodes whose ranks share no memory, or "". Pure.
-
-    `reasons` is by rank: why the rank exchanges messages with its node instead, or "".
-    """
-    nodes: dict[str, set[int]] = {}
-    for rank, reason in enumerate(reasons):
-        if reason:
-            nodes.setdefault(reason, set()).add(topology.node(rank))
-    if not nodes:
-        return ""
-    by_reason = "; ".join(
-        f"node{'s' * (len(affected) > 1)} {', '.join(map(str, sorted(affected)))}: {reason}"
-        for reason, affected in nodes.items()
-    )
-    return (
-        f"ranks of a node share no memory and send each other messages instead, which is slower "
-        f"({by_reason}). Run all ranks of a node as one user, in one container, with memory to "
-        "spare"
-    )
-
-
-def summarize(
-    world: World,
-    optimizer: ZeroOptimizer,
-    config: Config,
-    run_dir: Path,
-    result: JobResult,
-) -> dict[str, Any]:
+def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     usage = world.usage()
-    memory = world.gather((optimizer.memory(), optimizer.expected_memory()))
+    memory = world.gather((job.optimizer.memory(), job.optimizer.expected_memory()))
     measured, expected = zip(*memory, strict=True)
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
     per_item = result.flops_per_item
     flops_per_s = per_item * result.items_per_s if per_item else None
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
-    peak = peak_of_job([(place.gpu, place.model) for place in world.places], dtype)
+    peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     return {
         "status": result.status,
@@ -125,7 +131,7 @@ def summarize(
         "model_flops_per_s": flops_per_s,
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
-        "run_dir": str(run_dir),
+        "run_dir": str(job.run_dir),
         "world": {
             "size": world.size,
             "nodes": len(world.topology.nodes),
@@ -141,4 +147,46 @@ def summarize(
             for place, used in zip(world.places, usage, strict=True)
         ],
         "reason": result.reason,
+        "resumed_from": str(job.resumed.path) if job.resumed else None,
+        **job.checkpointing.summary(),
+        **({"error": str(result.error)} if result.error else {}),
     }
+
+
+def memory_by_role(
+    measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes that each role of memory took; all arguments are by rank. Pure.
+
+    Roles are those of `Memory`, their total, and what whole processes and GPUs used. Each has the
+    least, median and most over ranks and the first rank with the most ("peak_rank"); the roles of
+    `Memory` also have the prediction for that rank ("expected").
+    """
+    report = {}
+    for role in [role.name for role in dataclasses.fields(Memory)] + ["total"]:
+        spread = _spread([getattr(memory, role) for memory in measured])
+        report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
+    for role, usage_field in _PROCESS_ROLES.items():
+        report[role] = _spread([getattr(used, usage_field) for used in usage])
+    return report
+
+
+def _spread(by_rank: Sequence[int]) -> dict[str, int]:
+    least, most = min(by_rank), max(by_rank)
+    middle = round(median(by_rank))
+    return {"least": least, "median": middle, "most": most, "peak_rank": by_rank.index(most)}
+
+
+def peak_flops(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:
+    """Return the sum of the peak dense FLOP/s of GPUs in "fp32", "bf16" or "fp16".
+
+    `gpus` has (UUID, torch's name of the model) by rank. A GPU that several ranks share counts
+    once. None on CPUs and if any model is unknown, as a part of a GPU (MIG) is.
+    """
+    total = 0.0
+    for _, model in set(gpus):
+        known = [flops for pattern, flops in _PEAKS.items() if re.fullmatch(pattern, model)]
+        if not known or "MIG" in model:
+            return None
+        total += known[0][dtype == "fp32"] * 1e12
+    return total

@@ -5,11 +5,11 @@ the gradients and means -> update -> report.
 """
 
 import gc
-import os
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
@@ -18,11 +18,9 @@ import torch
 from mntrain import device, tasks
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
-from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.step import StepTimer
-from mntrain.train import compiling, run_directory
+from mntrain.metrics.registry import METRICS, StepRecord, StepTimer
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
-from mntrain.train.job import PRECISIONS, TrainingJob
+from mntrain.train.job import TrainingJob, uncompiled
 from mntrain.train.signals import SignalRequests
 from mntrain.train.summary import JobResult, describe_job, summarize
 from mntrain.world import World, init
@@ -41,16 +39,7 @@ def run(config: Config) -> int:
     traceback.
     """
     try:
-        with init(
-            device=config.device,
-            algorithm=config.comm.algorithm,
-            bucket_mb=config.comm.bucket_mb,
-            ranks_per_node=config.comm.ranks_per_node,
-            tune=config.comm.tune,
-            wire_dtype=config.comm.wire_dtype,
-            gather_dtype=config.comm.gather_dtype,
-            transport=config.comm.transport,
-        ) as world:
+        with init(device=config.device, **asdict(config.comm)) as world:
             return Trainer(world, config).fit()
     except AgreedError as error:
         error.report()
@@ -68,7 +57,6 @@ class Trainer:
         self._job = job = TrainingJob(world, config)
         self._model, self._optimizer = job.model, job.optimizer
         self._checkpointing, self._reporter = job.checkpointing, job.reporter
-        self._precision = PRECISIONS[config.train.precision]
         self._signals = SignalRequests()
         self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
@@ -83,28 +71,33 @@ class Trainer:
         (unless such steps are skipped), replicas differ, or the last checkpoint cannot be written.
         """
         start = time.perf_counter()
+        result = self._result
         with (
-            _closed_after(self._job.lock),
+            self._job.lock or nullcontext(),
             self._reporter as reporter,
             self._signals as signals,
             _frozen_garbage(),
         ):
-            description = describe_job(self._world, self._config, self._model)
-            reporter.start(description, self._world.places)
-            if self._job.resumed:
-                run_directory.report_resumption(self._job.resumed, reporter)
+            describe_job(self._world, self._config, self._job)
             self._train()
             with signals.deferred():
                 self._save_at_end()
-            if self._result.status == "completed" and self._world.master:
-                with compiling.eager():
-                    reporter.text("sample", self._job.task.sample(self._model) or "")
-            self._result.seconds = time.perf_counter() - start
-            self._result.reason = self._reason()
-            reporter.finish(self._summary())
-        if self._result.error:
-            raise self._result.error
-        return EXIT_CODES.get(self._result.status, 0)
+            if result.status == "completed" and self._world.master:
+                self._show_sample()
+            result.seconds = time.perf_counter() - start
+            result.reason = self._reason()
+            reporter.finish(summarize(self._world, self._config, self._job, result))
+        if result.error:
+            raise result.error
+        return EXIT_CODES.get(result.status, 0)
+
+    def _show_sample(self) -> None:
+        """Show what the task generates with the trained model, if anything. Local."""
+        with uncompiled():
+            sample = self._job.task.sample(self._model)
+        if sample:
+            self._reporter.note("sample", "bold")
+            self._reporter.note(textwrap.indent(sample, "  "))
 
     def _train(self) -> None:
         """Take steps until the job is to end. Collective."""
@@ -157,8 +150,10 @@ class Trainer:
 
     def _forward(self, batch: Any) -> tasks.Loss:
         """Return the task's loss of a micro-batch on the device, and add up its means. Local."""
-        moved = device.move(batch, self._world.device, self._precision.parameters)
-        with self._precision.autocast_context(self._world.device):
+        precision, on = self._job.precision, self._world.device
+        moved = device.move(batch, on, precision.parameters)
+        dtype = precision.autocast
+        with torch.autocast(on.type, dtype=dtype) if dtype else nullcontext():
             loss = self._job.task.loss(self._model, moved)
         self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
         return loss
@@ -170,7 +165,8 @@ class Trainer:
         """
         group = self._world.collectives  # under any sync schedule: all ranks end and save together
         means = self._means.reduce(group, f"in step {step}", self._local_values())
-        skips = self._config.optim.non_finite == "skip" or self._precision.loss_scale == "dynamic"
+        precision = self._job.precision
+        skips = self._config.optim.non_finite == "skip" or precision.loss_scale == "dynamic"
         if means.nonfinite and not skips:
             raise self._stopped(f"in step {step}, the loss is {means.nonfinite}")
         return means
@@ -198,8 +194,11 @@ class Trainer:
         self, step: int, lr: float, means: GlobalMeans, update: StepResult, timer: StepTimer
     ) -> StepRecord:
         """Count the step, warn if it was not finite, and return its record. Local."""
-        if warning := _nonfinite_warning(means, update):
-            self._reporter.warn(f"in step {step}, {warning}")
+        if means.nonfinite:
+            self._reporter.warn(f"in step {step}, the loss is {means.nonfinite}")
+        if update.skipped:
+            norm = update.grad_norm
+            self._reporter.warn(f"step {step} was skipped: the gradient's norm is {norm}")
         times: dict[str, Any] = timer.times()
         seconds = times["step_s"]
         self._result.add(means.count, seconds, skipped=update.skipped)
@@ -288,38 +287,8 @@ class Trainer:
                 return f"{name} on rank {rank}"
         return self._job.deadline.reason
 
-    def _summary(self) -> dict[str, Any]:
-        """Return the content of summary.json. Collective."""
-        job, error = self._job, self._result.error
-        return {
-            **summarize(self._world, self._optimizer, self._config, job.run_dir, self._result),
-            "resumed_from": str(job.resumed.path) if job.resumed else None,
-            **self._checkpointing.summary(),
-            **({"error": str(error)} if error else {}),
-        }
-
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)
-
-
-def _nonfinite_warning(means: GlobalMeans, update: StepResult) -> str:
-    """Return a warning about a loss or gradient that is not finite, or ""."""
-    if update.skipped:
-        loss = f" and the loss is {means.nonfinite}" if means.nonfinite else ""
-        return f"the gradient's norm is {update.grad_norm}{loss}: the step was skipped"
-    return (
-        f"the loss is {means.nonfinite}, though the gradient is finite" if means.nonfinite else ""
-    )
-
-
-@contextmanager
-def _closed_after(lock: int | None) -> Iterator[None]:
-    """Close a descriptor after the block, also after an exception: another job may follow."""
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager

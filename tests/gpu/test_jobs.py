@@ -5,7 +5,7 @@ import torch
 from job import completed, losses, metrics, summary, train
 
 from gpu.place import CUDA, ON, gpu
-from mntrain.train import compiling
+from mntrain.train.job import check_compiler
 
 pytestmark = [*gpu, pytest.mark.timeout(240)]
 
@@ -23,7 +23,7 @@ JOBS = [
 
 def skip_without_compiler():
     try:
-        compiling.check(torch.device(ON))
+        check_compiler(torch.device(ON))
     except ValueError as refusal:
         pytest.skip(str(refusal))
 

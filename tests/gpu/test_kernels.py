@@ -10,10 +10,10 @@ from torch import nn
 
 from mntrain.kernels import MAX_ADDENDS, DeviceKernels
 from zero.collectives import SingleProcessCollectives
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 from zero.optimizer import ZeroOptimizer
 
-TORCH = TorchKernels()
+TORCH = Kernels()
 
 pytestmark = [
     pytest.mark.gpu,
@@ -194,7 +194,7 @@ def test_kernels_allocate_no_memory_outside_torch(cupy):
     assert library.get_default_memory_pool().total_bytes() == 0
 
 
-class Counting(TorchKernels):
+class Counting(Kernels):
     """Torch's kernels, with a count of the calls of `square_sums`."""
 
     calls = 0

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.report import Reporter, make_reporter
-from mntrain.metrics.step import memory_by_role
+from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Place, Usage
+from mntrain.train.summary import memory_by_role
 from zero.memory import Memory
 
 
@@ -88,7 +88,7 @@ def summary(**changes) -> dict:
 
 @contextlib.contextmanager
 def reporting(directory: Path, on: Console, steps: int = 4) -> Iterator[Reporter]:
-    with make_reporter(True, directory, steps, on) as reporter:
+    with Reporter(True, directory, steps, on) as reporter:
         yield reporter
 
 

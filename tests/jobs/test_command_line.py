@@ -11,10 +11,7 @@ from mntrain.__main__ import main
 COMMAND = [sys.executable, "-m", "mntrain"]
 RANK_VARIABLES = ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"]
 BAD = ["--train.batchsize", "32"]
-MESSAGE = (
-    "mntrain: --train.batchsize: no such option; "
-    "did you mean --train.batch-size or --train.micro-batch-size?\n"
-)
+MESSAGE = "mntrain: --train.batchsize: no such option; did you mean --train.batch-size?\n"
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +39,7 @@ def test_help_is_printed_without_importing_torch_or_mpi():
     result = run("--help", interpreter=["-X", "importtime"])
     assert result.returncode == 0
     assert result.stdout.startswith("usage: python -m mntrain")
-    assert "--train.batch-size [INT]" in result.stdout
+    assert "--train.batch-size INT" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "mntrain.cli" in imported
     assert not imported & {"torch", "mpi4py", "mntrain.train.trainer"}
@@ -78,9 +75,7 @@ def test_unknown_command_is_refused_with_those_that_exist(capsys):
     assert main(["trian", "--train.steps", "5"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == (
-        "mntrain: trian: no such command; the commands are train, bench, ckpt (default: train)\n"
-    )
+    assert err == ("mntrain: trian: no such command; give train (default), bench or ckpt\n")
 
 
 def test_version(capsys):

@@ -90,7 +90,7 @@ class Way:
     @property
     def nodes(self):
         """The ranks whose sum is made first."""
-        alone = self.algorithm in ("naive", "flat")
+        alone = self.algorithm not in ("leader", "lanes")
         return [[rank] for rank in range(RANKS)] if alone else self.world.topology.nodes
 
     def lay(self, values, place="plain"):

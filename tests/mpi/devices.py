@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroupGloo
 
 from mntrain.comm.device_copy import StreamOrderedWork
 from mntrain.comm.nccl import shared_store
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 
 
 class Stream:
@@ -197,14 +197,14 @@ class LateGlooGroup(GlooGroup):
         super().shutdown()
 
 
-class LateKernels(TorchKernels):
+class LateKernels(Kernels):
     """Sums on the current stream of an emulated device."""
 
     def __init__(self, device):
         self._device = device
 
     def add(self, addends, total):
-        self._device.run(lambda: TorchKernels.add(self, addends, total))
+        self._device.run(lambda: Kernels.add(self, addends, total))
 
 
 class Works:

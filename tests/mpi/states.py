@@ -1,6 +1,7 @@
 """Training on worlds of some of the ranks, and its state, whole, to compare."""
 
 import copy
+from itertools import chain, groupby
 
 import torch
 from mpi4py import MPI
@@ -9,6 +10,7 @@ from torch import nn
 from worlds import RANKS
 
 import mntrain
+from zero.collectives import gather_objects
 
 SIZES = range(1, RANKS + 1)
 
@@ -64,9 +66,28 @@ def saved(optimizer, model, root=0):
     """The whole state and the weights, on every rank of the launch, as from a file."""
     pieces = weights = None
     if optimizer is not None:
-        pieces = copy.deepcopy(list(optimizer.gather_slices(root)))
+        pieces = gather_slices(optimizer, root)
         weights = copy.deepcopy(model.state_dict())
     return MPI.COMM_WORLD.bcast((pieces, weights), root)
+
+
+def gather_slices(optimizer, root=0):
+    """The whole state, a slice a parameter, on one rank; on the others nothing. Collective."""
+    ranks = optimizer.schedule.sharding
+    everyone = gather_objects(ranks, list(optimizer.slices()))
+    if ranks.rank != root:
+        return []
+    if not optimizer.sharded:
+        return everyone[root]
+    pieces = sorted(chain(*everyone), key=lambda piece: (piece.name, piece.low))
+    return [joined(list(same)) for _, same in groupby(pieces, key=lambda piece: piece.name)]
+
+
+def joined(pieces):
+    """Adjacent slices of a parameter as one."""
+    keys = pieces[0].tensors
+    tensors = {key: torch.cat([piece.tensors[key] for piece in pieces]) for key in keys}
+    return pieces[0]._replace(high=pieces[-1].high, tensors=tensors)
 
 
 def same(ours, theirs):

@@ -17,7 +17,16 @@ from models import LanguageModel, Mixed, Strided, Tiny, WithEmpty, net
 from mpi4py import MPI
 from oracle import ADAMW, EXACT, Alone, assert_parity, loss_of, samples
 from safetensors.torch import load_file
-from states import SIZES, SubWorlds, assert_same_slices, empty_like, mode_of, saved, train
+from states import (
+    SIZES,
+    SubWorlds,
+    assert_same_slices,
+    empty_like,
+    gather_slices,
+    mode_of,
+    saved,
+    train,
+)
 from torch import nn
 from worlds import RANKS
 
@@ -107,7 +116,7 @@ def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, name):
             found = checkpoint.newest(world, place)
             assert (found.manifest.step, found.skipped) == (2, {})
             checkpoint.load(found, other, resumed, world)
-            gathered = copy.deepcopy(list(resumed.gather_slices()))
+            gathered = gather_slices(resumed)
             resumed.close()
             for label, tensor in other.state_dict().items():
                 assert torch.equal(tensor, weights[label]), label
@@ -148,7 +157,7 @@ def test_state_of_whole_parameters(worlds, folder):
         other = empty_like(net(torch.float32))
         resumed = world.optimizer(other, optimizer_class, stage=1, partition="parameter", lr=0.01)
         checkpoint.load(checkpoint.newest(world, place), other, resumed, world)
-        gathered = copy.deepcopy(list(resumed.gather_slices()))
+        gathered = gather_slices(resumed)
         resumed.close()
         if RANK == 0:
             assert_same_slices(gathered, pieces)
@@ -337,7 +346,7 @@ def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkey
         resumed = world.optimizer(other, ADAMW, stage=1)
         found = checkpoint.newest(world, folder)
         checkpoint.load(found, other, resumed, world)
-        gathered = copy.deepcopy(list(resumed.gather_slices()))
+        gathered = gather_slices(resumed)
         resumed.close()
         assert found.manifest.step == turn
         assert all(torch.equal(now, weights[label]) for label, now in other.state_dict().items())

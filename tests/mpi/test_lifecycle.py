@@ -9,7 +9,7 @@ from mpi4py import MPI
 from worlds import RANKS, Worlds, make_world, refusal
 
 import mntrain
-from mntrain.comm import mpi
+from mntrain.comm import algorithms, mpi
 
 pytestmark = pytest.mark.mpi
 
@@ -24,8 +24,8 @@ LAST = RANKS - 1
     ("arguments", "words"),
     [
         (
-            {"algorithm": "ring"},
-            "unknown algorithm 'ring': choose auto, flat, lanes, leader, naive",
+            {"algorithm": "no such"},
+            f"unknown algorithm 'no such': choose auto, {', '.join(algorithms.names())}",
         ),
         ({"ranks_per_node": 0}, "ranks per node is 0: it must be at least 1"),
         ({"ranks_per_node": -2}, "ranks per node is -2: it must be at least 1"),
@@ -93,7 +93,7 @@ def test_communicators_are_named_and_freed(communicators):
     assert all(comm == MPI.COMM_NULL for comm, _ in communicators)
 
 
-@pytest.mark.parametrize("arguments", [{"algorithm": "ring"}, {"device": "tpu"}], ids=str)
+@pytest.mark.parametrize("arguments", [{"algorithm": "no such"}, {"device": "tpu"}], ids=str)
 def test_a_world_that_could_not_be_made_leaves_nothing(communicators, arguments):
     before = threads()
     refusal(mntrain.init, **{"device": "cpu", **arguments})

@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 import torch
 from mpi4py import MPI
+from states import gather_slices
 from torch import nn
 
 import mntrain
 from mntrain.train.consensus import model_digest
-from mntrain.train.schedule import weight_decay_groups
+from mntrain.train.job import weight_decay_groups
 from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
 
 pytestmark = pytest.mark.mpi
@@ -94,7 +95,7 @@ def test_buckets_leave_during_backward_whatever_the_groups():
     model = net()
     with init() as world:
         optimizer = world.optimizer(model, ADAMW, groups=weight_decay_groups(model, 0.1))
-        gradients = optimizer._stage.gradients
+        gradients = optimizer._owned.gradients
         launch = gradients.launched
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -193,7 +194,7 @@ def test_parameters_that_are_gathered_in_16_bits_are_rounded_alike(stage, settin
                 stepper.step()
                 stepper.zero_grad()
         assert all_alike(world, model_digest(model))
-        masters = {piece.name: piece for piece in optimizer.gather_slices()}
+        masters = {piece.name: piece for piece in gather_slices(optimizer)}
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, parameter.to(dtype).to(parameter.dtype))
             torch.testing.assert_close(parameter, other.get_parameter(name), rtol=2**-7, atol=1e-6)

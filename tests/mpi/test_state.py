@@ -5,8 +5,6 @@ Worlds of fewer ranks are made inside of one launch: the other ranks sit out.
 
 import copy
 import random
-import weakref
-from collections import deque
 from functools import partial
 from itertools import pairwise
 
@@ -30,14 +28,12 @@ from states import (
     SubWorlds,
     assert_same_slices,
     empty_like,
+    gather_slices,
     mode_of,
     saved,
     train,
 )
-from torch import nn
 from worlds import RANKS
-
-from mntrain.comm.collectives import WorldCollectives
 
 pytestmark = pytest.mark.mpi
 
@@ -84,7 +80,7 @@ def test_a_state_is_the_same_at_every_stage_and_number_of_ranks(worlds, name):
             continue
         resumed = smaller.optimizer(other, ADAMW, **mode_of(number))
         resumed.load_slices(pieces)
-        found = copy.deepcopy(list(resumed.gather_slices()))
+        found = gather_slices(resumed)
         resumed.close()
         if smaller.rank == 0:
             assert_same_slices(found, pieces)
@@ -240,10 +236,6 @@ def of_all_ranks(world, optimizer, mode):
     return everyone[0] if mode[0] == 0 else [piece for theirs in everyone for piece in theirs]
 
 
-def gathered(optimizer, root=0):
-    return copy.deepcopy(list(optimizer.gather_slices(root)))
-
-
 def test_slices_of_all_ranks_cover_every_parameter_once(trained, mode):
     world, model, optimizer = trained
     pieces = of_all_ranks(world, optimizer, mode)
@@ -255,58 +247,28 @@ def test_slices_of_all_ranks_cover_every_parameter_once(trained, mode):
         assert place == parameter.numel()
 
 
-def test_the_gathered_state_is_that_of_all_slices(trained, mode):
-    world, model, optimizer = trained
-    pieces = of_all_ranks(world, optimizer, mode)
-    whole = {piece.name: piece for piece in gathered(optimizer)}
-    if world.rank:
-        return
-    assert whole.keys() == dict(model.named_parameters()).keys()
-    for piece in pieces:
-        found = whole[piece.name]
-        assert found.whole
-        assert (found.shape, found.order, found.others) == (piece.shape, piece.order, piece.others)
-        assert found.tensors.keys() == piece.tensors.keys()
-        for key, tensor in piece.tensors.items():
-            assert torch.equal(found.tensors[key][piece.low : piece.high], tensor)
-
-
 def test_slices_of_all_ranks_load_in_any_order(trained, mode):
     world, model, optimizer = trained
     pieces = of_all_ranks(world, optimizer, mode)
     random.Random(world.rank).shuffle(pieces)
     resumed = world.optimizer(copy.deepcopy(model), ADAMW, stage=2)
     resumed.load_slices(pieces)
-    ours, theirs = gathered(resumed), gathered(optimizer)
+    ours, theirs = gather_slices(resumed), gather_slices(optimizer)
     resumed.close()
     assert_same_slices(ours, theirs)
 
 
 def test_a_state_dict_comes_back_to_its_rank(trained):
     world, model, optimizer = trained
-    state, before = copy.deepcopy(optimizer.state_dict()), gathered(optimizer)
+    state, before = copy.deepcopy(optimizer.state_dict()), gather_slices(optimizer)
     train(world, model, optimizer, range(1))
     optimizer.load_state_dict(state)
-    assert_same_slices(gathered(optimizer), before)
-
-
-def test_only_root_is_given_slices(trained):
-    world, model, optimizer = trained
-    for root in range(RANKS):
-        names = sorted(piece.name for piece in optimizer.gather_slices(root))
-        assert names == sorted(n for n, _ in model.named_parameters() if world.rank == root)
-
-
-def test_a_root_that_is_no_rank_is_refused(trained):
-    *_, optimizer = trained
-    for root in (-1, RANKS):
-        with pytest.raises(ValueError, match=f"root {root} is no rank"):
-            optimizer.gather_slices(root)
+    assert_same_slices(gather_slices(optimizer), before)
 
 
 def test_a_refusal_names_what_this_rank_lacks(trained):
     *_, optimizer = trained
-    owned, before = [piece.name for piece in optimizer.slices()], gathered(optimizer)
+    owned, before = [piece.name for piece in optimizer.slices()], gather_slices(optimizer)
     said = ""
     try:
         optimizer.load_slices([])
@@ -314,45 +276,4 @@ def test_a_refusal_names_what_this_rank_lacks(trained):
         said = str(error)
     assert all(name in said for name in owned)
     assert bool(said) == bool(owned)
-    assert_same_slices(gathered(optimizer), before)
-
-
-# What it takes.
-
-
-class Watched:
-    """Notes, at every all-gather, which of the tensors of those before are alive."""
-
-    def __init__(self, monkeypatch):
-        self._flats = []
-        self.alive = []  # bytes, at every all-gather
-        self.largest = 0
-        real = WorldCollectives.all_gather
-
-        def watched(collectives, tensor, bounds=None):
-            if tensor.dtype.is_floating_point:  # and not the bytes of small objects
-                storage = tensor.untyped_storage()
-                self._flats.append((weakref.ref(tensor), storage.nbytes()))
-                self.alive.append(sum(n for flat, n in self._flats if flat() is not None))
-                self.largest = max(self.largest, tensor.numel())
-            return real(collectives, tensor, bounds)
-
-        monkeypatch.setattr(WorldCollectives, "all_gather", watched)
-
-
-LAYERS = 6
-
-
-def test_no_rank_holds_the_state_of_more_than_a_bucket(worlds, monkeypatch):
-    world = worlds()
-    torch.manual_seed(6)
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(15, 15), nn.Tanh())]
-    model = nn.Sequential(nn.Linear(5, 15), *layers, nn.Linear(15, 3)).double()
-    optimizer = world.optimizer(model, ADAMW, stage=2)
-    train(world, model, optimizer, range(1))
-    watched = Watched(monkeypatch)
-    deque(optimizer.gather_slices(), maxlen=0)
-    optimizer.close()
-    state_of_largest = 2 * 8 * watched.largest  # two fp64 tensors
-    assert len(watched.alive) >= 2 * LAYERS
-    assert max(watched.alive) <= state_of_largest
+    assert_same_slices(gather_slices(optimizer), before)

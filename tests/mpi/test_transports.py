@@ -20,7 +20,7 @@ from mntrain.comm.transport import (
     child_environment,
     select_transport,
 )
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 from zero.layout import split
 
 pytestmark = pytest.mark.mpi
@@ -39,7 +39,7 @@ class Rig:
         self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
         self.device, self.progress = device, self.world._parts.engine
         self.late = not isinstance(device, PromptDevice)
-        kernels = LateKernels(device) if self.late else TorchKernels()
+        kernels = LateKernels(device) if self.late else Kernels()
         self.devices = Devices(torch.device("cpu"), device, kernels, slot_bytes=SLOT_BYTES)
         self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(

@@ -230,11 +230,11 @@ def test_buffers_are_taken_from_rank_0(world):
         ),
         (
             lambda odd: nn.Sequential(nn.Linear(2, 3, bias=odd)),
-            "only rank {last} has 0.bias (3,) float32",
+            "rank 0 has no more, rank {last} has 0.bias (3,) float32",
         ),
         (
             lambda odd: nn.Sequential(nn.Linear(2, 3, bias=not odd)),
-            "only rank 0 has 0.bias (3,) float32",
+            "rank 0 has 0.bias (3,) float32, rank {last} has no more",
         ),
         (
             lambda odd: two_layers().requires_grad_(not odd),

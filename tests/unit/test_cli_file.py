@@ -122,70 +122,41 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
     [
         (
             '[train]\nbatch_size = "x"',
-            'train.batch_size = "x": must be an integer >= 1 (sequences per step, over all ranks)',
+            "train.batch_size: Input should be a valid integer, not 'x'",
         ),
-        (
-            '[train]\nsteps = "5"',
-            'train.steps = "5": must be an integer >= 1 (number of optimizer steps)',
-        ),
-        (
-            "[train]\nsteps = 5.0",
-            "train.steps = 5.0: must be an integer >= 1 (number of optimizer steps)",
-        ),
-        (
-            "[train]\nsteps = true",
-            "train.steps = true: must be an integer >= 1 (number of optimizer steps)",
-        ),
+        ('[train]\nsteps = "5"', "train.steps: Input should be a valid integer, not '5'"),
+        ("[train]\nsteps = 5.0", "train.steps: Input should be a valid integer, not 5.0"),
+        ("[train]\nsteps = true", "train.steps: Input should be a valid integer, not True"),
         (
             "[train]\nsteps = 2000-01-01",
-            'train.steps = "2000-01-01": must be an integer >= 1 (number of optimizer steps)',
+            "train.steps: Input should be a valid integer, not datetime.date(2000, 1, 1)",
         ),
-        (
-            "[train]\ncompile = 1",
-            "train.compile = 1: must be true or false (compile the model with torch.compile)",
-        ),
-        (
-            "[optim]\nlr = inf",
-            "optim.lr = Infinity: must be a finite number > 0 (peak learning rate)",
-        ),
-        ("[optim]\nlr = 0", "optim.lr = 0: must be a finite number > 0 (peak learning rate)"),
-        (
-            '[run]\ndir = ""',
-            'run.dir = "": must be a path or none (folder for the run\'s files)',
-        ),
-        (
-            "[data]\npath = 3",
-            "data.path = 3: must be a path or none "
-            "(text file, folder, .npy or .bin of uint16 tokens)",
-        ),
-        (
-            "[data]\nglob = 3",
-            "data.glob = 3: must be text, not empty (pattern of the files to read in a folder)",
-        ),
+        ("[train]\ncompile = 1", "train.compile: Input should be a valid boolean, not 1"),
+        ("[optim]\nlr = inf", "optim.lr: Input should be a finite number, not inf"),
+        ("[optim]\nlr = 0", "optim.lr: Input should be greater than 0, not 0"),
+        ('[run]\ndir = ""', "run.dir: must be a path or none, not ''"),
+        ("[data]\nglob = 3", "data.glob: Input should be a valid string, not 3"),
         (
             "[checkpoint]\nevery = true",
-            "checkpoint.every = true: must be a number of steps, minutes such as 10min, or auto "
-            "(interval between checkpoints)",
+            "checkpoint.every: must be a number of steps, minutes such as 10min, or auto, not True",
         ),
-        ("[zero]\nstage = true", "zero.stage = true: must be 0, 1 or 2 (ZeRO stage)"),
-        ("[zero]\nstage = 1.0", "zero.stage = 1.0: must be 0, 1 or 2 (ZeRO stage)"),
-        ("device = 0", "device = 0: must be auto, cpu or cuda (device of each rank)"),
-        ("[trian]\nsteps = 5", "trian.steps = 5: no such option; did you mean train.steps?"),
+        ("[zero]\nstage = true", "zero.stage: Input should be a valid integer, not True"),
+        ("[zero]\nstage = 1.0", "zero.stage: Input should be a valid integer, not 1.0"),
+        ("device = 0", "device: Input should be 'auto', 'cpu' or 'cuda', not 0"),
+        ("[trian]\nsteps = 5", "trian.steps: no such option; did you mean train.steps?"),
         (
             "[train]\nbatch-size = 5",
-            "train.batch-size = 5: no such option; "
-            "did you mean train.batch_size or train.micro_batch_size?",
+            "train.batch-size: no such option; did you mean train.batch_size?",
         ),
-        ("steps = 5", "steps = 5: no such option; did you mean train.steps?"),
-        ("[[zero]]\nstage = 0", 'zero = [{"stage": 0}]: must be a table, [zero]'),
-        ("train = 5", "train = 5: must be a table, [train]"),
+        ("steps = 5", "steps: no such option; did you mean train.steps?"),
+        ("[[zero]]\nstage = 0", "zero: no such option; python -m mntrain --help lists all"),
         (
             "[train.steps]\nx = 1",
-            'train.steps = {"x": 1}: must be an integer >= 1 (number of optimizer steps)',
+            "train.steps: Input should be a valid integer, not {'x': 1}",
         ),
         (
             'config = "other.toml"',
-            'config = "other.toml": no such option; python -m mntrain --help lists all',
+            "config: no such option; python -m mntrain --help lists all",
         ),
     ],
 )
@@ -219,9 +190,7 @@ def test_number_of_steps_between_checkpoints_may_be_an_integer(toml):
 
 
 def test_file_that_cannot_be_read(toml, tmp_path):
-    assert refused("--config=") == [
-        "mntrain: --config '': must be a path or none (TOML file of options)"
-    ]
+    assert refused("--config=") == ["mntrain: --config: must be a path or none, not ''"]
     missing = tmp_path / "missing.toml"
     assert refused("--config", missing) == [
         f"mntrain: --config {missing}: cannot be read: No such file or directory"

@@ -50,7 +50,7 @@ def test_number_is_finite_and_no_other_type(value):
         (TrainConfig, "precision", "fp8"),
         (TrainConfig, "compile", "no"),
         (TrainConfig, "check_every", -1),
-        (CommConfig, "algorithm", "ring"),
+        (CommConfig, "algorithm", "no such"),
         (CommConfig, "bucket_mb", 0.0),
         (CommConfig, "ranks_per_node", 0),
         (ZeroConfig, "stage", 3),

@@ -16,11 +16,11 @@ from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 
 from mntrain.kernels import MAX_ADDENDS, TYPES, DeviceKernels, can_add, source
 from zero.collectives import SingleProcessCollectives
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 from zero.norms import global_norm
 
 INTEGERS = [torch.uint8, torch.int32, torch.int64]
-TORCH = TorchKernels()
+TORCH = Kernels()
 
 
 # Sums.
@@ -143,7 +143,7 @@ def test_squares_of_no_tensors_are_empty():
     assert TORCH.square_sums([]).tolist() == []
 
 
-class Known(TorchKernels):
+class Known(Kernels):
     """Gives numbers that nobody else would."""
 
     def square_sums(self, tensors):

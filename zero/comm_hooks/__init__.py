@@ -3,7 +3,7 @@
 A hook is called with every bucket that backward has filled, in the same order on every rank, and
 returns the `Work` that leaves the sum in it. As in DDP, a hook may cast or compress:
 
-    class MyCompressor(StatelessHook):
+    class MyCompressor(CommHook):
         def __call__(self, bucket: ReducibleBucket) -> Work:
             return ChainedWork(self._steps(bucket))
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +48,8 @@ class ReducibleBucket:
         """The elements of `gradients` whose sum this rank needs. A view."""
         if not self.sharded:
             return self.gradients
-        return self.gradients[
-            slice(*self.layout.shard(self.collectives.slot(self.collectives.rank)))
-        ]
+        start, stop = self.layout.shard(self.collectives.slot(self.collectives.rank))
+        return self.gradients[start:stop]
 
     def reduce(self, wire: torch.dtype | None = None) -> Work:
         """Start the all-reduce or reduce-scatter that the bucket needs. Collective."""
@@ -59,12 +58,12 @@ class ReducibleBucket:
         return self.collectives.all_reduce(self.gradients, wire=wire)
 
 
-class CommHook(Protocol):
-    """Reduces buckets, perhaps with a state of its own on every rank."""
+class CommHook:
+    """Base class of communication hooks, which may have a state of their own on every rank."""
 
     # The dtype in which sums travel, None for their own. With fp16 the optimizer scales gradients
     # so that a sum over ranks is no larger than a rank's gradient times the number of ranks.
-    wire_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None = None
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Start to sum a bucket over its group, in place. Collective.
@@ -73,39 +72,26 @@ class CommHook(Protocol):
         that needs them. The gradients belong to the work until then. A hook that launches further
         collectives once the first has finished returns a `ChainedWork`.
         """
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, such as error feedback; empty if there is none. Local.
+        """Return this rank's state, such as error feedback; by default empty. Local.
 
-        A state is restored on the same rank of a group of the same size with the same buckets.
-        It is not carried over to another size: the hook starts anew.
+        It is restored on the same rank of a group of the same size with the same buckets only.
         """
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank. Local."""
-
-
-class StatelessHook:
-    """A base class of hooks that keep no state and send sums in their own dtype."""
-
-    wire_dtype: torch.dtype | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing."""
+        """Restore what `state_dict` returned on this rank. Local."""
 
 
 class ChainedWork:
     """Several collectives, each of which starts when the one before has finished.
 
     `steps` is a generator that yields works. It runs up to its first work at once, and from one
-    work to the next inside `advance` and `wait`. Since collectives must start in the same order on
-    every rank, those methods are called at the same point of the program on every rank: the
-    optimizer does so when it launches a bucket and in `synchronize`. Call `synchronize` before a
-    `zero_grad` that discards gradients which were never stepped on.
+    work to the next inside `advance` and `wait`, which have to be called at the same point of the
+    program on every rank: the optimizer does so when it launches a bucket and in `synchronize`.
+    Call that before a `zero_grad` that discards gradients which were never stepped on.
     """
 
     def __init__(self, steps: Iterator[Work]) -> None:
@@ -182,9 +168,7 @@ def restore_hook_state(
         hook.load_state_dict(saved["state"])
     elif group.rank == 0:
         warnings.warn(
-            "the communication hook's state was saved by another hook, number of ranks or layout "
-            "of buckets: the hook starts anew",
-            stacklevel=2,
+            "the state is of another comm_hook, size or layout: the hook starts anew", stacklevel=2
         )
 
 

@@ -1,22 +1,22 @@
-"""Hooks that cast sums to a narrower dtype while they travel between nodes."""
+"""Hooks that sum gradients as they are, or cast to a narrower dtype between nodes."""
 
 from functools import partial
 
 import torch
 
 from zero.collectives import Work
-from zero.comm_hooks import ReducibleBucket, StatelessHook
+from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.precision import narrower
 
 
-class CastHook(StatelessHook):
+class CastHook(CommHook):
     """All-reduce or reduce-scatter in which sums travel between nodes in `wire_dtype`.
 
     The collectives round each node's sum and add the rounded sums in fp32; within a node nothing is
     rounded. Buckets whose dtype is no wider than `wire_dtype` travel as they are.
     """
 
-    def __init__(self, wire_dtype: torch.dtype) -> None:
+    def __init__(self, wire_dtype: torch.dtype | None) -> None:
         self.wire_dtype = wire_dtype
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
@@ -25,6 +25,7 @@ class CastHook(StatelessHook):
 
 
 HOOKS = {
+    "uncompressed": partial(CastHook, None),
     "fp32": partial(CastHook, torch.float32),  # narrower than fp64 gradients
     "bf16": partial(CastHook, torch.bfloat16),
     "fp16": partial(CastHook, torch.float16),

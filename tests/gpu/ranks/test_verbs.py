@@ -9,7 +9,7 @@ from worlds import RANKS
 
 from gpu.place import gpu
 from gpu.ranks.transports import transports
-from mntrain.bench.candidates import LibraryCandidate, Pattern
+from mntrain.bench.candidates import Pattern, library_candidate
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
 from zero.layout import MIB
@@ -126,7 +126,7 @@ def test_a_tensor_larger_than_what_is_staged_at_once(worlds, transport, verb, dt
     numel = LARGE // dtype.itemsize + 3
     tensor = torch.empty(numel + 1, dtype=dtype, device=world.device)[1:]
     pattern = Pattern(RANK, RANKS, dtype, world.device)
-    candidate = LibraryCandidate(transport, verb, world.collectives, tensor, pattern)
+    candidate = library_candidate(transport, verb, world.collectives, tensor, pattern)
     for _ in range(2):
         candidate.prepare()
         candidate.run()

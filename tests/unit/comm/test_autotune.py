@@ -12,7 +12,6 @@ from mntrain.cli import parse
 from mntrain.comm.autotune import cache_path, choose, explain, find, key_of, store
 from mntrain.comm.topology import Topology
 from mntrain.config import CommConfig
-from mntrain.train.summary import shared_memory_warning
 
 MIB = 1 << 20
 DAY_S = 24 * 3600
@@ -59,22 +58,6 @@ def test_flags_turn_tuning_off_and_on():
 
 
 # Nodes without shared memory.
-
-
-def test_no_warning_where_all_nodes_share_memory():
-    assert shared_memory_warning(["", "", "", ""], TWO_NODES) == ""
-
-
-def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
-    said = shared_memory_warning(["", "", "no room", "no room"], TWO_NODES)
-    assert "(node 1: no room)" in said
-    assert "messages" in said
-    assert said.endswith(
-        "Run all ranks of a node as one user, in one container, with memory to spare"
-    )
-    assert "(nodes 0, 1: no room)" in shared_memory_warning(["no room"] * 4, TWO_NODES)
-    both = shared_memory_warning(["no room", "no room", "denied", "denied"], TWO_NODES)
-    assert "(node 0: no room; node 1: denied)" in both
 
 
 # The cache.

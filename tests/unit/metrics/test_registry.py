@@ -6,15 +6,7 @@ from dataclasses import fields
 import pytest
 from reports import record, skipped
 
-from mntrain.metrics.registry import (
-    METRICS,
-    PHASES,
-    StepRecord,
-    clock_text,
-    count_text,
-    short_time,
-    size_text,
-)
+from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
 
 
 def test_every_field_of_a_record_is_a_declared_metric():
@@ -28,16 +20,21 @@ def test_phases_are_declared_in_order():
 
 def test_each_row_shows_the_metrics_that_declare_it():
     complete = record(1, metrics={"accuracy": 0.5}, eval_loss=2.31, eval_metrics={"top5": 0.93})
-    assert complete.pairs("line") == [("loss", "2.4312"), ("lr", "2.9e-03"), ("norm", "0.81")]
-    assert complete.pairs("losses") == [("loss", "2.4312"), ("accuracy", "0.5")]
-    rates = [("lr", "2.9e-03"), ("norm", "0.81"), ("clip", "1.00")]
-    assert complete.pairs("rates") == rates
+    line = [("loss", "2.4312"), ("lr", "2.9e-03"), ("norm", "0.81"), ("accuracy", "0.5")]
+    assert complete.pairs("line") == line
     assert complete.pairs("evaluation") == [("eval loss", "2.3100"), ("top5", "0.93")]
 
 
 def test_absent_values_are_not_shown():
     assert record(1).pairs("evaluation") == []
-    assert skipped(2).pairs("rates") == [("lr", "2.9e-03"), ("skipped", "gradient not finite")]
+    assert skipped(2).pairs("line") == [("loss", "2.4312"), ("lr", "2.9e-03")]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.nan, "nan"), (1e-7, "1.0000e-07"), (0.0, "0.0000"), (12.5, "12.500")]
+)
+def test_loss(value, text):
+    assert METRICS["loss"].format(value) == text
 
 
 def test_keys_of_the_summary_are_unique():
@@ -51,33 +48,15 @@ def test_keys_of_the_summary_are_unique():
     [
         (0, "0"),
         (7, "7"),
-        (3.7, "3.70"),
+        (3.71234, "3.71"),
         (812, "812"),
-        (999.7, "1.00k"),
-        (12_345, "12.3k"),
-        (99_960, "100k"),
-        (1_200_000, "1.20M"),
+        (12_345, "12,345"),
+        (1.2e6, "1,200,000"),
         (math.nan, "nan"),
     ],
 )
 def test_count(value, text):
     assert count_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 B"), (512, "512 B"), (1023, "1.00 KiB"), (5 * 2**18, "1.25 MiB"), (2**60, "1024 PiB")],
-)
-def test_bytes(value, text):
-    assert size_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0:00"), (66.6, "1:07"), (3599.6, "1:00:00"), (43267, "12:01:07"), (360000, "100:00:00")],
-)
-def test_clock(seconds, text):
-    assert clock_text(seconds) == text
 
 
 @pytest.mark.parametrize(

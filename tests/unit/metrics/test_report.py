@@ -17,6 +17,7 @@ from reports import (
     console,
     finished,
     places,
+    rank,
     record,
     reporting,
     run_steps,
@@ -28,9 +29,9 @@ from reports import (
 from rich.cells import cell_len
 from rich.console import Console
 
-from mntrain.metrics.report import ConsoleReporter, Reporter, make_reporter
-from mntrain.metrics.step import memory_by_role
-from mntrain.rank_info import Place
+from mntrain.metrics.report import Reporter, plain
+from mntrain.rank_info import Place, Usage
+from mntrain.train.summary import memory_by_role
 from zero.memory import Memory
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -39,9 +40,8 @@ NASTY_SHOWN = "n[0] [red]a[/red] [/] :smile: \N{REPLACEMENT CHARACTER}[2J"
 
 
 def start(reporter: Reporter, where: list[Place]) -> None:
-    reporter.start(
-        [("lm: 0.83 M parameters", "bold"), ("warning: ranks share GPUs", "yellow")], where
-    )
+    reporter.note("lm: 0.83 M parameters", "bold")
+    reporter.places(where)
 
 
 def shown(on: Console) -> str:
@@ -53,7 +53,6 @@ def call_everything(reporter: Reporter) -> None:
     with reporter:
         start(reporter, places(2, 2))
         reporter.step(record(1, eval_loss=1.0))
-        reporter.text("sample", "text")
         reporter.warn("careful")
         reporter.note("news")
         reporter.finish(summary())
@@ -61,8 +60,8 @@ def call_everything(reporter: Reporter) -> None:
 
 def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
     on = console(True)
-    call_everything(make_reporter(False, tmp_path / "run", 4, on))
-    call_everything(make_reporter(False, tmp_path / "run", 4))
+    call_everything(Reporter(False, tmp_path / "run", 4, on))
+    call_everything(Reporter(False, tmp_path / "run", 4))
     assert on.file.getvalue() == ""
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "run").exists()
@@ -71,9 +70,9 @@ def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_master_shows_everything_and_writes_two_files(tmp_path, terminal):
     on = console(terminal)
-    call_everything(make_reporter(True, tmp_path / "deep" / "run", 4, on))
+    call_everything(Reporter(True, tmp_path / "deep" / "run", 4, on))
     text = "\n".join(screen(on))
-    for expected in ("lm: 0.83", "step 1", "eval loss 1.0000", "sample", "  text", "completed"):
+    for expected in ("lm: 0.83", "step 1", "eval loss 1.0000", "completed"):
         assert expected in text
     assert "warning: careful" in text
     assert "news" in text
@@ -81,21 +80,43 @@ def test_master_shows_everything_and_writes_two_files(tmp_path, terminal):
     assert files == ["metrics.jsonl", "summary.json"]
 
 
-def test_both_reporters_have_the_same_methods(tmp_path):
-    public = {name for name in vars(Reporter) if not name.startswith("_")}
-    assert public == {name for name in vars(ConsoleReporter) if not name.startswith("_")}
-
-
 # Where the ranks run
 
 
-def test_start_shows_lines_then_places(tmp_path):
+def cells(on: Console) -> list[list[str]]:
+    """The cells of the tables, without their heads."""
+    return [re.split(r"\s{2,}", line.strip()) for line in screen(on) if line.strip()]
+
+
+def test_up_to_16_ranks_have_a_row_each(tmp_path):
     on = console(False)
     with reporting(tmp_path, on) as reporter:
-        start(reporter, places(4, 2))
-    lines = on.file.getvalue().splitlines()
-    assert lines[:2] == ["lm: 0.83 M parameters", "warning: ranks share GPUs"]
-    assert lines[3].split() == ["node", "rank", "local", "rank", "host", "device", "threads"]
+        reporter.places(places(16, 8, "cuda:3"))
+    rows = cells(on)
+    assert rows[0] == ["host", "device", "node", "rank", "local rank", "threads"]
+    assert len(rows) == 18
+    assert rows[11] == ["n1", "cuda:3", "1", "9", "1", "2"]
+
+
+def test_of_more_ranks_the_first_are_shown(tmp_path):
+    on = console(False)
+    with reporting(tmp_path, on) as reporter:
+        reporter.places(places(1000, 8))
+    rows = cells(on)
+    assert len(rows) == 19
+    assert rows[-1] == ["...", "984 more ranks"]
+
+
+def test_a_rank_with_a_gpu_shows_which_one(tmp_path):
+    on = console(False, width=120)
+    gpus = [
+        replace(place, gpu=f"{place.rank}f6d1c2a-4000", model="NVIDIA H100 80GB HBM3")
+        for place in places(2, 2, device="cuda:0")
+    ]
+    with reporting(tmp_path, on) as reporter:
+        reporter.places(gpus)
+    for number in (0, 1):
+        assert f"cuda:0 NVIDIA H100 80GB HBM3 {number}f6d1c2a  " in on.file.getvalue()
 
 
 # Steps in a log
@@ -151,33 +172,48 @@ def test_loss_that_is_not_finite_is_shown(tmp_path, loss, terminal):
     assert any(f"loss {loss}  " in line for line in lines)
 
 
-@pytest.mark.parametrize("loss", [1.25, math.nan])
-@pytest.mark.parametrize("terminal", [True, False])
-def test_skipped_step_says_so_and_why(tmp_path, loss, terminal):
-    on = console(terminal)
+def test_a_line_tells_loss_rate_norm_speed_and_time_left(tmp_path):
+    on = console(False, width=200)
+    run_steps(tmp_path, on, range(40, 41), 174, metrics={"accuracy": 0.31})
+    assert on.file.getvalue().splitlines() == [
+        "step  40/174  loss 2.4312  lr 2.9e-03  norm 0.81  accuracy 0.31  12,300 items/s  "
+        "0.50 s/step  left 0:01:07"
+    ]
+
+
+def test_a_skipped_step_has_no_norm(tmp_path):
+    on = console(False)
     with reporting(tmp_path, on) as reporter:
-        reporter.step(record(1))
-        reporter.step(skipped(2, loss=loss))
-    shown = "\n".join(screen(on))
-    assert "skipped gradient not finite" in shown
-    assert f"loss {'nan' if math.isnan(loss) else '1.2500'}" in shown
+        reporter.step(skipped(1, loss=math.nan))
+    assert "loss nan  lr 2.9e-03  12,300 items/s" in on.file.getvalue()
 
 
-def test_dumb_terminal_and_one_without_utf8_get_a_log(tmp_path):
+def test_time_left_does_not_count_on_another_warm_up(tmp_path):
+    on = console(False)
+    with reporting(tmp_path, on, 103) as reporter:
+        reporter.step(record(1, step_s=60.0))
+        reporter.step(record(2, step_s=1.0))
+        reporter.step(record(3, step_s=1.0))
+        reporter.step(record(103, step_s=1.0))
+    times = [line.rpartition("left ")[2] for line in on.file.getvalue().splitlines()]
+    assert times == ["1:42:00", "0:00:00"]
+
+
+def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters(tmp_path):
     dumb = console(True, _environ={"TERM": "dumb"})
     ascii_file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     latin = console(True, file=ascii_file)
     for on in (dumb, latin):
         with reporting(tmp_path, on) as reporter:
             start(reporter, places(2, 2, host="n\N{LATIN SMALL LETTER E WITH ACUTE}"))
-            reporter.step(record(1, eval_loss=1.0))
-            reporter.text("sample", "caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+            reporter.step(record(1, eval_loss=1.0, metrics={"\N{GREEK SMALL LETTER ALPHA}": 1.0}))
+            reporter.note("caf\N{LATIN SMALL LETTER E WITH ACUTE}")
             reporter.finish(summary())
-    plain = "step 1/4  loss 2.4312"
-    assert plain in dumb.file.getvalue()
-    assert plain in ascii_file.buffer.getvalue().decode()
-    assert "caf?" in ascii_file.buffer.getvalue().decode()
-    assert HIDE not in dumb.file.getvalue() + ascii_file.buffer.getvalue().decode()
+    output = ascii_file.buffer.getvalue().decode("ascii")
+    assert "step 1/4  loss 2.4312" in dumb.file.getvalue()
+    assert "step 1/4  loss 2.4312" in output
+    assert "caf?" in output
+    assert HIDE not in dumb.file.getvalue()
 
 
 def read_all(end: io.FileIO, marker_to: int) -> str:
@@ -201,7 +237,7 @@ def test_pseudo_terminal_without_a_size_gets_a_log(tmp_path, monkeypatch, capsys
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
-            with make_reporter(True, tmp_path, 4) as reporter:
+            with Reporter(True, tmp_path, 4) as reporter:
                 reporter.step(record(1))
                 reporter.warn("careful")
         output = read_all(end, theirs)
@@ -215,20 +251,21 @@ def test_pseudo_terminal_without_a_size_gets_a_log(tmp_path, monkeypatch, capsys
 # Steps on a terminal
 
 
-def test_live_display_ends_with_one_frame_that_fits(tmp_path):
-    on = console(True)
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_live_display_ends_with_one_frame_that_fits(tmp_path, width):
+    on = console(True, width=width)
     with reporting(tmp_path, on, 200) as reporter:
         for number in range(1, 151):
             reporter.step(record(number, loss=4 - number / 50, metrics={"accuracy": 0.31}))
     lines = screen(on)
-    text = "\n".join(lines)
+    assert max(map(cell_len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
     assert text.count("loss") == 1
-    for expected in ("step 150/200", "left 0:25", "loss 1.0000", "accuracy 0.31"):
+    for expected in ("step 150/200", "left 0:00:25", "loss 1.0000", "accuracy 0.31"):
         assert expected in text
-    for expected in ("12.3k tokens/s", "0.50 s/step", "lr 2.9e-03", "norm 0.81", "clip 1.00"):
+    for expected in ("12,300 items/s", "0.50 s/step", "lr 2.9e-03", "norm 0.81"):
         assert expected in text
-    assert "data 10%  forward 20%  backward 40%  wait 10%  optimizer 10%  other 10%" in text
-    assert max(map(cell_len, lines)) <= 80
+    assert "data 10% forward 20% backward 40% wait 10% optimizer 10% other 10%" in text
     assert on.file.getvalue().count(HIDE) == on.file.getvalue().count(SHOW) == 1
 
 
@@ -238,15 +275,14 @@ def test_lines_stay_above_the_live_display(tmp_path):
         reporter.step(record(1))
         reporter.step(record(2, eval_loss=2.31, eval_metrics={"accuracy": 0.93}))
         reporter.warn("rank 3 is slow")
-        reporter.text("sample", "one\n  two")
+        reporter.note("one\n  two")
         reporter.step(record(3))
     lines = screen(on)
-    assert lines[:5] == [
+    assert lines[:4] == [
         "step 2  eval loss 2.3100  accuracy 0.93",
         "warning: rank 3 is slow",
-        "sample",
-        "  one",
-        "    two",
+        "one",
+        "  two",
     ]
     assert lines[5].startswith("step   3/200")
 
@@ -285,37 +321,43 @@ def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
 def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, terminal):
     on = console(terminal, width=200)
     with reporting(tmp_path, on, 2) as reporter:
-        lines = [(NASTY, "bold"), (NASTY, ""), (NASTY, "yellow")]
-        reporter.start(lines, places(2, 2, host=NASTY))
+        reporter.places(places(2, 2, host=NASTY))
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
         reporter.note(NASTY)
-        reporter.text(NASTY, NASTY)
         reporter.finish(summary(eval_metrics={NASTY: 1.0}, run_dir=NASTY))
-    # Three lines of the start, two hosts, evaluation, warning, news, title, body, statistics,
-    # directory; the live display has them once more.
-    assert "\n".join(screen(on)).count(NASTY_SHOWN) == 12 + terminal
+    # Two hosts, the line, evaluation, warning, news, statistics, directory.
+    assert "\n".join(screen(on)).count(NASTY_SHOWN) == 8
     assert "\x1b[2J" not in on.file.getvalue()
     assert "\x1b]0" not in on.file.getvalue()
 
 
-def test_text_is_shown_as_it_is_line_by_line(tmp_path):
-    on = console(False)
-    body = "x" * 200 + "\n\n  indented [b]y[/b]"
-    with reporting(tmp_path, on) as reporter:
-        reporter.text("sample", body)
-    assert on.file.getvalue() == f"sample\n  {'x' * 200}\n\n    indented [b]y[/b]\n"
-
-
-def test_empty_text_shows_nothing(tmp_path):
+def test_a_long_line_of_a_log_is_not_cut(tmp_path):
     on = console(False)
     with reporting(tmp_path, on) as reporter:
-        reporter.text("sample", "")
-    assert on.file.getvalue() == ""
+        reporter.note("x" * 200 + "\n\n  indented [b]y[/b]")
+    assert on.file.getvalue() == f"{'x' * 200}\n\n  indented [b]y[/b]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "shown"),
+    [
+        ("n[0] [red]a[/red] :smile:", "utf-8", "n[0] [red]a[/red] :smile:"),
+        (
+            "a\x1b[2J\tb\nc\x07",
+            "utf-8",
+            "a\N{REPLACEMENT CHARACTER}[2J\tb\nc\N{REPLACEMENT CHARACTER}",
+        ),
+        ("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "ascii", "caf?"),
+    ],
+)
+def test_plain_text_neither_styles_nor_controls(text, encoding, shown):
+    assert plain(text, encoding).plain == shown
+    assert plain(text, encoding).spans == []
 
 
 def test_warnings_go_to_stderr(tmp_path, capsys):
-    with make_reporter(True, tmp_path, 4) as reporter:
+    with Reporter(True, tmp_path, 4) as reporter:
         reporter.warn("careful, " * 20 + "please")
     out, err = capsys.readouterr()
     assert out == ""
@@ -325,79 +367,95 @@ def test_warnings_go_to_stderr(tmp_path, capsys):
 # The statistics at the end
 
 
+def facts_of(lines: list[str]) -> dict[str, str]:
+    """The name and the rest of each line of several columns."""
+    rows = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
 def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory(tmp_path):
     lines = finished(tmp_path, run_dir="runs/" + "long/" * 30)
-    expected = {"steps": "4 of 4", "final loss": "1.5000", "eval loss": "1.6000  accuracy 0.93"}
-    expected |= {"wall time": "1:07", "tokens/s": "12.3k on average"}
-    shown = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in lines[2:7])
-    assert shown == expected
+    expected = {"steps": "4 of 4", "final loss": "1.5000", "eval loss": "1.6000"}
+    expected |= {"accuracy": "0.93", "wall time": "0:01:07", "items/s": "12,345"}
     assert lines[1] == "completed"
-    assert {"memory of a rank", "sent"} < {line.partition("  ")[0] for line in lines}
+    assert expected.items() <= facts_of(lines).items()
+    assert {"memory of a rank", "sent"} < facts_of(lines).keys()
+    assert "communication 2.0 s, of which exposed 0.5 s" in lines
     assert lines[-1] == "runs/" + "long/" * 30
+
+
+def test_a_rank_is_never_exposed_for_longer_than_it_communicates(tmp_path):
+    lines = finished(tmp_path, ranks=[rank(0, communication_s=1.0, exposed_s=1.2)])
+    assert "communication 1.2 s, of which exposed 1.2 s" in lines
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "2.40 GFLOP/s of the model"),
+        ({"model_flops_per_s": 2.4e9}, "0.0024 TFLOP/s of the model"),
         (
             {"model_flops_per_s": 3.124e14, "utilisation": 0.4146, "computes_in": "bf16"},
             "312 TFLOP/s of the model, 41% of the dense bf16 peak",
         ),
-        ({"model_flops_per_s": 812.0}, "812 FLOP/s of the model"),
     ],
 )
 def test_statistics_tell_what_the_model_computed(tmp_path, changes, text):
-    lines = finished(tmp_path, **({"model_flops_per_s": 2.4e9} | changes))
-    assert re.sub(r"\s+", " ", lines[7]) == f"computing {text}"
+    assert facts_of(finished(tmp_path, **changes))["computing"] == text
 
 
-def test_statistics_tell_the_memory_of_gpus_where_there_are_any(tmp_path):
-    roles = [Memory(1, 1, 1, 1, 1)]
-    usage = used(2**20, 3 * 2**30, device_memory=2**30, peak_reserved_memory=2**32)
-    text = "\n".join(finished(tmp_path, memory=memory_by_role(roles, roles, [usage])))
-    for name, size in (
-        ("GPU peak", "3.00"),
-        ("GPU at the end", "1.00"),
-        ("reserved, peak", "4.00"),
-    ):
-        assert re.search(rf"{name} +{size} GiB", text)
-    assert "pinned" not in text
-    assert "GPU" not in "\n".join(finished(tmp_path))
+def memory_rows(directory, measured: list[Memory], *usage: Usage, expected=None) -> list[list[str]]:
+    """The cells of the table of memory, without its head."""
+    lines = finished(directory, memory=memory_by_role(measured, expected or measured, usage))
+    start = next(i for i, line in enumerate(lines) if line.startswith("memory of a rank"))
+    rows = lines[start + 2 : lines.index("", start)]
+    return [re.split(r"\s{2,}", row) for row in rows]
 
 
-def test_start_tells_which_gpu_a_rank_has(tmp_path):
-    on = console(False, width=120)
-    gpus = [
-        replace(place, gpu=f"{place.rank}f6d1c2a-4000", model="NVIDIA H100 80GB HBM3")
-        for place in places(2, 2, device="cuda:0")
+def test_memory_has_expected_least_median_most_and_the_rank_that_peaks(tmp_path):
+    measured = [Memory(0, 0, 0, 0, state=mb * 10**6) for mb in (300, 500, 400, 2048)]
+    expected = [Memory(0, 0, 0, 0, state=10**9)] * 4
+    usage = [used(mb * 10**6) for mb in (310, 510, 410, 400)]
+    assert memory_rows(tmp_path, measured, *usage, expected=expected) == [
+        ["optimizer state", "1.0 GB", "300.0 MB", "450.0 MB", "2.0 GB", "3"],
+        ["total of these", "1.0 GB", "300.0 MB", "450.0 MB", "2.0 GB", "3"],
+        ["process peak", "310.0 MB", "405.0 MB", "510.0 MB", "1"],
     ]
-    with reporting(tmp_path, on) as reporter:
-        start(reporter, gpus)
-    for rank in (0, 1):
-        assert f"cuda:0 H100 80GB HBM3 {rank}f6d1c2a  " in on.file.getvalue()
 
 
-def test_start_counts_the_gpus_of_many_ranks_by_model(tmp_path):
-    on = console(False, width=120)
-    many = [replace(place, model="NVIDIA H200") for place in places(24, 8, device="cuda:0")]
-    with reporting(tmp_path, on) as reporter:
-        start(reporter, many)
-    assert on.file.getvalue().count("8 H200") == 3
+def test_memory_has_a_row_for_every_role_that_takes_any(tmp_path):
+    rows = memory_rows(
+        tmp_path, [Memory(*(10**6 * n for n in range(1, 6)))], used(10**9, 10**6, pinned_memory=1)
+    )
+    names = ["parameters", "gradients", "working buckets", "master weights", "optimizer state"]
+    names += ["total of these", "process peak", "device peak", "pinned host memory"]
+    assert [row[0] for row in rows] == names
+
+
+def test_memory_that_was_expected_but_not_taken_is_shown(tmp_path):
+    expected = [Memory(0, 0, 0, 64, 0)]
+    rows = memory_rows(tmp_path, [Memory(0, 0, 0, 0, 0)], used(10**6), expected=expected)
+    assert rows[0] == ["master weights", "64 bytes", "0 bytes", "0 bytes", "0 bytes", "0"]
+
+
+def test_traffic_is_the_sum_over_ranks_by_level(tmp_path):
+    node = {"node_messages": 600, "node_bytes": 5 * 10**8}
+    ranks = [rank(r, **node, cross_messages=7, cross_bytes=100) for r in range(3)]
+    shown = facts_of(finished(tmp_path, ranks=ranks))
+    assert re.split(r"\s{2,}", shown["within nodes"]) == ["1,800", "1.5 GB"]
+    assert re.split(r"\s{2,}", shown["between nodes"]) == ["21", "300 bytes"]
 
 
 def test_statistics_count_skipped_steps(tmp_path):
-    assert "steps       4 of 4, 3 skipped" in finished(tmp_path, skipped_steps=3)
+    assert facts_of(finished(tmp_path, skipped_steps=3))["steps"] == "4 of 4, 3 skipped"
 
 
-@pytest.mark.parametrize(("loss", "text"), [(None, "-"), (math.nan, "nan"), (1e-7, "1.000e-07")])
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
-def test_statistics_of_a_run_that_did_not_complete(tmp_path, loss, text, status):
-    changes = {"final_loss": loss, "eval_loss": None, "eval_metrics": None, "ranks": []}
+def test_statistics_of_a_run_that_did_not_complete(tmp_path, status):
+    changes = {"final_loss": math.nan, "eval_loss": None, "eval_metrics": None, "ranks": []}
     lines = finished(tmp_path, status=status, **changes)
     assert lines[1] == status
-    assert f"final loss  {text}" in lines
-    assert "eval loss   -" in lines
+    assert facts_of(lines)["final loss"] == "nan"
+    assert "eval loss" not in facts_of(lines)
     assert lines[-1] == "runs/a"
 
 

@@ -8,7 +8,7 @@ import os
 import pytest
 from reports import console, finished, rank, record, reporting, run_steps, skipped, summary
 
-from mntrain.metrics.report import make_reporter
+from mntrain.metrics.report import Reporter
 
 
 def strict(text: str) -> dict:
@@ -58,11 +58,11 @@ def test_skipped_step_is_json_without_what_it_has_not(tmp_path):
 
 
 def test_step_after_close_raises(tmp_path):
-    reporter = make_reporter(True, tmp_path, 4, console(False))
+    reporter = Reporter(True, tmp_path, 4, console(False))
     with reporter:
         reporter.close()
         reporter.close()
-    with pytest.raises(RuntimeError, match="step 3 was reported after"):
+    with pytest.raises(RuntimeError, match="step 3 was reported outside"):
         reporter.step(record(3))
 
 
@@ -75,7 +75,7 @@ def test_summary_is_written_after_all_else(tmp_path):
             return super().write(text)
 
     on = console(True, file=Watched())
-    with make_reporter(True, tmp_path, 4, on) as reporter:
+    with Reporter(True, tmp_path, 4, on) as reporter:
         reporter.step(record(1))
         reporter.finish(summary())
         assert strict(written.read_text()) == summary()

@@ -1,47 +1,186 @@
-"""The description of a job at its start, and its counters."""
+"""The description of a job at its start, its counters, and what its summary adds up."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
+from reports import used
 from torch import nn
 
+from mntrain.comm.topology import Topology
 from mntrain.config import Config, TrainConfig, ZeroConfig
-from mntrain.train.summary import JobResult, describe_job
+from mntrain.rank_info import Usage, device_memory
+from mntrain.train.summary import JobResult, describe_job, memory_by_role, peak_flops
+from zero.memory import Memory
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_description_has_model_place_tuning_warnings_and_sharding(device):
+class Recorder:
+    """A reporter that writes down what it is told."""
+
+    def __init__(self):
+        self.notes, self.warnings, self.shown = [], [], None
+
+    def note(self, text, style=""):
+        self.notes.append(text)
+
+    def warn(self, message):
+        self.warnings.append(message)
+
+    def places(self, places):
+        self.shown = places
+
+
+def described(device="cpu", reasons=("", "", "", "")):
     world = SimpleNamespace(
-        topology="4 ranks on 2 nodes of 2",
+        topology=Topology(((0, 1), (2, 3))),
         algorithm="lanes",
         library=SimpleNamespace(name="MPICH 5.0.2", threads="multiple"),
-        collectives=SimpleNamespace(no_shared_memory_reason=""),
-        gather=lambda value: [value] * 4,
+        collectives=SimpleNamespace(no_shared_memory_reason=reasons[0]),
+        gather=lambda value: list(reasons),
         sharing="ranks share GPUs",
         tuning="lanes: 1.9x flat",
         transport_line="host: by any MPI" if device == "cuda" else "",
         kernels=SimpleNamespace(why="torch: CuPy is absent"),
         device=torch.device(device),
+        places=["a place"],
     )
     config = Config(train=TrainConfig(precision="bf16-pure"), zero=ZeroConfig(stage=2))
-    of_gpu = [("transport: host: by any MPI", ""), ("kernels: torch: CuPy is absent", "")]
-    assert describe_job(world, config, nn.Linear(99, 100)) == [
-        ("lm: 0.01 M parameters", "bold"),
-        ("4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)", ""),
-        ("auto: lanes: 1.9x flat", ""),
+    reporter = Recorder()
+    job = SimpleNamespace(model=nn.Linear(99, 100), resumed=None, reporter=reporter)
+    describe_job(world, config, job)
+    return reporter
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_description_has_model_place_tuning_warnings_and_sharding(device):
+    reporter = described(device)
+    of_gpu = ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
+    assert reporter.notes == [
+        "lm: 0.01 M parameters",
+        "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)",
+        "auto: lanes: 1.9x flat",
         *(of_gpu if device == "cuda" else []),
-        ("warning: ranks share GPUs", "yellow"),
-        ("zero: stage 2, by element; precision bf16-pure", ""),
+        "zero: stage 2, by element; precision bf16-pure",
     ]
+    assert reporter.warnings == ["ranks share GPUs"]
+    assert reporter.shown == ["a place"]
 
 
-def test_rate_leaves_out_the_first_steps_and_single_slow_ones():
+def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
+    _, said = described(reasons=("", "", "no room", "no room")).warnings
+    assert "messages" in said
+    assert "(node 1: no room). Run all ranks of a node as one user, in one container" in said
+    _, both = described(reasons=("no room", "no room", "denied", "denied")).warnings
+    assert "(node 0: no room; node 1: denied)" in both
+
+
+def test_a_result_counts_items_and_its_rate_leaves_out_single_slow_steps():
     result = JobResult(flops_per_item=None, skipped_steps=2)
     assert result.items_per_s == 0.0
     result.add(100, 50.0, skipped=True)
     assert result.items_per_s == 2.0
-    for seconds in (20.0, 10.0, 1.0, 1.0, 30.0, 1.0):
+    for seconds in (20.0, 1.0, 1.0, 1.0):
         result.add(100, seconds, skipped=False)
     assert result.items_per_s == 100.0
-    assert (result.items, result.skipped_steps) == (700, 3)
+    assert (result.items, result.skipped_steps) == (500, 3)
+
+
+def test_memory_has_least_median_and_most_over_ranks_and_what_the_peak_was_expected_to_be():
+    measured = [Memory(10, 20, 0, 0, state) for state in (300, 500, 401, 100)]
+    expected = [Memory(10, 20, 0, 0, state) for state in (1, 2, 3, 4)]
+    report = memory_by_role(measured, expected, [used(1)] * 4)
+    state = {"expected": 2, "least": 100, "median": 350, "most": 500, "peak_rank": 1}
+    assert report["state"] == state
+    assert report["total"] == {key: n + (key != "peak_rank") * 30 for key, n in state.items()}
+    assert report["buckets"] == dict.fromkeys(state, 0)
+
+
+def test_every_role_has_its_own_peak():
+    measured = [Memory(1, 2, 3, 4, 5), Memory(5, 4, 3, 2, 1)]
+    first = used(7, 1, device_memory=2, reserved_memory=8, peak_reserved_memory=8)
+    second = used(6, 2, device_memory=1, reserved_memory=4, peak_reserved_memory=9, pinned_memory=1)
+    report = memory_by_role(measured, measured[::-1], [first, second])
+    peaks = {role: (sizes["peak_rank"], sizes["most"]) for role, sizes in report.items()}
+    assert peaks == {
+        "parameters": (1, 5),
+        "gradients": (1, 4),
+        "buckets": (0, 3),
+        "master": (0, 4),
+        "state": (0, 5),
+        "total": (0, 15),
+        "process_peak": (0, 7),
+        "device_peak": (1, 2),
+        "device_now": (0, 2),
+        "reserved_peak": (1, 9),
+        "reserved_now": (0, 8),
+        "pinned": (1, 1),
+    }
+
+
+def test_of_equal_ranks_the_first_is_named():
+    report = memory_by_role([Memory(1, 1, 1, 1, 1)] * 3, [Memory(2, 2, 2, 2, 2)] * 3, [used(9)] * 3)
+    assert {sizes["peak_rank"] for sizes in report.values()} == {0}
+
+
+def test_what_a_process_needs_is_not_predicted():
+    report = memory_by_role([Memory(1, 1, 1, 1, 1)], [Memory(1, 1, 1, 1, 1)], [used(9)])
+    assert {role for role, sizes in report.items() if "expected" not in sizes} == {
+        "process_peak",
+        "device_peak",
+        "device_now",
+        "reserved_peak",
+        "reserved_now",
+        "pinned",
+    }
+
+
+def test_on_the_cpu_there_is_no_memory_of_a_gpu():
+    memory = device_memory(torch.device("cpu"))
+    assert set(memory.values()) == {0}
+    assert set(memory) < {field.name for field in fields(Usage)}
+
+
+H100 = ("uuid-1", "NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100 80GB PCIe", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "fp16", 989),
+        ("NVIDIA H200 NVL", "bf16", 836),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA A10G", "bf16", 70),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ],
+)
+def test_a_gpu_has_the_peak_of_its_data_sheet(model, dtype, tera):
+    assert peak_flops([("", model)], dtype) == pytest.approx(tera * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),  # a seventh of one
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),  # another chip
+        ("NVIDIA GeForce RTX 4090 D", "bf16"),
+        ("AMD Instinct MI300X", "bf16"),
+        ("", "fp32"),
+    ],
+)
+def test_what_is_not_known_has_none(model, dtype):
+    assert peak_flops([("", model)], dtype) is None
+
+
+def test_peaks_add_up_over_gpus_and_a_shared_one_counts_once():
+    one = peak_flops([H100], "bf16")
+    assert peak_flops([H100, H100], "bf16") == one
+    assert peak_flops([H100, ("uuid-2", H100[1])], "bf16") == 2 * one
+    assert peak_flops([H100, ("", "")], "bf16") is None

@@ -9,7 +9,7 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.comm_hooks import ChainedWork, StatelessHook, make_hook, names, wait_all
+from zero.comm_hooks import ChainedWork, CommHook, make_hook, names, wait_all
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -40,7 +40,7 @@ def step(model, optimizer):
     return result
 
 
-class Log(StatelessHook):
+class Log(CommHook):
     """Reduces as usual, and keeps the buckets."""
 
     def __init__(self):
@@ -51,7 +51,7 @@ class Log(StatelessHook):
         return bucket.reduce()
 
 
-class TwoSteps(StatelessHook):
+class TwoSteps(CommHook):
     """Two collectives for every bucket, the second of twice what the first has left."""
 
     def __init__(self):
@@ -151,7 +151,7 @@ def test_a_finished_chain_may_be_waited_for_again():
 # State.
 
 
-class Counting(StatelessHook):
+class Counting(CommHook):
     """Keeps a tensor that grows with every bucket."""
 
     def __init__(self):

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from first_of_two import FirstOfTwo
+from predictions import predict
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.layout import ParameterSpec
-from zero.memory import predict
 
 WORLDS = pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
 SHARDED = pytest.mark.parametrize("stage", [1, 2])

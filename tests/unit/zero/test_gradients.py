@@ -10,7 +10,7 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.kernels import TorchKernels
+from zero.kernels import Kernels
 from zero.norms import ROW, FiniteCheck, global_norm
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -184,7 +184,7 @@ def test_a_gradient_that_is_dropped_before_the_step_counts_all_the_same(stage):
 
 
 def norm(*shards, p=2.0):
-    return global_norm(SingleProcessCollectives(), shards, p, TorchKernels())
+    return global_norm(SingleProcessCollectives(), shards, p, Kernels())
 
 
 def exact(*shards, p=2.0):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from first_of_two import FirstOfTwo
 from handmade import Decaying, Lamb, Lion
+from predictions import predict
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.layout import ParameterSpec, plan_buckets
-from zero.memory import Memory, predict
+from zero.memory import Memory
 
 ADAM, AMSGRAD = torch.optim.AdamW, partial(torch.optim.AdamW, amsgrad=True)
 SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, StepResult, ZeroOptimizer
-from zero.stages import STAGES
+from zero.param_groups import STAGES
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)

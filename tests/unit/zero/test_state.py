@@ -354,15 +354,6 @@ def test_whole_slices_of_rows_and_columns_load():
     assert resumed.state[other[0].weight]["row_var"].shape == (8, 1)
 
 
-def test_a_state_is_gathered_as_it_is_sliced():
-    model = Zoo()
-    for stage in range(3):
-        optimizer = zero(copy.deepcopy(model), stage=stage)
-        train(model, optimizer, images(1))
-        gathered = sorted(optimizer.gather_slices(), key=lambda piece: piece.name)
-        assert_same(gathered, sorted(optimizer.slices(), key=lambda piece: piece.name))
-
-
 # Refusals.
 
 
@@ -413,12 +404,12 @@ def split_in_two(groups):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda groups: renamed(groups, "0.bias", "bias"), ["lacks 0.bias", "has bias besides"]),
-        (lambda groups: groups[0]["params"].pop(), ["group 0 lacks 2.bias"]),
-        (lambda groups: groups[0]["params"].append("x"), ["group 0 has x besides"]),
-        (lambda groups: groups[0]["params"].reverse(), ["group 0 come in another order"]),
-        (split_in_two, ["it has 2 and the optimizer 1"]),
-        (lambda groups: groups.clear(), ["it has 0 and the optimizer 1"]),
+        (lambda groups: renamed(groups, "0.bias", "bias"), "group 0 differs in 0.bias, bias"),
+        (lambda groups: groups[0]["params"].pop(), "group 0 differs in 2.bias"),
+        (lambda groups: groups[0]["params"].append("x"), "group 0 differs in x"),
+        (lambda groups: groups[0]["params"].reverse(), "group 0 differs in the order"),
+        (split_in_two, "has 2 parameter groups, not 1"),
+        (lambda groups: groups.clear(), "has 0 parameter groups, not 1"),
     ],
     ids=["renamed", "fewer", "more", "reversed", "more groups", "no groups"],
 )
@@ -426,9 +417,7 @@ def test_a_state_of_other_groups_is_refused_saying_how_they_differ(change, words
     _, optimizer = trained()
     state = copy.deepcopy(optimizer.state_dict())
     change(state["param_groups"])
-    said = refuse(optimizer, optimizer.load_state_dict, state)
-    assert said.startswith("the state's groups differ: ")
-    assert all(word in said for word in words)
+    assert words in refuse(optimizer, optimizer.load_state_dict, state)
 
 
 def test_a_state_of_plain_torch_is_refused():

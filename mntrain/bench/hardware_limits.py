@@ -1,0 +1,124 @@
+"""The time that the hardware allows for a collective, and short probes of its speed."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mntrain.bench.bench_options import VERBS
+from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.topology import Topology
+
+PIECE_BYTES = 1 << 20
+PIECES_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True)
+class HardwareLimits:
+    """Measured speeds in bytes/s, the same on every rank."""
+
+    ranks: tuple[int, ...]  # number of ranks on each node
+    link: float | None  # of a node that sends and receives at once; None on a single node
+    copy: Mapping[int, float]  # by size: of the slowest rank while all ranks copy at once
+
+    def seconds(self, verb: str, nbytes: int) -> float:
+        """Return the limit for a collective on a tensor of `nbytes` bytes.
+
+        Between nodes: the bytes that some node must send or receive, over the link's speed. Within
+        one node: the time in which all ranks at once copy the tensor, which a collective may beat
+        if each rank touches only a part of it.
+        """
+        if self.link is None:
+            return nbytes / self.copy[nbytes]
+        return minimum_traffic(verb, self.ranks) * nbytes / self.link
+
+    @property
+    def description(self) -> str:
+        """The limit in words."""
+        if self.link is None:
+            return (
+                "the time of a copy of the tensor in this node's memory while all ranks copy at "
+                "once; a collective that touches less of it may be faster"
+            )
+        bytes_of = (f"{verb} {minimum_traffic(verb, self.ranks):.3g} S" for verb in VERBS)
+        return (
+            "the bytes that a node must send or receive, over the speed of the measured link; for "
+            f"S bytes: {', '.join(bytes_of)}"
+        )
+
+
+def minimum_traffic(verb: str, ranks: Sequence[int]) -> float:
+    """Return the part of the tensor that some node must send or receive at least.
+
+    `ranks` has the number of ranks on each node; every rank has a shard of the same length.
+    """
+    nodes = len(ranks)
+    if verb == "all_reduce":
+        return 2 * (nodes - 1) / nodes
+    return float(nodes > 1) if verb == "broadcast" else 1 - min(ranks) / sum(ranks)
+
+
+def copy_speed(nbytes: int, seconds: float) -> float:
+    """Return the speed of copies of `nbytes` bytes in host memory, in bytes/s. Local.
+
+    Each byte counts once, though it is read and written. Called by all ranks of a node together, it
+    measures each rank's share of their memory. Makes as many copies as fit into `seconds`, three at
+    least, after a warm-up.
+    """
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    target.copy_(source)
+    copies, start = 0, time.perf_counter()
+    while copies < 3 or time.perf_counter() - start < seconds:
+        target.copy_(source)
+        copies += 1
+    return copies * nbytes / (time.perf_counter() - start)
+
+
+def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
+    """Return the payload bytes/s that a node sends and receives at once. Collective, blocking.
+
+    The nodes, two at least, form a ring: as many ranks of each as the smallest one has send to the
+    next node and receive from the previous one, with several messages in flight. Rounds double
+    until about `seconds` have passed, and the better of the last two counts: buffers would make
+    short ones too fast. The result is the same on every rank.
+    """
+    memory = np.ones((2, PIECES_IN_FLIGHT, PIECE_BYTES), dtype=np.uint8)
+    _round(comm, topology, 1, memory)  # opens the connections
+    pieces, passed_s, took_s = 1, 0.0, 0.0
+    speeds: list[float] = []
+    while passed_s + 2 * took_s < seconds:
+        comm.gather_objects(None)
+        took_s = max(comm.gather_objects(_round(comm, topology, pieces, memory)))
+        passed_s += took_s
+        speeds.append(topology.smallest_node * pieces * PIECE_BYTES / took_s)
+        pieces *= 2
+    return max(speeds[-2:])
+
+
+def _round(comm: Communicator, topology: Topology, pieces: int, memory: NDArray[np.uint8]) -> float:
+    """Send and receive pieces as one lane of the ring, and return the seconds that it takes.
+
+    Other ranks return 0. `memory` holds the pieces to send and to receive.
+    """
+    node, lane = topology.node(comm.rank), topology.local_rank(comm.rank)
+    if lane >= topology.smallest_node:
+        return 0.0
+    following = topology.nodes[(node + 1) % len(topology.nodes)][lane]
+    preceding = topology.nodes[node - 1][lane]
+    outgoing, incoming = memory
+    start = time.perf_counter()
+    in_flight: deque[Requests] = deque()
+    for index in range(pieces):
+        slot = index % PIECES_IN_FLIGHT
+        if index >= PIECES_IN_FLIGHT:
+            in_flight.popleft().wait()
+        receive = comm.receive(preceding, incoming[slot])
+        in_flight.append(Requests.of(receive, comm.send(following, outgoing[slot])))
+    for requests in in_flight:
+        requests.wait()
+    return time.perf_counter() - start
