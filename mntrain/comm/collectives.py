@@ -113,13 +113,8 @@ class WorldCollectives:
 
     @property
     def no_shared_memory_reason(self) -> str:
-        """Why this node's ranks share no memory and send messages; empty if they share it."""
+        """The reason if this node's ranks share no memory and send messages; else empty."""
         return self._memory.why_not
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes that this rank has allocated in memory shared with its node."""
-        return self._memory.own_bytes
 
     @property
     def pinned_bytes(self) -> int:

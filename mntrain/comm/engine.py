@@ -134,9 +134,8 @@ class ProgressEngine:
         """Stop without finishing what is queued. Local; does not wait for other ranks.
 
         Every pending future and every later use raises RuntimeError. Tensors of pending collectives
-        are kept for the life of the process, since MPI may still access them. A thread that blocks
-        in an MPI call ends when that call does; if it still blocks when the process exits,
-        MPICH's MPI_Finalize may crash.
+        are kept for the life of the process, since MPI may still access them. If a thread still
+        blocks in an MPI call when the process exits, MPICH's MPI_Finalize may crash.
         """
         self._closed = self._closed or "this world was abandoned: no communication after `abandon`"
         self._abandoned = True

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 class LaneOwner:
     """The steps of the rank that owns a lane on its node, for the chunks of one collective.
 
-    `node` accesses the tensors of this node, `wire` is the dtype between nodes, and `first` is the
-    number of the collective's first chunk among all chunks of the world.
+    `wire` is the dtype between nodes, `first` the number of the collective's first chunk.
     """
 
     def __init__(

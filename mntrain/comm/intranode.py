@@ -37,10 +37,7 @@ class SharedMemoryAccess:
         return BufferView(self._of(span)[self._local_rank], self._bytes[low * size : high * size])
 
     def reduce(self, span: Span, to: Collection[int]) -> Steps[None]:
-        """Leave the sum over the node in this rank's span, and in that of the ranks `to`.
-
-        It is made in blocks that stay in the cache until they are published.
-        """
+        """Leave the sum over the node in the spans of this rank and of the ranks `to`."""
         yield from ()
         if len(self._tensors) == 1:
             return

@@ -80,9 +80,9 @@ class Communicator:
         return Requests([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
     def all_gather(self, rows: Bytes) -> Requests:
-        """Start to gather equal rows of bytes, one of every rank, in place. Collective.
+        """Start to gather equal rows of bytes; this rank's is in place already. Collective.
 
-        This rank's row is in place already. Counts as a message to every other rank.
+        Counts as a message to every other rank.
         """
         self._count_to_all(rows.nbytes // self.size)
         return Requests([self._comm.Iallgather(None, rows)])  # None: in place
@@ -97,9 +97,9 @@ class Communicator:
         return Requests([self._comm.Ibcast(data, root)])
 
     def number_chunks(self, count: int) -> int:
-        """Reserve numbers for `count` chunks of a collective, and return the first.
+        """Reserve numbers for `count` chunks, in one order on all ranks, and return the first.
 
-        Numbers modulo TAGS are the tags of the chunks' messages. All ranks call it in one order.
+        Modulo TAGS they are the tags of the chunks' messages.
         """
         self._chunks += count
         return self._chunks - count
@@ -126,10 +126,7 @@ class Communicator:
         return Communicator(self._comm.Split(color, key), name, self._abandoned)
 
     def abandon(self) -> None:
-        """End waiting in `gather_objects`, also of communicators split from this one. Local.
-
-        A thread that waits for other ranks there raises RuntimeError.
-        """
+        """Make waits in `gather_objects` raise RuntimeError, after `split` too. Local."""
         self._abandoned.set()
 
     def free(self) -> None:
@@ -171,10 +168,7 @@ class Requests:
         return done
 
     def wait(self, abandoned: threading.Event | None = None) -> None:
-        """Return when all are complete. Sleeps between tests.
-
-        Raises RuntimeError if `abandoned` is set before.
-        """
+        """Sleep until all are complete. Raises RuntimeError if `abandoned` is set before."""
         backoff = Backoff()
         while not self.test():
             if abandoned is not None and abandoned.is_set():
@@ -209,10 +203,7 @@ MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 4 * BACKGROUND.max_sleep_s
 
 
 class Backoff:
-    """The time to sleep before the next test, so that waiting takes little of the core.
-
-    It is a fraction of the recent intervals between completions, and of the current wait.
-    """
+    """The time to sleep before the next test: a fraction of recent intervals and of this wait."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()

@@ -110,11 +110,6 @@ class NodeSharedMemory:
         part = self._segments[segment].parts[local_rank]
         return part[start : start + numel * dtype.itemsize].view(dtype)
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of this rank's parts that are in use."""
-        return sum(s.nbytes for s in self._segments.values() if not s.dead)
-
     def _forget(self, dead: list[list[int]]) -> None:
         """Drop the parts whose owners, by local rank, no longer use them."""
         for local_rank, indices in enumerate(dead):
@@ -206,8 +201,8 @@ class SharedFlags:
     def enter(self, tensor: Tensor, *, reachable: bool = True) -> int:
         """Enter the next collective with a flat tensor, and return the collective's number.
 
-        A small tensor outside of shared memory is copied to an inline slot. `reachable`: whether
-        other processes may access the tensor or a copy. Not so on a device.
+        A small one outside of shared memory is copied to an inline slot, unless it is on a device
+        and so not `reachable` for other processes.
         """
         number = self._entered
         location = self._memory.locate(tensor) if reachable else None
@@ -237,10 +232,9 @@ class SharedFlags:
         return self._all_beyond(_LEFT, number)
 
     def tensors(self, number: int, own: Tensor) -> list[Tensor] | None:
-        """Return every rank's tensor, by local rank; None if one is out of reach.
+        """Return every rank's tensor, by local rank, after all have entered; None if out of reach.
 
-        All ranks must have entered. Other ranks' tensors are views of their memory; this rank's is
-        `own`, or the inline slot that holds its copy.
+        They are views of the ranks' memory; this rank's is `own`, or the inline slot with its copy.
         """
         if self._size == 1:
             return [own]
