@@ -213,6 +213,8 @@ class ProgressEngine:
 
     def _rest(self, *, moved: bool) -> None:
         """Give up the core: for a moment after progress, else until the next test is due."""
+        if moved and not self._active:
+            return  # steps that run alone have started, and may be done already
         if moved:
             pause(0)
         elif not self._waiters:
