@@ -67,7 +67,7 @@ def _parse(parse: Callable[..., T], words: Sequence[str], prints: bool) -> T:
 
 def _run_on_all_ranks(run: Callable[[], int], prints: bool) -> int:
     """Run a job, or report that the launcher's ranks do not form one MPI world. Collective."""
-    from mntrain.comm.launcher import SilentSingletonsError
+    from mntrain.comm.mpi import SilentSingletonsError
 
     try:
         return run()

@@ -17,8 +17,8 @@ import torch
 
 from mntrain import device
 from mntrain.comm import autotune, mpi, transport
-from mntrain.comm.algorithm_table import AlgorithmTable
-from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.algorithms import AlgorithmChoice, check_name
+from mntrain.comm.collectives import Devices, Transport, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.topology import Topology
 from mntrain.comm.transport import SelectedTransport
@@ -55,7 +55,7 @@ class WorldSettings:
     def check(self) -> None:
         """Raise ValueError for a value outside the allowed ones. Local."""
         if self.algorithm != "auto":
-            AlgorithmTable.always(self.algorithm)
+            check_name(self.algorithm)
         if not 1 / MIB <= self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb is {self.bucket_mb}: a bucket must hold at least one byte")
         for name in ("wire_dtype", "gather_dtype"):
@@ -187,22 +187,31 @@ def _make_collectives(parts: WorldParts) -> None:
     settings, selected = parts.settings, parts.transport
 
     def make(comm: mpi.Communicator) -> WorldCollectives:
-        options = {"transport": selected.name or "host", "node_first": selected.node_first}
         return WorldCollectives(
-            comm, parts.node, parts.topology, parts.engine, parts.devices, **options
+            comm,
+            parts.node,
+            parts.topology,
+            parts.engine,
+            parts.devices,
+            transport=selected.name or "host",
+            node_first=selected.node_first,
         )
 
     parts.collectives = parts.engine.call(lambda: make(parts.comm)).wait()
-    fixed = "lanes" if settings.algorithm == "auto" else settings.algorithm
-    table = AlgorithmTable.always(fixed)
+    algorithm = "lanes" if settings.algorithm == "auto" else settings.algorithm
     if settings.algorithm == "auto" and parts.comm.size > 1 and selected.name != "nccl":
-        tuning = autotune.untuned()
+        parts.tuning = "lanes: not tuned"
         if settings.tune:
-            tuner = autotune.Autotuner(make, parts.comm, parts.topology, parts.engine, parts.device)
-            facts = parts.watch.host, parts.library.name, selected.name
-            tuning = tuner.tune(settings.bucket_bytes, facts)
-        table, parts.tuning = tuning.table, tuning.line
-    parts.collectives = parts.collectives.replace(table=table)
+            nodes = parts.topology.nodes
+            algorithm, parts.tuning = autotune.tune(
+                make,
+                parts.comm,
+                parts.engine,
+                parts.device,
+                bucket_bytes=settings.bucket_bytes,
+                facts=(parts.watch.host, parts.library.name, selected.name, nodes),
+            )
+    parts.collectives = parts.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 
 def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -> WorldCollectives:
@@ -218,10 +227,12 @@ def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -
     comm.traffic, comm.levels = parts.comm.traffic, [level] * comm.size
     ranks = tuple(range(comm.size))
     own = Topology((ranks,) if level == "node" else tuple((r,) for r in ranks))
-    transport, table = parts.collectives.transport, parts.collectives.table
-    options = {"transport": "host" if transport == "nccl" else transport, "table": table}
+    choice, selected = parts.collectives.choice, parts.collectives.transport
+    transport: Transport = "host" if selected == "nccl" else selected
     return parts.engine.call(
-        lambda: WorldCollectives(comm, node, own, parts.engine, parts.devices, **options)
+        lambda: WorldCollectives(
+            comm, node, own, parts.engine, parts.devices, choice=choice, transport=transport
+        )
     ).wait()
 
 

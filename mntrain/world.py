@@ -62,7 +62,7 @@ class World:
         warning = parts.devices.copier.warning if parts.devices else ""
         self.transport = parts.transport.name
         self.transport_line = "; ".join(filter(None, [parts.transport.line, warning]))
-        self.algorithm = parts.collectives.table.of(settings.bucket_bytes).algorithm
+        self.algorithm = parts.collectives.choice.algorithm
         self.tuning = parts.tuning
 
     @cached_property
@@ -126,7 +126,7 @@ class World:
             optimizer = ZeroOptimizer(
                 named,
                 optimizer_class,
-                self.collectives.replace(table=self.collectives.table.among_others()),
+                self.collectives.replace(choice=self.collectives.choice.among_others()),
                 bucket_bytes=self._parts.settings.bucket_bytes,
                 buffers=[b for name, b in model.named_buffers() if name in persistent],
                 order=[name for name, _ in model.named_parameters()],

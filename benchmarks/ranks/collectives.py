@@ -25,7 +25,7 @@ from mntrain.bench.candidates import (
 )
 from mntrain.bench.hardware_limits import copy_speed
 from mntrain.comm import algorithms
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import WorldCollectives
 
 MIB = 2**20
@@ -83,7 +83,7 @@ def library_candidates(world: mntrain.World, verb: str, memory: torch.Tensor) ->
     pattern = Pattern(world.rank, world.size, torch.float32, world.device)
     variants: dict[str, WorldCollectives | WireDtypeCollectives] = {"mntrain": world.collectives}
     for name in ALGORITHMS:
-        variants[f"mntrain {name}"] = world.collectives.replace(table=AlgorithmTable.always(name))
+        variants[f"mntrain {name}"] = world.collectives.replace(choice=AlgorithmChoice(name))
     if verb in SUMS and len(world.topology.nodes) > 1:
         variants["mntrain, bf16 wire"] = WireDtypeCollectives(world.collectives, torch.bfloat16)
     return [library_candidate(name, verb, it, memory, pattern) for name, it in variants.items()]

@@ -20,7 +20,7 @@ from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, link_speed
 from mntrain.bench.results import BenchCase, plot, show
 from mntrain.comm import mpi
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.errors import AgreedError, expect_same
 from mntrain.metrics.report import stdout
 from mntrain.world import World, init
@@ -107,8 +107,7 @@ def measure(
     native_pattern = candidates.Pattern(world.rank, world.size, torch.float32, torch.device("cpu"))
     budget_s = options.seconds / (len(options.sizes) * len(options.verbs))
     by_algorithm = {
-        name: world.collectives.replace(table=AlgorithmTable.always(name))
-        for name in options.algorithms
+        name: world.collectives.replace(choice=AlgorithmChoice(name)) for name in options.algorithms
     }
     for nbytes in options.sizes:
         tensor = world.collectives.allocate(nbytes // dtype.itemsize, dtype, world.device)

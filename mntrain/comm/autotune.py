@@ -1,206 +1,165 @@
-"""Choice of the all-reduce algorithm for `auto`: time each one briefly on the world as it is.
+"""Choice of the algorithm for `auto`: time each one briefly on the world as it is, and cache it.
 
-Up to three sizes are timed, the largest of them that of a bucket. Where the largest size would take
-too long, it is halved until it does not. `lanes` is kept unless another algorithm is faster by more
-than `MARGIN`, so that the choice stays the same from run to run. Rank 0 owns the clock and the
-cache; every rank gets its result.
+Rank 0 owns the clock and the cache; every rank gets its result. The cache is a file of the user,
+valid for 30 days. It is a convenience: if it cannot be read or written, it counts as empty.
 """
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import isqrt
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from mntrain._version import __version__
-from mntrain.comm import tuning_cache
-from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
-from mntrain.comm.algorithms import candidates
+from mntrain.comm.algorithms import AlgorithmChoice, candidates
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.topology import Topology
-from mntrain.comm.tuning_cache import Tuning
 
 T = TypeVar("T")
 
 DEFAULT, BASELINE = "lanes", "flat"
-SMALL_SIZES = (32 << 10, 1 << 20)  # bytes, timed below the size of a bucket
-MAX_BYTES = 32 << 20  # larger tensors only take longer
-BUDGET_S = 0.8  # for all repetitions after the first size's warm-up
-REPETITIONS = 5  # of each algorithm at each size, if the budget allows
-MIN_ROUNDS = 2  # a warm-up and one repetition
+MAX_BYTES = 4 << 20  # larger tensors take longer, in the same proportions
+BUDGET_S = 0.8  # for all repetitions
+REPETITIONS = 5  # of each algorithm, if the budget allows; one at least
 MARGIN = 1.1  # an algorithm must be this much faster than the default to replace it
+MAX_AGE_S = 30 * 24 * 3600
 
-Times = dict[str, float]  # seconds of an all-reduce by algorithm
-
-
-def untuned() -> Tuning:
-    """Return the tuning of a job that times nothing: `lanes` for every size."""
-    return Tuning(AlgorithmTable.always(DEFAULT), f"{DEFAULT}: not tuned")
+Tuning = tuple[str, str]  # an algorithm, and the reason in one line
 
 
-class Autotuner:
-    """Times all-reduces on the ranks of `comm`, of tensors on `device`.
+def tune(
+    make_collectives: Callable[[Communicator], WorldCollectives],
+    comm: Communicator,
+    engine: ProgressEngine,
+    device: torch.device,
+    *,
+    bucket_bytes: int,
+    facts: Sequence[object],
+) -> Tuning:
+    """Return the tuning for buckets of `bucket_bytes` on `device`, cached or measured. Collective.
 
-    `make_collectives` makes collectives over a communicator, on the communication thread. The tuner
-    uses collectives and a communicator of its own: it leaves no memory and no counted traffic.
+    `make_collectives` makes collectives over a communicator, on the communication thread. `facts`
+    are JSON values of this rank that the result depends on, such as its host and its MPI library.
+    The result is the same on all ranks. A measurement takes about a second.
     """
-
-    def __init__(
-        self,
-        make_collectives: Callable[[Communicator], WorldCollectives],
-        comm: Communicator,
-        topology: Topology,
-        progress: ProgressEngine,
-        device: torch.device,
-    ) -> None:
-        self._make, self._comm, self._topology = make_collectives, comm, topology
-        self._progress, self._device = progress, device
-
-    def tune(self, bucket_bytes: int, facts: Sequence[str]) -> Tuning:
-        """Return the tuning for buckets of `bucket_bytes`, cached or measured. Collective.
-
-        `facts` are strings of this rank that the result depends on, such as its host and its MPI
-        library. The result is the same on all ranks. A measurement takes about a second.
-        """
-        affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count()
-        key = tuning_cache.key_of(
-            {
-                "ranks": self._gather((*facts, cores, self._device.type)),
-                "nodes": self._topology.nodes,
-                "bucket_bytes": bucket_bytes,
-                "algorithms": candidates(),
-                "versions": [__version__, torch.__version__],
-            }
-        )
-        master = self._comm.rank == 0
-        cached = self._gather(tuning_cache.find(key) if master else None)[0]
-        if cached is not None:
-            line = f"{cached.tuning.line} (measured {cached.measured:%Y-%m-%d})"
-            return Tuning(cached.tuning.table, line)
-        measured = self.measure(bucket_bytes)
-        tuning = Tuning(make_table(bucket_bytes, measured), explain(measured))
-        if master:
-            tuning_cache.store(key, tuning)
-        return tuning
-
-    def measure(self, bucket_bytes: int) -> dict[int, Times]:
-        """Time every candidate at each size, in bytes, ascending. Collective.
-
-        Each time is that of the slowest rank. The result is the same on all ranks.
-        """
-        comm = self._run(lambda: self._comm.split(0, self._comm.rank, "tuning"))
-        collectives = self._run(lambda: self._make(comm))
-        times: dict[int, Times] = {}
-        start, elapsed = time.perf_counter(), 0.0
-        for size in sizes(bucket_bytes):
-            affordable = affordable_size(size, times, BUDGET_S - elapsed)
-            if affordable is None:
-                break
-            deadline = start + (BUDGET_S if size > SMALL_SIZES[-1] else BUDGET_S / 3)
-            times[affordable], elapsed = self._time_size(collectives, affordable, start, deadline)
-        self._run(comm.free)
-        return times
-
-    def _time_size(
-        self, collectives: WorldCollectives, nbytes: int, start: float, deadline: float
-    ) -> tuple[Times, float]:
-        """Time each candidate in turn, so that noise falls on all; the first round warms up.
-
-        Return the medians, and the seconds since `start` on rank 0's clock.
-        """
-        tensor = collectives.allocate(max(1, nbytes // 4), torch.float32, self._device)
-        rounds: list[list[float]] = []
-        while len(rounds) <= REPETITIONS:
-            local = [
-                self._time_once(collectives.replace(table=AlgorithmTable.always(name)), tensor)
-                for name in candidates()
-            ]
-            now = time.perf_counter()
-            by_rank = self._gather((local, now - start, now > deadline))
-            rounds.append(
-                [max(column) for column in zip(*(row[0] for row in by_rank), strict=True)]
-            )
-            _, elapsed, late = by_rank[0]
-            if late and len(rounds) >= MIN_ROUNDS:
-                break
-        medians = [median(column) for column in zip(*rounds[1:], strict=True)]
-        return dict(zip(candidates(), medians, strict=True)), elapsed
-
-    def _time_once(self, collectives: WorldCollectives, tensor: Tensor) -> float:
-        self._gather(None)
-        start = time.perf_counter()
-        collectives.all_reduce(tensor).wait()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() - start
-
-    def _gather(self, value: T) -> list[T]:
-        return self._run(lambda: self._comm.gather_objects(value))
-
-    def _run(self, function: Callable[[], T]) -> T:
-        return self._progress.call(function).wait()
+    affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count()
+    key = key_of(_gather(engine, comm, (*facts, cores, device.type)), bucket_bytes)
+    cached = _gather(engine, comm, find(key) if comm.rank == 0 else None)[0]
+    if cached is not None:
+        return cached
+    nbytes = max(4, min(bucket_bytes, MAX_BYTES))
+    times = measure(make_collectives, comm, engine, device, nbytes)
+    tuning = choose(times), explain(times, nbytes)
+    if comm.rank == 0:
+        store(key, tuning)
+    return tuning
 
 
-def sizes(bucket_bytes: int) -> tuple[int, ...]:
-    """Return the sizes to time, in bytes, ascending, for buckets of `bucket_bytes`."""
-    largest = max(4, min(bucket_bytes, MAX_BYTES))
-    return (*(size for size in SMALL_SIZES if 4 * size <= largest), largest)
+def measure(
+    make_collectives: Callable[[Communicator], WorldCollectives],
+    comm: Communicator,
+    engine: ProgressEngine,
+    device: torch.device,
+    nbytes: int,
+) -> dict[str, float]:
+    """Return the seconds of an all-reduce of `nbytes` by each candidate. Collective.
 
-
-def affordable_size(nbytes: int, times: Mapping[int, Times], left_s: float) -> int | None:
-    """Return the largest of `nbytes`, a half of it, and so on that `left_s` suffices to time.
-
-    The time is extrapolated from the largest size timed so far, in proportion to bytes. Return None
-    if no size worth timing is left.
+    They are medians of the slowest rank's, and the same on all ranks. Candidates take turns, so
+    that noise falls on all; the first round warms up. Collectives and a communicator of their own
+    leave no memory and no counted traffic.
     """
-    if not times:
-        return nbytes
-    timed, seconds = list(times.items())[-1]
-    while nbytes >= 2 * timed:
-        if MIN_ROUNDS * sum(seconds.values()) * nbytes / timed <= left_s:
-            return nbytes
-        nbytes //= 2
-    return None
+    own = engine.call(lambda: comm.split(0, comm.rank, "tuning")).wait()
+    collectives = engine.call(lambda: make_collectives(own)).wait()
+    tensor = collectives.allocate(nbytes // 4, torch.float32, device)
+    rounds: list[list[float]] = []
+    start, late = time.perf_counter(), False
+    while len(rounds) < 2 or not (late or len(rounds) > REPETITIONS):
+        local = []
+        for name in candidates():
+            _gather(engine, comm, None)
+            began = time.perf_counter()
+            collectives.replace(choice=AlgorithmChoice(name)).all_reduce(tensor).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            local.append(time.perf_counter() - began)
+        by_rank = _gather(engine, comm, (local, time.perf_counter() - start > BUDGET_S))
+        rounds.append([max(times) for times in zip(*(row[0] for row in by_rank), strict=True)])
+        late = by_rank[0][1]
+    engine.call(own.free).wait()
+    medians = [median(times) for times in zip(*rounds[1:], strict=True)]
+    return dict(zip(candidates(), medians, strict=True))
 
 
-def choose(times: Times) -> str:
+def _gather(engine: ProgressEngine, comm: Communicator, value: T) -> list[T]:
+    return engine.call(lambda: comm.gather_objects(value)).wait()
+
+
+def choose(times: Mapping[str, float]) -> str:
     """Return the fastest algorithm, or the default unless that is slower by more than `MARGIN`."""
     fastest = min(times, key=lambda name: times[name])
     return fastest if times[fastest] * MARGIN < times[DEFAULT] else DEFAULT
 
 
-def make_table(bucket_bytes: int, measured: Mapping[int, Times]) -> AlgorithmTable:
-    """Return the table that uses, for any size, the choice at the nearest timed size.
-
-    The limits between choices are the geometric means of the sizes that were to be timed.
-    """
-    planned = sizes(bucket_bytes)
-    steps: list[tuple[int, AlgorithmChoice]] = []
-    for index, times in enumerate(measured.values()):
-        last = index + 1 == len(measured)
-        limit = planned[-1] if last else isqrt(planned[index] * planned[index + 1])
-        choice = AlgorithmChoice(choose(times))
-        if steps and steps[-1][1] == choice:
-            steps.pop()
-        steps.append((limit, choice))
-    return AlgorithmTable(tuple(steps))
-
-
-def explain(measured: Mapping[int, Times]) -> str:
-    """Return the choice for the largest size and its advantage: "lanes: 1.9x flat at 25 MiB"."""
-    nbytes, times = list(measured.items())[-1]
+def explain(times: Mapping[str, float], nbytes: int) -> str:
+    """Return the choice and its advantage in one line: "lanes: 1.9x flat at 4 MiB"."""
     choice = choose(times)
     other = BASELINE if choice == DEFAULT else DEFAULT
-    if other not in times:
-        return choice
     ratio = times[other] / times[choice]
-    return (
-        f"{choice}: {ratio:.{1 if ratio < 9.95 else 0}f}x {other} at {nbytes / (1 << 20):.3g} MiB"
-    )
+    return f"{choice}: {ratio:.1f}x {other} at {nbytes / (1 << 20):.3g} MiB"
+
+
+def key_of(*facts: object) -> str:
+    """Return a short key that depends on the facts, given as JSON values, and on the versions."""
+    everything = [*facts, candidates(), __version__, torch.__version__]
+    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:32]
+
+
+def cache_path() -> Path:
+    """Return the cache file, in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return folder / "mntrain" / "tuning.json"
+
+
+def find(key: str) -> Tuning | None:
+    """Return the cached tuning of a key, with the date of its measurement. Local."""
+    algorithm, line, measured = _read_cache().get(key, ("", "", 0.0))
+    if algorithm not in candidates():
+        return None
+    return algorithm, f"{line} (measured {time.strftime('%Y-%m-%d', time.gmtime(measured))})"
+
+
+def store(key: str, tuning: Tuning) -> None:
+    """Add a tuning to the cache and drop old ones. Local.
+
+    The file is replaced atomically. If two jobs write at once, one tuning may be lost.
+    """
+    entries = {**_read_cache(), key: (*tuning, time.time())}
+    with suppress(OSError, RuntimeError):
+        path = cache_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _read_cache() -> dict[str, tuple[str, str, float]]:
+    """Return algorithm, line and time of each entry that is younger than 30 days, by its key."""
+    now = time.time()
+    try:
+        entries = json.loads(cache_path().read_text(encoding="utf-8")).items()
+        return {
+            key: (algorithm, line, measured)
+            for key, (algorithm, line, measured) in entries
+            if 0 <= now - measured <= MAX_AGE_S
+        }
+    except (OSError, ValueError, RuntimeError, AttributeError, TypeError):
+        return {}

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from mntrain.comm.algorithm_table import MIN_CHUNKS
+from mntrain.comm.algorithms import MIN_CHUNKS
 from mntrain.comm.topology import Topology
 from zero.layout import split
 
@@ -75,9 +75,8 @@ class HierarchyPlan:
     def gathers_on_ring(self) -> bool:
         """Whether an all-gather goes around a ring of nodes instead of directly.
 
-        It does where some of several nodes have more shards than others. On a ring no node sends
-        more than the whole tensor without the shards of the next node, and every node must receive
-        about as much; a direct exchange would make the largest node send more.
+        It does where some of several nodes have more shards than others: a direct exchange would
+        make the largest node send more than every node must receive.
         """
         return len(set(map(len, self.nodes.nodes))) > 1 and len(self.nodes.nodes) > 2
 
@@ -112,11 +111,7 @@ class HierarchyPlan:
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
     def by_shard(
-        self,
-        bounds: tuple[int, ...],
-        itemsize: int,
-        chunk_bytes: int,
-        min_chunks: int = MIN_CHUNKS,
+        self, bounds: tuple[int, ...], itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
     ) -> tuple[Chunk, ...]:
         """Return the chunks of a reduce-scatter, which are also those of an all-gather."""
         count = len(self.nodes.nodes)
@@ -159,13 +154,10 @@ class HierarchyPlan:
             before, after = place - 1, [place + 1]
         else:
             low = place & -place if place else 1 << count.bit_length()
-            before, after = place - low, [place + step for step in _powers_below(low)]
+            steps = [1 << i for i in reversed(range(low.bit_length() - 1))]  # powers below `low`
+            before, after = place - low, [place + step for step in steps]
         source = (before + first) % count if place else None
         return source, [(node + first) % count for node in after if node < count]
-
-
-def _powers_below(limit: int) -> list[int]:
-    return [1 << i for i in reversed(range(limit.bit_length() - 1))]
 
 
 def _chunk_length(numel: int, itemsize: int, chunk_bytes: int, min_chunks: int) -> int:

@@ -1,17 +1,25 @@
-"""The hierarchical algorithms' operations: from a call to the chunks that the engine drives."""
+"""The hierarchical algorithms: a call in chunks, or as one message if it is small."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
+from mntrain.comm.buffers import BufferView, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan
-from mntrain.comm.collective_call import CollectiveCall, WorldContext
+from mntrain.comm.collective_call import CollectiveCall, CommContext
 from mntrain.comm.hierarchical import LaneOwner, NodeMember, tag_of
-from mntrain.comm.intranode import CommContext, MessageAccess, SharedMemoryAccess
+from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
 from mntrain.comm.pending import NumberedChunk, Operation, Steps
-from mntrain.comm.small_messages import SmallMessages
 from mntrain.comm.staging import TensorAccess
 from zero.collectives import Work
+from zero.kernels import sum_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Chunks in flight: enough to fill a link while other ranks compute on the core. More bytes than
 # switches can buffer would be dropped on the way to a node to which all others send.
@@ -19,43 +27,30 @@ CHUNKS_IN_FLIGHT = 8
 BYTES_IN_FLIGHT = 4 << 20
 
 
-class HierarchicalAlgorithm:
-    """The algorithm of a plan: shared memory or messages within nodes, messages between them."""
-
-    host_only = False
-
-    def __init__(self, world: WorldContext, plan: HierarchyPlan) -> None:
-        self._world, self._plan = world, plan
-
-    def operation(
-        self, call: CollectiveCall, access: TensorAccess, context: CommContext
-    ) -> Operation[Work]:
-        """Implement `Algorithm.operation`: in chunks, or in one message if the call is small."""
-        if call.small:
-            small = SmallMessages(self._world, context, self._plan.nodes)
-            return small.operation(call, access)
-        return ChunkedCollective(self._world, self._plan, call, access, context)
+def run_hierarchical(
+    plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
+) -> Operation[Work] | Steps[Work]:
+    """Plan one call on this rank. Local; the engine runs what is returned."""
+    if call.small:
+        return small_collective(plan, call, access, context)
+    return ChunkedCollective(plan, call, access, context)
 
 
 class ChunkedCollective:
-    """An `Operation` on a flat tensor, cut into the chunks of a plan."""
+    """An `Operation` on a flat tensor, cut into the chunks of a plan.
+
+    Within nodes, they go through shared memory or messages; between nodes, through messages.
+    """
 
     def __init__(
-        self,
-        world: WorldContext,
-        plan: HierarchyPlan,
-        call: CollectiveCall,
-        access: TensorAccess,
-        context: CommContext,
+        self, plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
     ) -> None:
-        self._world, self._plan, self._call = world, plan, call
-        self._access, self._context = access, context
+        self._plan, self._call, self._access, self._context = plan, call, access, context
         self.max_in_flight = max(
             2, min(CHUNKS_IN_FLIGHT, BYTES_IN_FLIGHT // call.choice.chunk_bytes)
         )
-        self.wakes_thread = call.wakes_thread
         self.latency_bound = not call.choice.concurrent
-        self._flags = world.flags if len(plan.members) > 1 else None
+        self._flags = context.flags if len(plan.members) > 1 else None
         self._number = 0  # of this collective among those of the flags
         self._inline: Tensor | None = None  # the flags' slot with the result, if it is there
 
@@ -68,8 +63,7 @@ class ChunkedCollective:
         if not self._access.here():
             return False
         if self._flags is not None:
-            self._number = self._flags.entered
-            self._flags.enter(self._access.host, reachable=self._access.reachable)
+            self._number = self._flags.enter(self._access.host, reachable=self._access.reachable)
         return True
 
     def all_entered(self) -> bool:
@@ -78,32 +72,28 @@ class ChunkedCollective:
 
     def chunks(self) -> Iterator[NumberedChunk]:
         """Yield the chunks in which this rank takes part."""
-        for number, steps in self._chunks():
-            yield number, self._context.run(steps)
-
-    def _chunks(self) -> Iterator[NumberedChunk]:
         plan, context, tensor = self._plan, self._context, self._access.host
         wire = self._call.wire or tensor.dtype
-        chunks = self._planned()
-        first = self._world.number_chunks(len(chunks))
+        chunks = self._planned(tensor)
+        first = context.comm.number_chunks(len(chunks))
         tensors: list[Tensor] | None = [tensor]
         if self._flags is not None:
             tensors = self._flags.tensors(self._number, tensor)
-        if tensors is not None:
+        member = owner = None
+        if tensors is None:
+            member = NodeMember(context, plan, tensor, first)
+        else:
             own = tensors[plan.local_rank]
             self._inline = None if own is tensor else own
             shared = SharedMemoryAccess(context, plan, tensors)
             owner = LaneOwner(context, plan, shared, wire, first)
-            for chunk in chunks:
-                if chunk.lane == plan.local_rank:
-                    yield first + chunk.index, self._steps(owner, chunk, len(chunks))
-            return
         for chunk in chunks:
-            role: LaneOwner | NodeMember = NodeMember(context, plan, tensor, first)
+            role: LaneOwner | NodeMember | None = member
             if chunk.lane == plan.local_rank:
                 by_messages = MessageAccess(context, plan, tensor, tag_of(first, chunk))
-                role = LaneOwner(context, plan, by_messages, wire, first)
-            yield first + chunk.index, self._steps(role, chunk, len(chunks))
+                role = owner or LaneOwner(context, plan, by_messages, wire, first)
+            if role is not None:
+                yield first + chunk.index, context.run(self._steps(role, chunk, len(chunks)))
 
     def leave(self) -> None:
         """Leave the node's flags."""
@@ -120,8 +110,8 @@ class ChunkedCollective:
             self._access.host.copy_(self._inline)
         return self._access.give_back()
 
-    def _planned(self) -> tuple[Chunk, ...]:
-        call, tensor, plan = self._call, self._access.host, self._plan
+    def _planned(self, tensor: Tensor) -> tuple[Chunk, ...]:
+        call, plan = self._call, self._plan
         sizes = tensor.element_size(), call.choice.chunk_bytes, call.choice.min_chunks
         if call.verb == "all_reduce":
             return plan.all_reduce(len(tensor), *sizes)
@@ -133,3 +123,71 @@ class ChunkedCollective:
         if self._call.verb == "broadcast":
             return role.broadcast(chunk, self._call.root, chunks)
         return role.all_gather(chunk) if self._call.verb == "all_gather" else role.reduce(chunk)
+
+
+def small_collective(
+    plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
+) -> Steps[Work]:
+    """Run a call on a small host tensor: every rank gathers all tensors and sums them itself.
+
+    Small messages are latency-bound. One non-blocking collective of MPI replaces the steps of a
+    chunk: enter, reduce in the node, exchange between nodes, add, publish. Sums are made over each
+    node of the plan in the order of its ranks, then over nodes, and rounded where the chunks' steps
+    round: so the bits are the same.
+    """
+    access.begin()
+    if not access.here():
+        yield access.here
+    tensor, comm = access.host, context.comm
+    if call.verb == "broadcast":
+        yield comm.broadcast(as_bytes(tensor), call.root).test
+        return access.give_back()
+    with context.buffers.lease() as lease:
+        rows = lease.rows(comm.size, tensor.numel(), tensor.dtype)
+        if rows.arrays:
+            rows.arrays[comm.rank][:] = tensor.numpy()
+        else:
+            rows.tensors[comm.rank].copy_(tensor)
+        yield comm.all_gather(rows.bytes).test
+        if call.verb == "all_gather":
+            for (low, high), owner in zip(
+                pairwise(call.bounds), context.topology.owners, strict=True
+            ):
+                tensor[low:high].copy_(rows.tensors[owner][low:high])
+        else:  # a reduce-scatter leaves the sums of all shards on every rank
+            _add_rows(rows, plan.nodes.nodes, tensor, call, context)
+    return access.give_back()
+
+
+def _add_rows(
+    rows: BufferView,
+    nodes: Sequence[Sequence[int]],
+    total: Tensor,
+    call: CollectiveCall,
+    context: CommContext,
+) -> None:
+    """Leave the sum over nodes of the sums over their ranks in `total`. Overwrites the rows."""
+    wire = call.wire or total.dtype
+    if sum_dtype(total.dtype) == total.dtype == wire:
+        arrays = rows.arrays
+        with np.errstate(over="ignore", invalid="ignore"):  # as torch does
+            for node in nodes:
+                _add_arrays([arrays[rank] for rank in node], arrays[node[0]])
+            _add_arrays([arrays[node[0]] for node in nodes], total.numpy())
+        return
+    for node in nodes:
+        if len(node) > 1:
+            context.add([rows.tensors[rank] for rank in node], rows.tensors[node[0]])
+    sums = [rows.tensors[node[0]] for node in nodes]
+    if len(sums) == 1:
+        total.copy_(sums[0])
+        return
+    context.add([node_sum.to(wire) for node_sum in sums], total)
+    total.copy_(total.to(wire))
+
+
+def _add_arrays(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:
+    """Leave the sum of addends, in their order, in `total`. NumPy calls cost less than torch's."""
+    result = reduce(partial(np.add, out=total), addends)
+    if result is not total:
+        total[:] = result

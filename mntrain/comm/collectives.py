@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from mntrain.comm import algorithms
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import BufferPool
-from mntrain.comm.collective_call import Algorithm, CollectiveCall, Verb, WorldContext
+from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext, Verb
 from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.intranode import CommContext
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.pending import Future
-from mntrain.comm.shared_flags import SharedFlags
-from mntrain.comm.shared_memory import NodeSharedMemory
-from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES
+from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import (
     SLOT_BYTES,
     DeviceAccess,
@@ -40,6 +37,9 @@ from zero.collectives import CompletedWork, Work
 from zero.kernels import Kernels
 from zero.layout import split
 
+# The largest total of all ranks' tensors that every rank gathers whole. Above it, bandwidth matters
+# more than latency.
+SMALL_MESSAGE_BYTES = 64 << 10
 # Up to this size the engine's thread is not woken: waking it takes longer than the collective.
 NO_WAKE_BYTES = 128 << 10
 
@@ -57,27 +57,18 @@ class Devices:
     slot_bytes: int = SLOT_BYTES
 
 
-@dataclass(frozen=True)
-class CollectiveOptions:
-    """The options of `WorldCollectives`, the same on all ranks."""
-
-    table: AlgorithmTable
-    """The algorithm for each size of a tensor."""
-    transport: Transport
-    """How device tensors travel: staged in host memory, directly by MPI, or by `node_first`."""
-    node_first: NodeFirstCollectives | None
-    """The collectives of transport nccl."""
-    small_message_bytes: int
-    """Up to this total of all ranks' tensors, every rank gathers them all."""
-
-
 class WorldCollectives:
     """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
 
     Immutable: `replace` returns collectives with other options, over the same communicator and
     shared memory. Construction is collective over the world, on the engine's thread; `node` is the
-    communicator of this rank's node. `devices` is given by all ranks or by none; `options` are the
-    fields of `CollectiveOptions`.
+    communicator of this rank's node. `devices` is given by all ranks or by none. The options are
+    the same on all ranks:
+
+        choice                 the algorithm (default: lanes)
+        transport              how device tensors travel: staged in host memory, directly by MPI, or
+                               by `node_first`, the collectives of transport nccl
+        small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
     """
 
     def __init__(
@@ -87,51 +78,43 @@ class WorldCollectives:
         topology: Topology,
         engine: ProgressEngine,
         devices: Devices | None = None,
-        **options: Any,
+        *,
+        choice: AlgorithmChoice | None = None,
+        transport: Transport = "host",
+        node_first: NodeFirstCollectives | None = None,
+        small_message_bytes: int | None = None,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self._options = _options(options)
+        self.choice = choice or AlgorithmChoice("lanes")
+        self.transport, self.node_first = transport, node_first
+        limit = SMALL_MESSAGE_BYTES if small_message_bytes is None else small_message_bytes
+        self.small_message_bytes = limit
         self._engine, self._devices = engine, devices
         self._memory = NodeSharedMemory(node)
+        self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
         flags = SharedFlags(self._memory, node.rank, node.size)
-        self._world = WorldContext(comm, topology, flags)
-        self._algorithms: dict[str, Algorithm] = {}  # those in use so far
-        self._host = CommContext(comm, BufferPool(), Kernels().add)
+        self._host = CommContext(comm, topology, flags, BufferPool(), Kernels().add)
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
-            self._device = CommContext(
-                comm,
-                BufferPool(devices.device),
-                devices.kernels.add,
-                partial(fence, devices.copier),
-                partial(run_on_side_stream, devices.copier),
+            self._device = dataclasses.replace(
+                self._host,
+                buffers=BufferPool(devices.device),
+                add=devices.kernels.add,
+                fence=partial(fence, devices.copier),
+                run=partial(run_on_side_stream, devices.copier),
             )
 
     def replace(self, **options: Any) -> "WorldCollectives":
         """Return the same world's collectives with some of the options replaced. Local."""
         other = copy.copy(self)
-        other._options = dataclasses.replace(self._options, **options)
+        assert options.keys() <= vars(self).keys()
+        vars(other).update(options)
         return other
 
     @property
-    def table(self) -> AlgorithmTable:
-        """The algorithm for each size of a tensor."""
-        return self._options.table
-
-    @property
-    def transport(self) -> Transport:
-        """How device tensors travel."""
-        return self._options.transport
-
-    @property
     def no_shared_memory_reason(self) -> str:
-        """Why this node's ranks share no memory and send messages; empty if they share it."""
+        """The reason if this node's ranks share no memory and send messages; else empty."""
         return self._memory.why_not
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes that this rank has allocated in memory shared with its node."""
-        return self._memory.own_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -150,7 +133,7 @@ class WorldCollectives:
 
     def slot(self, rank: int) -> int:
         """Return the slot of a rank's shard; see `Topology.slots`."""
-        return self._world.topology.slots[rank]
+        return self._host.topology.slots[rank]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new tensor of zeros, on the CPU in memory shared with the node. Collective."""
@@ -161,7 +144,7 @@ class WorldCollectives:
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Start to sum a tensor over all ranks, in place. Collective."""
-        return self._start("all_reduce", tensor, None, wire=wire)
+        return self._start("all_reduce", tensor, (0, tensor.numel()), wire=wire)
 
     def reduce_scatter(
         self,
@@ -173,68 +156,72 @@ class WorldCollectives:
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
-        return self._start("reduce_scatter", tensor, bounds, wire=wire)
+        return self._start("reduce_scatter", tensor, self._shard_bounds(bounds, tensor), wire=wire)
 
     def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Start to copy this rank's shard to all ranks, in place. Collective.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
-        return self._start("all_gather", tensor, bounds)
+        return self._start("all_gather", tensor, self._shard_bounds(bounds, tensor))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Start to copy the root's tensor to all ranks, in place. Collective."""
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is no rank of this world: 0 to {self.size - 1}")
-        return self._start("broadcast", tensor, None, root=root)
+        return self._start("broadcast", tensor, (0, tensor.numel()), root=root)
 
     def _start(
         self,
         verb: Verb,
         tensor: Tensor,
-        bounds: Sequence[int] | None,
+        bounds: tuple[int, ...],
         *,
         root: int = 0,
         wire: torch.dtype | None = None,
     ) -> Work:
-        _check_flat(tensor)
-        shard_bounds = _shard_bounds(bounds, tensor.numel(), self.size)
-        self._engine.check_open()
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"a collective takes a flat contiguous tensor, not one of shape "
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
+                "contiguous one"
+            )
+        engine = self._engine
+        engine.check_open()
         if self.size == 1:
             return CompletedWork()
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        choice = self._options.table.of(tensor.nbytes)
-        algorithm = self._algorithm(choice.algorithm)
-        small = 0 < tensor.nbytes * self.size <= self._options.small_message_bytes
-        wakes = not small and (self._devices is not None or tensor.nbytes > NO_WAKE_BYTES)
-        call = CollectiveCall(verb, choice, shard_bounds, root, wire, small, wakes)
-        node_first = self._node_first(call, tensor, algorithm)
-        if node_first is not None:
-            return node_first
-        works = [
-            CollectiveWork(self._engine, self._engine.submit(algorithm.operation(*part)))
-            for part in self._access(call, tensor, algorithm)
-        ]
-        return works[0] if len(works) == 1 else CombinedWork(works)
+        nbytes = tensor.nbytes
+        small = 0 < nbytes * self.size <= self.small_message_bytes
+        wake = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
+        call = CollectiveCall(verb, self.choice, bounds, root, wire, small)
+        algorithm, host_only = self._algorithm()
+        devices, parts = self._devices, iter([(call, TensorAccess(tensor), self._host)])
+        if devices is not None and devices.copier.owns(tensor):
+            node_first = None if host_only else self._start_node_first(call, tensor)
+            if node_first is not None:
+                return node_first
+            parts = self._device_parts(call, tensor, devices, host_only=host_only)
+        futures = [engine.submit(algorithm(*part), wake=wake) for part in parts]
+        return CollectiveWork(engine, futures)
 
-    def _algorithm(self, name: str) -> Algorithm:
-        algorithm = self._algorithms.get(name)
-        if algorithm is None:
-            algorithm = self._algorithms[name] = algorithms.load(name).make(self._world)
-        return algorithm
+    def _algorithm(self) -> tuple[Algorithm, bool]:
+        """Return the chosen algorithm, and whether it needs host memory."""
+        name = self.choice.algorithm
+        if name not in self._algorithms:
+            module = algorithms.load(name)
+            self._algorithms[name] = module.make(self._host.topology, self.rank), module.HOST_ONLY
+        return self._algorithms[name]
 
-    def _access(self, call: CollectiveCall, tensor: Tensor, algorithm: Algorithm) -> Iterator[Part]:
-        """Yield the collectives that one call is made of, the same on all ranks.
+    def _device_parts(
+        self, call: CollectiveCall, tensor: Tensor, devices: Devices, *, host_only: bool
+    ) -> Iterator[Part]:
+        """Yield the collectives that a call on a device tensor is made of, the same on all ranks.
 
-        A host tensor is accessed where it lies; a device tensor too if MPI takes device memory.
-        Other device tensors are staged in host memory, in several chunks if they are long.
+        MPI takes it where it lies, or it is staged in host memory, in several chunks if it is long.
         """
-        devices = self._devices
-        if devices is None or not devices.copier.owns(tensor):
-            yield call, TensorAccess(tensor), self._host
-            return
         ready = devices.copier.record_event()
-        if self._options.transport == "cuda-aware" and not algorithm.host_only:
+        if self.transport == "cuda-aware" and not host_only:
             # Non-blocking MPI collectives on device memory crash in Open MPI.
             direct = call._replace(small=False)
             yield direct, DeviceAccess(tensor, devices.copier, ready), self._device
@@ -243,8 +230,7 @@ class WorldCollectives:
         goes, comes = self._staged_shards(call)
         for spans in chunks(call.bounds, tensor.element_size(), devices.slot_bytes, whole=whole):
             access = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
-            bounds = split(access.bounds[-1], self.size) if whole else access.bounds
-            yield call._replace(bounds=bounds), access, self._host
+            yield call._replace(bounds=access.bounds), access, self._host
 
     def _staged_shards(
         self, call: CollectiveCall
@@ -259,14 +245,10 @@ class WorldCollectives:
             return (None, []) if call.root == self.rank else ([], None)
         return None, None
 
-    def _node_first(
-        self, call: CollectiveCall, tensor: Tensor, algorithm: Algorithm
-    ) -> Work | None:
+    def _start_node_first(self, call: CollectiveCall, tensor: Tensor) -> Work | None:
         """Start a collective by transport nccl; None where another transport is to be used."""
-        first, devices = self._options.node_first, self._devices
-        if self._options.transport != "nccl" or first is None or devices is None:
-            return None
-        if algorithm.host_only or call.verb not in first.verbs or not devices.copier.owns(tensor):
+        first = self.node_first
+        if self.transport != "nccl" or first is None or call.verb not in first.verbs:
             return None
         if call.verb == "all_reduce":
             return first.all_reduce(tensor, call.wire)
@@ -274,66 +256,34 @@ class WorldCollectives:
             return first.reduce_scatter(tensor, call.bounds, call.wire)
         return first.all_gather(tensor, call.bounds)
 
+    def _shard_bounds(self, bounds: Sequence[int] | None, tensor: Tensor) -> tuple[int, ...]:
+        """Return a copy of the caller's bounds, or those of equal shards. Raises ValueError."""
+        numel, size = tensor.numel(), self.size
+        if bounds is None:
+            return split(numel, size)
+        cut = tuple(bounds)
+        if (
+            len(cut) != size + 1
+            or (cut[0], cut[-1]) != (0, numel)
+            or any(low > high for low, high in pairwise(cut))
+        ):
+            raise ValueError(
+                f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
+                f"indices that never decrease, from 0 to {numel}"
+            )
+        return cut
+
 
 class CollectiveWork:
-    """The work of one collective: first on the engine, then on the device."""
+    """The work of one call: its collectives on the engine, and their last part on the device."""
 
-    def __init__(self, engine: ProgressEngine, future: Future[Work]) -> None:
-        self._engine, self._future = engine, future
+    def __init__(self, engine: ProgressEngine, futures: Sequence[Future[Work]]) -> None:
+        self._engine, self._futures = engine, futures
 
     def wait(self) -> None:
         """Return when the result may be used; see `Work.wait`."""
-        if self._future.done:
-            self._future.wait().wait()
-            return
         start = time.perf_counter()
-        self._future.wait().wait()
+        for future in self._futures:
+            future.wait().wait()
+        self._futures = ()  # they hold the tensor
         self._engine.waited_s += time.perf_counter() - start
-
-
-class CombinedWork:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
-
-
-def _options(options: dict[str, Any]) -> CollectiveOptions:
-    defaults = {
-        "table": AlgorithmTable.always("lanes"),
-        "transport": "host",
-        "node_first": None,
-        "small_message_bytes": SMALL_MESSAGE_BYTES,
-    }
-    return CollectiveOptions(**{**defaults, **options})
-
-
-def _check_flat(tensor: Tensor) -> None:
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"a collective takes a flat contiguous tensor, not one of shape "
-            f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
-            "contiguous one"
-        )
-
-
-def _shard_bounds(bounds: Sequence[int] | None, numel: int, size: int) -> tuple[int, ...]:
-    """Return a copy of the caller's bounds, or those of equal shards. Raises ValueError."""
-    if bounds is None:
-        return split(numel, size)
-    cut = tuple(bounds)
-    if (
-        len(cut) != size + 1
-        or (cut[0], cut[-1]) != (0, numel)
-        or any(low > high for low, high in pairwise(cut))
-    ):
-        raise ValueError(
-            f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
-            f"indices that never decrease, from 0 to {numel}"
-        )
-    return cut

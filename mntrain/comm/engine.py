@@ -15,18 +15,18 @@ So the oldest unfinished chunk can always continue, and no circle of waiting ran
 import atexit
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from mntrain.comm.mpi import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, WaitPolicy, pause
-from mntrain.comm.pending import Future, Operation, PendingCollective
-from mntrain.comm.shared_flags import DEPTH
+from mntrain.comm.mpi import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
+from mntrain.comm.pending import Future, Operation, PendingCollective, Steps, steps_of
+from mntrain.comm.shared_memory import DEPTH
 
 T = TypeVar("T")
 ABANDON_S = 1.0  # to wait for the thread's current round; a thread that blocks in MPI is left
+_caller = threading.local()  # its `engine` is the one that the calling thread used last
 
 
 class WakeEvent:
@@ -41,29 +41,13 @@ class WakeEvent:
         with suppress(RuntimeError):  # it is set already
             self._unset.release()
 
-    def wait(self, seconds: float = -1) -> bool:
-        """Wait until the event is set or time is up, and clear it; return whether it was set."""
-        return self._unset.acquire(timeout=seconds)
+    def wait(self, seconds: float = -1) -> None:
+        """Wait until the event is set or time is up, and clear it."""
+        self._unset.acquire(timeout=seconds)
 
     def clear(self) -> None:
         """Unset the event."""
         self._unset.acquire(blocking=False)
-
-
-class _UnwokenEngine(threading.local):
-    """The engine to which this thread last submitted an operation that woke no thread."""
-
-    engine: "weakref.ref[ProgressEngine] | None" = None
-
-    def switch_to(self, engine: "ProgressEngine") -> None:
-        """Wake the thread of another engine before this thread leaves its queue for `engine`."""
-        last = self.engine() if self.engine is not None else None
-        if last is not None and last is not engine and not last.idle:
-            last._wake.set()
-
-
-Task = PendingCollective[Any] | Callable[[], None]
-_unwoken = _UnwokenEngine()
 
 
 class ProgressEngine:
@@ -75,8 +59,7 @@ class ProgressEngine:
     """
 
     def __init__(self) -> None:
-        self._reference = weakref.ref(self)
-        self._queue: deque[Task] = deque()
+        self._queue: deque[Future[Any]] = deque()
         self._active: deque[PendingCollective[Any]] = deque()
         self._backoff = Backoff()
         self._closed = ""  # why nothing more is accepted
@@ -91,37 +74,31 @@ class ProgressEngine:
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T]) -> Future[T]:
+    def submit(self, operation: Operation[T] | Steps[T], *, wake: bool = True) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
-        An operation that does not wake the thread is progressed, in the order of the queue, by a
-        caller that waits for any future of this engine, or by the thread when another submission
-        or a `call` wakes it. No rank has to wait for this very operation; but until each rank has
-        waited for some future, submitted an operation that wakes the thread, or used `call` (as
-        `close` does), the other ranks' waits do not end. Ranks may differ in which of these they
-        do, and when, without a deadlock: each of them progresses the whole queue, in one order. A
-        thread that turns to another engine wakes the thread of this one first. It must not wait for
-        other ranks in any other way, such as a blocking MPI call, while the operation is pending.
+        Operations run in chunks, several at a time; steps run when nothing is active.
+
+        Without `wake`, it is progressed, in the order of the queue, by a caller that waits for any
+        future of this engine, or by the thread once a later submission or `call` wakes it. Until
+        one of these happens on every rank, the other ranks' waits do not end. Ranks may differ in
+        which, and when, without a deadlock: each progresses the whole queue, in one order. A caller
+        that turns to another engine wakes the thread of this one first. It must not wait for other
+        ranks in any other way, such as a blocking MPI call, while the collective is pending.
         """
-        future: Future[T] = Future(self.drive_until)
-        self._put(PendingCollective(operation, future), wake=operation.wakes_thread)
-        if not operation.wakes_thread and _unwoken.engine is not self._reference:
-            _unwoken.switch_to(self)
-            _unwoken.engine = self._reference
-        return future
+        if isinstance(operation, Generator):
+            return self._put(Future(operation, self.drive_until), wake=wake)
+        return self._put(PendingCollective(operation, self.drive_until), wake=wake)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function that runs when nothing is active. Raises RuntimeError as `submit`."""
-        future: Future[T] = Future(self.drive_until)
-        self._put(lambda: future.resolve(function), wake=True)
-        return future
+        return self._put(Future(steps_of(function), self.drive_until), wake=True)
 
     def drive_until(self, future: Future[Any]) -> None:
         """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
         if future.done:
             return
-        if _unwoken.engine is not self._reference:
-            _unwoken.switch_to(self)
+        self._turn_to()
         self._waiters.append(None)
         try:
             if self._turn.locked():
@@ -132,14 +109,14 @@ class ProgressEngine:
                 self._wake.clear()
                 while not future.done:
                     self._check_not_abandoned()
-                    delay = self._round(LATENCY_BOUND)
+                    moved = self._round()
                     if not future.done:  # the result is not kept from the caller by a yield
-                        pause(delay)
+                        self._rest(moved=moved)
             finally:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
             self._waiters.pop()
-            if self._needs_thread:
+            if not self.idle and any(t.wakes_thread for t in (*self._active, *self._queue)):
                 self._wake.set()
 
     def prepare(self, function: Callable[[], object]) -> None:
@@ -157,16 +134,12 @@ class ProgressEngine:
         """Stop without finishing what is queued. Local; does not wait for other ranks.
 
         Every pending future and every later use raises RuntimeError. Tensors of pending collectives
-        are kept for the life of the process, since MPI may still access them. A thread that blocks
-        in an MPI call ends when that call does; if it still blocks when the process exits,
-        MPICH's MPI_Finalize may crash.
+        are kept for the life of the process, since MPI may still access them. If a thread still
+        blocks in an MPI call when the process exits, MPICH's MPI_Finalize may crash.
         """
-        if not self._closed:
-            self._closed = "this world was abandoned: no communication after `abandon`"
+        self._closed = self._closed or "this world was abandoned: no communication after `abandon`"
         self._abandoned = True
-        atexit.register(
-            lambda *kept: None, self._queue, self._active
-        )  # for the life of the process
+        atexit.register(lambda *kept: None, self._queue, self._active)  # keeps them until the end
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(ABANDON_S)
@@ -187,11 +160,22 @@ class ProgressEngine:
         since = self._busy_since
         return self._busy_before_s + (time.perf_counter() - since if since is not None else 0.0)
 
-    def _put(self, task: Task, *, wake: bool) -> None:
+    def _put(self, task: Future[T], *, wake: bool) -> Future[T]:
         self.check_open()
+        self._turn_to()
+        task.wakes_thread = wake
         self._queue.append(task)
         if wake:
             self._wake.set()
+        return task
+
+    def _turn_to(self) -> None:
+        """Wake the thread of the engine that the calling thread leaves for this one."""
+        last = getattr(_caller, "engine", None)
+        if last is not self:
+            _caller.engine = self
+            if last is not None:
+                last._wake.set()
 
     def _refuse_more(self) -> None:
         self._closed = "this world is closed: no communication after its `with` block"
@@ -199,14 +183,6 @@ class ProgressEngine:
     def _check_not_abandoned(self) -> None:
         if self._abandoned:
             raise RuntimeError(self._closed)
-
-    @property
-    def _needs_thread(self) -> bool:
-        """Whether a task is left that the thread should progress while nobody waits."""
-        if self.idle:
-            return False
-        tasks = [*self._active, *self._queue]
-        return any(not isinstance(t, PendingCollective) or t.operation.wakes_thread for t in tasks)
 
     def _run(self) -> None:
         while not self._closed:
@@ -217,19 +193,15 @@ class ProgressEngine:
                     self._first()
                     self._first = None
                 while not (self.idle or self._waiters or self._abandoned):
-                    delay = self._round(BACKGROUND)
-                    if delay:
-                        self._wake.wait(delay)
-                    else:
-                        pause(0)
+                    self._rest(moved=self._round())
 
-    def _round(self, policy: WaitPolicy) -> float:
-        """Progress everything once; return the seconds to sleep before the next round."""
-        if not self._active:
+    def _round(self) -> bool:
+        """Progress everything once; return whether anything moved."""
+        if self._busy_since is None:
             self._backoff.begin()
         moved = bool(self._queue) and self._take_from_queue()
         try:
-            moved = self._advance() or moved
+            moved = (bool(self._active) and self._advance()) or moved
         except BaseException as error:  # nothing is known of those behind it, either
             moved = True
             while self._active:
@@ -237,66 +209,70 @@ class ProgressEngine:
         if moved:
             self._update_clock()
             self._backoff.reset()
-            return 0.0
-        if policy is LATENCY_BOUND:
-            for pending in self._active:
-                if not pending.operation.latency_bound:
-                    policy = BANDWIDTH_BOUND
-        return self._backoff.delay(policy)
+        return moved
+
+    def _rest(self, *, moved: bool) -> None:
+        """Give up the core: for a moment after progress, else until the next test is due."""
+        if moved:
+            pause(0)
+        elif not self._waiters:
+            self._wake.wait(self._backoff.delay(BACKGROUND))
+        elif all(pending.operation.latency_bound for pending in self._active):
+            pause(self._backoff.delay(LATENCY_BOUND))
+        else:
+            pause(self._backoff.delay(BANDWIDTH_BOUND))
 
     def _update_clock(self) -> None:
         """Start or stop the clock of `busy_s`."""
-        if self._active and self._busy_since is None:
+        busy = self._active or (self._queue and self._queue[0].started)
+        if busy and self._busy_since is None:
             self._busy_since = time.perf_counter()
-        elif not self._active and self._busy_since is not None:
+        elif not busy and self._busy_since is not None:
             self._busy_before_s, self._busy_since = self.busy_s, None
 
     def _take_from_queue(self) -> bool:
-        """Begin what may begin; return whether anything did."""
+        """Begin what may begin, and advance steps that run alone; return whether anything moved."""
         moved = False
         while self._queue and len(self._active) < DEPTH:
             task = self._queue[0]
             if isinstance(task, PendingCollective):
                 task.operation.begin()
                 self._active.append(task)
+                self._queue.popleft()
+                moved = True
             elif self._active:
                 break
             else:
-                task()
-            self._queue.popleft()
-            moved = True
+                moved = task.advance() or moved
+                if task.done:
+                    self._queue.popleft()
+                return moved
         return moved
 
     def _advance(self) -> bool:
         """Advance every active collective as far as it can go; return whether any did."""
-        moved, may_start, oldest, in_flight = False, True, None, 0
-        if len(self._active) == 1 and self._active[0].all_started and self._active[0].in_flight:
-            moved = self._active[0].advance_chunks()
-            if not moved:  # most rounds of a small collective end here
-                return False
-        for pending in self._active:
-            in_flight += pending.in_flight
-        for pending in self._active:
+        active, moved, may_start, oldest = self._active, False, True, None
+        in_flight = sum([len(pending.in_flight) for pending in active])
+        for pending in active:
             if not pending.entered:
                 if not pending.operation.enter():
                     break
                 pending.entered = moved = True
-            before = pending.in_flight
+            before = len(pending.in_flight)
             if before:
                 moved = pending.advance_chunks() or moved
             if may_start and not pending.all_started:
                 moved = pending.start_chunks(in_flight - before, oldest) or moved
             may_start = may_start and pending.all_started
             oldest = pending.oldest if oldest is None else oldest
-            in_flight += pending.in_flight - before
-        for pending in self._active:
+            in_flight += len(pending.in_flight) - before
+        for pending in active:
             if not pending.left:
-                if not pending.done:
+                if pending.in_flight or not pending.all_started:
                     break
                 pending.operation.leave()
                 pending.left = moved = True
-        while self._active and self._active[0].left and self._active[0].operation.all_left():
-            pending = self._active.popleft()
-            pending.future.resolve(pending.operation.finish)
+        while active and active[0].left and active[0].operation.all_left():
+            active.popleft().advance()
             moved = True
         return moved

@@ -7,10 +7,9 @@
 
 Between two nodes, and for small tensors, each node sends its whole sum and all add all. Otherwise
 every node sums one part of the chunk, which the others send to it, and sends them the result: the
-least possible number of bytes, in the latency of two messages, in both directions at once. (A ring
-sends as many bytes, but adds each part in another order, and takes the latency of 2 (M - 1)
-messages over M nodes.) An all-gather goes directly as well, unless nodes have unequal numbers of
-shards (see `HierarchyPlan.gathers_on_ring`).
+least possible number of bytes, in the latency of two messages (over a ring of M nodes: 2 (M - 1)),
+in both directions at once. An all-gather goes directly as well, unless nodes have unequal numbers
+of shards (see `HierarchyPlan.gathers_on_ring`).
 
 Each level rounds a 16-bit sum once. With a wire dtype, the sum of a node is rounded to it, and so
 is the sum over nodes.
@@ -24,7 +23,8 @@ from torch import Tensor
 
 from mntrain.comm.buffers import BufferView, Lease, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
-from mntrain.comm.intranode import CommContext, IntranodeAccess
+from mntrain.comm.collective_call import CommContext
+from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
 from mntrain.comm.mpi import TAGS, Requests
 from mntrain.comm.pending import Steps
 
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 class LaneOwner:
     """The steps of the rank that owns a lane on its node, for the chunks of one collective.
 
-    `node` accesses the tensors of this node, `wire` is the dtype between nodes, and `first` is the
-    number of the collective's first chunk among all chunks of the world.
+    `wire` is the dtype between nodes, `first` the number of the collective's first chunk.
     """
 
     def __init__(
         self,
         context: CommContext,
         plan: HierarchyPlan,
-        node: IntranodeAccess,
+        node: SharedMemoryAccess | MessageAccess,
         wire: torch.dtype,
         first: int,
     ) -> None:
@@ -113,7 +112,8 @@ class LaneOwner:
         """Send this node's sum to every other node, and add all."""
         (span,) = chunk.parts
         with self._context.buffers.lease() as lease:
-            sums = {node: self._wire_buffer(lease, span) for node in reversed(self._others)}
+            length, others = _length(span), reversed(self._others)
+            sums = {node: lease.buffer(length, self._wire) for node in others}
             cast = self._cast_buffer(lease, span)
             receives = [self._receive(chunk, node, buffer) for node, buffer in sums.items()]
             yield from self._node.reduce(span, ())
@@ -127,24 +127,24 @@ class LaneOwner:
         """Send each node its part of this node's sum; sum the own part; send each the result."""
         own_part = chunk.parts[self._own]
         with self._context.buffers.lease() as lease:
-            sums = {node: self._wire_buffer(lease, own_part) for node in reversed(self._others)}
+            length, others = _length(own_part), reversed(self._others)
+            sums = {node: lease.buffer(length, self._wire) for node in others}
             casts = [self._cast_buffer(lease, part) for part in chunk.parts]
-            receives = []
-            if _length(own_part):
-                receives = [self._receive(chunk, node, buffer) for node, buffer in sums.items()]
+            expected = sums.items() if length else ()
+            receives = [self._receive(chunk, node, buffer) for node, buffer in expected]
             sends = {}
             for node in self._others:
                 if _length(chunk.parts[node]):
                     yield from self._node.reduce(chunk.parts[node], ())
                     buffer = yield from self._for_wire(chunk.parts[node], casts[node])
                     sends[node] = self._send(chunk, node, buffer)
-            if _length(own_part):
+            if length:
                 yield Requests.of(*receives).test
                 yield from self._node.reduce(own_part, ())  # after the sends have started
                 own = yield from self._for_wire(own_part, casts[self._own])
                 yield from self._add_nodes(own_part, own, sums)
             if chunk.shard_owners:
-                if _length(own_part):
+                if length:
                     yield from self._node.publish(own_part, self._receivers(chunk))
                 yield Requests.of(*sends.values()).test
             else:
@@ -196,18 +196,13 @@ class LaneOwner:
         yield from self._context.fence()
         return cast
 
-    def _wire_buffer(self, lease: Lease, span: Span) -> BufferView:
-        """Return a buffer for another node's data of a span."""
-        return lease.buffer(_length(span), self._wire)
-
     def _cast_buffer(self, lease: Lease, span: Span) -> BufferView | None:
         """Return a buffer for this node's data of a span, if the wire dtype differs."""
-        return self._wire_buffer(lease, span) if self._casts else None
+        return lease.buffer(_length(span), self._wire) if self._casts else None
 
     def _send_to_others(self, chunk: Chunk, buffer: BufferView) -> Requests:
-        if not buffer.bytes.nbytes:
-            return Requests.of()
-        return Requests.of(*(self._send(chunk, node, buffer) for node in self._others))
+        nodes = self._others if buffer.bytes.nbytes else []
+        return Requests.of(*(self._send(chunk, node, buffer) for node in nodes))
 
     def _send(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
@@ -235,9 +230,10 @@ class NodeMember:
         parts = chunk.parts
         others = [(self._own + step) % len(parts) for step in range(1, len(parts))]
         own = self._own if len(parts) > 1 else 0
-        yield from self._send(chunk, [*(parts[node] for node in others), parts[own]])
+        others_parts = [parts[node] for node in others]
+        yield from self._send(chunk, [*others_parts, parts[own]])
         if not chunk.shard_owners:
-            yield from self._receive(chunk, [parts[own], *(parts[node] for node in others)])
+            yield from self._receive(chunk, [parts[own], *others_parts])
         elif chunk.shard_owners[own] == self._comm.rank:
             yield from self._receive(chunk, [parts[own]])
 

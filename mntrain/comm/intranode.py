@@ -1,67 +1,21 @@
 """Access to the tensors of a node's ranks, for the rank that owns a lane.
 
 In shared memory the owner reads and writes its peers' tensors, and they have nothing to do. Where
-a tensor lies outside of shared memory, its data travel as messages.
+a tensor lies outside of shared memory, its data travel as messages. Ranks of the node are given by
+local rank; `dtype` is that of all tensors.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
-import torch
 from torch import Tensor
 
-from mntrain.comm.buffers import BufferPool, BufferView, as_bytes
+from mntrain.comm.buffers import BufferView, as_bytes
 from mntrain.comm.chunk_plan import HierarchyPlan, Span
-from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.collective_call import CommContext
+from mntrain.comm.mpi import Requests
 from mntrain.comm.pending import Steps
 
 BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache
-
-
-def no_fence() -> Steps[None]:
-    """Return at once: what the host has computed is in memory."""
-    yield from ()
-
-
-def unchanged(steps: Steps[None]) -> Steps[None]:
-    """Return the steps as they are."""
-    return steps
-
-
-@dataclass(frozen=True)
-class CommContext:
-    """Buffers and sums in one kind of memory. One thread at a time uses it."""
-
-    comm: Communicator
-    buffers: BufferPool
-    add: Callable[[Sequence[Tensor], Tensor], None]
-    """Leave the sum of addends, in their order, in a tensor; see `zero.kernels.Kernels.add`."""
-    fence: Callable[[], Steps[None]] = no_fence
-    """Wait until everything computed so far is in memory, so that MPI may send it."""
-    run: Callable[[Steps[None]], Steps[None]] = unchanged
-    """Run a chunk's steps where this memory's work is queued, for example on a side stream."""
-
-
-class IntranodeAccess(Protocol):
-    """The tensors of a node's ranks in one collective, as the owner of a lane reaches them.
-
-    Ranks of the node are given by local rank.
-    """
-
-    dtype: torch.dtype  # of all of them
-
-    def buffer(self, span: Span) -> BufferView:
-        """Return a view of a span of this rank's tensor."""
-
-    def reduce(self, span: Span, to: Collection[int]) -> Steps[None]:
-        """Leave the sum over the node in this rank's span, and in that of the ranks `to`."""
-
-    def fetch(self, span: Span, source: int) -> Steps[None]:
-        """Copy a span of another rank's tensor to this rank's."""
-
-    def publish(self, span: Span, to: Collection[int]) -> Steps[None]:
-        """Copy a span of this rank's tensor to the ranks `to`."""
 
 
 class SharedMemoryAccess:
@@ -83,7 +37,7 @@ class SharedMemoryAccess:
         return BufferView(self._of(span)[self._local_rank], self._bytes[low * size : high * size])
 
     def reduce(self, span: Span, to: Collection[int]) -> Steps[None]:
-        """Sum all ranks' spans, in blocks that stay in the cache until they are published."""
+        """Leave the sum over the node in the spans of this rank and of the ranks `to`."""
         yield from ()
         if len(self._tensors) == 1:
             return

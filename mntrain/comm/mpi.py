@@ -11,12 +11,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from mntrain.comm.launcher import check_launcher
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +59,7 @@ class Communicator:
         self.size: int = comm.Get_size()
         self.traffic = Traffic()
         self.levels: Sequence[str] = ["cross"] * self.size
+        self._chunks = 0  # numbered so far, the same on all ranks
 
     @property
     def as_mpi4py(self) -> MPI.Comm:
@@ -81,9 +80,9 @@ class Communicator:
         return Requests([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
     def all_gather(self, rows: Bytes) -> Requests:
-        """Start to gather equal rows of bytes, one of every rank, in place. Collective.
+        """Start to gather equal rows of bytes; this rank's is in place already. Collective.
 
-        This rank's row is in place already. Counts as a message to every other rank.
+        Counts as a message to every other rank.
         """
         self._count_to_all(rows.nbytes // self.size)
         return Requests([self._comm.Iallgather(None, rows)])  # None: in place
@@ -96,6 +95,14 @@ class Communicator:
         if self.rank == root:
             self._count_to_all(data.nbytes)
         return Requests([self._comm.Ibcast(data, root)])
+
+    def number_chunks(self, count: int) -> int:
+        """Reserve numbers for `count` chunks, in one order on all ranks, and return the first.
+
+        Modulo TAGS they are the tags of the chunks' messages.
+        """
+        self._chunks += count
+        return self._chunks - count
 
     def gather_objects(self, local: Any) -> list[Any]:
         """Return every rank's picklable object, by rank, on every rank. Collective, blocking."""
@@ -119,10 +126,7 @@ class Communicator:
         return Communicator(self._comm.Split(color, key), name, self._abandoned)
 
     def abandon(self) -> None:
-        """End waiting in `gather_objects`, also of communicators split from this one. Local.
-
-        A thread that waits for other ranks there raises RuntimeError.
-        """
+        """Make waits in `gather_objects` raise RuntimeError, after `split` too. Local."""
         self._abandoned.set()
 
     def free(self) -> None:
@@ -164,10 +168,7 @@ class Requests:
         return done
 
     def wait(self, abandoned: threading.Event | None = None) -> None:
-        """Return when all are complete. Sleeps between tests.
-
-        Raises RuntimeError if `abandoned` is set before.
-        """
+        """Sleep until all are complete. Raises RuntimeError if `abandoned` is set before."""
         backoff = Backoff()
         while not self.test():
             if abandoned is not None and abandoned.is_set():
@@ -202,10 +203,7 @@ MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 4 * BACKGROUND.max_sleep_s
 
 
 class Backoff:
-    """The time to sleep before the next test, so that waiting takes little of the core.
-
-    It is a fraction of the recent intervals between completions, and of the current wait.
-    """
+    """The time to sleep before the next test: a fraction of recent intervals and of this wait."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -242,6 +240,34 @@ class MpiLibrary:
     name: str
     threads: str  # the thread level, for example "multiple"
     build: str  # its full version string
+
+
+# Variables with the number of ranks that were started, the most specific launcher first: mpirun
+# within a Slurm job states how many it started itself.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+class SilentSingletonsError(RuntimeError):
+    """The launcher started more ranks than MPI sees: each rank would be a world of its own."""
+
+
+def check_launcher(environment: Mapping[str, str], size: int) -> None:
+    """Compare the size of the world with the launcher's environment. Local.
+
+    Raises SilentSingletonsError if the launcher started more ranks. PMIx states no size, but a rank
+    number beyond this world reveals the mismatch.
+    """
+    values = {name: environment.get(name, "") for name in (*SIZE_VARIABLES, "PMIX_RANK")}
+    variable = next((name for name, value in values.items() if value.isdigit()), "")
+    started = int(values[variable]) + (variable == "PMIX_RANK") if variable else 1
+    if started > size:
+        raise SilentSingletonsError(
+            f"the launcher started {started} ranks ({variable}={values[variable]}), but MPI sees a "
+            f"world of {size}: the launcher and this Python's MPI library do not know each other, "
+            "so every rank would train alone. Use the mpirun of the same MPI (with a pip wheel: "
+            "the one next to this python), or under Slurm the matching plugin: srun --mpi=pmix for "
+            f"Open MPI, --mpi=pmi2 for MPICH. To run one rank on purpose, unset {variable}"
+        )
 
 
 # Settings that Open MPI reads at its start, unless the user has set them.

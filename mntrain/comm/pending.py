@@ -19,7 +19,6 @@ class Operation(Protocol[T_co]):
     """A collective as the engine drives it. Methods are called in this order, and never block."""
 
     max_in_flight: int  # it starts no chunk while so many are in flight, of all collectives
-    wakes_thread: bool  # False: it is progressed only by waiting callers, or along with others
     latency_bound: bool  # True: its caller waits for nothing else, so polling may be eager
 
     def begin(self) -> None:
@@ -45,60 +44,74 @@ class Operation(Protocol[T_co]):
 
 
 class Future(Generic[T]):
-    """The result of a task that the engine runs later."""
+    """The result of steps that the engine runs later, when nothing else is active.
 
-    def __init__(self, drive_until: Callable[["Future[Any]"], None]) -> None:
-        self._drive_until = drive_until
+    `wakes_thread`: whether the engine's thread runs them while nobody waits.
+    """
+
+    wakes_thread = True
+
+    def __init__(self, steps: Steps[T], drive_until: Callable[["Future[Any]"], None]) -> None:
+        self._steps, self._drive_until = steps, drive_until
+        self._test: Callable[[], bool] | None = None
         self.done = False
         self._result: T | None = None
         self._error: BaseException | None = None
 
-    def resolve(self, function: Callable[[], T]) -> None:
-        """Call a function and keep what it returns or raises as the result."""
+    @property
+    def started(self) -> bool:
+        """Whether the first of the steps has been taken."""
+        return self._test is not None
+
+    def advance(self) -> bool:
+        """Continue the steps as far as tests succeed; return whether anything happened."""
+        moved = False
         try:
-            self._result = function()
+            while self._test is None or self._test():
+                moved = True
+                self._test = next(self._steps)
+        except StopIteration as end:
+            self._result, self.done = end.value, True
         except BaseException as error:  # of any kind: the waiting thread raises it
-            self._error = error
-        self.done = True
+            moved = True
+            self.fail(error)
+        return moved
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise an error."""
-        self._error = error
-        self.done = True
+        """Make `wait` raise an error, and release what the steps hold."""
+        self._steps.close()
+        self._error, self.done = error, True
 
     def wait(self) -> T:
-        """Block until the task has run; return its result or raise its error. May be repeated."""
+        """Block until the steps have run; return their result or raise their error. Repeatable."""
         self._drive_until(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # T may itself be None
 
 
-class PendingCollective(Generic[T]):
-    """A collective that the engine has taken from its queue."""
+def steps_of(function: Callable[[], T]) -> Steps[T]:
+    """Return steps that call a function and return its result."""
+    yield from ()
+    return function()
 
-    def __init__(self, operation: Operation[T], future: Future[T]) -> None:
-        self.operation, self.future = operation, future
+
+class PendingCollective(Future[T]):
+    """A collective in the engine, and the future of its result."""
+
+    def __init__(self, operation: Operation[T], drive_until: Callable[[Future[Any]], None]) -> None:
+        super().__init__(steps_of(operation.finish), drive_until)
+        self.operation = operation
         self._unstarted: Iterator[NumberedChunk] | None = None
         self._next: NumberedChunk | None = None  # the first unstarted chunk
         # Chunks in flight and the test that each waits for, in the order of their numbers.
-        self._in_flight: list[tuple[NumberedChunk, Callable[[], bool]]] = []
+        self.in_flight: list[tuple[NumberedChunk, Callable[[], bool]]] = []
         self.entered = self.all_started = self.left = False
-
-    @property
-    def in_flight(self) -> int:
-        """The number of chunks in flight."""
-        return len(self._in_flight)
 
     @property
     def oldest(self) -> int | None:
         """The lowest number of a chunk in flight."""
-        return self._in_flight[0][0][0] if self._in_flight else None
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank has no work left in it."""
-        return self.all_started and not self._in_flight
+        return self.in_flight[0][0][0] if self.in_flight else None
 
     def start_chunks(self, others: int, oldest: int | None) -> bool:
         """Start chunks as far as allowed; return whether anything happened.
@@ -107,56 +120,51 @@ class PendingCollective(Generic[T]):
         among them. No chunk starts while another one with the same tag is in flight. The first
         chunk starts alone: other ranks on this core send their first one before this rank goes on.
         """
-        first, moved = self._unstarted is None, False
+        moved = first = self._unstarted is None
         if self._unstarted is None:
             if not self.operation.all_entered():
                 return False
-            self._unstarted, moved = self.operation.chunks(), True
-            self._take_next(self._unstarted)
-        while self._next and others + len(self._in_flight) < self.operation.max_in_flight:
-            number = self._next[0]
+            self._unstarted = self.operation.chunks()
+            self._next = next(self._unstarted, None)
+        while self._next and others + len(self.in_flight) < self.operation.max_in_flight:
             lowest = self.oldest if oldest is None else oldest
-            if lowest is not None and number - lowest >= TAGS:
+            if lowest is not None and self._next[0] - lowest >= TAGS:
                 break
-            chunk, moved = self._next, True
-            self._continue(chunk)
-            self._take_next(self._unstarted)
+            self._continue(self._next)
+            self._next, moved = next(self._unstarted, None), True
             if first:
                 break
+        self.all_started = self._next is None
         return moved
 
     def advance_chunks(self) -> bool:
         """Continue every chunk whose test succeeds; return whether any did."""
-        for first, (_, test) in enumerate(self._in_flight):  # noqa: B007 - used below
+        for first, (_, test) in enumerate(self.in_flight):  # noqa: B007 - used below
             if test():
                 break
         else:
             return False
-        self._in_flight, rest = self._in_flight[:first], self._in_flight[first:]
+        self.in_flight, rest = self.in_flight[:first], self.in_flight[first:]
         self._continue(rest[0][0])
         for chunk, test in rest[1:]:
             if test():
                 self._continue(chunk)
             else:
-                self._in_flight.append((chunk, test))
+                self.in_flight.append((chunk, test))
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Make the future raise an error, and release what the chunks in flight hold."""
-        for (_, steps), _ in self._in_flight:
+        """Make `wait` raise an error, and release what the chunks in flight hold."""
+        for (_, steps), _ in self.in_flight:
             steps.close()
-        self._in_flight.clear()
-        self.future.fail(error)
-
-    def _take_next(self, unstarted: Iterator[NumberedChunk]) -> None:
-        self._next = next(unstarted, None)
-        self.all_started = self._next is None
+        self.in_flight.clear()
+        super().fail(error)
 
     def _continue(self, chunk: NumberedChunk) -> None:
         try:
             for test in chunk[1]:
                 if not test():
-                    self._in_flight.append((chunk, test))
+                    self.in_flight.append((chunk, test))
                     return
         except BaseException:
             chunk[1].close()

@@ -1,7 +1,7 @@
-"""Memory shared by the ranks of a node: each rank owns parts of it and accesses the others' parts.
+"""Memory shared by the ranks of a node, and flags in it.
 
-A segment is one anonymous file (memfd) per rank, mapped by all ranks of the node. Compared with a
-window of MPI_Win_allocate_shared:
+A segment is one anonymous file (memfd) per rank, mapped by all ranks of the node: each rank owns
+its part and accesses the others' parts. Compared with a window of MPI_Win_allocate_shared:
 
 - the memory lives as long as any tensor in it, even after the world is closed;
 - a killed job leaves nothing behind, since the file has no name;
@@ -14,8 +14,9 @@ Collectives for Multi-/Many-cores", IPDPS 2018, for summing straight from the pe
 
 import os
 import secrets
+import threading
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,16 @@ from mntrain.comm.mpi import Communicator
 
 TOKEN_BYTES = 16  # at the end of a segment, to identify it
 
+DEPTH = 8  # collectives that a rank may have entered and not left
+INLINE_BYTES = 32 << 10
+_LINE = 8  # int64 in a cache line, so that ranks do not write to the same line
+_ENTERED, _LEFT, _LOCATIONS = 0, _LINE, 2 * _LINE
+_WORDS = _LOCATIONS + 2 * DEPTH
+_HEAD_BYTES = 8 * (_WORDS + -_WORDS % _LINE)
+_UNREACHABLE, _INLINE = -1, -2  # in place of a segment's number
 
-class SegmentOffset(NamedTuple):
-    """The location of a tensor in shared memory: its segment and its first byte there."""
-
-    segment: int
-    start: int
+# Of a tensor in shared memory: the number of its segment, and its first byte there.
+SegmentOffset = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,7 @@ class NodeSharedMemory:
         self._count = 0
         self.why_not = ""
         if node.size > 1:
-            trial = self.allocate(TOKEN_BYTES)
-            del trial
+            self.allocate(TOKEN_BYTES)  # a trial
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return a flat tensor of zero bytes that the node's ranks can access. Collective.
@@ -89,6 +93,23 @@ class NodeSharedMemory:
         self._count += 1
         return own
 
+    def locate(self, tensor: Tensor) -> SegmentOffset | None:
+        """Return the location of a flat host tensor; None if it is not in this memory."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        for index, segment in self._segments.items():
+            start = address - segment.address
+            if start >= 0 and start + nbytes <= segment.nbytes and not segment.dead:
+                return index, start
+        return None
+
+    def view(
+        self, local_rank: int, location: SegmentOffset, numel: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Return a tensor in another rank's part, at the location that rank has published."""
+        segment, start = location
+        part = self._segments[segment].parts[local_rank]
+        return part[start : start + numel * dtype.itemsize].view(dtype)
+
     def _forget(self, dead: list[list[int]]) -> None:
         """Drop the parts whose owners, by local rank, no longer use them."""
         for local_rank, indices in enumerate(dead):
@@ -113,28 +134,6 @@ class NodeSharedMemory:
                 return {}, f"local rank {self._node.rank} cannot map a peer's memory: {error}"
         return parts, ""
 
-    def locate(self, tensor: Tensor) -> SegmentOffset | None:
-        """Return the location of a flat host tensor; None if it is not in this memory."""
-        address = tensor.data_ptr()
-        nbytes = tensor.numel() * tensor.element_size()
-        for index, segment in self._segments.items():
-            start = address - segment.address
-            if start >= 0 and start + nbytes <= segment.nbytes and not segment.dead:
-                return SegmentOffset(index, start)
-        return None
-
-    def view(
-        self, local_rank: int, location: SegmentOffset, numel: int, dtype: torch.dtype
-    ) -> Tensor:
-        """Return a tensor in another rank's part, at the location that rank has published."""
-        part = self._segments[location.segment].parts[local_rank]
-        return part[location.start : location.start + numel * dtype.itemsize].view(dtype)
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of this rank's parts that are in use."""
-        return sum(s.nbytes for s in self._segments.values() if not s.dead)
-
 
 def _create(nbytes: int, token: bytes) -> tuple[int, Tensor | None, str]:
     """Return a new open file in memory, its content as a tensor, and the reason if it failed."""
@@ -156,11 +155,120 @@ def _map(path: str, nbytes: int, token: bytes) -> Tensor:
     """Return a file in memory as a tensor of bytes. Raises OSError unless it ends in the token."""
     length = nbytes + TOKEN_BYTES
     try:
-        if os.stat(path).st_size != length:
-            raise OSError(f"{path} is another process's")
-        everything = torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
+        if os.stat(path).st_size == length:
+            everything = torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
+            if bytes(everything[nbytes:].numpy()) == token:
+                return everything[:nbytes]
     except RuntimeError as error:
         raise OSError(str(error)) from None
-    if bytes(everything[nbytes:].numpy()) != token:
-        raise OSError(f"{path} is another process's")
-    return everything[:nbytes]
+    raise OSError(f"{path} is another process's")
+
+
+class SharedFlags:
+    """Flags of a node's ranks: which collectives they have entered and left. One rank's view.
+
+    Every rank has a block in shared memory, to which only it writes:
+
+        entered    the number of collectives that it has entered, and for each of the last DEPTH
+        location   where its tensor lies: in shared memory, in an inline slot, or out of reach
+        left       the number of collectives in which it has no work left
+        slots      DEPTH inline slots for small tensors outside of shared memory
+
+    A rank accesses its peers' tensors after all have entered, and owns its own tensor again after
+    all have left. Collectives are numbered 0, 1, 2, ... on all ranks alike, and entered and left in
+    that order; at most DEPTH are entered and not left. `rank` and `size` are those of the node
+    group. Construction is collective over it.
+    """
+
+    def __init__(self, memory: NodeSharedMemory, rank: int, size: int) -> None:
+        self._memory, self._rank, self._size = memory, rank, size
+        block = memory.allocate(_HEAD_BYTES + DEPTH * INLINE_BYTES)
+        self._entered = self._left = 0
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        location = memory.locate(block)
+        self._shared = location is not None
+        self._blocks = {rank: block}
+        if location is not None:
+            for local in set(range(size)) - {rank}:
+                self._blocks[local] = memory.view(local, location, len(block), torch.uint8)
+        self._peers = sorted(self._blocks.keys() - {rank})
+        self._words = {
+            local: block[:_HEAD_BYTES].view(torch.int64).numpy()
+            for local, block in self._blocks.items()
+        }
+
+    def enter(self, tensor: Tensor, *, reachable: bool = True) -> int:
+        """Enter the next collective with a flat tensor, and return the collective's number.
+
+        A small one outside of shared memory is copied to an inline slot, unless it is on a device
+        and so not `reachable` for other processes.
+        """
+        number = self._entered
+        location = self._memory.locate(tensor) if reachable else None
+        may_copy = self._shared and reachable
+        if may_copy and location is None and tensor.nbytes <= INLINE_BYTES:
+            self._inline_slot(self._rank, number, tensor).copy_(tensor)
+            location = _INLINE, 0
+        words, word = self._words[self._rank], _LOCATIONS + 2 * (number % DEPTH)
+        words[word : word + 2] = location or (_UNREACHABLE, 0)
+        self._memory_fence()
+        self._entered += 1
+        words[_ENTERED] = self._entered
+        return number
+
+    def all_entered(self, number: int) -> bool:
+        """Return whether all ranks of the node have entered a collective. Once true, always."""
+        return self._all_beyond(_ENTERED, number)
+
+    def leave(self) -> None:
+        """Leave the oldest collective that was entered and not left."""
+        self._memory_fence()
+        self._left += 1
+        self._words[self._rank][_LEFT] = self._left
+
+    def all_left(self, number: int) -> bool:
+        """Return whether all ranks of the node have left a collective. Once true, always."""
+        return self._all_beyond(_LEFT, number)
+
+    def tensors(self, number: int, own: Tensor) -> list[Tensor] | None:
+        """Return every rank's tensor, by local rank, after all have entered; None if out of reach.
+
+        They are views of the ranks' memory; this rank's is `own`, or the inline slot with its copy.
+        """
+        if self._size == 1:
+            return [own]
+        if not self._shared:
+            return None
+        word = _LOCATIONS + 2 * (number % DEPTH)
+        tensors = []
+        for local in range(self._size):
+            segment, start = self._words[local][word : word + 2].tolist()
+            if segment == _UNREACHABLE:
+                return None
+            if segment == _INLINE:
+                tensors.append(self._inline_slot(local, number, own))
+            elif local == self._rank:
+                tensors.append(own)
+            else:
+                view = self._memory.view(local, (segment, start), own.numel(), own.dtype)
+                tensors.append(view)
+        return tensors
+
+    def _inline_slot(self, local: int, number: int, like: Tensor) -> Tensor:
+        start = _HEAD_BYTES + number % DEPTH * INLINE_BYTES
+        return self._blocks[local][start : start + like.nbytes].view(like.dtype)
+
+    def _all_beyond(self, word: int, number: int) -> bool:
+        if any(self._words[local][word] <= number for local in self._peers):
+            return False
+        self._memory_fence()
+        return True
+
+    def _memory_fence(self) -> None:
+        """Order memory accesses: none passes this point, such as a flag its data.
+
+        Releasing a lock and acquiring it, in this order, is a full barrier.
+        """
+        self._lock.release()
+        self._lock.acquire()

@@ -28,8 +28,7 @@ from torch import Tensor
 from mntrain.comm.chunk_plan import Span
 from mntrain.comm.device_copy import DeviceCopy, StreamOrderedWork
 from mntrain.comm.pending import Steps
-from mntrain.comm.shared_flags import DEPTH
-from mntrain.comm.shared_memory import NodeSharedMemory
+from mntrain.comm.shared_memory import DEPTH, NodeSharedMemory
 from zero.collectives import CompletedWork, Work
 from zero.layout import split
 

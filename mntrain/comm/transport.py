@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from mntrain.comm import mpi, nccl
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import as_bytes
 from mntrain.comm.collectives import Devices, Transport, WorldCollectives
 from mntrain.comm.device_copy import DeviceCopy
@@ -245,9 +245,9 @@ def _connect_nccl(
     resources.callback(lambda: context.run(cross.free))
     resources.callback(lambda: context.run(alone.free))
     nodes = Topology(tuple((node,) for node in range(len(topology.nodes))))
-    table = AlgorithmTable.always("flat")
+    choice = AlgorithmChoice("flat")
     collectives = context.run(
-        lambda: WorldCollectives(cross, alone, nodes, context.progress, devices, table=table)
+        lambda: WorldCollectives(cross, alone, nodes, context.progress, devices, choice=choice)
     )
     return nccl.NodeFirstCollectives(group, collectives, devices.copier, devices.kernels)
 

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from worlds import RANKS, Worlds
 
-from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 
 RANK = MPI.COMM_WORLD.rank
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ class Way:
     def __init__(self, world, algorithm, piece_bytes, arena, gathered_bytes=0):
         self.world, self.arena, self.algorithm = world, arena, algorithm
         self.collectives = world.collectives.replace(
-            table=AlgorithmTable.always(algorithm, piece_bytes), small_message_bytes=gathered_bytes
+            choice=AlgorithmChoice(algorithm, piece_bytes), small_message_bytes=gathered_bytes
         )
 
     def by(self, algorithm, piece_bytes=PIECE_BYTES):

@@ -1,7 +1,9 @@
 """Autotuning on real ranks: all agree, and a cached result is not measured again."""
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +12,12 @@ from worlds import RANKS, refusal
 
 import mntrain
 from mntrain.comm import algorithms, autotune
-from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
-from mntrain.comm.autotune import Autotuner
-from mntrain.comm.tuning_cache import Tuning, cache_path, store
+from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.autotune import cache_path, store
 
 COMM = MPI.COMM_WORLD
 LAYOUTS = [None, *range(1, min(RANKS, 3))]
 SHORT_S = 0.2  # budget of a measurement in tests
-STORED = AlgorithmTable(((1 << 10, AlgorithmChoice("flat")), (1 << 20, AlgorithmChoice("leader"))))
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("own_cache")]
 several = pytest.mark.mpi(min_size=2)
@@ -40,13 +40,13 @@ def tuned(**options):
 def runs(monkeypatch):
     """Return a list with one entry for every measurement of this rank."""
     log = []
-    measure = Autotuner.measure
+    measure = autotune.measure
 
-    def logged(self, bucket_bytes):
-        log.append(bucket_bytes)
-        return measure(self, bucket_bytes)
+    def logged(*arguments):
+        log.append(arguments)
+        return measure(*arguments)
 
-    monkeypatch.setattr(Autotuner, "measure", logged)
+    monkeypatch.setattr(autotune, "measure", logged)
     return log
 
 
@@ -58,10 +58,10 @@ def same_everywhere(value):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_make_the_same_choice_among_the_candidates(layout):
     with tuned(ranks_per_node=layout) as world:
-        table = world.collectives.table
-        assert same_everywhere((table, world.tuning, world.algorithm))
-        assert {choice.algorithm for _, choice in table.steps} <= set(autotune.candidates())
-        assert world.algorithm == table.of(1 << 19).algorithm
+        choice = world.collectives.choice
+        assert same_everywhere((choice, world.tuning, world.algorithm))
+        assert choice.algorithm == world.algorithm
+        assert world.algorithm in algorithms.candidates()
         assert world.tuning.startswith(world.algorithm)
 
 
@@ -77,28 +77,21 @@ def test_the_chosen_algorithm_sums_correctly():
 
 @several
 def test_ranks_whose_clocks_disagree_choose_the_same(monkeypatch):
-    perf_counter = autotune.time.perf_counter
-
-    class Clock:
-        """A clock that runs at a different speed on every rank."""
-
-        @staticmethod
-        def perf_counter():
-            return perf_counter() * 3**world_rank
-
-    world_rank = COMM.rank
-    monkeypatch.setattr(autotune, "time", Clock)
+    perf_counter = time.perf_counter
+    clock = SimpleNamespace(**vars(time))
+    clock.perf_counter = lambda: perf_counter() * 3**COMM.rank  # of another speed on every rank
+    monkeypatch.setattr(autotune, "time", clock)
     with tuned() as world:
-        assert same_everywhere((world.collectives.table, world.tuning))
+        assert same_everywhere((world.collectives.choice, world.tuning))
 
 
 @several
 def test_a_second_world_measures_nothing(runs):
     with tuned() as first:
-        table, line = first.collectives.table, first.tuning
+        choice, line = first.collectives.choice, first.tuning
     assert len(runs) == 1
     with tuned() as second:
-        assert second.collectives.table == table
+        assert second.collectives.choice == choice
         assert second.tuning.startswith(f"{line} (measured 2")
         assert same_everywhere(second.tuning)
     assert len(runs) == 1
@@ -117,9 +110,9 @@ def test_all_ranks_use_the_entry_cached_by_rank_0(runs):
     file = cache_path()
     if COMM.rank == 0:
         (key,) = json.loads(file.read_text())
-        store(key, Tuning(STORED, "as it was"))
+        store(key, ("leader", "as it was"))
     with tuned() as world:
-        assert world.collectives.table == STORED
+        assert world.collectives.choice == AlgorithmChoice("leader")
         assert world.algorithm == "leader"
         assert world.tuning.startswith("as it was (measured ")
     assert len(runs) == 1
@@ -146,14 +139,14 @@ def test_every_world_measures_where_no_cache_can_be_written(runs, monkeypatch):
     COMM.Barrier()
     for _ in range(2):
         with tuned() as world:
-            assert same_everywhere(world.collectives.table)
+            assert same_everywhere(world.collectives.choice)
     assert len(runs) == 2
 
 
 @several
 def test_without_tuning_auto_is_lanes(runs):
     with tuned(tune=False) as world:
-        assert world.collectives.table == AlgorithmTable.always("lanes")
+        assert world.collectives.choice == AlgorithmChoice("lanes")
         assert world.algorithm == "lanes"
         assert world.tuning.endswith("not tuned")
     assert not runs
@@ -163,7 +156,7 @@ def test_without_tuning_auto_is_lanes(runs):
 @pytest.mark.parametrize("algorithm", algorithms.names())
 def test_an_algorithm_given_by_name_is_not_timed(runs, algorithm):
     with tuned(algorithm=algorithm) as world:
-        assert world.collectives.table == AlgorithmTable.always(algorithm)
+        assert world.collectives.choice == AlgorithmChoice(algorithm)
         assert (world.algorithm, world.tuning) == (algorithm, "")
     assert not runs
 

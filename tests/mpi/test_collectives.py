@@ -24,8 +24,8 @@ from cases import (
 )
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL, make_world
 
-from mntrain.comm import algorithms, hierarchical, mpi, pending, shared_flags
-from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
+from mntrain.comm import algorithms, hierarchical, mpi, pending, shared_memory
+from mntrain.comm.algorithms import AlgorithmChoice
 
 pytestmark = pytest.mark.mpi
 
@@ -68,7 +68,7 @@ def test_algorithms_may_change_from_call_to_call(ways):
     run(way.world, several)
 
 
-def test_the_table_says_which_algorithm_moves_which_size(ways):
+def test_another_choice_moves_the_next_tensor_and_does_not_change_the_worlds(ways):
     world = ways("lanes", VIRTUAL[-1]).world
     # Naive rounds a sum of 16 bits once, lanes on every level: so the bits tell who made it.
     everyone = torch.rand(RANKS, 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -76,23 +76,12 @@ def test_the_table_says_which_algorithm_moves_which_size(ways):
     nodes = world.topology.nodes
     sums["lanes"] = in_order([in_order([everyone[rank] for rank in node]) for node in nodes])
     assert torch.equal(*sums.values()) == (len(nodes) in (1, RANKS))
-    steps = ((100, "naive"), (400, "lanes"), (1000, "naive"), (1200, "lanes"))
-    table = AlgorithmTable(tuple((nbytes, AlgorithmChoice(name)) for nbytes, name in steps))
-    expected = [(1, "naive"), (50, "naive"), (51, "lanes"), (200, "lanes"), (201, "naive")]
-    expected += [(600, "lanes"), (1000, "lanes")]
-    for numel, algorithm in expected:
-        tensor = everyone[RANK, :numel].clone()
-        world.collectives.replace(table=table).all_reduce(tensor).wait()
-        assert torch.equal(tensor, sums[algorithm][:numel])
-
-
-def test_another_choice_does_not_change_the_worlds(ways):
-    collectives = ways().world.collectives
-    before = collectives.table
-    assert collectives.replace(table=AlgorithmTable.always("flat")).table == AlgorithmTable.always(
-        "flat"
-    )
-    assert collectives.table is before
+    before = world.collectives.choice
+    for algorithm, total_in_order in sums.items():
+        tensor = everyone[RANK].clone()
+        world.collectives.replace(choice=AlgorithmChoice(algorithm)).all_reduce(tensor).wait()
+        assert torch.equal(tensor, total_in_order)
+    assert world.collectives.choice is before
 
 
 @pytest.mark.parametrize(("algorithm", "layout", "place"), EVERY_WAY)
@@ -253,13 +242,13 @@ def test_a_tensor_of_many_pieces(ways, algorithm, place):
     assert torch.equal(tensor, once * (RANKS * (RANKS + 1) // 2))
 
 
-@pytest.mark.parametrize("tray_bytes", [shared_flags.INLINE_BYTES, 0], ids=["trays", "messages"])
+@pytest.mark.parametrize("tray_bytes", [shared_memory.INLINE_BYTES, 0], ids=["trays", "messages"])
 @pytest.mark.parametrize("piece_bytes", [8, 24, 200])
 @pytest.mark.parametrize(
     "scheme", [("flat", None), *product(["leader", "lanes"], VIRTUAL[-2:])], ids=str
 )
 def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_bytes):
-    monkeypatch.setattr(shared_flags, "INLINE_BYTES", tray_bytes)
+    monkeypatch.setattr(shared_memory, "INLINE_BYTES", tray_bytes)
     way = ways(*scheme, piece_bytes)
     for dtype, place in product((torch.float32, torch.int64), ("plain", "mixed")):
         run(way.world, cases(way, [99], dtype, roots=[RANKS - 1], place=place))

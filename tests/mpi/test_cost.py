@@ -10,7 +10,7 @@ from mpi4py import MPI
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, Worlds
 
 from mntrain.comm import mpi
-from mntrain.comm.algorithm_table import AlgorithmChoice, AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 
 pytestmark = pytest.mark.mpi
 
@@ -228,7 +228,7 @@ def launch(collectives, verb, tensor, root=0, **given):
 
 def cost(world, algorithm, verb, tensor, *, piece_bytes=PIECE, **given):
     """What one collective adds to the counts of every rank."""
-    collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm, piece_bytes))
+    collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm, piece_bytes))
     before = usage(world)
     launch(collectives, verb, tensor, **given).wait()
     return less(usage(world), before)
@@ -246,7 +246,7 @@ VERBS = [
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_every_transfer_is_accounted_for(costs, algorithm, layout, place):
     world, arena = costs(layout)
-    collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm))
+    collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm))
     before = usage(world)
     for (verb, root), sizes in product(VERBS, (SIZES, LARGE)):
         arena.clear()

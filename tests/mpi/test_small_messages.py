@@ -7,7 +7,8 @@ import torch
 from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
-from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES, SmallMessages
+from mntrain.comm.chunked import small_collective
+from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -20,12 +21,11 @@ def gathers(monkeypatch):
     """The verbs that were gathered since, by length."""
     seen = []
 
-    class Noted(SmallMessages):
-        def operation(self, call, access):
-            seen.append(len(access.host))
-            return super().operation(call, access)
+    def noted(plan, call, access, context):
+        seen.append(call.bounds[-1])
+        return small_collective(plan, call, access, context)
 
-    monkeypatch.setattr("mntrain.comm.chunked.SmallMessages", Noted)
+    monkeypatch.setattr("mntrain.comm.chunked.small_collective", noted)
     return seen
 
 

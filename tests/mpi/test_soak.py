@@ -17,8 +17,8 @@ from mpi4py import MPI
 from worlds import RANKS, VIRTUAL, make_world
 
 from mntrain.comm import algorithms, mpi
-from mntrain.comm.algorithm_table import AlgorithmTable
-from mntrain.comm.small_messages import SMALL_MESSAGE_BYTES
+from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -48,7 +48,7 @@ class Call:
         piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
         algorithm = common.choice(algorithms.names())
         self.collectives = world.collectives.replace(
-            table=AlgorithmTable.always(algorithm, piece_bytes),
+            choice=AlgorithmChoice(algorithm, piece_bytes),
             small_message_bytes=common.choice([0, SMALL_MESSAGE_BYTES]),
         )
         wire = common.choice([None, torch.bfloat16, torch.float16])

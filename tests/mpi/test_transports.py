@@ -12,7 +12,7 @@ from devices import GlooGroup, LateDevice, LateGlooGroup, LateKernels, PromptDev
 from mpi4py import MPI
 
 import mntrain
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.transport import (
     TransportContext,
@@ -130,7 +130,7 @@ def test_every_verb_gives_its_result(rig, name, ranks_per_node, dtype):
     for algorithm, numel in itertools.product(algorithms, SIZES):
         collectives = collectives.replace(
             small_message_bytes=1 << 30 if algorithm == "gathered" else 0,
-            table=AlgorithmTable.always(algorithm.replace("gathered", "lanes"), 1 << 10),
+            choice=AlgorithmChoice(algorithm.replace("gathered", "lanes"), 1 << 10),
         )
         bounds = uneven(numel, size)
         slot = collectives.slot(rank)

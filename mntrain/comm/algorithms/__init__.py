@@ -4,15 +4,40 @@ Each module of this package is one algorithm, and the module's name is the algor
 an algorithm, add a module: configuration, benchmarks and automatic selection find it here. It
 defines
 
-    AUTO                 whether automatic selection may choose it
-    make(world)          return a `collective_call.Algorithm` for a `WorldContext`. Local
+    AUTO                   whether automatic selection may choose it
+    HOST_ONLY              whether it needs host memory: device tensors are staged there
+    make(topology, rank)   return a `collective_call.Algorithm` for a rank. Local
 """
 
 import importlib
 import pkgutil
+from functools import cache
 from types import ModuleType
+from typing import NamedTuple
+
+CHUNK_BYTES = 512 << 10
+# A lane is cut into at least so many chunks, unless they get very short: the wire idles while the
+# first one is summed within the node, and while the last one is distributed there.
+MIN_CHUNKS = 8
 
 
+class AlgorithmChoice(NamedTuple):
+    """An algorithm and the chunks into which it cuts a tensor."""
+
+    algorithm: str
+    chunk_bytes: int = CHUNK_BYTES  # at most, of a lane, over all nodes
+    min_chunks: int = MIN_CHUNKS  # of a lane
+    concurrent: bool = False  # whether other tensors are in flight at the same time
+
+    def among_others(self) -> "AlgorithmChoice":
+        """Return the same choice for one of several tensors that are in flight together.
+
+        The others keep the wire busy, so fewer chunks suffice, which cost less of the core.
+        """
+        return self._replace(chunk_bytes=2 * self.chunk_bytes, min_chunks=2, concurrent=True)
+
+
+@cache
 def names() -> tuple[str, ...]:
     """Return the names of all algorithms, sorted. Imports none of them."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))

@@ -1,11 +1,13 @@
 """Flat: one level of point-to-point messages between all ranks, as if each were a node."""
 
+from functools import partial
+
 from mntrain.comm.chunk_plan import HierarchyPlan
-from mntrain.comm.chunked import HierarchicalAlgorithm
-from mntrain.comm.collective_call import Algorithm, WorldContext
+from mntrain.comm.chunked import run_hierarchical
+from mntrain.comm.collective_call import Algorithm
 from mntrain.comm.topology import Topology
 
-AUTO = True
+AUTO, HOST_ONLY = True, False
 
 
 def plan(topology: Topology, rank: int) -> HierarchyPlan:
@@ -14,6 +16,6 @@ def plan(topology: Topology, rank: int) -> HierarchyPlan:
     return HierarchyPlan(single_ranks, 1, topology.slots, rank)
 
 
-def make(world: WorldContext) -> Algorithm:
-    """Return the algorithm for a world."""
-    return HierarchicalAlgorithm(world, plan(world.topology, world.comm.rank))
+def make(topology: Topology, rank: int) -> Algorithm:
+    """Return the algorithm for a rank."""
+    return partial(run_hierarchical, plan(topology, rank))

@@ -1,11 +1,13 @@
 """Leader: ranks of a node share memory; local rank 0 alone exchanges messages with other nodes."""
 
+from functools import partial
+
 from mntrain.comm.chunk_plan import HierarchyPlan
-from mntrain.comm.chunked import HierarchicalAlgorithm
-from mntrain.comm.collective_call import Algorithm, WorldContext
+from mntrain.comm.chunked import run_hierarchical
+from mntrain.comm.collective_call import Algorithm
 from mntrain.comm.topology import Topology
 
-AUTO = True
+AUTO, HOST_ONLY = True, False
 
 
 def plan(topology: Topology, rank: int) -> HierarchyPlan:
@@ -13,6 +15,6 @@ def plan(topology: Topology, rank: int) -> HierarchyPlan:
     return HierarchyPlan(topology, 1, topology.slots, rank)
 
 
-def make(world: WorldContext) -> Algorithm:
-    """Return the algorithm for a world."""
-    return HierarchicalAlgorithm(world, plan(world.topology, world.comm.rank))
+def make(topology: Topology, rank: int) -> Algorithm:
+    """Return the algorithm for a rank."""
+    return partial(run_hierarchical, plan(topology, rank))

@@ -18,7 +18,7 @@ from worlds import RANKS
 from gpu.place import ON, gpu, on, sleep, streams, synchronize
 from gpu.ranks.transports import transports
 from mntrain.comm import algorithms
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
@@ -45,9 +45,7 @@ class Call:
         algorithm = common.choice(algorithms.names())
         nbytes = self.numel * self.dtype.itemsize
         piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
-        self.collectives = world.collectives.replace(
-            table=AlgorithmTable.always(algorithm, piece_bytes)
-        )
+        self.collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm, piece_bytes))
         # Ranks differ in their streams and in the delays of these.
         self.launched = own.choice(choices)
         self.waited = own.choice([self.launched, own.choice(choices)])

@@ -11,7 +11,7 @@ from gpu.place import gpu
 from gpu.ranks.transports import transports
 from mntrain.bench.candidates import Pattern, library_candidate
 from mntrain.comm import algorithms
-from mntrain.comm.algorithm_table import AlgorithmTable
+from mntrain.comm.algorithms import AlgorithmChoice
 from zero.layout import MIB
 
 pytestmark = [pytest.mark.mpi, *gpu]
@@ -44,7 +44,7 @@ class Way:
 
     def __init__(self, world, algorithm):
         self.arena = Arena(world)
-        self.collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm))
+        self.collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 
 class OnDevice(Case):
@@ -94,9 +94,9 @@ def test_sums_of_any_numbers_are_those_of_the_naive_oracle(worlds, transport, dt
     for numel in (5, 20011, 500_009):
         values = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
         naive = values.to(world.device)
-        world.collectives.replace(table=AlgorithmTable.always("naive")).all_reduce(naive).wait()
+        world.collectives.replace(choice=AlgorithmChoice("naive")).all_reduce(naive).wait()
         for verb, algorithm in product(SUMS, algorithms.names()[:3]):
-            collectives = world.collectives.replace(table=AlgorithmTable.always(algorithm))
+            collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm))
             ours = values.to(world.device)
             getattr(collectives, verb)(ours).wait()
             own = shard(collectives, numel) if verb == "reduce_scatter" else slice(None)

@@ -8,7 +8,7 @@ import pytest
 
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import WaitPolicy, pause
-from mntrain.comm.shared_flags import DEPTH
+from mntrain.comm.shared_memory import DEPTH
 
 WINDOW = 5
 
@@ -23,11 +23,9 @@ def engine():
 class Steps:
     """An operation of some chunks that waits at its gates and logs its steps."""
 
-    def __init__(
-        self, log, name, count=1, max_in_flight=WINDOW, *, wakes=True, alone=True, **gates
-    ):
+    def __init__(self, log, name, count=1, max_in_flight=WINDOW, *, alone=True, **gates):
         self.log, self.name, self.count, self.max_in_flight = log, name, count, max_in_flight
-        self.wakes_thread, self.latency_bound = wakes, alone
+        self.latency_bound = alone
         self.gates = gates  # by step: what must be true before it is done
         self.moving = 0
         self.begun = False
@@ -87,7 +85,7 @@ def of(log, step):
 @pytest.mark.parametrize("wakes", [True, False])
 def test_an_operation_goes_through_its_steps_in_order(engine, wakes):
     log = []
-    assert engine.submit(Steps(log, "a", count=2, wakes=wakes)).wait() == "a"
+    assert engine.submit(Steps(log, "a", count=2), wake=wakes).wait() == "a"
     pieces = [("a", "start", 0), ("a", "end", 0), ("a", "start", 1), ("a", "end", 1)]
     assert log == [("a", "enter"), *pieces, ("a", "leave"), ("a", "finish")]
 
@@ -115,7 +113,7 @@ def test_who_waits_for_one_of_several_sleeps_from_the_start(engine, monkeypatch,
     monkeypatch.setattr("mntrain.comm.engine.pause", pause_and_note)
     policy = WaitPolicy(eager_s=60, max_sleep_s=1e-3)
     monkeypatch.setattr("mntrain.comm.engine.LATENCY_BOUND", policy)
-    future = engine.submit(Steps([], "a", alone=alone, wakes=wakes, chunk=gate.is_set))
+    future = engine.submit(Steps([], "a", alone=alone, chunk=gate.is_set), wake=wakes)
     later = threading.Timer(0.05, gate.set)
     later.start()
     future.wait()
@@ -125,7 +123,7 @@ def test_who_waits_for_one_of_several_sleeps_from_the_start(engine, monkeypatch,
 
 def test_an_operation_that_wakes_nobody_is_left_until_somebody_waits(engine):
     log = []
-    future = engine.submit(Steps(log, "a", wakes=False))
+    future = engine.submit(Steps(log, "a"), wake=False)
     time.sleep(0.05)
     assert not log
     assert future.wait() == "a"
@@ -140,7 +138,7 @@ def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engi
 
     gates = dict.fromkeys(("enter", "all_entered", "chunk", "all_left"), after_a_while)
     before = engine.busy_s
-    assert engine.submit(Steps(log, "a", count=2, wakes=False, **gates)).wait() == "a"
+    assert engine.submit(Steps(log, "a", count=2, **gates), wake=False).wait() == "a"
     assert threads == {threading.get_ident()}
     assert engine.busy_s > before
 
@@ -148,15 +146,15 @@ def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engi
 def test_waiting_for_the_last_operation_progresses_those_before_it(engine):
     log = []
     for name in "ab":
-        engine.submit(Steps(log, name, wakes=False))
-    assert engine.submit(Steps(log, "c", wakes=False)).wait() == "c"
+        engine.submit(Steps(log, name), wake=False)
+    assert engine.submit(Steps(log, "c"), wake=False).wait() == "c"
     assert of(log, "enter") == of(log, "finish") == ["a", "b", "c"]
 
 
 def test_waiting_for_the_first_operation_leaves_the_thread_asleep(engine):
     log, gate = [], threading.Event()
-    first = engine.submit(Steps(log, "a", wakes=False))
-    second = engine.submit(Steps(log, "b", wakes=False, chunk=gate.is_set))
+    first = engine.submit(Steps(log, "a"), wake=False)
+    second = engine.submit(Steps(log, "b", chunk=gate.is_set), wake=False)
     assert first.wait() == "a"
     gate.set()
     time.sleep(0.05)
@@ -168,7 +166,7 @@ def test_an_operation_that_wakes_nobody_follows_those_in_flight(engine):
     log, gate = [], threading.Event()
     engine.submit(Steps(log, "a", chunk=gate.is_set))
     until(lambda: of(log, "start"))
-    small = engine.submit(Steps(log, "b", wakes=False))
+    small = engine.submit(Steps(log, "b"), wake=False)
     later = threading.Timer(0.05, gate.set)
     later.start()
     assert small.wait() == "b"
@@ -179,8 +177,8 @@ def test_an_operation_that_wakes_nobody_follows_those_in_flight(engine):
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(engine, wakes):
     other = ProgressEngine()
-    small = engine.submit(Steps([], "a", wakes=False))
-    other.submit(Steps([], "b", wakes=wakes, chunk=lambda: small.done)).wait()
+    small = engine.submit(Steps([], "a"), wake=False)
+    other.submit(Steps([], "b", chunk=lambda: small.done), wake=wakes).wait()
     assert small.done
     other.close()
 
@@ -188,7 +186,7 @@ def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(eng
 @pytest.mark.parametrize("how", ["submit", "call"])
 def test_a_later_task_that_wakes_the_thread_progresses_the_queue_in_order(engine, how):
     log = []
-    small = engine.submit(Steps(log, "a", wakes=False))
+    small = engine.submit(Steps(log, "a"), wake=False)
     if how == "submit":
         large = engine.submit(Steps(log, "b"))
     else:
@@ -347,6 +345,70 @@ def test_a_function_gives_its_result_or_its_error_every_time(engine):
     assert engine.call(lambda: 8).wait() == 8  # nothing else has suffered
 
 
+# Steps that run alone.
+
+
+def alone(log, name, test=lambda: True):
+    log.append((name, "enter"))
+    yield test
+    log.append((name, "finish"))
+    return name
+
+
+def test_steps_run_alone_and_in_their_turn(engine):
+    log, gate = [], threading.Event()
+    engine.submit(Steps(log, "a", chunk=gate.is_set))
+    until(lambda: of(log, "start") == ["a"])
+    second = engine.submit(alone(log, "b"))
+    third = engine.submit(Steps(log, "c"))
+    time.sleep(0.01)
+    assert of(log, "enter") == ["a"]
+    gate.set()
+    assert [second.wait(), third.wait()] == ["b", "c"]
+    assert of(log, "enter") == of(log, "finish") == ["a", "b", "c"]
+    assert log.index(("b", "finish")) < log.index(("c", "enter"))
+
+
+def test_steps_wake_no_thread_and_are_left_until_somebody_waits(engine):
+    log, gate = [], threading.Event()
+    first = engine.submit(alone(log, "a"), wake=False)
+    second = engine.submit(alone(log, "b", gate.is_set), wake=False)
+    time.sleep(0.05)
+    assert not log
+    assert first.wait() == "a"
+    gate.set()
+    time.sleep(0.05)
+    assert not second.done
+    assert second.wait() == "b"
+
+
+def test_the_thread_leaves_started_steps_to_who_waits_for_them(engine):
+    threads, gate, before = set(), threading.Event(), engine.busy_s
+
+    def test():
+        threads.add(threading.get_ident())
+        return gate.is_set()
+
+    future = engine.submit(alone([], "a", test))
+    until(lambda: threads)
+    assert threading.get_ident() not in threads
+    later = threading.Timer(0.05, gate.set)
+    later.start()
+    assert future.wait() == "a"
+    later.join()
+    assert threading.get_ident() in threads
+    assert engine.busy_s - before > 0.04
+
+
+def test_an_error_in_steps_reaches_who_waits(engine):
+    for test in (fail, lambda: 1 // 0):
+        future = engine.submit(alone([], "a", test), wake=False)
+        for _ in range(2):
+            with pytest.raises((OSError, ZeroDivisionError)):
+                future.wait()
+    assert engine.submit(alone([], "b"), wake=False).wait() == "b"
+
+
 # Errors.
 
 
@@ -357,20 +419,20 @@ def fail():
 @pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("step", ["enter", "all_entered", "chunk", "all_left"])
 def test_an_error_in_any_step_reaches_who_waits(engine, step, wakes):
-    future = engine.submit(Steps([], "a", wakes=wakes, **{step: fail}))
+    future = engine.submit(Steps([], "a", **{step: fail}), wake=wakes)
     for _ in range(2):
         with pytest.raises(OSError, match="no way"):
             future.wait()
-    assert engine.submit(Steps([], "b", wakes=wakes)).wait() == "b"
+    assert engine.submit(Steps([], "b"), wake=wakes).wait() == "b"
 
 
 @pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("step", ["chunks", "leave", "finish"])
 def test_an_error_where_nothing_is_asked_reaches_who_waits(engine, step, wakes):
-    operation = Steps([], "a", wakes=wakes)
+    operation = Steps([], "a")
     setattr(operation, step, fail)
     with pytest.raises(OSError, match="no way"):
-        engine.submit(operation).wait()
+        engine.submit(operation, wake=wakes).wait()
 
 
 def test_an_error_reaches_who_waits_for_those_behind_too(engine):
@@ -405,7 +467,7 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
         ask = staticmethod(fail)
 
     with pytest.raises(OSError, match="no way"):
-        engine.submit(Failing([], "a", wakes=False)).wait()
+        engine.submit(Failing([], "a"), wake=False).wait()
     assert returned == [0]
     returned.clear()
     gate = threading.Event()
@@ -516,7 +578,8 @@ def test_abandon_ends_the_thread_and_fails_what_is_pending_and_what_comes_later(
     done = engine.submit(Steps([], "a"))
     assert done.wait() == "a"
     pending = [engine.submit(Steps([], "b", chunk=lambda: False))]
-    pending.append(engine.submit(Steps([], "c", wakes=False)))
+    pending.append(engine.submit(Steps([], "c"), wake=False))
+    pending.append(engine.submit(alone([], "e", lambda: False)))
     pending.append(engine.call(lambda: None))
     start = time.monotonic()
     engine.abandon()

@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from mntrain.comm.shared_flags import DEPTH, INLINE_BYTES, SharedFlags
-from mntrain.comm.shared_memory import SegmentOffset
+from mntrain.comm.shared_memory import DEPTH, INLINE_BYTES, SharedFlags
 
 SIZE = 1 << 20
 
@@ -25,10 +24,10 @@ class Memory:
 
     def locate(self, tensor):
         start = tensor.data_ptr() - self._parts[self._rank].data_ptr()
-        return SegmentOffset(0, start) if 0 <= start < SIZE else None
+        return (0, start) if 0 <= start < SIZE else None
 
     def view(self, local_rank, place, numel, dtype):
-        part = self._parts[local_rank][place.start : place.start + numel * dtype.itemsize]
+        part = self._parts[local_rank][place[1] : place[1] + numel * dtype.itemsize]
         return part.view(dtype)
 
 
@@ -86,7 +85,7 @@ def test_small_private_tensors_are_copied_to_inline_slots(dtype):
         for rank, view in enumerate(flags):
             found = view.tensors(number, tensors[rank])
             assert all(map(torch.equal, found, tensors))
-            assert same_memory(found[rank], view.inline_slot(number, tensors[rank]))
+            assert same_memory(found[rank], view._inline_slot(rank, number, tensors[rank]))
             assert not same_memory(found[rank], tensors[rank])
         for view in flags:
             view.leave()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.comm.launcher import SIZE_VARIABLES, SilentSingletonsError, check_launcher
+from mntrain.comm.mpi import SIZE_VARIABLES, SilentSingletonsError, check_launcher
 from mntrain.comm.topology import Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
