@@ -1,6 +1,7 @@
 import dataclasses
 import pickle
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,10 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = set(sys.modules)
     yield tmp_path
+    libraries = tuple(sysconfig.get_paths().values())  # whose modules cannot be imported twice
     for name in set(sys.modules) - before:
-        del sys.modules[name]
+        if not str(getattr(sys.modules[name], "__file__", "")).startswith(libraries):
+            del sys.modules[name]
 
 
 # ---- tasks by name ----
