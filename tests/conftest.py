@@ -1,7 +1,8 @@
-"""Which tests run: a quick set by default, all with --all; those of tests/mpi on ranks only.
+"""The selection of tests: a quick set, all with --all; those of tests/mpi on ranks only.
 
 The quick set leaves out tests marked `thorough`. Of a parametrized test it keeps as few cases as
-show every value of every parameter at least once; --all runs every combination.
+show every value of every parameter at least once; --all runs every combination. --rest runs what
+the quick set has left out, and tests of hypothesis again, with more examples.
 """
 
 import os
@@ -22,6 +23,7 @@ CLUSTER_TESTS = Path(__file__).parent / "cluster"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test in every combination")
+    parser.addoption("--rest", action="store_true", help="of --all, run what the quick set lacks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,20 +31,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the quick set, but every case of a test that is named on the command line."""
+    """Keep the quick set or the rest, but every case of a test named on the command line."""
     for item in items:
         if item.path.is_relative_to(CLUSTER_TESTS):  # one set of emulated nodes at a time
             item.add_marker(pytest.mark.xdist_group("cluster"))
     named = any("::" in argument for argument in config.args)
-    if config.getoption("--all") or named:
+    rest = config.getoption("--rest")
+    if named or (config.getoption("--all") and not rest):
         return
     by_function: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("thorough") is None:
             by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept = {item for cases in by_function.values() for item in covering(cases)}
+    if rest:
+        kept = {item for item in items if item not in kept or is_hypothesis(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def is_hypothesis(item: pytest.Item) -> bool:
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 def covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:

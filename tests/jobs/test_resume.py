@@ -58,6 +58,7 @@ def metrics_so_far(folder: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
+@pytest.mark.thorough
 def test_a_damaged_checkpoint_is_skipped_on_resume(tmp_path):
     result = completed(train(2, tmp_path, "--run.stop-after", "3", "--checkpoint.every", "2"))
     assert "step 3  step-00000003 is safe: " in result.stdout

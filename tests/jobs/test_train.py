@@ -55,6 +55,7 @@ def test_a_run_leaves_its_records(tmp_path):
     assert result.stdout.strip().endswith(str(tmp_path / "run"))
 
 
+@pytest.mark.thorough
 def test_the_model_learns(tmp_path):
     completed(train(2, tmp_path, "--train.steps", "40", "--data.workers", "1"))
     values = losses(tmp_path)
@@ -107,6 +108,7 @@ def test_a_loop_of_ones_own():
     assert values[-1] < 0.1 * values[0]
 
 
+@pytest.mark.thorough
 def test_without_a_run_directory_one_is_made_from_the_date(tmp_path):
     corpus = write_corpus(tmp_path)
     command = [sys.executable, "-m", "mntrain", "--data.path", str(corpus), "--train.steps", "1"]

@@ -92,7 +92,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("net", "masters") else pytest.mark.thorough)
+        for name in MODELS
+    ],
+)
 def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, name):
     """Saved by every number of ranks, read by every other; the stages take turns."""
     turn = 0
@@ -278,7 +284,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_with_the_reason(worlds, folder, how):
     world, model = worlds(), net()

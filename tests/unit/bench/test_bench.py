@@ -387,6 +387,7 @@ def bench(ranks, folder, *words):
     return result, json.loads((folder / "bench.json").read_text())
 
 
+@pytest.mark.thorough
 def test_an_unwritable_file_is_reported_by_one_rank():
     words = ["--device", "cpu", "--json", "/no/such/folder/a.json"]
     result = mpirun(2, [*COMMAND, *words], timeout=60, per_rank=True)
