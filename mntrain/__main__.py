@@ -19,7 +19,7 @@ _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCI
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv` (default: of this process), and return the exit code.
+    """Run the command in `argv` (default: this process's), and return the exit code.
 
     The default command is train. Every rank parses the same words before MPI starts, so all exit
     alike, and rank 0 alone prints. Raises SystemExit as `cli.parse_options` does.
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(parse: Callable[..., T], words: Sequence[str], prints: bool) -> T:
-    """Return the parsed options. A rank that exits with an error waits for rank 0 before."""
+    """Return the parsed options. A rank waits for rank 0 before it exits with an error."""
     try:
         return parse(words, print_errors=prints)
     except SystemExit as end:

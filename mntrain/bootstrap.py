@@ -66,7 +66,7 @@ class WorldSettings:
 
 @dataclass
 class WorldParts:
-    """Everything that a world consists of: filled in by the steps of `bootstrap`, then constant."""
+    """The parts of a world: filled in by the steps of `bootstrap`, then constant."""
 
     settings: WorldSettings
     comm: mpi.Communicator
@@ -183,7 +183,7 @@ def _select_transport(parts: WorldParts) -> None:
 
 
 def _make_collectives(parts: WorldParts) -> None:
-    """Make the collectives, by the algorithm that is set or that is fastest here."""
+    """Make the collectives, with the algorithm that is set or the one that is fastest here."""
     settings, selected = parts.settings, parts.transport
 
     def make(comm: mpi.Communicator) -> WorldCollectives:
@@ -244,7 +244,7 @@ def _split(parts: WorldParts, color: int, name: str) -> mpi.Communicator:
 
 
 def _gather_places(parts: WorldParts) -> None:
-    """Let every rank know where the others run."""
+    """Gather the place of every rank on all ranks."""
     rank, on_gpu = parts.comm.rank, parts.device.type == "cuda"
     place = Place(
         rank,

@@ -144,7 +144,7 @@ def _metavar(kind: Any) -> str:
 def _read_command_line(
     parser: ArgumentParser, argv: Sequence[str], options: Mapping[str, FieldInfo]
 ) -> dict[str, Any]:
-    """Return the given options. Raises ValueError or ArgumentError for words that are none."""
+    """Return the given options. Raises ValueError or ArgumentError for unknown words."""
     words = []
     for word in argv:
         flag, equals, value = word.partition("=")
@@ -159,7 +159,7 @@ def _read_command_line(
 
 
 def _from_words(kind: Any, words: Any) -> Any:
-    """Return a typed number as a number, and all else as it is, for validation to accept or not."""
+    """Return words as a number if the option takes one and they are one; else as they are."""
     if isinstance(words, list):
         return tuple(words)
     for number in (int, float):
@@ -170,7 +170,7 @@ def _from_words(kind: Any, words: Any) -> Any:
 
 
 def _read_file(path: str, options: Mapping[str, FieldInfo], prog: str) -> dict[str, Any]:
-    """Return the options in a TOML file. Raises ValueError for names that are no options."""
+    """Return the options in a TOML file. Raises ValueError for unknown names."""
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -223,7 +223,7 @@ def _construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str]
 
 
 def _unknown(name: str, allowed: Iterable[str], prog: str) -> str:
-    """Return a refusal of an option's name, with a similar name among the allowed ones."""
+    """Return the error for an unknown option, with a similar name that is allowed."""
     near = get_close_matches(name, allowed, n=1)
     return f"{name}: no such option; " + (
         f"did you mean {near[0]}?" if near else f"{prog} --help lists all"

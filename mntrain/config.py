@@ -135,12 +135,12 @@ class CommConfig:
     """Communication of gradients."""
 
     algorithm: Literal[("auto", *algorithms.names())] = Field(  # type: ignore[valid-type]
-        default="auto", description="all-reduce algorithm. auto: chosen for the machine."
+        default="auto", description="all-reduce algorithm. auto: see --comm.tune."
     )
     tune: bool = Field(
         default=True,
-        description="for auto, time the algorithms at the start, for up to about 2 s; the result "
-        "is cached. no-tune: auto is lanes.",
+        description="for auto, time the algorithms at the start, for about a second, and cache "
+        "the choice. no-tune: auto is lanes.",
     )
     wire_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
@@ -156,7 +156,7 @@ class CommConfig:
         default="auto",
         description="transport of tensors on GPUs. host: through pinned memory, with any MPI. "
         "cuda-aware: MPI accesses GPU memory. nccl: NCCL within nodes, host between nodes. auto: "
-        "the fastest that works.",
+        "nccl if it works here, else host.",
     )
     bucket_mb: float = Field(default=25.0, gt=0, description="size of a gradient bucket in MiB.")
     ranks_per_node: OrNone[int] = Field(

@@ -70,8 +70,8 @@ def assign(hosts: Sequence[Hashable], visible_gpus: Sequence[Sequence[str]]) -> 
     """Assign a GPU to each rank of a job, by its own index; None for the CPU. Pure.
 
     Both arguments are by rank: a key of the host, and the GPUs that the rank sees, by its own
-    index. A rank gets the GPU of its host that has the fewest ranks so far; among equal ones, that
-    at its position on the host. Ranks that see fewer GPUs are served first.
+    index. A rank gets the GPU of its host that has the fewest ranks so far; among equal ones, the
+    one at its position on the host. Ranks that see fewer GPUs are served first.
 
         four ranks see a b      0 a   1 b   2 a   3 b
         ranks see a, b, c       0 a   1 b   2 c

@@ -90,7 +90,7 @@ class ExceptionWatch:
 def expect_same(values: Sequence[Mapping[str, Any]], rank: int) -> None:
     """Raise AgreedError, as `rank`, unless all ranks gave equal values under each name.
 
-    `values` are gathered, by rank. Of lists, the message has the first items that differ.
+    `values` are gathered, by rank. For lists, the message has the first items that differ.
     """
     for name, first in values[0].items():
         for other, given in enumerate(values):

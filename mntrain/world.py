@@ -38,10 +38,11 @@ class World:
         topology: the node of every rank.
         places: the host, device and threads of every rank, by rank.
         collectives: a `zero.Collectives` over all ranks.
-        kernels: fused arithmetic for the device.
+        kernels: sums, casts and norms on the device (`zero.kernels.Kernels`).
         algorithm: name of the algorithm that reduces full buckets.
-        tuning: the result of tuning it, in one line; empty if it was not left to `auto`.
-        transport_line: the transport of GPU tensors and the reason, in one line; empty on CPUs.
+        tuning: the reason for it, in one line; empty if there was nothing to choose.
+        transport, transport_line: the transport of GPU tensors, and one line with the reason; empty
+            on CPUs and for one rank.
         sharing: a warning about GPUs that several ranks share; empty if none is shared.
         library: name, thread level and build of the MPI library.
     """
@@ -144,7 +145,7 @@ class World:
     def shard(self, loader: Iterable[Any], seed: int = 0) -> ShardedLoader:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
-        Of a torch DataLoader, each rank loads only its own samples; the batches of any other
+        From a torch DataLoader, each rank loads only its own samples; the batches of any other
         iterable are cut along their first dimension (`mntrain.data.loader.ShardedLoader`). Before
         each batch, the optimizers of this world learn this rank's share of it, so a mean loss gives
         the exact mean over the global batch even if shares differ. `seed` decides how a shuffling
@@ -206,7 +207,7 @@ class World:
         Local. Stops the communication thread, and removes the hooks from models and from the
         interpreter. Every later use, and every pending collective, raises RuntimeError; tensors
         that were being reduced or gathered hold undefined values. The communicators are not freed,
-        for that is collective. The remaining ranks can make another world over a communicator of
+        since that is collective. The remaining ranks can make another world over a communicator of
         their own: `mntrain.init(comm)`. A process that exits may wait in MPI_Finalize for the other
         ranks of the job to exit, too.
         """

@@ -83,7 +83,7 @@ class GradientBuckets:
     def finish_round(self) -> None:
         """Launch the buckets that backward has not launched. Collective.
 
-        Where every micro-batch is a round, a round without any gradient launches nothing.
+        If every micro-batch is a round, a round without any gradient launches nothing.
         """
         if self._announce and not self._round_begun:
             for index in range(len(self._buckets)):
@@ -125,7 +125,7 @@ class GradientBuckets:
         self._missing = [{e.spec.name for e in b.entries if e.numel} for b in self._buckets]
 
     def _on_gradient(self, index: int, entry: ParameterSlice, parameter: Tensor) -> None:
-        """Take the gradient that backward has just made, and launch what is full."""
+        """Take the gradient that backward has just made, and launch full buckets."""
         self._weight.note_gradient()
         reducing = self._last_micro_batch or self._announce is not None
         taken = reducing and entry.spec.name not in self._missing[index]
@@ -160,7 +160,7 @@ class GradientBuckets:
         self._launched += 1
 
     def _send(self, index: int) -> None:
-        """Take what a bucket still lacks, and start its reduction."""
+        """Take the gradients that a bucket still lacks, and start its reduction."""
         self._note_assigned(index)
         for entry in self._buckets[index].entries:
             if entry.spec.name in self._missing[index]:
@@ -215,7 +215,7 @@ class StepReduction:
             self.weight.limit_to_means()
 
     def synchronize(self, names: Collection[str], loss_scale: float) -> None:
-        """Launch what backward left, and wait for all buckets; once a step. Collective.
+        """Launch the remaining buckets, and wait for all; once a step. Collective.
 
         `names` are those of all parameters.
         """
@@ -229,9 +229,9 @@ class StepReduction:
         self.weight.reset(usual=divisor / self.group.size)
 
     def take(self) -> tuple[float, float, frozenset[str]]:
-        """Return what `synchronize` has found, and start a new step.
+        """Return the results of `synchronize`, and start a new step.
 
-        That is the weight of the step in samples, the divisor that makes sums of gradients means,
+        They are the weight of the step in samples, the divisor that makes sums of gradients means,
         and the names of parameters that got no gradient on any rank. Raises ValueError if the
         weights of all ranks sum to 0.
         """

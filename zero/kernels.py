@@ -103,7 +103,7 @@ def copy_scaled(target: Tensor, gradient: Tensor | None, scale: float) -> Tensor
 
 
 def rescale(gradients: Sequence[Tensor], scale: float) -> None:
-    """Multiply gradients in place, by 0 also those that are not finite; on a GPU in few kernels."""
+    """Multiply gradients in place, on a GPU in few kernels; 0 gives zeros for any values."""
     if scale == 0:
         for gradient in gradients:
             gradient.zero_()  # not a product: 0 * NaN is NaN

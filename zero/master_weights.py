@@ -136,7 +136,7 @@ class OptimizerShard:
     def sync_from_parameters(self) -> None:
         """Copy parameters that were changed since `copy_to_parameters` to the master weights.
 
-        Loaded or clamped weights, say. Waits for the device, if there are master weights.
+        They were loaded or clamped, for example. If there are master weights, waits for the device.
         """
         with_master = self._with_master()
         changed = [owned.home != owned.rounded() for owned in with_master]

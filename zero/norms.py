@@ -119,7 +119,7 @@ def find_non_finite(
     """Describe which parameters are not finite, and on which ranks, alike on all. Collective.
 
     `shards` are the sums over ranks of this rank's shards, with their parameters' names; `names`
-    are those of all parameters, in order. `check` was made of this rank's own gradients.
+    are those of all parameters, in order. `check` has seen this rank's own gradients.
     """
     local_names = {name for name, tensor in shards if not bool(tensor.isfinite().all())}
     local_finite = bool(check) if collectives.size > 1 else not local_names

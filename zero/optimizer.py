@@ -61,7 +61,7 @@ class ZeroOptimizer(ShardedOptimizer):
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
     - `schedule`: over which ranks a step is averaged (`zero.sync_schedule`); by default all.
-    - `bucket_bytes`: the most that a bucket has; small models have buckets of an eighth of them.
+    - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `buffers`: tensors that are overwritten with rank 0's after every step.
     - `order`: names of parameters in the order of forward; by default that of `parameters`.
     - `model`: its modules wait for the parameters that the last step sent, so that all-gathers
@@ -198,8 +198,8 @@ class ZeroOptimizer(ShardedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients: parameters have None, or zeros without `set_to_none`.
 
-        At stage 2 they have None either way. From stage 1 on `step` does so itself. Buckets that
-        backward has launched must be stepped on before more gradients come: other ranks take part.
+        At stage 2 they have None either way. From stage 1 on `step` does so itself. If backward
+        has launched buckets, call `step` before the next backward, as the other ranks do.
         """
         self._reduction.buckets.clear(set_to_none)
 
@@ -270,7 +270,7 @@ class ZeroOptimizer(ShardedOptimizer):
     def _publish(self, *, updated: bool) -> None:
         """Exchange what the schedule asks for, and send updated shards to other ranks. Collective.
 
-        The all-gathers go on after the return.
+        The all-gathers are still in flight on return.
         """
         updated_tensors = [own.tensor for own in self._owned.pieces]
         exchanged = self.schedule.after_update(self._reduction.steps, updated_tensors)

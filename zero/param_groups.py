@@ -104,7 +104,7 @@ def _check_memory(parameters: Mapping[str, Parameter]) -> None:
 def check_sharding(
     stage: int, partition: str, optimizer_class: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    """Raise ValueError for an unknown stage or partition, or one an optimizer does not allow."""
+    """Raise ValueError for a stage or partition that is unknown or that the optimizer rules out."""
     if type(stage) is not int or stage not in STAGES:
         known = ", ".join(map(str, STAGES))
         raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")

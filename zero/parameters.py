@@ -52,7 +52,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> list[Tensor]:
-        """Move parameters, by name, into flat memory; return it, a tensor a bucket. Collective.
+        """Move parameters, by name, into flat memory; return it, one tensor per bucket. Collective.
 
         One bucket at a time, so that no more than one is in memory twice. No two parameters may
         share memory.

@@ -68,8 +68,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def wait_for_parameters(self) -> None:
         """Wait until all parameters hold the last update. Local.
 
-        The modules of `model` do so by themselves. Code that reads parameters by other ways calls
-        it first: from `param_groups`, or from a list made before. Raises RuntimeError if the model
+        The modules of `model` do so by themselves. Code that reads parameters in other ways,
+        from `param_groups` or a list made before, calls it first. Raises RuntimeError if the model
         was moved.
         """
         self._owned.parameters.wait()

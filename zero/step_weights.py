@@ -9,7 +9,7 @@ class BatchWeight:
     A step uses one of two ways to state it. `state(n)`: the gradient that accumulates is a mean
     over n samples, and is multiplied by n (`scale`) before the sum over ranks. `add(n)`: the loss
     was multiplied by n already. Without either, each rank has weight 1. With `every_micro_batch`
-    the gradient of each micro-batch is summed over ranks alone.
+    the gradient of each micro-batch is summed over ranks by itself.
 
     Multipliers are divided by `unit`, the power of two nearest below the weight that `ranks` ranks
     had together in the previous step. With `ranks` the size of the group and equal weights that are

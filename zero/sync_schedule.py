@@ -21,9 +21,9 @@ class SyncSchedule(Protocol):
     Gradients, batch weights, the norm and buffers of a step are exchanged over `group(step)` alone.
     All ranks of a group give the same answers, and at least one of them has a sample in each step.
 
-    Decisions about the job are agreed over all ranks in every step, or one group would end or save
-    while another goes on. So a step that is not finite in one group is skipped, or raises, on all
-    ranks; and a trainer takes means, signals and save requests over the world.
+    Decisions about the job are agreed over all ranks in every step, since one group must not end or
+    save while another continues. So a step that is not finite in one group is skipped, or raises,
+    on all ranks; and a trainer takes means, signals and save requests over the world.
 
     Between exchanges, parameters, buffers and optimizer state differ between groups. A checkpoint,
     a comparison of replicas or an evaluation of one model belongs after a step that exchanged them.

@@ -122,7 +122,7 @@ def mpi_candidate(
     """Return a blocking collective of the MPI library, on fp32 in host memory. Local.
 
     `comm` is an mpi4py communicator over the world that carries nothing else. `pattern` is fp32 on
-    the CPU. All but a broadcast are out of place.
+    the CPU. Every collective except broadcast is out of place.
     """
     bounds = split(nbytes // 4, comm.size)
     counts = [high - low for low, high in pairwise(bounds)]
@@ -146,8 +146,8 @@ def take_turns(
 ) -> list[list[list[Sample]]]:
     """Return samples by candidate, round and rank; candidates run in random order in a round.
 
-    Collective over the mpi4py communicator `comm`. Makes one round at least, and starts no other
-    after `budget_s` seconds. The first `warm_up` rounds are not returned.
+    Collective over the mpi4py communicator `comm`. Makes at least one round, and starts
+    none after `budget_s` seconds. The first `warm_up` rounds are not returned.
     """
     start = time.perf_counter()
     local: list[list[Sample]] = [[] for _ in candidates]

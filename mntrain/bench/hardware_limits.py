@@ -52,7 +52,7 @@ class HardwareLimits:
 
 
 def minimum_traffic(verb: str, ranks: Sequence[int]) -> float:
-    """Return the part of the tensor that some node must send or receive at least.
+    """Return the fraction of the tensor that the busiest node must send or receive.
 
     `ranks` has the number of ranks on each node; every rank has a shard of the same length.
     """
@@ -66,8 +66,8 @@ def copy_speed(nbytes: int, seconds: float) -> float:
     """Return the speed of copies of `nbytes` bytes in host memory, in bytes/s. Local.
 
     Each byte counts once, though it is read and written. Called by all ranks of a node together, it
-    measures each rank's share of their memory. Makes as many copies as fit into `seconds`, three at
-    least, after a warm-up.
+    measures each rank's share of their memory. Makes as many copies as fit into `seconds`, at
+    least three, after a warm-up.
     """
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.zeros(nbytes, dtype=torch.uint8)
@@ -82,10 +82,10 @@ def copy_speed(nbytes: int, seconds: float) -> float:
 def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
     """Return the payload bytes/s that a node sends and receives at once. Collective, blocking.
 
-    The nodes, two at least, form a ring: as many ranks of each as the smallest one has send to the
+    The nodes, at least two, form a ring: as many ranks of each as the smallest one has send to the
     next node and receive from the previous one, with several messages in flight. Rounds double
-    until about `seconds` have passed, and the better of the last two counts: buffers would make
-    short ones too fast. The result is the same on every rank.
+    until about `seconds` have passed, and the better of the last two counts, because
+    buffers make short rounds too fast. The result is the same on every rank.
     """
     memory = np.ones((2, PIECES_IN_FLIGHT, PIECE_BYTES), dtype=np.uint8)
     _round(comm, topology, 1, memory)  # opens the connections

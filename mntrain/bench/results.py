@@ -43,7 +43,7 @@ class BenchCase:
         return self.limit_s / self.median_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, in which names carry units."""
+        """Return a JSON object, whose names carry units."""
         if not self.timed:
             names = ("verb", "algorithm", "size_bytes")
             return {name: getattr(self, name) for name in names} | {"ranks": self.wrong_ranks}

@@ -100,7 +100,7 @@ def measure(
 
     Collective; all ranks yield the same. `comm` is an mpi4py communicator over the same ranks.
     `options.seconds` count from `start`, on rank 0's `time.perf_counter`: each collective and size
-    gets an equal part of them, and is skipped if it would start later. The smallest size never is.
+    gets an equal part of them, and all but the smallest are skipped if they would start later.
     """
     dtype = DTYPES[options.dtype]
     pattern = candidates.Pattern(world.rank, world.size, dtype, world.device)

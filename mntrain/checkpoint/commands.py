@@ -43,7 +43,7 @@ _BLOCK = 1 << 20  # elements, of which a few fp64 copies are made
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command line and return its exit code: 0 if every checkpoint is sound, or equal.
+    """Run a command line and return its exit code: 0 if checkpoints are sound, or for diff equal.
 
     Raises SystemExit, with 2 for a malformed command line and 0 after --help.
     """
@@ -156,7 +156,7 @@ def _diff(options: Namespace, console: Console) -> int:
 
 
 def _tensor_differences(first: Path, second: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name of each tensor, and how it differs; an empty text if it does not."""
+    """Yield the name of each tensor and its difference, which is empty if no bit differs."""
     for file in (MODEL, OPTIMIZER):
         with open_tensors(first / file) as a, open_tensors(second / file) as b:
             kinds_a, kinds_b = _kinds(a), _kinds(b)
@@ -229,9 +229,9 @@ def _export(options: Namespace, console: Console) -> int:
 def _write_model(source: Path, out: Path) -> None:
     """Write parameters and buffers, named as in the model's state_dict.
 
-    `out` becomes a safetensors file if its name ends so, else a state_dict for torch.load. It is
-    replaced only when the new file is complete and on the disk. Raises OSError; `out` is unchanged
-    then.
+    `out` becomes a safetensors file if its name ends in .safetensors, otherwise a state_dict for
+    torch.load. It is replaced only when the new file is complete and on the disk. If this raises
+    OSError, `out` is unchanged.
     """
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:

@@ -56,7 +56,7 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of 
 
 
 class ChecksummedRange(NamedTuple):
-    """`length` bytes of a file, from `start` on, and their CRC-32 (as of zlib)."""
+    """`length` bytes of a file, from `start` on, and their CRC-32 (as in zlib)."""
 
     start: int
     length: int
@@ -131,7 +131,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _write(file: int, data: memoryview, start: int) -> list[ChecksummedRange]:
-    """Write data; the disk begins at once (Linux), rather than at the fsync after all writes."""
+    """Write data, and start the disk at once (Linux) instead of at the fsync after all writes."""
     ranges = []
     for low in range(0, len(data), RANGE_BYTES):
         part, checksum = data[low : low + RANGE_BYTES], 0

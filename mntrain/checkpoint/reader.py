@@ -168,7 +168,7 @@ def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, wor
 
 
 def restore_randomness(found: FoundCheckpoint, world: World) -> None:
-    """Restore this rank's random generators if as many ranks saved. Local."""
+    """Restore this rank's random generators if the checkpoint is of as many ranks. Local."""
     if found.manifest.world["ranks"] != world.size:
         return
     prefix = f"{world.rank}/"

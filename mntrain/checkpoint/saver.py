@@ -136,7 +136,7 @@ class Saver:
     def advance(self) -> SavedCheckpoint | None:
         """Complete the present phase of a save: writing, then publishing. Collective.
 
-        Waits as long as it must. Returns None after the first phase. Raises AgreedError, which
+        Blocks until that is done. Returns None after the first phase. Raises AgreedError, which
         names the rank and the cause, if the save failed; earlier checkpoints are unchanged.
         """
         save = self._pending

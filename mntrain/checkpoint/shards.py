@@ -42,7 +42,7 @@ _NUMPY = struct.Struct("<i?d")  # position, whether there is a cached normal val
 
 
 class TensorRange(NamedTuple):
-    """Elements of a tensor in a file: flat, the first of them being element `low`."""
+    """Consecutive elements of a tensor in a file, flat, from element `low` on."""
 
     file: str
     name: str
@@ -84,7 +84,7 @@ class CheckpointShard:
         return ShardOutline(slices, sizes, token)
 
     def ranges(self) -> Iterator[TensorRange]:
-        """Yield all ranges to write. They are views, but for parameters that are not contiguous."""
+        """Yield all ranges to write: views, except for parameters that are not contiguous."""
         for piece in self._slices:
             for key, tensor in piece.tensors.items():
                 yield TensorRange(OPTIMIZER, f"{piece.name}/{key}", tensor, piece.low)
@@ -133,7 +133,7 @@ class CheckpointShard:
             yield piece._replace(low=low, high=high, tensors=tensors)
 
     def _equal_part(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, low, high) of this rank's equal, contiguous part of items end to end."""
+        """Yield (index, low, high) of this rank's equal part of the items, laid end to end."""
         first, last = split(sum(lengths), self._size)[self._rank : self._rank + 2]
         start = 0
         for index, length in enumerate(lengths):

@@ -55,7 +55,7 @@ class PendingSave:
 
 
 def make_folder(save: PendingSave, folder: Path) -> None:
-    """Create the folder and its files, on the master. Raises OSError, as of a full disk."""
+    """Create the folder and its files, on the master. Raises OSError, also if the disk is full."""
     hidden = folder.with_name(f"{folder.name}.new")
     try:
         hidden.mkdir(parents=True)
@@ -111,7 +111,7 @@ def publish(folder: Path, target: Path, content: Manifest) -> None:
 
 
 def remove_old(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the one of the lowest evaluation loss.
+    """Remove all but the newest `keep` checkpoints and the one with the lowest evaluation loss.
 
     A folder that cannot be removed is left to the next call.
     """

@@ -1,7 +1,7 @@
-"""Choice of the algorithm for `auto`: time each one briefly on the world as it is, and cache it.
+"""Choice of the algorithm for `auto`: the candidates are timed on this world at one size.
 
 Rank 0 owns the clock and the cache; every rank gets its result. The cache is a file of the user,
-valid for 30 days. It is a convenience: if it cannot be read or written, it counts as empty.
+whose entries are valid for 30 days. If it cannot be read or written, it counts as empty.
 """
 
 import hashlib
@@ -72,9 +72,9 @@ def measure(
 ) -> dict[str, float]:
     """Return the seconds of an all-reduce of `nbytes` by each candidate. Collective.
 
-    They are medians of the slowest rank's, and the same on all ranks. Candidates take turns, so
-    that noise falls on all; the first round warms up. Collectives and a communicator of their own
-    leave no memory and no counted traffic.
+    Each is the median over rounds of the slowest rank's time, the same on all ranks. Candidates
+    take turns, so that noise affects all; the first round warms up. The collectives and their
+    communicator are made for this, so that no memory remains and no traffic is counted.
     """
     own = engine.call(lambda: comm.split(0, comm.rank, "tuning")).wait()
     collectives = engine.call(lambda: make_collectives(own)).wait()

@@ -17,7 +17,7 @@ MAX_VIEWS = 64  # kept for one buffer: the lengths of a program's chunks are few
 
 
 def as_bytes(tensor: Tensor) -> "Bytes":
-    """Return the memory of a flat contiguous tensor as MPI takes it. A view, not a copy."""
+    """Return a view of a flat contiguous tensor, in the form that MPI takes."""
     assert tensor.dim() == 1
     assert tensor.is_contiguous()
     data = tensor.view(torch.uint8)
@@ -25,7 +25,7 @@ def as_bytes(tensor: Tensor) -> "Bytes":
 
 
 class BufferView(NamedTuple):
-    """A flat tensor, and the same memory as MPI takes it; of rows, also a tensor for each.
+    """A flat tensor, and its memory in the form that MPI takes; for rows, a tensor of each.
 
     `arrays` are NumPy views of the rows; empty for device memory and for dtypes NumPy lacks.
     """

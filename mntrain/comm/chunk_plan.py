@@ -15,8 +15,8 @@ into one part per node, which that node sums and sends back:
     parts    | n0 | n1 | n2| ...
 
 A reduce-scatter or an all-gather takes shards where they lie: the first chunk of a lane holds the
-beginning of one shard of every node, the next chunk continues. All ranks start chunks in the same
-order, so no circle of waiting ranks arises.
+beginning of one shard of every node, and the next chunk continues it. All ranks start chunks in the
+same order, so no circle of waiting ranks arises.
 """
 
 from collections.abc import Iterable
@@ -42,10 +42,10 @@ WHOLE_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is in flight together. `parts` has one part, or one for every node of the plan.
+    """Elements in flight together. `parts` has one part, or one for every node of the plan.
 
-    `shard_owners`: by node, the rank whose shard the part belongs to, NO_RANK where there is none;
-    empty where the parts belong to all ranks.
+    `shard_owners`: by node, the rank whose shard the part belongs to, or NO_RANK if there is none;
+    empty if the parts belong to all ranks.
     """
 
     index: int  # in the order in which all ranks start them
@@ -68,21 +68,21 @@ class HierarchyPlan:
 
     @cached_property
     def lane_owners(self) -> tuple[tuple[int, ...], ...]:
-        """By lane: the rank that owns it on each node."""
+        """The ranks that own each lane, one per node."""
         return tuple(tuple(n[lane] for n in self.nodes.nodes) for lane in range(self.lanes))
 
     @cached_property
     def gathers_on_ring(self) -> bool:
-        """Whether an all-gather goes around a ring of nodes instead of directly.
+        """True if an all-gather goes around a ring of nodes instead of directly.
 
-        It does where some of several nodes have more shards than others: a direct exchange would
-        make the largest node send more than every node must receive.
+        That is so if there are more than two nodes and their numbers of shards differ: a direct
+        exchange would make the largest node send more than every node must receive.
         """
         return len(set(map(len, self.nodes.nodes))) > 1 and len(self.nodes.nodes) > 2
 
     @cached_property
     def _shard_rows(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """By lane: rows of ranks, one a node (or NO_RANK), whose shards are in flight together."""
+        """Rows of ranks by lane, one per node (or NO_RANK), whose shards are in flight together."""
         lanes = []
         for lane in range(self.lanes):
             columns = [node[lane :: self.lanes] for node in self.nodes.nodes]

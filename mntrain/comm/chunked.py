@@ -1,4 +1,4 @@
-"""The hierarchical algorithms: a call in chunks, or as one message if it is small."""
+"""The hierarchical algorithms: a call in chunks, or as one MPI collective if it is small."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
@@ -30,7 +30,7 @@ BYTES_IN_FLIGHT = 4 << 20
 def run_hierarchical(
     plan: HierarchyPlan, call: CollectiveCall, access: TensorAccess, context: CommContext
 ) -> Operation[Work] | Steps[Work]:
-    """Plan one call on this rank. Local; the engine runs what is returned."""
+    """Return the steps of one call on this rank, which the engine runs. Local."""
     if call.small:
         return small_collective(plan, call, access, context)
     return ChunkedCollective(plan, call, access, context)
@@ -39,7 +39,7 @@ def run_hierarchical(
 class ChunkedCollective:
     """An `Operation` on a flat tensor, cut into the chunks of a plan.
 
-    Within nodes, they go through shared memory or messages; between nodes, through messages.
+    Chunks go through shared memory or messages within nodes, and through messages between nodes.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ def small_collective(
     Small messages are latency-bound. One non-blocking collective of MPI replaces the steps of a
     chunk: enter, reduce in the node, exchange between nodes, add, publish. Sums are made over each
     node of the plan in the order of its ranks, then over nodes, and rounded where the chunks' steps
-    round: so the bits are the same.
+    round, so the result has the same bits.
     """
     access.begin()
     if not access.here():

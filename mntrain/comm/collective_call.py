@@ -42,7 +42,7 @@ def unchanged(steps: Steps[None]) -> Steps[None]:
 
 @dataclass(frozen=True)
 class CommContext:
-    """What the collectives of a world use in one kind of memory. One thread at a time uses it."""
+    """Resources of a world's collectives for one kind of memory. One thread at a time uses it."""
 
     comm: Communicator
     topology: Topology

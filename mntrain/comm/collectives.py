@@ -152,7 +152,7 @@ class WorldCollectives:
         bounds: Sequence[int] | None = None,
         wire: torch.dtype | None = None,
     ) -> Work:
-        """Start to sum over all ranks, in place, where only this rank's shard counts. Collective.
+        """Start to sum over all ranks, in place; only this rank's shard is valid then. Collective.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """

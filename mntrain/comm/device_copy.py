@@ -40,7 +40,7 @@ class DeviceCopy:
         return event
 
     def wait_on_stream(self, event: torch.cuda.Event) -> None:
-        """Make later work on the caller's current stream wait; the host goes on."""
+        """Make later work on the caller's current stream wait; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def side_stream(self) -> AbstractContextManager[Any]:
@@ -54,7 +54,7 @@ class DeviceCopy:
     def pin(self, memory: Tensor) -> Callable[[], object]:
         """Page-lock host memory, as the function `pin` does, and return what unlocks it.
 
-        Where the driver refuses, copies still work, but are slower: `warning` says so.
+        If the driver refuses, copies still work, but are slower, and `warning` says so.
         """
         unpin, self.warning = pin(memory, self._device)
 
@@ -89,7 +89,7 @@ class DeviceCopy:
 class StreamOrderedWork:
     """Work whose result is ordered for the caller's stream, but may not be ready for the host.
 
-    `end` returns the event of its end. The first `wait` may call it, or somebody before.
+    `end` returns the event of its end. Each `wait` calls it, and others may call it before.
     """
 
     def __init__(self, copier: DeviceCopy, end: Callable[[], torch.cuda.Event]) -> None:

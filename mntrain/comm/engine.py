@@ -1,11 +1,11 @@
 """The progress engine: several collectives in flight, a few chunks of each.
 
-    queue        collectives and functions that were submitted, in order
-    active       at most DEPTH collectives, in the order of the queue
-    in flight    a few of their chunks, started in one order: the first collective's first
+    queue        operations, and steps (small collectives, functions), as they were submitted
+    active       at most DEPTH operations, in the order of the queue; without any, steps run alone
+    in flight    a few of their chunks, started in one order: the first operation's first
 
-A chunk is a generator that yields a test and continues when the test returns True. One thread at a
-time tests all of them in turn, and sleeps between rounds in which nothing has moved, since other
+Chunks and steps are generators that yield a test and continue when the test returns True. One
+thread at a time tests all of them in turn, and sleeps after a round without progress, since other
 ranks may need the core.
 
 All ranks start chunks in the same order, and a chunk waits only for the same chunk on other ranks.
@@ -79,12 +79,12 @@ class ProgressEngine:
 
         Operations run in chunks, several at a time; steps run when nothing is active.
 
-        Without `wake`, it is progressed, in the order of the queue, by a caller that waits for any
-        future of this engine, or by the thread once a later submission or `call` wakes it. Until
-        one of these happens on every rank, the other ranks' waits do not end. Ranks may differ in
-        which, and when, without a deadlock: each progresses the whole queue, in one order. A caller
-        that turns to another engine wakes the thread of this one first. It must not wait for other
-        ranks in any other way, such as a blocking MPI call, while the collective is pending.
+        Without `wake`, the collective progresses, in the order of the queue, when a caller waits
+        for any future of this engine, or when a later submission or `call` wakes the thread. Until
+        one of these happens on every rank, the others wait. Ranks may differ in which one happens
+        and when, without a deadlock, since each progresses the whole queue in the same order. A
+        caller that turns to another engine wakes the thread of this one first. While the collective
+        is pending, it must not wait for other ranks otherwise, for example in a blocking MPI call.
         """
         if isinstance(operation, Generator):
             return self._put(Future(operation, self.drive_until), wake=wake)
@@ -151,7 +151,7 @@ class ProgressEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or active."""
+        """True if nothing is queued or active."""
         return not (self._queue or self._active)
 
     @property

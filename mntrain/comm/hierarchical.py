@@ -5,11 +5,11 @@
     all-gather       fetch the shard       | send to the other nodes     | publish to the node
     broadcast        fetch from the root   | pass on from node to node   | publish to the node
 
-Between two nodes, and for small tensors, each node sends its whole sum and all add all. Otherwise
-every node sums one part of the chunk, which the others send to it, and sends them the result: the
-least possible number of bytes, in the latency of two messages (over a ring of M nodes: 2 (M - 1)),
-in both directions at once. An all-gather goes directly as well, unless nodes have unequal numbers
-of shards (see `HierarchyPlan.gathers_on_ring`).
+Between two nodes, and for small tensors, every node sends its whole sum to the others, and all
+nodes add all sums. Otherwise every node sums one part of the chunk, which the others send to it,
+and sends them the result: the least possible number of bytes, in both directions at once, in the
+latency of two messages (over a ring of M nodes: 2 (M - 1)). An all-gather goes directly as well,
+unless nodes have unequal numbers of shards (see `HierarchyPlan.gathers_on_ring`).
 
 Each level rounds a 16-bit sum once. With a wire dtype, the sum of a node is rounded to it, and so
 is the sum over nodes.
@@ -56,7 +56,7 @@ class LaneOwner:
         self._others = [(self._own + step) % count for step in range(1, count)]
 
     def reduce(self, chunk: Chunk) -> Steps[None]:
-        """All-reduce; or reduce-scatter, where the chunk has shard owners."""
+        """All-reduce a chunk, or reduce-scatter it if it has shard owners."""
         if not self._others:
             (span,) = chunk.parts
             yield from self._node.reduce(span, self._receivers(chunk))
@@ -124,7 +124,7 @@ class LaneOwner:
             yield from self._node.publish(span, self._peers)
 
     def _reduce_parts(self, chunk: Chunk) -> Steps[None]:
-        """Send each node its part of this node's sum; sum the own part; send each the result."""
+        """Send every node its part of this node's sum, sum this node's part, and send it to all."""
         own_part = chunk.parts[self._own]
         with self._context.buffers.lease() as lease:
             length, others = _length(own_part), reversed(self._others)

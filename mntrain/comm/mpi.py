@@ -126,7 +126,7 @@ class Communicator:
         return Communicator(self._comm.Split(color, key), name, self._abandoned)
 
     def abandon(self) -> None:
-        """Make waits in `gather_objects` raise RuntimeError, after `split` too. Local."""
+        """Make `gather_objects` raise RuntimeError, here and in communicators split off. Local."""
         self._abandoned.set()
 
     def free(self) -> None:
@@ -188,7 +188,7 @@ def pause(seconds: float) -> None:
 
 
 class WaitPolicy(NamedTuple):
-    """How to poll: without sleeping for `eager_s` seconds, then with sleeps in between."""
+    """Polling without sleeps for `eager_s` seconds, then with sleeps up to `max_sleep_s`."""
 
     eager_s: float
     max_sleep_s: float
@@ -210,7 +210,7 @@ class Backoff:
         self._interval_s = 0.0  # moving average of the time between completions
 
     def begin(self) -> None:
-        """Start to wait, after a while in which there was nothing to wait for."""
+        """Start a wait, after a time in which there was nothing to wait for."""
         self._since = time.perf_counter()
 
     def reset(self) -> None:

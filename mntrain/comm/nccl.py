@@ -10,8 +10,8 @@ ZeRO stage, which NCCL's own reductions do not promise. All nodes have equally m
 
 On one node, all work is given to the GPU when a collective starts, and so in one order on all
 ranks. On several nodes, the last exchange of an all-reduce starts when a caller waits for it, and
-so all ranks have to start and to wait in one order. An all-gather, for which each rank waits when
-it needs the result, goes through host memory there.
+so all ranks have to start and to wait in one order. An all-gather goes through host memory there,
+because each rank waits for it at a time of its own.
 """
 
 from collections.abc import Callable, Sequence

@@ -46,7 +46,7 @@ class Operation(Protocol[T_co]):
 class Future(Generic[T]):
     """The result of steps that the engine runs later, when nothing else is active.
 
-    `wakes_thread`: whether the engine's thread runs them while nobody waits.
+    `wakes_thread`: whether the engine's thread runs them while no caller waits.
     """
 
     wakes_thread = True
@@ -60,7 +60,7 @@ class Future(Generic[T]):
 
     @property
     def started(self) -> bool:
-        """Whether the first of the steps has been taken."""
+        """True if the first of the steps has run."""
         return self._test is not None
 
     def advance(self) -> bool:

@@ -49,7 +49,7 @@ class SharedSegment:
 
     @property
     def dead(self) -> bool:
-        """Whether no tensor of this rank uses its part any more."""
+        """True if no tensor of this rank uses its part any more."""
         return bool(self.own.expired())
 
 
@@ -266,7 +266,7 @@ class SharedFlags:
         return True
 
     def _memory_fence(self) -> None:
-        """Order memory accesses: none passes this point, such as a flag its data.
+        """Order memory accesses: none passes this point, so that data precede their flag.
 
         Releasing a lock and acquiring it, in this order, is a full barrier.
         """

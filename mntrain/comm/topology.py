@@ -107,7 +107,7 @@ class Topology:
         return tuple(slots)
 
     def __str__(self) -> str:
-        """Return words for a person: "4 ranks on 2 nodes of 2"."""
+        """Return a short description: "4 ranks on 2 nodes of 2"."""
         counts = [len(node) for node in self.nodes]
         shape = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
         ranks = f"{self.size} rank" + "s" * (self.size != 1)

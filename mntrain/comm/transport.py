@@ -4,9 +4,9 @@
     cuda-aware   MPI sends and receives device memory
     nccl         NCCL within the node, host memory between nodes
 
-`auto` is nccl where every rank has a GPU of its own, nodes have equally many ranks and torch has
-NCCL; it is host everywhere else. Build flags of an MPI library do not prove that it is CUDA-aware:
-a child process, which may crash, tries it.
+`auto` is nccl if every rank has a GPU of its own, nodes have equally many ranks, two or more, and
+torch has NCCL; otherwise it is host. Build flags do not prove that an MPI library is CUDA-aware: a
+child process, which may crash, tries it.
 
     python -m mntrain.comm.transport DEVICE     (that child process)
 """

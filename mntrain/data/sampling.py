@@ -191,7 +191,7 @@ def spread(dataset: Dataset[Any], samples: int) -> Dataset[Any]:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave the reaction to a scheduler's signals, which every process receives, to the rank.
+    """Ignore a scheduler's signals in a worker: the rank receives them too, and reacts.
 
     A rank also ends an unresponsive worker by SIGTERM: the worker then exits after a delay.
     """

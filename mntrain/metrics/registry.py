@@ -53,7 +53,7 @@ _PHASE = Metric("master", "s", row="phases")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step, as a line of metrics.jsonl has it.
+    """One training step, and one line of metrics.jsonl.
 
     A skipped step updated nothing and has no norms.
     """
@@ -91,7 +91,7 @@ class StepRecord:
         float | None,
         Metric("mean", "", "eval loss", _loss_text, row="evaluation", summary="eval_loss"),
     ] = None
-    """Of an evaluation after this step."""
+    """Loss of an evaluation after this step."""
     eval_metrics: Annotated[
         dict[str, float] | None,
         Metric("mean", named=True, row="evaluation", summary="eval_metrics"),

@@ -57,7 +57,7 @@ def stdout() -> Console:
 
 
 def plain(text: str, encoding: str, style: str = "") -> Text:
-    """Return text from outside without control characters and what cannot be encoded."""
+    """Return text from outside, with control and unencodable characters replaced."""
     printable = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     return Text(printable.encode(encoding, "replace").decode(encoding), style)
 
@@ -108,9 +108,9 @@ class Reporter:
             self._console.print(plain(text, self._console.encoding, style), soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        """Print a warning to stderr, or above the live lines, which it would tear.
+        """Print a warning to stderr, or above the live lines if there are any.
 
-        Whether stderr is the same terminal cannot be known: mpirun reads it through a pipe.
+        stderr may be the same terminal, and mpirun's pipe hides whether it is.
         """
         if self._master:
             console = self._errors if self._live is None else self._console
@@ -232,7 +232,7 @@ class Reporter:
 
 
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
-    """Return predicted and measured memory by role; no row for what takes none on any rank."""
+    """Return predicted and measured memory by role, without roles that take none on any rank."""
     table = _table("memory of a rank", "expected", "least", "median", "most", "on rank")
     for role, sizes in memory.items():
         if sizes["most"] or sizes.get("expected"):

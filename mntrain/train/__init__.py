@@ -1,1 +1,1 @@
-"""The training job: trainer, run directory, checkpointing, signals, schedule."""
+"""The training job: setup, trainer, run directory, checkpointing, signals, summary."""

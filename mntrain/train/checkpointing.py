@@ -54,9 +54,9 @@ class SaveInterval:
 
 
 class Checkpointing:
-    """Saves the run after the steps that are due. Every rank takes the same decisions.
+    """Saves the run after the steps that are due. Every rank makes the same decisions.
 
-    A save that fails during training is a warning, and training goes on.
+    A save that fails during training is reported as a warning, and training continues.
     """
 
     def __init__(

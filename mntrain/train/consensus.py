@@ -118,7 +118,7 @@ def model_digest(model: nn.Module) -> str:
 def differing_ranks(digests: Sequence[str]) -> list[int]:
     """Return the ranks whose digest is not the most common one. Pure; `digests` is by rank.
 
-    Of two that are equally common, rank 0's is taken to be right.
+    If two are equally common, rank 0's counts as right.
     """
     counts = Counter(digests)
     expected = max(counts, key=lambda digest: (counts[digest], digest == digests[0]))

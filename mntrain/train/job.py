@@ -230,7 +230,7 @@ def warmup_then_cosine(config: OptimConfig, steps: int) -> Callable[[int], float
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise ValueError if a tool is missing that torch.compile generates code with. Local."""
+    """Raise ValueError if a tool that torch.compile needs is missing. Local."""
     needs = "--train.compile: torch.compile needs"
     if device.type == "cuda":
         if find_spec("triton") is None:

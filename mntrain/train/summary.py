@@ -45,7 +45,7 @@ _PEAKS = {
 
 @dataclass
 class JobResult:
-    """The end of a job, and its counters: the same on all ranks but for times."""
+    """The end of a job, and its counters: the same on all ranks except for times."""
 
     flops_per_item: float | None  # of the model, if the task knows it
     skipped_steps: int  # earlier jobs of the run included

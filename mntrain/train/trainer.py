@@ -119,8 +119,8 @@ class Trainer:
     def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
         """Take one step, 1 for the first; return its record and the summed flags. Collective.
 
-        Raises TrainingStoppedError. Between the update and the next forward nothing is collective
-        but due checks and evaluations: it would queue behind the parameters that are being sent.
+        Raises TrainingStoppedError. Between the update and the next forward, only checks and
+        evaluations communicate: all else would wait behind the parameters that are being sent.
         """
         timer = StepTimer(self._world.collectives)
         with timer("data"):
@@ -138,7 +138,7 @@ class Trainer:
     def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> None:
         """Accumulate gradients and means over micro-batches. Local.
 
-        Only the last backward sends gradients.
+        At stages 0 and 1, only the last backward sends gradients.
         """
         for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with timer("forward"):

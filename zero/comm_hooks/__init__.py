@@ -91,7 +91,7 @@ class ChainedWork:
     `steps` is a generator that yields works. It runs up to its first work at once, and from one
     work to the next inside `advance` and `wait`, which have to be called at the same point of the
     program on every rank: the optimizer does so when it launches a bucket and in `synchronize`.
-    Call that before a `zero_grad` that discards gradients which were never stepped on.
+    Call `synchronize` before a `zero_grad` that discards gradients without a `step`.
     """
 
     def __init__(self, steps: Iterator[Work]) -> None:
@@ -148,7 +148,7 @@ def make_hook(hook: str | CommHook | None, wire_dtype: torch.dtype | None = None
 
 
 def _hooks() -> dict[str, Callable[[], CommHook]]:
-    """Return what makes each hook, by name, from the `HOOKS` of the modules of this package."""
+    """Return the factory of each hook, by name, from the `HOOKS` of the modules of this package."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
     return {name: make for module in modules for name, make in module.HOOKS.items()}
 
@@ -161,7 +161,7 @@ def saved_hook_state(hook: CommHook, group: Collectives, plan: Sequence[Bucket])
 def restore_hook_state(
     hook: CommHook, group: Collectives, plan: Sequence[Bucket], saved: dict[str, Any] | None
 ) -> None:
-    """Restore what `saved_hook_state` returned; warn if it is of another hook, rank or size."""
+    """Restore what `saved_hook_state` returned; warn if its hook, size or buckets differ."""
     if saved is None or not saved["state"]:
         return
     if saved["context"] == _hook_context(hook, group, plan):

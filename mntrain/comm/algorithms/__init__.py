@@ -32,7 +32,7 @@ class AlgorithmChoice(NamedTuple):
     def among_others(self) -> "AlgorithmChoice":
         """Return the same choice for one of several tensors that are in flight together.
 
-        The others keep the wire busy, so fewer chunks suffice, which cost less of the core.
+        The others keep the wire busy, so fewer chunks suffice, which cost less CPU time.
         """
         return self._replace(chunk_bytes=2 * self.chunk_bytes, min_chunks=2, concurrent=True)
 

@@ -1,4 +1,4 @@
-"""Naive: every rank sends its whole tensor to every other and sums in rank order. The test oracle.
+"""Naive: every rank sends its tensor to every other rank and sums in rank order. The test oracle.
 
 Each rank sends N - 1 messages of the whole tensor, whatever the verb (broadcast: only the root).
 """
