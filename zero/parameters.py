@@ -150,17 +150,19 @@ class FlatParameters:
 
     def _release(self, module: nn.Module) -> None:
         """Wait for a module's parameters, and give it its own dictionary back."""
-        if module not in self._original:
+        original = self._original.get(module)
+        if original is None:
             return
-        for index in self._buckets_of(self._original[module].values()):
+        for index in self._buckets_of(original.values()):
             self._finish(index)
-        module.__dict__["_parameters"] = self._original.pop(module)
+        module.__dict__["_parameters"] = original
+        self._original.pop(module, None)  # another thread may have waited for it, too
 
     def _finish(self, index: int) -> None:
         """Wait for a bucket. If that fails, later waits for it fail, too."""
-        if index in self._works:
-            self._works[index].wait()
-            del self._works[index]
+        if (work := self._works.get(index)) is not None:
+            work.wait()
+            self._works.pop(index, None)
 
     def _buckets_of(self, parameters: Iterable[Parameter | None]) -> list[int]:
         """Return the buckets of parameters, in the order of forward."""

@@ -84,7 +84,11 @@ def inspect(path: Path) -> Manifest:
         if not (path / name).is_file():
             raise ValueError(f"{name} is missing")
         open_tensors(path / name)
-        length = sum(part.length for part in content.checksums[name])  # they lie end to end
+        length = 0
+        for part in content.checksums[name]:
+            if part.start != length:
+                raise ValueError(f"{FILE} has no checksum of byte {length} of {name}")
+            length += part.length
         if (nbytes := (path / name).stat().st_size) != length:
             raise ValueError(f"{name} has {nbytes} bytes, and was written with {length}")
     return content

@@ -161,5 +161,5 @@ def _read_cache() -> dict[str, tuple[str, str, float]]:
             for key, (algorithm, line, measured) in entries
             if 0 <= now - measured <= MAX_AGE_S
         }
-    except (OSError, ValueError, RuntimeError, AttributeError, TypeError):
+    except (OSError, ValueError, RuntimeError, AttributeError, TypeError, OverflowError):
         return {}

@@ -47,10 +47,11 @@ class Buffer:
         """Return `count` uninitialized tensors of `numel` elements each, end to end."""
         view = self._views.get((count, numel, dtype))
         if view is None:
-            tensor = self._memory[: count * numel * dtype.itemsize].view(dtype)
             if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
-            tensors = tensor.view(count, numel).unbind()
+            with torch.inference_mode(False):  # the caller's: it may be driving a collective
+                tensor = self._memory[: count * numel * dtype.itemsize].view(dtype)
+                tensors = tensor.view(count, numel).unbind()
             view = BufferView(tensor, as_bytes(tensor), tensors, _arrays(tensors))
             self._views[count, numel, dtype] = view
         return view
@@ -79,10 +80,14 @@ class BufferPool:
             self._free[buffer.nbytes].append(buffer)
 
     def _allocate(self, size: int) -> Tensor:
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        with torch.inference_mode(False):
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:  # kernels that used this memory before may still run; MPI does not wait
             torch.cuda.current_stream(self._device).synchronize()
         return memory
+
+
+_lost: list[Buffer] = []  # of failed collectives: kept for the life of the process
 
 
 class Lease:
@@ -106,9 +111,12 @@ class Lease:
         """Return this lease."""
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Put the buffers back into the pool."""
-        self._pool.release(self._buffers)
+    def __exit__(self, error_type: object, *error: object) -> None:
+        """Put the buffers back into the pool; after an error, MPI may still write to them."""
+        if error_type is None:
+            self._pool.release(self._buffers)
+        else:
+            _lost.extend(self._buffers)
 
 
 def _arrays(tensors: Sequence[Tensor]) -> Sequence["NDArray[Any]"]:

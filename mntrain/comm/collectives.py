@@ -279,11 +279,14 @@ class CollectiveWork:
 
     def __init__(self, engine: ProgressEngine, futures: Sequence[Future[Work]]) -> None:
         self._engine, self._futures = engine, futures
+        self._last_parts: list[Work] = []
 
     def wait(self) -> None:
         """Return when the result may be used; see `Work.wait`."""
         start = time.perf_counter()
-        for future in self._futures:
-            future.wait().wait()
-        self._futures = ()  # they hold the tensor
+        if self._futures:
+            self._last_parts = [future.wait() for future in self._futures]
+            self._futures = ()  # they hold the tensor
+        for work in self._last_parts:
+            work.wait()
         self._engine.waited_s += time.perf_counter() - start

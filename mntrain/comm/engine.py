@@ -245,9 +245,11 @@ class ProgressEngine:
             elif self._active:
                 break
             else:
-                moved = task.advance() or moved
-                if task.done:
-                    self._queue.popleft()
+                try:
+                    moved = task.advance() or moved
+                finally:
+                    if task.done:
+                        self._queue.popleft()
                 return moved
         return moved
 

@@ -64,7 +64,10 @@ class Future(Generic[T]):
         return self._test is not None
 
     def advance(self) -> bool:
-        """Continue the steps as far as tests succeed; return whether anything happened."""
+        """Continue the steps as far as tests succeed; return whether anything happened.
+
+        Raises only an interrupt, such as KeyboardInterrupt.
+        """
         moved = False
         try:
             while self._test is None or self._test():
@@ -75,6 +78,8 @@ class Future(Generic[T]):
         except BaseException as error:  # of any kind: the waiting thread raises it
             moved = True
             self.fail(error)
+            if not isinstance(error, Exception):  # an interrupt of the driving thread
+                raise
         return moved
 
     def fail(self, error: BaseException) -> None:

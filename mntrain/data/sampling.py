@@ -118,30 +118,42 @@ class SeededDataset(Dataset[Any]):
 
     Its keys are (step, sample). Augmentation is the same with any workers, on any ranks and in a
     resumed job. This covers the default generators of torch, Python and numpy, which are restored
-    after each micro-batch. A `__getitems__` of the dataset is not used, so that every sample can be
-    seeded.
+    after each micro-batch. A dataset with a `__getitems__` of its own, which fetches many samples
+    at once, is seeded once per micro-batch: its draws depend on the number of ranks.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
+        # Subset has one that only calls the dataset's.
+        self._fetch = (
+            None if isinstance(dataset, Subset) else getattr(dataset, "__getitems__", None)
+        )
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Return the samples of a micro-batch."""
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         step_seed = mixed_seed(self._seed, keys[0][0])
-        samples = []
         try:
-            for _, sample in keys:
-                seed = (step_seed + sample) % (1 << 64)
-                random.seed(seed)
-                np.random.seed((seed ^ seed >> 32) % (1 << 32))
-                torch.default_generator.manual_seed(seed)
-                samples.append(self._dataset[sample])
+            if self._fetch is not None:
+                _seed_all(step_seed + keys[0][1])
+                return list(self._fetch([sample for _, sample in keys]))
+            return [self._sample(step_seed, sample) for _, sample in keys]
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
-        return samples
+
+    def _sample(self, step_seed: int, sample: int) -> Any:
+        _seed_all(step_seed + sample)
+        return self._dataset[sample]
+
+
+def _seed_all(seed: int) -> None:
+    """Seed the default generators of torch, Python and numpy."""
+    seed %= 1 << 64
+    random.seed(seed)
+    np.random.seed((seed ^ seed >> 32) % (1 << 32))
+    torch.default_generator.manual_seed(seed)
 
 
 def batches(

@@ -4,11 +4,13 @@ import inspect
 import math
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -232,13 +234,18 @@ def warmup_then_cosine(config: OptimConfig, steps: int) -> Callable[[int], float
 def check_compiler(device: torch.device) -> None:
     """Raise ValueError if a tool that torch.compile needs is missing. Local."""
     needs = "--train.compile: torch.compile needs"
-    if device.type == "cuda":
+    language, variable, compilers = "C++", "CXX", ["g++"]
+    if device.type == "cuda":  # triton compiles its launchers
+        language, variable, compilers = "C", "CC", ["gcc", "clang"]
         if find_spec("triton") is None:
             raise ValueError(f"{needs} triton: pip install triton, or leave the option out")
-    elif shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise ValueError(f"{needs} Python.h: install python3-dev, or leave the option out")
+    named = os.environ.get(variable)
+    if not any(map(shutil.which, [named] if named else compilers)):
         raise ValueError(
-            f"{needs} a C++ compiler, and there is no {compiler}: install one, name it in CXX, or "
-            "leave the option out"
+            f"{needs} a {language} compiler, and there is no {named or compilers[0]}: install one, "
+            f"name it in {variable}, or leave the option out"
         )
 
 

@@ -43,6 +43,9 @@ _PEAKS = {
 }
 
 
+_WARMUP_STEPS = 3  # in which caches fill and compilation runs
+
+
 @dataclass
 class JobResult:
     """The end of a job, and its counters: the same on all ranks except for times."""
@@ -55,17 +58,21 @@ class JobResult:
     reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
     seconds: float = 0.0  # of this job
+    _steps: int = 0  # of this job
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def add(self, items: int, seconds: float, *, skipped: bool) -> None:
         """Count a step."""
         self.items += items
         self.skipped_steps += skipped
+        self._steps += 1
+        if self._steps == _WARMUP_STEPS + 1:
+            self._rates.clear()
         self._rates.append(items / seconds)
 
     @property
     def items_per_s(self) -> float:
-        """Median over the last 1000 steps; 0 before the first step."""
+        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
         return median(self._rates) if self._rates else 0.0
 
 

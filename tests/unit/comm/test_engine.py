@@ -409,6 +409,19 @@ def test_an_error_in_steps_reaches_who_waits(engine):
     assert engine.submit(alone([], "b"), wake=False).wait() == "b"
 
 
+def test_an_interrupt_in_steps_of_another_future_reaches_who_drives(engine):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    first = engine.submit(alone([], "a", interrupt), wake=False)
+    second = engine.submit(alone([], "b"), wake=False)
+    with pytest.raises(KeyboardInterrupt):
+        second.wait()
+    assert second.wait() == "b"
+    with pytest.raises(KeyboardInterrupt):
+        first.wait()
+
+
 # Errors.
 
 

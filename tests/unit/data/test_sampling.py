@@ -245,6 +245,21 @@ def test_validation_visits_the_whole_dataset_once(workers, start_method):
     assert [len(pieces) for pieces in seen] == [2, 2, 3]
 
 
+def test_a_dataset_that_fetches_many_samples_at_once_does_so():
+    class Fetching(Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitems__(self, indices):
+            return [torch.tensor([index, len(indices)]) for index in indices]
+
+    plan = SamplingPlan(12, 6, seed=0)
+    options = LoaderOptions(rank=0, size=1, micro_batch_size=3)
+    got = [batch for step in batches(Fetching(), plan, options, range(2)) for batch in step]
+    assert sorted(i for batch in got for i in batch[:, 0].tolist()) == list(range(12))
+    assert {count for batch in got for count in batch[:, 1].tolist()} == {3}
+
+
 def test_loading_leaves_torchs_random_state_alone():
     state = torch.get_rng_state()
     options = LoaderOptions(rank=0, size=1, micro_batch_size=2, workers=1, start_method="fork")
