@@ -1,5 +1,6 @@
 """Reusable buffers for messages."""
 
+import atexit
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -87,9 +88,6 @@ class BufferPool:
         return memory
 
 
-_lost: list[Buffer] = []  # of failed collectives: kept for the life of the process
-
-
 class Lease:
     """Buffers that return to their pool together, when the `with` block ends."""
 
@@ -112,11 +110,11 @@ class Lease:
         return self
 
     def __exit__(self, error_type: object, *error: object) -> None:
-        """Put the buffers back into the pool; after an error, MPI may still write to them."""
+        """Put the buffers back into the pool; after an error, keep them: MPI may write to them."""
         if error_type is None:
             self._pool.release(self._buffers)
         else:
-            _lost.extend(self._buffers)
+            atexit.register(lambda *kept: None, *self._buffers)  # for the life of the process
 
 
 def _arrays(tensors: Sequence[Tensor]) -> Sequence["NDArray[Any]"]:

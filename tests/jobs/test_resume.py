@@ -128,7 +128,7 @@ def test_a_checkpoint_of_version_0_1_is_verified():
     assert verified.stdout.replace("\n", "") == f"{path}: sound, 0.1 MB"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path, ranks):
     resume = ["--run.resume", str(OLD / "step-00000003")]
     result = completed(train(ranks, tmp_path, *OLD_OPTIONS, *resume))
@@ -163,6 +163,7 @@ def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_pa
         subprocess.run(["umount", small], check=True)
 
 
+@pytest.mark.thorough
 def test_a_job_that_cannot_save_fails(tmp_path):
     corpus = write_corpus(tmp_path)
     (tmp_path / "run").mkdir()

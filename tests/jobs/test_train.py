@@ -93,6 +93,7 @@ def test_a_compiler_that_is_missing_is_named_before_any_work(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_a_task_of_ones_own_with_metrics(tmp_path):
     options = ["--task", "digits:Digits", "--train.steps", "60", "--train.batch-size", "64"]
     options += ["--train.eval-samples", "0", "--run.dir", str(tmp_path / "run")]

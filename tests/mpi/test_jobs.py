@@ -105,6 +105,7 @@ def steps_kept(folder):
     return [inspect(path).step for path in paths]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -167,6 +167,7 @@ world.Barrier()
     assert [segment for segment in segments if Path(segment).exists()] == []
 
 
+@pytest.mark.thorough
 def test_hanging_suite_shows_where_every_rank_is(suite):
     start = time.monotonic()
     result = suite(
@@ -194,6 +195,7 @@ def test_hanging_suite_shows_where_every_rank_is(suite):
         assert f"in {function}" in result.report()
 
 
+@pytest.mark.thorough
 def test_failure_on_one_rank_is_reported_within_seconds(suite):
     start = time.monotonic()
     result = suite(
