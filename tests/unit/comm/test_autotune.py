@@ -25,9 +25,9 @@ TWO_NODES = Topology(((0, 1), (2, 3)))
     ("times", "chosen"),
     [
         ({"lanes": 1.0, "leader": 2.0, "flat": 3.0}, "lanes"),
-        ({"lanes": 1.09, "leader": 1.05, "flat": 1.0}, "lanes"),
-        ({"lanes": 1.5, "leader": 1.05, "flat": 1.0}, "flat"),
-        ({"lanes": 1.5, "leader": 1.0, "flat": 1.5}, "leader"),
+        ({"lanes": 1.45, "leader": 1.05, "flat": 1.0}, "lanes"),
+        ({"lanes": 1.55, "leader": 1.05, "flat": 1.0}, "flat"),
+        ({"lanes": 1.6, "leader": 1.0, "flat": 1.5}, "leader"),
     ],
 )
 def test_lanes_is_kept_unless_another_algorithm_is_clearly_faster(times, chosen):
