@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.cli import parse
-from mntrain.comm.autotune import cache_path, choose, explain, find, key_of, store
+from mntrain.comm.autotune import MARGIN, cache_path, choose, explain, find, key_of, store
 from mntrain.comm.topology import Topology
 from mntrain.config import CommConfig
 
@@ -36,7 +36,7 @@ def test_lanes_is_kept_unless_another_algorithm_is_clearly_faster(times, chosen)
 
 @given(st.fixed_dictionaries(dict.fromkeys(("lanes", "leader", "flat"), st.floats(1e-6, 10))))
 def test_the_choice_is_never_slower_than_another_by_more_than_the_margin(times):
-    assert times[choose(times)] <= 1.1001 * min(times.values())
+    assert times[choose(times)] <= MARGIN * 1.0001 * min(times.values())
 
 
 @pytest.mark.parametrize(
