@@ -108,7 +108,7 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
         for path, reason in resumed.skipped.items():
             reporter.warn(f"{path.name} was passed over: {reason}")
         reporter.note(
-            f"goes on after step {resumed.manifest.step}, from {resumed.path} "
+            f"resumed after step {resumed.manifest.step}, from {resumed.path} "
             f"(saved by {resumed.manifest.writers})"
         )
 

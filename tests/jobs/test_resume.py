@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_skipped_on_resume(tmp_path):
     result = completed(train(2, tmp_path, "--checkpoint.every", "2"))
     assert "warning: step-00000003 was passed over: rank " in result.stderr
     assert ": optimizer.safetensors is damaged between bytes " in result.stderr
-    assert "goes on after step 2, from " in result.stdout
+    assert "resumed after step 2, from " in result.stdout
     assert "(saved by 2 ranks on 1 node)" in result.stdout
     last = summary(tmp_path)
     assert (last["status"], last["steps"]) == ("completed", 6)
