@@ -43,6 +43,6 @@ with mntrain.init() as world:
             loss.backward()  # buckets are reduced while backward still runs
             step = optimizer.step()
             optimizer.zero_grad()
-        [mean_loss] = [total / world.size for total in world.sum([loss.item()])]
+        mean_loss = world.mean(loss.item(), weight=len(batch[0]))
         if world.rank == 0:
             print(f"epoch {epoch:2d}  loss {mean_loss:.4f}  gradient norm {step.grad_norm:.3f}")

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING
 
 from mntrain._version import __version__
 
-__all__ = ["AgreedError", "Loss", "Task", "World", "__version__", "init"]
+__all__ = ["AgreedError", "Loss", "RemoteRankError", "Task", "World", "__version__", "init"]
 
 if TYPE_CHECKING:
-    from mntrain.errors import AgreedError
+    from mntrain.errors import AgreedError, RemoteRankError
+    from mntrain.start import init
     from mntrain.tasks import Loss, Task
-    from mntrain.world import World, init
+    from mntrain.world import World
 else:  # hidden from type checkers, for which any name would exist
     _MODULES = {
         "AgreedError": "mntrain.errors",
         "Loss": "mntrain.tasks",
+        "RemoteRankError": "mntrain.errors",
         "Task": "mntrain.tasks",
         "World": "mntrain.world",
-        "init": "mntrain.world",
+        "init": "mntrain.start",
     }
 
     def __getattr__(name: str) -> object:

@@ -1,31 +1,40 @@
-"""The command line: `python -m mntrain [train | bench | ckpt] [options]`."""
+"""The command line: `python -m mntrain [train | bench | doctor | ckpt | autopsy] [options]`."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import suppress
+from importlib import import_module
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from mntrain import cli
 from mntrain._version import __version__
-from mntrain.bench import bench_options
+from mntrain.checks import launcher
+from mntrain.checks.before_mpi import StartError
 
-# Modules that import torch or MPI are imported inside functions: --help needs neither.
+if TYPE_CHECKING:
+    from mntrain.bench.bench_options import BenchOptions
+    from mntrain.config import Config
+
+# Modules that take long to import are imported inside functions: when Ctrl-C is handled already.
+# --help needs neither torch nor MPI.
 # ruff: noqa: PLC0415
 
 T = TypeVar("T")
-
-_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-"""Variables in which launchers pass the rank. Slurm's is last: mpirun in a job inherits it."""
+# Commands that read what jobs have left, on rank 0 alone, and their modules.
+READERS = {"ckpt": "mntrain.checkpoint.commands", "autopsy": "mntrain.watch.autopsy"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: this process's), and return the exit code.
 
-    The default command is train. Every rank parses the same words before MPI starts, so all exit
-    alike, and rank 0 alone prints. Raises SystemExit as `cli.parse_options` does.
+    The default command is train. Every rank parses its words before MPI starts; then the ranks
+    agree, so all exit alike, and rank 0 alone prints. Without a launcher, raises SystemExit as
+    `cli.parse_options` does. A KeyboardInterrupt ends the process with exit code 130 and one line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    prints = _is_rank_0()
+    prints = not launcher.first_number(os.environ, launcher.RANK_VARIABLES)
     if words[:1] == ["--version"]:
         if prints:
             print(f"mntrain {__version__}")
@@ -33,64 +42,117 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = bool(words) and not words[0].startswith("-")
     command = words.pop(0) if named else "train"
     if command == "train":
-        config = _parse(cli.parse, words, prints)
-        from mntrain.train.trainer import run
+        from mntrain import cli
 
-        return _run_on_all_ranks(lambda: run(config), prints)
+        def train(config: "Config") -> int:
+            from mntrain.train.trainer import run
+
+            return _interruptible(lambda: run(config))
+
+        return _run_on_all_ranks(cli.parse, train, words, prints)
     if command == "bench":
-        options = _parse(bench_options.parse, words, prints)
-        from mntrain.bench.run import run as run_bench
+        from mntrain.bench import bench_options
 
-        return _run_on_all_ranks(lambda: run_bench(options, words), prints)
-    if command == "ckpt":  # inspects checkpoints, on rank 0 alone
-        from mntrain.checkpoint.commands import run as run_ckpt
+        def bench(options: "BenchOptions") -> int:
+            from mntrain.bench.run import run
 
-        return run_ckpt(words) if prints else 0
+            return _interruptible(lambda: run(options, words))
+
+        return _run_on_all_ranks(bench_options.parse, bench, words, prints)
+    if command == "doctor":  # says itself why the ranks cannot agree
+        from mntrain.doctor import doctor_options
+        from mntrain.doctor.doctor_command import run as run_doctor
+
+        try:
+            options = doctor_options.parse(words, print_errors=prints)
+        except SystemExit:
+            _wait_for_rank_0()
+            raise
+        return _interruptible(lambda: run_doctor(options))
+    if command in READERS:
+        reader = import_module(READERS[command])
+        return _interruptible(lambda: int(reader.run(words))) if prints else 0
     if prints:
         print(
-            f"mntrain: {command}: no such command; give train (default), bench or ckpt",
+            f"mntrain: {command}: no such command; give train (default), bench, doctor, ckpt or "
+            "autopsy",
             file=sys.stderr,
         )
     _wait_for_rank_0()
     return 2
 
 
-def _parse(parse: Callable[..., T], words: Sequence[str], prints: bool) -> T:
-    """Return the parsed options. A rank waits for rank 0 before it exits with an error."""
+def _run_on_all_ranks(
+    parse: Callable[..., T], run: Callable[[T], int], words: Sequence[str], prints: bool
+) -> int:
+    """Run a job with the options in `words`, if all ranks have the same. Collective.
+
+    Returns 2 if a rank refuses its words, if options differ, or if the launcher's ranks do not form
+    one MPI world.
+    """
+    from mntrain import cli
+
+    launched = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
+    quiet = launched and not {"-h", "--help"} & set(words)  # the ranks first tell each other
     try:
-        return parse(words, print_errors=prints)
-    except SystemExit as end:
-        if end.code:
-            _wait_for_rank_0()
-        raise
+        parsed: T | cli.RefusedOptionsError = parse(words, print_errors=prints and not quiet)
+    except cli.RefusedOptionsError as refused:
+        if not launched:
+            raise
+        parsed = refused
+    from mntrain.errors import AgreedError
+    from mntrain.run.comparison import agree_on_options
+
+    try:
+        return run(agree_on_options(parsed))
+    except AgreedError as error:
+        of_host = isinstance(error.__cause__, StartError) and error.rank == 0
+        if prints or of_host:
+            cli.print_problems(str(error))
+    _wait_for_rank_0()
+    return 2
 
 
-def _run_on_all_ranks(run: Callable[[], int], prints: bool) -> int:
-    """Run a job, or report that the launcher's ranks do not form one MPI world. Collective."""
-    from mntrain.comm.mpi import SilentSingletonsError
+def _exit_at_interrupts() -> None:
+    """Let SIGINT end the process at once, unless it is ignored or the caller handles it.
 
+    Libraries that are being imported may catch a KeyboardInterrupt, and fail in another way later.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit_interrupted)
+
+
+def _exit_interrupted(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
+    """End this process with the exit code of the shell for Ctrl-C; rank 0 says so.
+
+    The interpreter does not shut down: in MPI_Finalize it would wait for the other ranks.
+    """
+    if not launcher.first_number(os.environ, launcher.RANK_VARIABLES):  # rank 0, or alone
+        os.write(2, b"mntrain: interrupted\n")
+    os._exit(128 + number)
+
+
+def _interruptible(run: Callable[[], int]) -> int:
+    """Run a command, in which SIGINT raises KeyboardInterrupt, and return its exit code."""
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return run()
-    except SilentSingletonsError as error:
-        if prints:
-            print(f"mntrain: error: {error}", file=sys.stderr)
-        return 2
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        _exit_interrupted()
 
 
 def _wait_for_rank_0() -> None:
     """Wait until rank 0 has printed: launchers kill it when another rank exits with an error."""
-    if any(name in os.environ for name in _RANK_VARIABLES):
+    if launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None:
         from mntrain.comm.mpi import barrier
 
         sys.stderr.flush()
-        barrier()
-
-
-def _is_rank_0() -> bool:
-    """Return True on rank 0, and in a process that no launcher started."""
-    ranks = (os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
-    return next(ranks, "0") == "0"
+        with suppress(StartError):  # the ranks cannot wait for each other
+            barrier()
 
 
 if __name__ == "__main__":
+    _exit_at_interrupts()
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Construction of a world over the ranks of a communicator, in named steps.
 
-MPI -> topology -> devices -> threads -> engine -> transport -> collectives -> placements
+MPI -> topology -> devices -> checks and threads -> engine -> transport -> collectives -> placements
 
 Every step is collective. `bootstrap` can be called again over a smaller communicator, for example
 after a world was abandoned because a rank was lost.
@@ -8,23 +8,39 @@ after a world was abandoned because a rank was lost.
 
 import math
 import os
+import secrets
 import socket
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 
 from mntrain import device
+from mntrain.checks import all_ranks, launcher
+from mntrain.checks.before_mpi import StartError
+from mntrain.checks.facts import RankFacts, collect
+from mntrain.checks.finding import Finding
 from mntrain.comm import autotune, mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice, check_name
-from mntrain.comm.collectives import Devices, Transport, WorldCollectives
+from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.forked import call_in_child
+from mntrain.comm.ticket import INTERNAL
 from mntrain.comm.topology import Topology
 from mntrain.comm.transport import SelectedTransport
-from mntrain.errors import AgreedError, ExceptionWatch, agreement, expect_same
+from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, agreement, expect_same
 from mntrain.kernels import DeviceKernels
-from mntrain.rank_info import Place
+from mntrain.rank_info import Place, Usage, device_memory, peak_memory
+from mntrain.watch.inquiry import Member
+from mntrain.watch.monitor import MONITORS
+from mntrain.watch.recorder import Recorder
+from mntrain.watch.side_channel import SideChannel, listen
+from mntrain.watch.watchdog import Watchdog
 from zero.layout import MIB
 
 if TYPE_CHECKING:
@@ -32,6 +48,8 @@ if TYPE_CHECKING:
 
 # Dtypes in which gradients or updated parameters travel; None: their own.
 TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,8 @@ class WorldSettings:
     wire_dtype: str = "fp32"
     gather_dtype: str = "fp32"
     transport: str = "auto"
+    timeout: float | None = 600.0
+    warn_after: float = 60.0
 
     @property
     def bucket_bytes(self) -> int:
@@ -62,6 +82,11 @@ class WorldSettings:
             if (dtype := getattr(self, name)) not in TRAVEL_DTYPES:
                 raise ValueError(f"{name} {dtype!r} is unknown: choose {', '.join(TRAVEL_DTYPES)}")
         transport.expect_known(self.transport)
+        if not (self.warn_after > 0 and (self.timeout is None or self.timeout > 0)):
+            raise ValueError(
+                f"timeout is {self.timeout}, and warn_after {self.warn_after}: give seconds above "
+                "0, or timeout=None"
+            )
 
 
 @dataclass
@@ -72,38 +97,62 @@ class WorldParts:
     comm: mpi.Communicator
     library: mpi.MpiLibrary
     watch: ExceptionWatch
+    recorder: Recorder
     resources: ExitStack  # frees the parts, collectively
     hosts: list[int] = field(init=False)  # a key of each rank's host, by rank
     topology: Topology = field(init=False)
     node: mpi.Communicator = field(init=False)  # over this rank's node group
     gpus: list[str] = field(init=False)  # identifier of each rank's GPU, by rank; empty for a CPU
     device: torch.device = field(init=False)
-    sharing: str = field(init=False)  # warning about GPUs that several ranks share, or empty
+    met: tuple[float, float] = field(init=False)  # times around a collective, by this host's clock
+    facts: list[RankFacts] = field(init=False)  # by rank
+    findings: dict[str, Finding] = field(init=False)  # of the checks at the start, by name
     kernels: DeviceKernels = field(init=False)
     engine: ProgressEngine = field(init=False)
+    watchdog: Watchdog = field(init=False)
     devices: Devices | None = field(init=False)
     collectives: WorldCollectives = field(init=False)
     transport: SelectedTransport = field(init=False)
     tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
     places: list[Place] = field(init=False)
     groups: ExitStack = field(default_factory=ExitStack)  # frees the communicators of groups
+    optimizer_numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def usage(self) -> Usage:
+        """Return the resources that this rank has used so far. Local."""
+        traffic = self.comm.traffic
+        return Usage(
+            peak_memory=peak_memory(),
+            node_messages=traffic.messages["node"],
+            node_bytes=traffic.bytes["node"],
+            cross_messages=traffic.messages["cross"],
+            cross_bytes=traffic.bytes["cross"],
+            communication_s=self.collectives.busy_s,
+            exposed_s=self.collectives.waited_s,
+            pinned_memory=self.collectives.pinned_bytes,
+            **device_memory(self.device),
+        )
 
 
 def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldParts:
     """Start MPI if necessary, and build a world over `comm` (default: all ranks). Collective.
 
     `comm` is duplicated and stays the caller's. Raises AgreedError on all ranks for an argument
-    that any of them cannot accept, with everything freed, and mpi.SilentSingletonsError if the
-    launcher started more ranks than MPI sees. Any other exception leaves an ExceptionWatch
-    installed, which ends the job if nobody catches the exception.
+    that any of them cannot accept or a check that fails, with everything freed; also if MPI cannot
+    start, or the launcher started more ranks than MPI sees. Any other exception leaves an
+    ExceptionWatch installed, which ends the job if nobody catches the exception.
     """
-    world, library = mpi.start(comm)
+    world, library = start_mpi(comm)
     watch = ExceptionWatch(world.rank, world.size, socket.gethostname())
     watch.install()
+    recorder = Recorder(world.rank, world.size, INTERNAL)
+    call_in_child(recorder.leave_to_parent)
+    watch.on_error = recorder.error_raised
     resources = ExitStack()
+    resources.callback(recorder.close)
     resources.callback(watch.uninstall)
     resources.callback(world.free)
-    parts = WorldParts(settings, world, library, watch, resources)
+    parts = WorldParts(settings, world, library, watch, recorder, resources)
     resources.enter_context(parts.groups)
     try:
         for step in STEPS:
@@ -115,10 +164,37 @@ def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldPar
     return parts
 
 
+def start_mpi(
+    comm: "MPI.Intracomm | None" = None,
+) -> tuple[mpi.Communicator, mpi.MpiLibrary]:
+    """Start MPI as `mpi.start` does. Raises AgreedError where it raises StartError."""
+    try:
+        return mpi.start(comm)
+    except StartError as error:
+        raise _agreed(error) from error
+
+
+def _agreed(error: StartError) -> AgreedError:
+    """Return the error of ranks that cannot communicate, which one of them reports. Local.
+
+    It is rank 0 of the job or of the host. The others wait, since launchers end all ranks when one
+    exits.
+    """
+    names = launcher.LOCAL_RANK_VARIABLES if error.on_host else launcher.RANK_VARIABLES
+    rank = launcher.first_number(os.environ, names) or 0
+    ExceptionWatch(rank, 1, socket.gethostname()).install()  # silent if nobody catches the error
+    if rank:
+        time.sleep(REPORT_S)
+    where = f"{socket.gethostname()}: " if error.on_host else ""
+    return AgreedError(f"{where}{error}", rank)
+
+
 def _find_topology(parts: WorldParts) -> None:
     """Check the settings on all ranks, and group the ranks by node."""
     comm, settings = parts.comm, parts.settings
+    before = time.time()
     parts.hosts = comm.node_keys()
+    parts.met = before, time.time()
     with agreement(comm.gather_objects, comm.rank):
         settings.check()
         parts.topology = Topology.from_hosts(parts.hosts, settings.ranks_per_node)
@@ -136,14 +212,13 @@ def _assign_devices(parts: WorldParts) -> None:
     comm = parts.comm
     with agreement(comm.gather_objects, comm.rank):
         visible = device.visible_gpus(parts.settings.device)
-    visible_gpus, host_names = comm.gather_objects(visible), comm.gather_objects(parts.watch.host)
+    visible_gpus = comm.gather_objects(visible)
     with agreement(comm.gather_objects, comm.rank):
         indices = device.assign(parts.hosts, visible_gpus)
     parts.gpus = [
         "" if index is None else names[index]
         for index, names in zip(indices, visible_gpus, strict=True)
     ]
-    parts.sharing = device.sharing(parts.hosts, host_names, parts.gpus)
     index = indices[comm.rank]
     parts.device = torch.device("cpu") if index is None else torch.device("cuda", index)
     if parts.device.type == "cuda":
@@ -151,22 +226,52 @@ def _assign_devices(parts: WorldParts) -> None:
     parts.kernels = DeviceKernels(parts.device)
 
 
-def _set_threads(parts: WorldParts) -> None:
-    """Give torch this rank's share of the host's cores, unless OMP_NUM_THREADS is set."""
-    own_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    cores_by_rank = parts.comm.gather_objects(own_cores)
-    if not own_cores or "OMP_NUM_THREADS" in os.environ:
-        return
-    host = parts.hosts[parts.comm.rank]
-    users = [cores for cores, key in zip(cores_by_rank, parts.hosts, strict=True) if key == host]
-    share = sum(1 / sum(core in cores for cores in users) for core in own_cores)
-    torch.set_num_threads(max(1, int(share)))
+def _check(parts: WorldParts) -> None:
+    """Gather the facts of all ranks, check them, and set the number of threads.
+
+    Raises AgreedError for what fails.
+    """
+    rank = parts.comm.rank
+    local = collect(
+        host=parts.watch.host,
+        host_key=parts.hosts[rank],
+        gpu=parts.gpus[rank],
+        library=parts.library.build,
+        size=mpi.job_size(),
+        clock=parts.met,
+    )
+    parts.facts = parts.comm.gather_objects(local)
+    parts.findings = all_ranks.examine(parts.facts)
+    findings = parts.findings.values()
+    if failed := [str(finding) for finding in findings if finding.status == "fail"]:
+        raise AgreedError("; ".join(failed), rank)
+    if local.cores and not local.threads:
+        torch.set_num_threads(all_ranks.fair_threads(parts.facts, rank))
 
 
 def _start_engine(parts: WorldParts) -> None:
     """Start the communication thread, which makes all MPI calls from here on."""
-    parts.engine = ProgressEngine()
-    parts.resources.callback(parts.engine.close)
+    rank, comm = parts.comm.rank, parts.comm
+    listener, address = listen() if rank in MONITORS and comm.size > 1 else (None, None)
+    own = Member(parts.watch.host, os.getpid()), address, secrets.token_bytes(32)
+    members, addresses, keys = zip(*comm.gather_objects(own), strict=True)
+    parts.resources.callback(lambda: parts.watchdog.close())  # noqa: PLW0108 - it is not made yet
+    engine = parts.engine = ProgressEngine()
+    engine.main.observer = parts.recorder
+    parts.watchdog = parts.watch.others = Watchdog(
+        rank,
+        members,
+        engine,
+        timeout=parts.settings.timeout,
+        warn_after=parts.settings.warn_after,
+        channel=SideChannel(rank, keys[0], listener),
+        monitors={r: at for r, at in enumerate(addresses) if at is not None},
+        fail=lambda report: engine.stop(RemoteRankError(**report)),
+    )
+    engine.watch = DisagreementWatch(
+        parts.comm, engine.streams, lambda text: AgreedError(text, rank)
+    )
+    parts.resources.callback(engine.close)
     parts.devices = transport.make_devices(parts.device, parts.kernels, parts.engine)
 
 
@@ -214,35 +319,6 @@ def _make_collectives(parts: WorldParts) -> None:
     parts.collectives = parts.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 
-def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -> WorldCollectives:
-    """Make collectives over this rank's node or cross group. Collective over the world.
-
-    All messages count for `level`. Tensors on GPUs are staged in host memory where the world's go
-    through NCCL.
-    """
-    rank, topology = parts.comm.rank, parts.topology
-    group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
-    node = parts.node if level == "node" else _split(parts, rank, "self")
-    comm = _split(parts, group[0], f"{level} group")
-    comm.traffic, comm.levels = parts.comm.traffic, [level] * comm.size
-    ranks = tuple(range(comm.size))
-    own = Topology((ranks,) if level == "node" else tuple((r,) for r in ranks))
-    choice, selected = parts.collectives.choice, parts.collectives.transport
-    transport: Transport = "host" if selected == "nccl" else selected
-    return parts.engine.call(
-        lambda: WorldCollectives(
-            comm, node, own, parts.engine, parts.devices, choice=choice, transport=transport
-        )
-    ).wait()
-
-
-def _split(parts: WorldParts, color: int, name: str) -> mpi.Communicator:
-    """Return a communicator over the ranks of one color, in the world's order. Collective."""
-    comm = parts.engine.call(lambda: parts.comm.split(color, parts.comm.rank, name)).wait()
-    parts.groups.callback(comm.free)
-    return comm
-
-
 def _gather_places(parts: WorldParts) -> None:
     """Gather the place of every rank on all ranks."""
     rank, on_gpu = parts.comm.rank, parts.device.type == "cuda"
@@ -262,7 +338,7 @@ def _gather_places(parts: WorldParts) -> None:
 STEPS = (
     _find_topology,
     _assign_devices,
-    _set_threads,
+    _check,
     _start_engine,
     _select_transport,
     _make_collectives,

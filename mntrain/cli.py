@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
@@ -36,8 +37,25 @@ _DESCRIPTION = f"""Train a PyTorch model over the ranks of mpirun or srun. For e
 other commands, each with its own --help:
   {_PROGRAM} bench
       measure the collectives of this cluster
+  {_PROGRAM} doctor
+      check that this cluster is fit to train
   {_PROGRAM} ckpt list|show|verify|diff|export
-      inspect and compare checkpoints, and export the model of one"""
+      inspect and compare checkpoints, and export the model of one
+  {_PROGRAM} autopsy RUN_DIR
+      say which rank of a job stopped first, who waited for it, and why"""
+
+
+class RefusedOptionsError(SystemExit):
+    """An exit with code 2, for options that are wrong; `text` has a line for each problem."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(2)
+        self.text = text
+
+
+def print_problems(text: str) -> None:
+    """Print what is wrong with the options on stderr."""
+    print("mntrain:", text.replace("\n", "\nmntrain: "), file=sys.stderr)
 
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> Config:
@@ -54,7 +72,8 @@ def parse_options(
 
     `model` is a frozen pydantic dataclass of options and of sections, which are such dataclasses
     themselves. Local: every rank parses for itself, and `print_errors` selects the one that
-    prints. Raises SystemExit: with 2 and one line per problem on stderr, or with 0 after --help.
+    prints. Raises RefusedOptionsError (code 2), with a line for each problem on stderr, and
+    SystemExit with code 0 after --help.
     """
     parser = _parser(model, prog, description)
     if {"-h", "--help"} & set(argv):
@@ -67,27 +86,61 @@ def parse_options(
         file = typed["config"] if "config" in options and "config" in typed else "none"
         read = _read_file(file, options, prog) if file not in ("", "none") else {}
         sources = {name: f"{file}: {name}" for name in read} | {n: flag_of(n) for n in typed}
-        return cast(T, _construct(model, read | typed, sources))
+        return cast(T, construct(model, read | typed, sources))
     except (ValueError, ArgumentError) as error:
         if print_errors:
-            print("mntrain:", str(error).replace("\n", "\nmntrain: "), file=sys.stderr)
-        raise SystemExit(2) from None
+            print_problems(str(error))
+        raise RefusedOptionsError(str(error)) from None
+
+
+def named_options(options: Any) -> dict[str, Any]:
+    """Return the value of each option by its name in a file: task, train.batch_size.
+
+    `options` is of a class that `parse_options` constructs.
+    """
+    return {name: attrgetter(name)(options) for name in _options(type(options))}
+
+
+def options_in_file(options: Any) -> set[str]:
+    """Return the names of the options whose values come from the file that --config names.
+
+    Also of those for which the command line states the same value.
+    """
+    path = getattr(options, "config", None)
+    if path is None:
+        return set()
+    read = _read_file(str(path), _options(type(options)), _PROGRAM)
+    values = named_options(options)
+    return {
+        name
+        for name, value in read.items()
+        if value == values[name] or words_of(value) == words_of(values[name])
+    }
 
 
 def to_toml(config: Config) -> str:
     """Return a TOML file that reproduces `config`, except for its option `config`."""
     values = asdict(config)
     del values["config"]
+    return toml_text(values)
+
+
+def toml_text(values: Mapping[str, Any]) -> str:
+    """Return a TOML file of nested values; what TOML lacks is written as text."""
     return tomli_w.dumps(_to_toml(values))
 
 
 def _to_toml(value: Any) -> Any:
     """Return the TOML value of an option's value; a path called none is written ./none."""
-    if isinstance(value, dict):
-        return {name: _to_toml(inner) for name, inner in value.items()}
+    if isinstance(value, Mapping):
+        return {str(name): _to_toml(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_toml(item) for item in value]
     if isinstance(value, Path):
         return "./none" if value == Path("none") else str(value)
-    return "none" if value is None else value
+    if isinstance(value, bool | int | float | str):
+        return value
+    return "none" if value is None else str(value)
 
 
 def _options(model: Any, prefix: str = "") -> dict[str, FieldInfo]:
@@ -190,17 +243,17 @@ def _read_file(path: str, options: Mapping[str, FieldInfo], prog: str) -> dict[s
     return given
 
 
-def _construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str]) -> Any:
+def construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str]) -> Any:
     """Return `model` with the given values. Raises ValueError with one line per problem.
 
     `sources` has the place of each value in the user's words, such as --train.steps.
     """
     problems: list[str] = []
 
-    def construct(kind: Any, prefix: str) -> Any:
+    def make(kind: Any, prefix: str) -> Any:
         fields = kind.__pydantic_fields__
         sections = {
-            name: construct(info.annotation, f"{name}.")
+            name: make(info.annotation, f"{name}.")
             for name, info in fields.items()
             if is_dataclass(info.annotation)
         }
@@ -216,7 +269,7 @@ def _construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str]
                 problems.append(message)
             return kind()
 
-    made = construct(model, "")
+    made = make(model, "")
     if problems:
         raise ValueError("\n".join(problems))
     return made

@@ -33,6 +33,19 @@ def _parse_interval(value: Any) -> Any:
     return text
 
 
+# Options that may differ between ranks, by name, with the reason. The ranks compare all others.
+MAY_DIFFER = {
+    "config": "the path of a file; the options in it are compared",
+    "data.path": "data on local disks; its content is compared",
+    "data.worker_start": "results do not depend on it",
+    "data.workers": "results do not depend on it, and nodes may have different numbers of cores",
+    "device": "each rank has its own",
+    "run.dir": "the path of rank 0 is used on all ranks",
+    "run.recorder": "local disks may be mounted elsewhere",
+}
+# Options of own loops that are not compared either: by their names, they are of one rank or node.
+RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostname", "gpu"}
+
 T = TypeVar("T")
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
@@ -162,6 +175,15 @@ class CommConfig:
     ranks_per_node: OrNone[int] = Field(
         default=None, ge=1, description="ranks per virtual node. none: use the real nodes."
     )
+    timeout: OrNone[float] = Field(
+        default=600.0,
+        gt=0,
+        description="seconds that a rank may wait for others without progress: then rank 0 reports "
+        "who waits for whom and ends the job. none: hangs and lost ranks are only reported.",
+    )
+    warn_after: float = Field(
+        default=60.0, gt=0, description="the same, until rank 0 prints a warning."
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -204,7 +226,18 @@ class RunConfig:
         default=None,
         gt=0,
         description="time limit of this job in minutes: it saves and ends in time, even if the "
-        "run is not complete. none: the end of its Slurm allocation, if it has one.",
+        "run is not complete. none: the end of its batch job, if it has one.",
+    )
+    recorder: OptionalPath = Field(
+        default=None,
+        description="folder on a local disk for the last events of each rank, which `python -m "
+        "mntrain autopsy` reads. none: recorder/ in the run's folder.",
+    )
+    grace: float = Field(
+        default=30.0,
+        gt=0,
+        description="seconds after a signal in which the step must end, so that the job can save. "
+        "Then, and at a second signal, it ends at once.",
     )
 
 
@@ -228,7 +261,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    """All options of a job, the same on all ranks."""
+    """All options of a job, the same on all ranks except for those in `MAY_DIFFER`."""
 
     task: str = Field(
         default="lm", description='task, "lm" or "package.module:Class" for your own.'

@@ -97,20 +97,3 @@ def assign(hosts: Sequence[Hashable], visible_gpus: Sequence[Sequence[str]]) -> 
         assigned[rank] = best
         load[host, gpus[best]] += 1
     return assigned
-
-
-def sharing(hosts: Sequence[Hashable], names: Sequence[str], gpus: Sequence[str]) -> str:
-    """Return a warning with the fix if ranks share a GPU; empty if none do. Pure.
-
-    All arguments are by rank: a key of the host, its name, and the GPU, empty on the CPU.
-    """
-    load = Counter(place for place in zip(hosts, gpus, strict=True) if place[1])
-    if not load or max(load.values()) == 1:
-        return ""
-    (host, _), ranks = load.most_common(1)[0]
-    return (
-        f"ranks share GPUs, so each is slower and has less memory (up to {ranks} ranks on one GPU "
-        f"of {names[hosts.index(host)]}). Run no more ranks than GPUs, and make different GPUs or "
-        "all of them visible to the ranks: srun --gpus-per-task=1 or --gpu-bind=none, or mpirun "
-        "without a common CUDA_VISIBLE_DEVICES"
-    )

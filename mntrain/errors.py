@@ -1,23 +1,34 @@
 """Errors that all ranks agree on, and a clean end of the job for all others.
 
 After an exception on one rank, the others would wait in a collective for ever. Errors that can
-differ between ranks are therefore gathered and raised as one `AgreedError` on all of them; an
-uncaught exception of any other kind prints its rank, host and traceback and aborts the job.
+differ between ranks are therefore gathered and raised as one `AgreedError` on all of them; any
+other uncaught exception prints its rank, host and traceback and aborts the job.
 """
 
+import hashlib
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from numbers import Real
-from typing import Any, NoReturn
+from operator import itemgetter
+from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
+from mntrain.checks.finding import naming
 from mntrain.comm import mpi
+from zero.norms import NonFiniteGradientError
+
+_SHOWN = 5  # names, and values of a name, that the error about a difference lists
+OWN_THREAD = "mntrain "  # beginning of the names of this package's threads
+REMOTE_ABORT_S = 10.0  # until a rank aborts the job, which the one that failed should have aborted
+_MAX_TRACEBACK, _MAX_MESSAGE = 20_000, 4_000  # characters that other ranks get
 
 
 class AgreedError(ValueError):
@@ -36,73 +47,243 @@ class AgreedError(ValueError):
             print(f"mntrain: error: {self}", file=sys.stderr)
 
 
+# Errors that every rank raises: rank 0 alone prints them.
+OF_ALL_RANKS = (AgreedError, NonFiniteGradientError)
+
+
+def raised_by_all(error: BaseException | None) -> bool:
+    """Return True if all ranks leave a block together: without an error, or with one of all."""
+    clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+    return error is None or isinstance(error, OF_ALL_RANKS) or clean_exit
+
+
 class TrainingStoppedError(AgreedError):
     """Training cannot continue, for a reason that all ranks know."""
 
 
+class RemoteRankError(RuntimeError):
+    """The error of another rank, which has failed: communication raises it on all others.
+
+    `kind` is the name of its exception's class; that rank prints its `traceback` itself.
+    """
+
+    def __init__(self, rank: int, host: str, kind: str, message: str, traceback: str) -> None:
+        super().__init__(
+            f"rank {rank} on {host} failed with {kind}: {message}\nits traceback:\n{traceback}"
+        )
+        self.rank, self.host, self.kind, self.traceback = rank, host, kind, traceback
+
+
+class Others(Protocol):
+    """The other ranks of a world, for a rank that fails."""
+
+    def tell_failure(self, report: Mapping[str, Any]) -> None:
+        """Let all others raise a RemoteRankError of these arguments; wait until they left."""
+
+    def leave(self) -> None:
+        """Tell the others that this rank leaves."""
+
+
 class ExceptionWatch:
-    """Hooks for uncaught exceptions that abort the whole job. One per world."""
+    """Hooks for uncaught exceptions, which abort the whole job. One per world.
+
+    The user's own hooks, which were installed before, still report the exceptions. In a forked
+    child of the rank, and after `uninstall`, they alone do.
+    """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
-        self._previous = sys.excepthook, threading.excepthook
+        self._hooks: dict[Any, Callable[..., None]] = {
+            sys: self._handle_uncaught,
+            threading: self._handle_in_thread,
+        }
+        self._previous: dict[Any, Callable[..., object]] = {}
+        self._process = 0  # the process that installed the hooks; 0: they are not installed
+        # Is told of an exception that ends the world, before anything else is done about it.
+        self.on_error: Callable[[BaseException], None] = lambda error: None
+        self.others: Others | None = None
 
     def install(self) -> None:
         """Replace the interpreter's hooks for uncaught exceptions of all threads."""
-        self._previous = sys.excepthook, threading.excepthook
-        sys.excepthook = self._handle_uncaught
-        threading.excepthook = lambda args: self._handle_uncaught(
-            args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
-        )
+        self._process = os.getpid()
+        for module, hook in self._hooks.items():
+            if not self._is_below(module.excepthook, module):
+                self._previous[module] = module.excepthook
+                module.excepthook = hook
 
     def uninstall(self) -> None:
-        """Restore the hooks that `install` replaced."""
-        sys.excepthook, threading.excepthook = self._previous
+        """Restore the hooks that `install` replaced, unless others have replaced these since."""
+        self._process = 0
+        for module, hook in self._hooks.items():
+            if module.excepthook == hook:
+                module.excepthook = self._next_hook(module)
 
     def end_job(self, error: BaseException) -> NoReturn:
-        """Report `error` with rank and host, then abort all ranks. Does not return."""
+        """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
+        self.on_error(error)
         code = 1
-        line = f"rank {self.rank} of {self.size} on {self.host} "
         if isinstance(error, KeyboardInterrupt):
-            code, line = 130, "interrupted" if self.rank == 0 else ""
+            code = 130
+            if self.rank == 0:
+                print("mntrain: interrupted", file=sys.stderr)
         elif isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
-            line += f"left the job with exit code {error.code}"
-        else:
-            line += "failed:\n" + "".join(traceback.format_exception(error))
-        if line:
+            line = f"{self._place} left the job with exit code {error.code}"
             print("mntrain:", line, file=sys.stderr)
+        elif not isinstance(error, RemoteRankError):
+            self._report_failure(error)
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.others is not None:
+            if not isinstance(error, RemoteRankError | KeyboardInterrupt):
+                self.others.tell_failure(self._describe(error))
+            self.others.leave()
+        if isinstance(error, RemoteRankError):
+            time.sleep(REMOTE_ABORT_S)
         time.sleep(0.3)  # the launcher may drop what it has not forwarded before an abort
         mpi.abort(code)
         raise SystemExit(code)  # if the abort returned
 
+    @property
+    def _place(self) -> str:
+        return f"rank {self.rank} of {self.size} on {self.host}"
+
+    def _is_below(self, hook: Callable[..., object], module: Any) -> bool:
+        """Return whether a hook is this watch's, or that of another one which calls it."""
+        watch = getattr(hook, "__self__", None)
+        if not isinstance(watch, ExceptionWatch):
+            return False
+        return watch is self or self._is_below(watch._previous[module], module)
+
+    def _next_hook(self, module: Any, *, of_user: bool = False) -> Callable[..., object]:
+        """Return the newest hook below this one, without those of worlds that ended, or of all."""
+        hook = self._previous[module]
+        below = getattr(hook, "__self__", None)
+        if isinstance(below, ExceptionWatch) and (of_user or not below._process):
+            return below._next_hook(module, of_user=of_user)
+        return hook
+
+    @property
+    def _user_hook(self) -> Callable[..., object] | None:
+        """The hook that the user has installed in place of the interpreter's, if any."""
+        hook = self._next_hook(sys, of_user=True)
+        return hook if hook is not sys.__excepthook__ else None
+
+    def _report_failure(self, error: BaseException) -> None:
+        """Print which rank failed; the user's hook, if any, reports the error itself."""
+        line, text = f"mntrain: {self._place} failed:\n", "".join(traceback.format_exception(error))
+        if self._user_hook is None:
+            print(line + text, file=sys.stderr)
+            return
+        print(line, end="", file=sys.stderr, flush=True)
+        try:
+            self._user_hook(type(error), error, error.__traceback__)
+        except Exception:
+            print(text, file=sys.stderr)
+
+    def _describe(self, error: BaseException) -> dict[str, Any]:
+        """Return the arguments of the RemoteRankError of an error."""
+        text = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
+        own = {"rank": self.rank, "host": self.host, "kind": type(error).__name__}
+        return {**own, "message": str(error)[:_MAX_MESSAGE], "traceback": text}
+
     def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
-        if isinstance(error, AgreedError):
+        installed_here = self._process == os.getpid()
+        if installed_here:
+            self.on_error(error)
+        if installed_here and isinstance(error, AgreedError):
             error.report()
-        elif self.size == 1:
-            sys.__excepthook__(kind, error, trace)
-        else:
+            if self.rank == 0 and self._user_hook is not None:
+                self._user_hook(kind, error, trace)
+        elif installed_here and isinstance(error, OF_ALL_RANKS):
+            if self.rank == 0:
+                self._next_hook(sys)(kind, error, trace)
+        elif installed_here and self.size > 1:
             self.end_job(error)
+        else:
+            self._next_hook(sys)(kind, error, trace)
+            if self._process and not installed_here:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)  # at the end of the interpreter, MPI would wait for other ranks
+
+    def _handle_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        """End the job for threads of this package; let others end with a report, as Python does."""
+        error = args.exc_value or args.exc_type()
+        thread = args.thread.name if args.thread else ""
+        if self._process == os.getpid() and self.size > 1:
+            if thread.startswith(OWN_THREAD):
+                self.end_job(error)
+            if not isinstance(error, SystemExit):
+                print(f"mntrain: {self._place}: an exception ends {thread}", file=sys.stderr)
+        self._next_hook(threading)(args)
 
 
-def expect_same(values: Sequence[Mapping[str, Any]], rank: int) -> None:
+@dataclass(frozen=True)
+class Given:
+    """A value that ranks compare, and its origin, such as a file, which may differ."""
+
+    value: object
+    origin: str = field(default="", compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.origin})" if self.origin else str(self.value)
+
+
+def compare(
+    gather: Callable[[Any], Sequence[Any]], values: Mapping[str, object], rank: int, fix: str = ""
+) -> None:
+    """Raise AgreedError on all ranks unless they give equal values under each name. Collective.
+
+    `gather` returns every rank's object, by rank. A digest travels first, and the values only if
+    the digests differ. Message as in `expect_same`.
+    """
+    if not same_digests(gather, values):
+        expect_same(gather(values), rank, fix)
+
+
+def same_digests(gather: Callable[[Any], Sequence[Any]], values: Mapping[str, object]) -> bool:
+    """Return True if the texts (`repr`) of the values are the same on all ranks. Collective."""
+    digest = hashlib.sha256(repr(sorted(values.items(), key=itemgetter(0))).encode()).digest()
+    return len(set(gather(digest))) == 1
+
+
+def expect_same(values: Sequence[Mapping[str, Any]], rank: int, fix: str = "") -> None:
     """Raise AgreedError, as `rank`, unless all ranks gave equal values under each name.
 
-    `values` are gathered, by rank. For lists, the message has the first items that differ.
+    `values` are gathered, by rank. The message has each value of the names that differ with its
+    ranks, of lists the first items that differ, and then the `fix`.
     """
-    for name, first in values[0].items():
-        for other, given in enumerate(values):
-            ours, theirs = first, given[name]
-            if ours == theirs:
-                continue
-            if isinstance(ours, list):
-                pairs = zip_longest(ours, theirs, fillvalue="no more")
-                ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
-            raise AgreedError(
-                f"{name} differs between ranks: rank 0 has {ours}, rank {other} has {theirs}", rank
-            )
+    names = dict.fromkeys(name for given in values for name in given)
+    texts = [_difference(name, [given.get(name, "nothing") for given in values]) for name in names]
+    differences = [text for text in texts if text]
+    if hidden := differences[_SHOWN:]:
+        differences[_SHOWN:] = [f"{len(hidden)} more differ"]
+    if differences:
+        raise AgreedError("; ".join(differences) + (f": {fix}" if fix else ""), rank)
+
+
+def _difference(name: str, values: Sequence[Any]) -> str:
+    """Return which ranks have which value, by rank; empty if all values are equal."""
+    ranks_by_value: list[tuple[Any, list[int]]] = []
+    for rank, value in enumerate(values):
+        equal = next((ranks for known, ranks in ranks_by_value if known == value), None)
+        if equal is None:
+            ranks_by_value.append((value, [rank]))
+        else:
+            equal.append(rank)
+    if len(ranks_by_value) == 1:
+        return ""
+    if all(isinstance(value, list) for value in values):
+        items = zip_longest(*values, fillvalue="no more")
+        return _difference(name, next(row for row in items if any(row[0] != i for i in row)))
+    shown = [
+        f"{naming('rank', ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
+        for value, ranks in ranks_by_value
+    ]
+    if hidden := shown[_SHOWN:]:
+        shown[_SHOWN:] = [f"others have {len(hidden)} more values"]
+    return f"{name} differs between ranks: {', '.join(shown)}"
 
 
 def describe(model: nn.Module, options: Mapping[str, object]) -> dict[str, object]:
@@ -134,8 +315,7 @@ def combined_refusals(refusals: Sequence[str | None]) -> str:
         if message is not None:
             ranks_by_message.setdefault(message, []).append(rank)
     return "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {message}"
-        for message, ranks in ranks_by_message.items()
+        f"{naming('rank', ranks)}: {message}" for message, ranks in ranks_by_message.items()
     )
 
 
@@ -155,5 +335,8 @@ def agreement(gather: Callable[[str | None], Sequence[str | None]], rank: int) -
     except (ValueError, OSError, ImportError, RuntimeError) as raised:
         error = raised
     refusals = gather(None if error is None else str(error) or type(error).__name__)
-    if any(refusals):
-        raise AgreedError(combined_refusals(refusals), rank) from error
+    try:
+        if any(refusals):
+            raise AgreedError(combined_refusals(refusals), rank) from error
+    finally:
+        del error  # its traceback holds this frame, and so what the block has made

@@ -1,23 +1,34 @@
 """The public facade of a job: its ranks, their devices, and their collective operations."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from weakref import proxy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mntrain import errors
-from mntrain.bootstrap import TRAVEL_DTYPES, WorldSettings, bootstrap, make_group_collectives
+from mntrain.bootstrap import WorldSettings, bootstrap
+from mntrain.checkpoint.objects import Stateful
 from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.forked import call_in_child
 from mntrain.comm.pending import Future
+from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.data.loader import ShardedLoader
+from mntrain.data.shard_registry import ShardRegistry
 from mntrain.errors import AgreedError
-from mntrain.rank_info import Usage, device_memory, peak_memory
+from mntrain.groups import make_group_collectives
+from mntrain.rank_info import Usage
+from mntrain.run.checkpoints import Checkpoints
+from mntrain.run.distributed_optimizer import make_optimizer
+from mntrain.run.means import weighted_mean
+from mntrain.run.metrics_log import MetricsLog
+from mntrain.run.own_loop import OwnLoop
 from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
-from zero.param_groups import check_trainable, name_parameters
 from zero.sync_schedule import SyncSchedule
 
 if TYPE_CHECKING:
@@ -40,11 +51,12 @@ class World:
         collectives: a `zero.Collectives` over all ranks.
         kernels: sums, casts and norms on the device (`zero.kernels.Kernels`).
         algorithm: name of the algorithm that reduces full buckets.
+        recorder: of this rank's events (`mntrain.watch.recorder.Recorder`).
         tuning: the reason for it, in one line; empty if there was nothing to choose.
-        transport, transport_line: the transport of GPU tensors, and one line with the reason; empty
-            on CPUs and for one rank.
-        sharing: a warning about GPUs that several ranks share; empty if none is shared.
+        transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
+        facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
         library: name, thread level and build of the MPI library.
+        watchdog: the thread that finds hangs and lost ranks (`mntrain.watch.watchdog`).
     """
 
     def __init__(self, comm: "MPI.Intracomm | None", settings: WorldSettings) -> None:
@@ -58,13 +70,20 @@ class World:
         self.local_size = len(topology.node_group(self.rank))
         cross_group = topology.cross_group(self.rank)
         self.cross_rank, self.cross_size = cross_group.index(self.rank), len(cross_group)
-        self.device, self.kernels, self.sharing = parts.device, parts.kernels, parts.sharing
+        self.device, self.kernels, self.facts = parts.device, parts.kernels, parts.facts
         self.collectives, self.places, self.library = parts.collectives, parts.places, parts.library
         warning = parts.devices.copier.warning if parts.devices else ""
-        self.transport = parts.transport.name
+        self.transport: str = parts.transport.name
         self.transport_line = "; ".join(filter(None, [parts.transport.line, warning]))
         self.algorithm = parts.collectives.choice.algorithm
-        self.tuning = parts.tuning
+        self.watchdog, self.recorder = parts.watchdog, parts.recorder
+        self.tuning, self.findings = parts.tuning, parts.findings
+        call_in_child(self._leave_to_parent)
+        world = proxy(self)
+        self._own_loop = OwnLoop(world, self._optimizers)
+        # A method of the proxy would keep the world alive.
+        gather = lambda value: world.gather(value)  # noqa: E731, PLW0108 - for this reason
+        self._shards = ShardRegistry(self.rank, self.size, gather, self._optimizers)
 
     @cached_property
     def node_collectives(self) -> WorldCollectives:
@@ -87,26 +106,28 @@ class World:
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
         loss_scale: float | Literal["dynamic"] | None = None,
-        groups: Iterable[dict[str, Any]] | None = None,
+        groups: Iterable[Any] | None = None,
         comm_hook: str | CommHook | None = None,
         schedule: SyncSchedule | None = None,
+        overlap_forward: bool = False,
         **kwargs: Any,
     ) -> ZeroOptimizer:
         """Make a distributed optimizer for a model on `device`. Collective.
 
         Overwrites the model's parameters and buffers with rank 0's; buffers in its state dict are
-        taken from rank 0 again after every step. Updated parameters arrive during the next
-        forward: each module waits for its own when it is called.
+        taken from rank 0 again after every step. With `overlap_forward`, updated parameters arrive
+        during the next forward: each module waits for its own when it is called.
 
-        Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are parameter
-        groups in torch's format; by default all parameters form one. The groups of a `schedule` are
+        Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are what
+        torch's optimizers take: parameters or parameter groups, with or without names; by default
+        all parameters form one group. The groups of a `schedule` are
         `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
         and `step`.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
-        or strides of the model, in an argument from `stage` to `loss_scale`, or in the class or a
-        public number, string or bool of `comm_hook` or `schedule`; or if any rank cannot accept
-        one.
+        or strides of the model, in an argument from `stage` to `loss_scale`, in the class or a
+        public number, string or bool of `comm_hook` or `schedule`, or in the class, options and
+        parameters of the torch optimizer; or if any rank cannot accept one.
         """
         options: dict[str, Any] = {
             "stage": stage,
@@ -117,42 +138,98 @@ class World:
             "loss_scale": loss_scale,
             "comm_hook": comm_hook,
             "schedule": schedule,
+            "overlap_forward": overlap_forward,
         }
-        errors.expect_same(self.gather(errors.describe(model, options)), self.rank)
-        with self.agreement():  # before any collective allocation
-            named = name_parameters(model, groups)
-            check_trainable(named, sharded=stage != 0)
-        persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
-        with self.agreement():
-            optimizer = ZeroOptimizer(
-                named,
-                optimizer_class,
-                self.collectives.replace(choice=self.collectives.choice.among_others()),
-                bucket_bytes=self._parts.settings.bucket_bytes,
-                buffers=[b for name, b in model.named_buffers() if name in persistent],
-                order=[name for name, _ in model.named_parameters()],
-                model=model,
-                wire_dtype=TRAVEL_DTYPES[self._parts.settings.wire_dtype],
-                gather_dtype=TRAVEL_DTYPES[self._parts.settings.gather_dtype],
-                kernels=self.kernels,
-                **options,
-                **kwargs,
-            )
-        optimizer.start()
+        optimizer = make_optimizer(
+            self,
+            self._parts,
+            model,
+            optimizer_class,
+            groups=groups,
+            options=options,
+            kwargs=kwargs,
+        )
         self._optimizers.append(optimizer)
         return optimizer
 
-    def shard(self, loader: Iterable[Any], seed: int = 0) -> ShardedLoader:
+    def shard(
+        self,
+        loader: Iterable[Any],
+        seed: int = 0,
+        *,
+        weight: Callable[[Any], float] | None = None,
+        lists: Literal["samples", "columns"] | None = None,
+    ) -> ShardedLoader:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
         From a torch DataLoader, each rank loads only its own samples; the batches of any other
-        iterable are cut along their first dimension (`mntrain.data.loader.ShardedLoader`). Before
-        each batch, the optimizers of this world learn this rank's share of it, so a mean loss gives
-        the exact mean over the global batch even if shares differ. `seed` decides how a shuffling
-        loader shuffles, independently of the number of ranks.
+        iterable are cut by samples (`mntrain.data.loader.ShardedLoader`). Before each batch, the
+        optimizers of this world learn this rank's share of it, so a mean loss gives the exact mean
+        over the global batch even if shares differ. With `weight`, the share is what it returns for
+        this rank's part, such as its number of tokens. Under `torch.no_grad()` the optimizers learn
+        nothing, and every sample is handed out once: ranks may get unequal numbers of batches.
+
+        Each iteration is an epoch of its own, also if `shard` is called for each one. `seed`
+        decides how a shuffling loader shuffles, independently of the number of ranks. `lists`
+        states what the lists in a batch that is cut hold: samples, or columns as in a tuple.
         """
         self._parts.engine.check_open()
-        return ShardedLoader(loader, self.rank, self.size, seed, self._set_share)
+        return self._shards.shard(loader, seed, weight, lists)
+
+    def mean(self, value: float | Tensor, weight: float = 1.0) -> float | Tensor:
+        """Return the mean over all ranks, in fp64, weighted for example by samples. Collective.
+
+        For a number a float; for a tensor, of the same shape on all ranks, a new one, elementwise.
+        A rank of weight 0 does not count, whatever its value. Raises AgreedError (a ValueError) on
+        all ranks for what is no number, for a weight below 0 or not finite, and if all are 0.
+        """
+        return weighted_mean(self.collectives, value, weight)
+
+    def checkpoints(
+        self,
+        run_dir: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        every: int | str = "auto",
+        keep: int = 3,
+        **objects: Stateful,
+    ) -> Checkpoints:
+        """Return the checkpoints of an own loop's run: its `restore` and `save`. Collective.
+
+        The format is that of `python -m mntrain`, whatever the number of ranks and the stage.
+        `every` is a number of steps, minutes such as "10min", "auto" (the interval that loses least
+        time), or 0 (only `save(step, now=True)`); the newest `keep` checkpoints are kept. `objects`
+        are saved too: scheduler=, data=, or any other with a small state_dict. Raises AgreedError
+        for a wrong argument, and if another job uses the directory.
+        """
+        return self._own_loop.checkpoints(
+            run_dir, model, optimizer, every=every, keep=keep, objects=objects
+        )
+
+    def metrics(self, run_dir: str | Path, config: Mapping[str, Any] | None = None) -> MetricsLog:
+        """Return a log that writes metrics.jsonl and summary.json into a run. Collective.
+
+        Writes `config`, nested options such as vars(args), as config.toml. Raises AgreedError if
+        ranks give it other values, the directory cannot be written, or another job uses it. Options
+        that are named device, rank, local_rank or alike may differ (`mntrain.config.RANK_OPTIONS`).
+        """
+        return self._own_loop.metrics(run_dir, config)
+
+    def stop_requested(self, max_minutes: float | None = None) -> bool:
+        """Return True if any rank was asked to end before the previous call. Collective.
+
+        The same on all ranks, which call it once a step; no rank waits for another. Requests are
+        SIGINT, SIGTERM, SIGUSR1 and SIGUSR2, which from the first call on do not end the process (a
+        second SIGINT does), the end of the batch job, and `max_minutes` of the first call
+        since the world was made; the last two leave time for a step and a checkpoint. Raises
+        AgreedError if `max_minutes` of the first call is no number.
+        """
+        return self._own_loop.stop_requested(max_minutes)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here. Collective."""
+        self.gather(None)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank. Collective; for small picklable objects."""
@@ -160,12 +237,12 @@ class World:
 
     def gather_later(self, value: T) -> Future[list[T]]:
         """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
-        return self._parts.engine.call(lambda: self._parts.comm.gather_objects(value))
+        return self.collectives.gather_objects(value, "world.gather")
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return elementwise sums over all ranks, in fp64. Collective; equal lengths."""
         totals = torch.tensor(values, dtype=torch.float64)
-        self.collectives.all_reduce(totals).wait()
+        self.collectives.named("world.sum").all_reduce(totals).wait()
         return [float(total) for total in totals]
 
     def agreement(self) -> AbstractContextManager[None]:
@@ -175,30 +252,35 @@ class World:
 
     def usage(self) -> list[Usage]:
         """Return the resources that each rank has used so far, by rank. Collective."""
-        traffic = self._parts.comm.traffic
-        return self.gather(
-            Usage(
-                peak_memory=peak_memory(),
-                node_messages=traffic.messages["node"],
-                node_bytes=traffic.bytes["node"],
-                cross_messages=traffic.messages["cross"],
-                cross_bytes=traffic.bytes["cross"],
-                communication_s=self.collectives.busy_s,
-                exposed_s=self.collectives.waited_s,
-                pinned_memory=self.collectives.pinned_bytes,
-                **device_memory(self.device),
-            )
-        )
+        return self.gather(self._parts.usage())
 
     def close(self) -> None:
         """Finish queued collectives, free the communicators and restore the hooks. Collective.
 
-        Does nothing for a world that is closed or abandoned already.
+        Does nothing for a world that is closed or abandoned already, and in a forked child. A world
+        whose ranks have disagreed about a collective is abandoned, and the error is raised again:
+        a script may have caught it and gone on.
         """
         if self._open:
+            self._close()
+            if self._parts.engine.error is not None:
+                raise self._parts.engine.error
+
+    def _close(self) -> None:
+        self.recorder.begin_phase("close")
+        try:
+            if not self._parts.engine.abandoned:
+                self._own_loop.settle()
+                for optimizer in self._optimizers:
+                    optimizer.close()
+                self._parts.engine.finish(Ticket(Signature("world.close"), call_site()))
+        finally:
+            if self._parts.engine.abandoned:
+                self.abandon()
+                self._parts.watch.install()  # lets rank 0 alone print the error
+        if self._open:
             self._open = False
-            for optimizer in self._optimizers:
-                optimizer.close()
+            self._own_loop.close()
             self._parts.resources.close()
 
     def abandon(self) -> None:
@@ -217,10 +299,12 @@ class World:
         self._parts.resources.pop_all()  # frees collectively
         self._parts.comm.abandon()  # ends a blocking wait in the communication thread
         self._parts.engine.abandon()
+        self._parts.watchdog.close()
         for optimizer in self._optimizers:
-            with suppress(RuntimeError):  # of parameters that were still in flight
+            with suppress(RuntimeError, AgreedError):  # of parameters that were still in flight
                 optimizer.close()
         self._parts.watch.uninstall()
+        self._own_loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,50 +313,16 @@ class World:
         """Close the world; for an exception on this rank alone, end the whole job instead."""
         if not self._open:
             return
-        agreed = isinstance(error, AgreedError)
-        clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not agreed and not clean_exit and self.size > 1:
-            self._parts.watch.end_job(error)
-        self.close()
-        if agreed:
+        first = self._parts.engine.error or error  # other errors follow from the first
+        if first is not None and not errors.raised_by_all(first) and self.size > 1:
+            self._parts.watch.end_job(first)
+        if first is not None and not isinstance(first, SystemExit):
+            self.recorder.error_raised(first)
+        self._close()
+        if isinstance(first, errors.OF_ALL_RANKS):
             self._parts.watch.install()  # lets rank 0 alone print it if nobody catches it
+        if first is not None and first is not error:
+            raise first from error
 
-    def _set_share(self, count: int | None) -> None:
-        for optimizer in self._optimizers:
-            optimizer.share(count)
-
-
-def init(
-    comm: "MPI.Intracomm | None" = None,
-    *,
-    device: str = "auto",
-    algorithm: str = "auto",
-    bucket_mb: float = 25.0,
-    ranks_per_node: int | None = None,
-    tune: bool = True,
-    wire_dtype: str = "fp32",
-    gather_dtype: str = "fp32",
-    transport: str = "auto",
-) -> World:
-    """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
-
-    All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
-    ValueError) on all ranks for an argument that any rank cannot accept, and
-    mpi.SilentSingletonsError if the launcher started more ranks than MPI sees.
-
-    Args:
-        comm: duplicated; stays the caller's. Default: all ranks of the job.
-        device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
-        algorithm: auto, or one of `mntrain.comm.algorithms.names()`.
-        bucket_mb: size of a gradient bucket in MiB.
-        ranks_per_node: cut every node into virtual nodes of this many ranks.
-        tune: for algorithm auto, time the candidates (about a second; cached). False: use lanes.
-        wire_dtype: fp32, bf16 or fp16, in which wider gradients cross nodes.
-        gather_dtype: the same for updated parameters at stages 1 and 2.
-        transport: auto, host, cuda-aware or nccl, for tensors on GPUs (`mntrain.comm.transport`).
-
-    """
-    settings = WorldSettings(
-        device, algorithm, bucket_mb, ranks_per_node, tune, wire_dtype, gather_dtype, transport
-    )
-    return World(comm, settings)
+    def _leave_to_parent(self) -> None:
+        self._open = False

@@ -66,12 +66,12 @@ def covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def parameter_values(case: pytest.Item) -> set[tuple[str, str]]:
-    """Return (parameter, value) pairs; a value without a stable text goes by its index."""
+    """Return (parameter, value) pairs; a value whose text is an address goes by its identity."""
     callspec = getattr(case, "callspec", None)
     if callspec is None:
         return {("", "")}
     return {
-        (name, repr(value) if " at 0x" not in repr(value) else str(callspec.indices[name]))
+        (name, str(id(value)) if " at 0x" in repr(value) else repr(value))
         for name, value in callspec.params.items()
     } | {("", "")}
 
@@ -89,4 +89,6 @@ def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     folder = Path(launched) / "cache" if launched else tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch's own may hold what a kill has cut
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield

@@ -1,29 +1,39 @@
 """Gradient buckets: autograd hooks fill them, and full ones are reduced during backward.
 
-The life of a bucket in a round, which is a micro-batch (stage 2) or a whole step:
+The life of a bucket in a round, which is a micro-batch (stage 2) or a whole accumulation:
 
     filling      autograd hooks take gradients as backward makes them
-    launched     its last gradient has arrived, or `finish_round` was called
+    launched     its last gradient has arrived, or backward has ended
     in flight    it belongs to the communication hook
     reduced      `Gradients.finish` has waited for it
+
+A reduction ends with the backward that is not under `no_sync`, inside `backward()`, as in DDP.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import Collectives, CompletedWork, Work
-from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.collectives import Work
 from zero.gradients import Gradients
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck
 from zero.step_weights import BatchWeight
-from zero.sync_schedule import SyncSchedule
+
+INTERRUPTED = (
+    "the last backward through this optimizer's parameters did not end: it raised an exception, "
+    "after which optimizer.zero_grad() is needed, and a new job if gradients were sent; or all of "
+    "the model lies in reentrant checkpoints: then call torch.utils.checkpoint with "
+    "use_reentrant=False"
+)
 
 
 class GradientBuckets:
@@ -35,8 +45,8 @@ class GradientBuckets:
 
     Gradients are stored in `gradients`, multiplied by `weight` and checked by `finite`, and
     `reduce` starts the sum of a full bucket over ranks. `announce` is called before the first
-    launch of a round, where every micro-batch is a round. None: a step is one round, and under
-    `no_sync` gradients only accumulate.
+    launch of a round, where every micro-batch is a round. None: under `no_sync` gradients only
+    accumulate. `finish` is called when a backward that is not under `no_sync` ends.
     """
 
     def __init__(
@@ -44,43 +54,90 @@ class GradientBuckets:
         gradients: Gradients,
         weight: BatchWeight,
         finite: FiniteCheck,
-        reduce: Callable[[int, Bucket, Tensor], Work],
+        *,
+        reduce: Callable[[int, Bucket], Work],
         announce: Callable[[], None] | None,
+        finish: Callable[[], None],
     ) -> None:
         self._gradients, self._weight, self._finite = gradients, weight, finite
-        self._reduce, self._announce = reduce, announce
+        self._reduce, self._announce, self._finish = reduce, announce, finish
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
+        self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
         self._launched = 0  # buckets in this round
         self._missing: list[set[str]] = []  # gradients to come in this round, by bucket
+        self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
         self._last_micro_batch = True
-        self._round_begun = False  # a gradient has arrived
-        self.used: set[str] = set()  # names of parameters that got a gradient since `reset`
+        self.begun = False  # a gradient of this reduction has arrived
+        self._round_begun = False  # a gradient of this round has arrived
+        self._tasks: set[int] = set()  # autograd's numbers of the backward that is running
+        self.used: set[str] = set()  # names of parameters that got a gradient in this reduction
+        self.sparse: set[str] = set()  # names of parameters that ever got a sparse gradient
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Add buckets, and hooks on their parameters, by name. Between steps."""
         for index, bucket in enumerate(buckets, len(self._buckets)):
             for entry in bucket.entries:
                 if entry.numel:  # backward may skip empty parameters
-                    hook = partial(self._on_gradient, index, entry)
-                    parameter = parameters[entry.spec.name]
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                    node = _accumulation_node(parameters[entry.spec.name])
+                    self._nodes.append(node)
+                    self._hooks.append(node.register_hook(partial(self._on_gradient, index, entry)))
         self._buckets.extend(buckets)
         self._gradients.add(buckets, parameters)
         self._start_round()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enclose a micro-batch that is not the last of its step."""
+        """Enclose micro-batches that are not the last of an accumulation."""
         before, self._last_micro_batch = self._last_micro_batch, False
         try:
             yield
-            if self._announce:
-                self.finish_round()
         finally:
             self._last_micro_batch = before
 
-    def finish_round(self) -> None:
+    @property
+    def syncing(self) -> bool:
+        """True outside of `no_sync`."""
+        return self._last_micro_batch
+
+    def forget_dropped(self, arriving: str = "") -> None:
+        """Begin anew if all gradients of an accumulation were dropped, as by model.zero_grad().
+
+        `arriving` names a parameter that has a new gradient. Raises RuntimeError if some were
+        dropped that this rank has passed on (stage 2).
+        """
+        dropped = [name for name in self.used if self._gradients.dropped(name)]
+        if arriving in self.used and not self._gradients.keeps(arriving):
+            dropped.append(arriving)
+        if not self.begun or not dropped:
+            return
+        if len(dropped) == len(self.used):
+            self._gradients.forget()
+            self._discard()
+        elif self._announce:
+            raise RuntimeError(
+                f"the gradients of {', '.join(sorted(dropped)[:3])} were dropped within an "
+                "accumulation, but at stage 2 they have been added: drop all, or use stage 0 or 1"
+            )
+        else:
+            self.used.difference_update(dropped)
+
+    def interrupt(self) -> None:
+        """Note that a backward raised."""
+        self._tasks.add(-1)
+
+    def check_ended(self) -> None:
+        """Raise RuntimeError if the last backward was interrupted."""
+        if self._tasks:
+            raise RuntimeError(INTERRUPTED)
+
+    def begin(self) -> None:
+        """Begin a reduction, unless one has begun."""
+        if not self.begun:
+            self.begun = True
+            self._gradients.begin()
+
+    def launch_remaining(self) -> None:
         """Launch the buckets that backward has not launched. Collective.
 
         If every micro-batch is a round, a round without any gradient launches nothing.
@@ -103,53 +160,108 @@ class GradientBuckets:
         """The number of parameters that got no gradient on this rank, between two rounds."""
         return sum(map(len, self._missing)) - len(self.used)
 
-    def reset(self) -> None:
-        """Start a new step."""
-        self.used = set()
-        self._finite.reset()
+    @property
+    def late(self) -> int:
+        """The number of gradients that have come after those that this reduction has taken."""
+        return len(self._late)
+
+    def end(self, *, again: bool) -> None:
+        """End a reduction; with `again`, begin another one with the gradients that came late."""
+        self.used, self.begun = set(), False
+        if not again:
+            return
+        self._gradients.set_aside()
+        late, self._late = self._late, []
+        for index, entry, gradient in late:
+            self._gradients.put(entry, gradient)
+            self._take_or_keep(index, entry)
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Discard all gradients and their weights. Waits for reductions in flight."""
+        """Discard all gradients and their weights. Waits for reductions in flight.
+
+        Also those of a backward that was interrupted, unless it has launched buckets.
+        """
         self._gradients.clear(set_to_none)
-        self._weight.discard()
-        self.reset()
+        self._discard()
+        if not self._launched:
+            self._tasks.clear()
+            self._start_round()
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._nodes.clear()
+
+    def _discard(self) -> None:
+        """Forget what is known of gradients that were discarded."""
+        self._weight.discard()
+        self._late.clear()
+        self._finite.reset()
+        self.used, self.begun = set(), False
 
     def _start_round(self) -> None:
         self._launched, self._round_begun = 0, False
         self._missing = [{e.spec.name for e in b.entries if e.numel} for b in self._buckets]
 
-    def _on_gradient(self, index: int, entry: ParameterSlice, parameter: Tensor) -> None:
+    def _on_gradient(
+        self, index: int, entry: ParameterSlice, _: Any, arrived: Sequence[Tensor | None]
+    ) -> None:
         """Take the gradient that backward has just made, and launch full buckets."""
-        self._weight.note_gradient()
-        reducing = self._last_micro_batch or self._announce is not None
-        taken = reducing and entry.spec.name not in self._missing[index]
-        if index < self._launched or taken:
-            raise RuntimeError(
-                f"parameter {entry.spec.name} got a gradient after its last one of this step: "
-                "backward ran twice without a step() between; put each but the last one into a "
-                "`with optimizer.no_sync():` of its own"
-            )
-        self._round_begun = True
-        self.used.add(entry.spec.name)
-        if not reducing:
-            self._gradients.take(index, entry, 1.0)
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._begin_backward(task, entry.spec.name)
+        if arrived[0] is not None and arrived[0].is_sparse:
+            self.sparse.add(entry.spec.name)
+        self._take_or_keep(index, entry)
+
+    def _begin_backward(self, task: int, arriving: str) -> None:
+        """Note a backward that has begun, or another one nested in it or around it."""
+        if self._tasks and task > max(self._tasks) and not _is_nested():
+            raise RuntimeError(INTERRUPTED)
+        first = not self._tasks
+        self._tasks.add(task)
+        if first:
+            self.forget_dropped(arriving)
+            self._weight.begin_backward()
+        Variable._execution_engine.queue_callback(self._on_end_of_backward)
+
+    def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
+        """Take a gradient into its bucket; keep it for later where that is not possible."""
+        self.begin()
+        name = entry.spec.name
+        self.used.add(name)
+        if not (self._last_micro_batch or self._announce):
+            self._gradients.accumulate(index, entry)
+        elif self._gradients.hides and name not in self._missing[index]:
+            # Its layer lies in several reentrant checkpoints.
+            self._late.append((index, entry, self._gradients.pop(entry)))
+        else:
+            self._round_begun = True
+            self._take(index, entry)
+            self._missing[index].discard(name)
+            while self._launched < len(self._buckets) and not self._missing[self._launched]:
+                self._launch_next()
+
+    def _on_end_of_backward(self) -> None:
+        """Finish what a backward leaves, when the outermost one ends."""
+        if not self._tasks:
+            return  # a second call for the same backward
+        complete = self._last_micro_batch and self._launched == len(self._buckets)
+        if _is_nested() and not complete:
             return
-        self._take(index, entry)
-        self._missing[index].discard(entry.spec.name)
-        while self._launched < len(self._buckets) and not self._missing[self._launched]:
-            self._launch_next()
+        self._tasks.clear()
+        if self._last_micro_batch:
+            self._finish()
+        elif self._announce:
+            self.launch_remaining()
 
     def _note_assigned(self, index: int) -> None:
         """Count the gradients that were assigned, which no hook has seen."""
         for entry in self._buckets[index].entries:
             name = entry.spec.name
-            if name in self._missing[index] and self._gradients.has_assigned(index, entry):
+            if name in self._missing[index] and self._gradients.has_gradient(entry):
                 self.used.add(name)
                 self._round_begun = True
 
@@ -165,8 +277,7 @@ class GradientBuckets:
         for entry in self._buckets[index].entries:
             if entry.spec.name in self._missing[index]:
                 self._take(index, entry)
-        work = self._reduce(index, self._buckets[index], self._gradients.flat(index))
-        self._gradients.launched(index, work)
+        self._gradients.launched(index, self._reduce(index, self._buckets[index]))
 
     def _take(self, index: int, entry: ParameterSlice) -> None:
         taken = self._gradients.take(index, entry, self._weight.scale)
@@ -174,109 +285,28 @@ class GradientBuckets:
             self._finite.add(taken)
 
 
-class StepReduction:
-    """The reduction of a step's gradients: buckets, batch weights, and the consensus on them.
+def _accumulation_node(parameter: Parameter) -> Any:
+    """Return the node of autograd that accumulates into `parameter.grad`.
 
-    A small all-reduce of the ranks' weights ends a step. At stage 2 every micro-batch is reduced by
-    itself, and ranks may have different numbers of them. So a rank announces each one by the same
-    all-reduce, and ranks that have finished contribute zeros until every rank is done:
-
-        rank 0   announce   buckets   announce   buckets   done
-        rank 1   announce   buckets   done       zeros     done
+    Its hooks run after all hooks on the parameter, which may change the gradient.
     """
+    with torch.enable_grad():
+        function = parameter.expand_as(parameter).grad_fn
+    assert function is not None, "the parameter requires a gradient"
+    return function.next_functions[0][0]
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        hook: CommHook,
-        schedule: SyncSchedule,
-        stage: int,
-        finite: FiniteCheck,
-    ) -> None:
-        self._gradients, self._hook, self._schedule = gradients, hook, schedule
-        self._sharded, every_micro_batch = stage > 0, stage == 2
-        self.steps = 0  # taken, skipped ones included
-        ranks = 1 if hook.wire_dtype == torch.float16 else self.group.size
-        self.weight = BatchWeight(ranks, every_micro_batch=every_micro_batch)
-        self.finite = finite  # of this rank's gradients
-        announce = self._announce if every_micro_batch else None
-        self.buckets = GradientBuckets(gradients, self.weight, finite, self._reduce, announce)
-        self._reduced: tuple[float, float, frozenset[str]] | None = None  # what `take` returns
 
-    @property
-    def group(self) -> Collectives:
-        """The ranks over which the current step is averaged."""
-        return self._schedule.group(self.steps)
+def _is_nested() -> bool:
+    """Return whether the running backward was started by a node of another one.
 
-    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Add buckets of parameters by name. Collective, between steps."""
-        self.buckets.add(buckets, parameters)
-        if any(bucket.dtype == torch.float16 for bucket in buckets):
-            self.weight.limit_to_means()
-
-    def synchronize(self, names: Collection[str], loss_scale: float) -> None:
-        """Launch the remaining buckets, and wait for all; once a step. Collective.
-
-        `names` are those of all parameters.
-        """
-        if self._reduced is not None:
-            return
-        self.buckets.finish_round()
-        weight, divisor, missing = self._totals()
-        self._gradients.finish()
-        unused = self._unused(names) if missing else frozenset()
-        self._reduced = weight, divisor / self.weight.unit * loss_scale, unused
-        self.weight.reset(usual=divisor / self.group.size)
-
-    def take(self) -> tuple[float, float, frozenset[str]]:
-        """Return the results of `synchronize`, and start a new step.
-
-        They are the weight of the step in samples, the divisor that makes sums of gradients means,
-        and the names of parameters that got no gradient on any rank. Raises ValueError if the
-        weights of all ranks sum to 0.
-        """
-        assert self._reduced is not None, "synchronize first"
-        (weight, divisor, unused), self._reduced = self._reduced, None
-        if not divisor > 0:
-            raise ValueError(f"the ranks' weights sum to {weight}: at least one needs a sample")
-        return weight, divisor, unused
-
-    def end_step(self) -> None:
-        """Discard gradients that are sharded; at stage 0 parameters keep the clipped mean."""
-        self.steps += 1
-        if self._sharded:
-            self.buckets.clear()
-        else:
-            self.buckets.reset()
-
-    def _reduce(self, index: int, layout: Bucket, flat: Tensor) -> Work:
-        """Start the communication hook on a bucket, which owns `flat` until it has finished."""
-        group = self.group
-        if group.size == 1:
-            return CompletedWork()
-        return self._hook(ReducibleBucket(index, layout, flat, group, self._sharded))
-
-    def _announce(self) -> None:
-        """Announce a micro-batch. Collective; does not wait."""
-        self.group.all_reduce(torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
-
-    def _totals(self) -> tuple[float, float, float]:
-        """Wait until all ranks have finished, and return three sums over them. Collective.
-
-        The samples, the divisor of the sum of gradients, and the parameters without a gradient.
-        """
-        own = [0, self.weight.weight, self.weight.divisor, self.buckets.missing]
-        while True:
-            counts = torch.tensor(own, dtype=torch.float64)
-            self.group.all_reduce(counts).wait()
-            running, weight, divisor, missing = counts.tolist()
-            if not running:
-                return weight, divisor, missing
-            self.buckets.contribute_zeros()
-
-    def _unused(self, names: Collection[str]) -> frozenset[str]:
-        """Return the names of parameters that no rank has used. Collective."""
-        flags = torch.tensor([name in self.buckets.used for name in names], dtype=torch.float64)
-        self.group.all_reduce(flags).wait()
-        used = flags.tolist()
-        return frozenset(name for name, ranks in zip(names, used, strict=True) if not ranks)
+    So does reentrant checkpointing: backward of torch.autograd.Function calls backward.
+    """
+    frame, engines = sys._getframe(1), 0
+    while frame is not None:
+        code = frame.f_code
+        engines += code.co_name == "_engine_run_backward"
+        within = code.co_name == "apply" and code.co_filename == torch.autograd.function.__file__
+        if engines > 1 or (engines and within):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -7,6 +7,8 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from zero.kernels import without_repeats
+
 T = TypeVar("T")
 Bounds: TypeAlias = Sequence[int] | None
 
@@ -24,9 +26,10 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Asynchronous in-place collectives on flat tensors, over a group of ranks.
 
-    Every method except `slot` is collective: all ranks make the same calls in the same order, with
-    tensors of equal length and dtype. A call returns at once; the tensor belongs to the collective
-    until `wait` of its `Work` returns. Sums accumulate in fp32 or wider. No collective divides.
+    Every method except `slot` and `named` is collective: all ranks make the same calls in the same
+    order, with tensors of equal length and dtype. A call returns at once; the tensor belongs to the
+    collective until `wait` of its `Work` returns. Sums accumulate in fp32 or wider. No collective
+    divides.
 
     A tensor of n elements consists of `size` shards. Slot s is the elements bounds[s] to
     bounds[s + 1], by default ``s * n // size`` to ``(s + 1) * n // size``. `bounds` are size + 1
@@ -52,6 +55,12 @@ class Collectives(Protocol):
 
     def slot(self, rank: int) -> int:
         """Return the index of a rank's shard: a bijection of 0 to size - 1. Local."""
+
+    def named(self, label: str) -> "Collectives":
+        """Return the same collectives, whose calls are for what `label` says. Local.
+
+        The label of a call, such as "bucket 3", is the same on all ranks; errors contain it.
+        """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new flat tensor of zeros, in memory that these collectives access fastest.
@@ -97,6 +106,10 @@ class SingleProcessCollectives:
         """Return the rank."""
         return rank
 
+    def named(self, label: str) -> "SingleProcessCollectives":
+        """Return these collectives."""
+        return self
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros in ordinary memory."""
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -124,12 +137,13 @@ class SingleProcessCollectives:
 def broadcast_from_rank_0(collectives: Collectives, tensors: Iterable[Tensor]) -> None:
     """Overwrite each tensor, in place, with rank 0's. Collective; waits for the result.
 
-    Tensors of equal dtype and device travel together, in one broadcast of a flat copy.
+    Tensors of equal dtype and device travel together, in one broadcast of a flat copy; of expanded
+    ones, every element once.
     """
     if collectives.size == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in map(without_repeats, tensors):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for group in by_kind.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])

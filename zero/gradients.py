@@ -1,335 +1,246 @@
-"""Memory in which gradients are summed over ranks: flat buckets, or the shards of stage 2.
+"""Memory in which gradients are summed over ranks, and what `parameter.grad` is meanwhile.
 
-A bucket is reduced once in a round, which is a whole step (stages 0 and 1) or one micro-batch
-(stage 2): `take` is called for each of its parameters, then `flat` and `launched` for the bucket.
+A reduction of gradients is one backward, with those that `no_sync` left to it (stages 0 and 1), or
+one micro-batch (stage 2). For each parameter, `take` moves its gradient into its bucket; then
+`flat` and `launched` are called for the bucket. `finish` makes means of the sums. From then on the
+means are held until `clear`, and further backward passes add to them:
+
+    stage   parameter.grad when backward has returned     in a further backward
+    0       the mean over ranks                           accumulates, and is reduced again
+    1, 2    an `UnavailableGradient`                      `set_aside` keeps the means meanwhile
+
+A parameter whose `grad` was set to None in between starts anew, as in torch.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.comm_hooks import ChainedWork, wait_all
-from zero.kernels import Kernels, copy_scaled, rescale, sum_dtype, view
+from zero.kernels import Kernels, rescale
 from zero.layout import Bucket, ParameterSlice
-from zero.precision import is_16_bit
-
-IN_FLIGHT = 1  # buckets of stage 2 that are reduced while others are filled
+from zero.unavailable import UnavailableGradient
 
 
-class FlatGradients:
-    """Flat gradient buckets for stages 0 and 1; every `parameter.grad` becomes a view of one.
+class Gradients:
+    """The gradients of this rank's parameters, summed over ranks: the common part of all stages.
 
-    At the first backward of a step parameters have no gradients, so autograd hands over its own
-    tensor, which is copied and scaled into the bucket in one pass; zeroing and accumulating would
-    be three. Later micro-batches accumulate in place. With `sharded` this rank keeps its shard of a
-    reduced bucket only.
+    Between `finish` and `clear`, the means of what this rank keeps are `held`.
     """
 
-    def __init__(self, collectives: Collectives, *, sharded: bool) -> None:
-        self._collectives = collectives
-        self._slot = collectives.slot(collectives.rank) if sharded else None
+    hides = True  # whether `take` hides a gradient from autograd and the user until `finish`
+
+    def __init__(self, collectives: Collectives, stage: int) -> None:
+        self._collectives, self._stage = collectives, stage
+        self._slot = collectives.slot(collectives.rank) if stage else None
         self._parameters: dict[str, Parameter] = {}
         self._buckets: list[Bucket] = []
-        self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
-        self._views: dict[str, Tensor] = {}  # gradients by parameter name
-        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
-        self._works: list[Work] = []
+        self._unavailable: dict[str, UnavailableGradient] = {}  # by name; empty at stage 0
+        self._aside: dict[int, Tensor] = {}  # kept means of earlier reductions, by bucket
+        self._aside_names: set[str] = set()
+        self.held = False
         self.peak_bytes = 0  # the most that gradients occupied outside of working tensors
         self.working_bytes = 0  # of working tensors
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Allocate memory for more buckets, of parameters by name. Collective."""
+        self._buckets.extend(buckets)
         self._parameters.update(parameters)
-        for bucket in buckets:
-            device = parameters[bucket.entries[0].spec.name].device
-            memory = self._collectives.allocate(padded_numel(bucket), bucket.dtype, device)
-            self._buckets.append(bucket)
-            self._memory.append(memory)
-            self.peak_bytes += memory.nbytes
-            for entry in bucket.entries:
-                parameter = parameters[entry.spec.name]
-                self._views[entry.spec.name] = view(memory, entry.start, parameter)
-                parameter.grad = None
+        for name, parameter in parameters.items():
+            parameter.grad = None
+            if self._stage:
+                self._unavailable[name] = UnavailableGradient(parameter, name, self._stage)
 
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
-        """Copy a parameter's gradient of this round into its bucket, times `scale`.
+        """Move a parameter's gradient into its bucket, times `scale`.
 
-        `p.grad` becomes a view of the bucket, into which later micro-batches accumulate. A
-        parameter without a gradient contributes zeros. A scale of 0 gives zeros for any values.
+        A parameter without a gradient contributes zeros. A scale of 0 gives zeros for any values.
         Returns the scaled gradient, or None where there was none.
         """
-        parameter, slot = self._parameters[entry.spec.name], self._views[entry.spec.name]
-        gradient = parameter.grad
-        if gradient is slot:
-            rescale([slot], scale)
-            return slot
-        parameter.grad = slot
-        return copy_scaled(slot, gradient, scale)
+        raise NotImplementedError
 
-    def has_assigned(self, index: int, entry: ParameterSlice) -> bool:
-        """Return whether a parameter has a gradient that was assigned: other than zeros."""
-        gradient = self._parameters[entry.spec.name].grad
-        return gradient is not None and bool(gradient.any())
+    def accumulate(self, index: int, entry: ParameterSlice) -> None:
+        """Keep a parameter's gradient for the reduction that a later backward finishes. Local."""
+        raise NotImplementedError
 
     def flat(self, index: int) -> Tensor:
         """Return the flat gradients of a bucket, of which every gradient was taken."""
-        return self._memory[index][: self._buckets[index].numel]
+        raise NotImplementedError
 
     def launched(self, index: int, work: Work) -> None:
         """Record the reduction of a bucket, to which its flat gradients belong from now on."""
-        self._works.append(work)
+        raise NotImplementedError
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for every reduction."""
-        works, self._works = self._works, []
-        wait_all(works)
+        raise NotImplementedError
+
+    def kept(self, index: int) -> Tensor:
+        """Return the sums or means of a bucket that this rank keeps. Flat; a view.
+
+        Elements of a parameter are in the order in which it lies in memory.
+        """
+        raise NotImplementedError
 
     def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
-        """Return the sum over ranks of a slice that this rank keeps, after `finish`. A view.
-
-        Flat, with elements in the order in which the parameter lies in memory.
-        """
-        return self._memory[index][piece.start : piece.stop]
+        """Return the mean of a slice that this rank keeps. Flat; a view."""
+        start = piece.start - self._range(index)[0]
+        return self.kept(index)[start : start + piece.numel]
 
     def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
-        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
+        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat."""
+        raise NotImplementedError
 
-        Overwrites what `reduced` returned, if the fp32 gradients fit into the bucket's memory.
-        """
-        memory, bucket = self._memory[index], self._buckets[index]
-        kept = self.flat(index)
-        if self._slot is not None:
-            kept = kept[slice(*bucket.shard(self._slot))]
-        size = kept.numel() * torch.float32.itemsize
-        if size <= memory.nbytes:
-            wide = memory.view(torch.uint8)[:size].view(torch.float32)
-            kept = kept.clone()
-        else:
-            wide = torch.empty_like(kept, dtype=torch.float32)
-            self._wide_bytes[index] = size
-            narrow_bytes = sum(memory.nbytes for memory in self._memory)
-            self.peak_bytes = narrow_bytes + sum(self._wide_bytes.values())
-        kernels.pack(kept, factor, wide)
-        return wide
+    def begin(self) -> None:
+        """Prepare for the first gradient of a reduction."""
+        if self._stage:
+            self.set_aside()
 
-    def clear(self, set_to_none: bool) -> None:
-        """Discard all gradients: set every `p.grad` to None, or to its view of a zeroed bucket."""
-        self.finish()
-        for name, parameter in self._parameters.items():
-            parameter.grad = None if set_to_none else self._views[name]
-        for memory in () if set_to_none else self._memory:
-            memory.zero_()
-
-
-class ShardedGradients:
-    """Gradient shards for stage 2, and a few working tensors in which all buckets take turns.
-
-    A gradient is copied into its bucket's working tensor as it arrives, and `parameter.grad` is
-    None again. When the reduction has finished, this rank's shard is added to the kept shard, and
-    another bucket takes the working tensor. Backward waits while every working tensor is in flight.
-    If all are being filled, because a bucket that is next in order lacks a gradient, one more is
-    allocated. With one rank the shard is the whole bucket, and gradients are added to it directly.
-
-    The sum of one micro-batch keeps its 16-bit dtype; several are summed in fp32. The methods are
-    those of `FlatGradients`.
-    """
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives, self._alone = collectives, collectives.size == 1
-        self._slot = collectives.slot(collectives.rank)
-        self._parameters: dict[str, Parameter] = {}
-        self._buckets: list[Bucket] = []
-        self._shards: list[Tensor | None] = []  # kept, by bucket
-        # Working tensors, of dtype uint8.
-        self._filling: dict[int, Tensor] = {}
-        self._in_flight: deque[tuple[int, Tensor, Work]] = deque()
-        self._free: list[Tensor] = []
-        self._spare: dict[int, Tensor] = {}  # for one rank, by bucket
-        self._sizes: list[int] = []  # as `working_sizes` returns them
-        self._device = torch.device("cpu")  # of all parameters
-        self.peak_bytes = self.working_bytes = 0
-
-    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Allocate working tensors anew, for all buckets. Collective."""
-        self._parameters.update(parameters)
-        self._buckets.extend(buckets)
-        self._shards.extend(None for _ in buckets)
-        self._free, self.working_bytes = [], 0
-        self._sizes = working_sizes(self._buckets, self._collectives.size)
-        self._device = next(iter(parameters.values())).device
-        for size in self._sizes:
-            self._add_working(self._collectives.allocate(size, torch.uint8, self._device))
-        for parameter in parameters.values():
-            parameter.grad = None
-
-    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
-        """Move the gradient into its bucket's working tensor, scaled."""
-        parameter = self._parameters[entry.spec.name]
-        gradient, parameter.grad = parameter.grad, None
-        if self._alone and self._shards[index] is not None:
-            return self._add_to_shard(index, entry, gradient, scale)
-        return copy_scaled(view(self._filled(index), entry.start, parameter), gradient, scale)
-
-    def has_assigned(self, index: int, entry: ParameterSlice) -> bool:
-        """Return whether a parameter has a gradient."""
-        return self._parameters[entry.spec.name].grad is not None
-
-    def flat(self, index: int) -> Tensor:
-        """Return a bucket's part of its working tensor; for one rank, the kept shard if any."""
-        if self._alone and index not in self._filling:
-            return self._shard(index)
-        return self._filled(index)
-
-    def launched(self, index: int, work: Work) -> None:
-        """Record the reduction; wait for older ones if they launch collectives while waited for.
-
-        Those collectives must come at the same place in the order of launches on every rank.
-        """
-        if index in self._filling:
-            self._in_flight.append((index, self._filling.pop(index), work))
-        in_turn = self._alone or isinstance(work, ChainedWork)
-        while in_turn and len(self._in_flight) > (0 if self._alone else IN_FLIGHT):
-            self._finish_oldest()
-
-    def finish(self) -> None:
-        """Wait for every reduction."""
-        wait_all([work for _, _, work in self._in_flight])
-        while self._in_flight:
-            self._finish_oldest()
-
-    def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
-        """Return a slice of the kept shard."""
-        start = piece.start - self._buckets[index].shard(self._slot)[0]
-        return self._shard(index)[start : start + piece.numel]
-
-    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
-        """Return the kept shard in fp32, which replaces a 16-bit one."""
-        shard = self._shard(index)
-        if not is_16_bit(shard.dtype):  # the fp32 sum of several micro-batches
-            rescale([shard], factor)
-            return shard
-        wide = torch.empty_like(shard, dtype=torch.float32)
-        kernels.pack(shard, factor, wide)
-        self._keep(index, wide)
-        return wide
-
-    def clear(self, set_to_none: bool) -> None:
-        """Discard the kept shards; every `p.grad` is None with either argument."""
-        self.finish()
-        if self._alone:  # fresh memory would cost page faults in every step
-            for index, shard in enumerate(self._shards):
-                if shard is not None and shard.dtype == self._buckets[index].dtype:
-                    self._spare[index] = shard.view(torch.uint8)
-        else:
-            self._free.extend(self._filling.values())
-        self._filling.clear()
-        self._shards = [None for _ in self._buckets]
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction, and add this rank's shard of it to the kept one."""
-        index, working, work = self._in_flight.popleft()
-        work.wait()
-        shard = self._as_bucket(index, working)[slice(*self._buckets[index].shard(self._slot))]
-        if self._alone:
-            self._keep(index, shard)  # all of the working tensor, which was made for it
+    def set_aside(self) -> None:
+        """Keep held means apart from a coming reduction, to whose result `finish` adds them."""
+        if not self.held:
             return
-        kept = self._shards[index]
-        total = shard.clone() if kept is None else kept.to(sum_dtype(kept.dtype)).add_(shard)
-        self._keep(index, total)
-        self._free.append(working)
+        self.held = False
+        for index, bucket in enumerate(self._buckets):
+            names = {entry.spec.name for entry in bucket.entries}
+            gone = {name for name in names if not self.keeps(name)}
+            if gone == names:
+                continue
+            self._aside[index] = self.kept(index).clone()
+            low = self._range(index)[0]
+            for piece in bucket.pieces(*self._range(index)):
+                if piece.spec.name in gone:
+                    self._aside[index][piece.start - low : piece.stop - low].zero_()
+            self._aside_names |= names - gone
+        if not self._stage:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+        aside = sum(tensor.nbytes for tensor in self._aside.values())
+        self.peak_bytes = max(self.peak_bytes, self._bytes + aside)
 
     @torch.no_grad()
-    def _add_to_shard(
-        self, index: int, entry: ParameterSlice, gradient: Tensor | None, scale: float
-    ) -> Tensor | None:
-        """Add a gradient of a later micro-batch to the kept shard, with one rank."""
-        if gradient is None:
-            return None
-        shard, parameter = self._shard(index), self._parameters[entry.spec.name]
-        if scale != 1:
-            scaled = torch.empty_like(parameter)
-            copy_scaled(scaled, gradient, scale)
-            gradient = scaled
-        kept = shard.to(sum_dtype(shard.dtype))
-        view(kept, entry.start, parameter).add_(gradient)
-        self._keep(index, kept)
+    def finish(self, factor: float, unused: Collection[str]) -> None:
+        """Wait for the sums, multiply them by a factor, and hold them.
+
+        `parameter.grad` becomes what the module's table says; None for names in `unused`.
+        """
+        self.wait()
+        rescale([self.kept(index) for index in range(len(self._buckets))], factor)
+        for index, mean in self._aside.items():
+            self.kept(index).add_(mean)
+        self._aside.clear()
+        for name, parameter in self._parameters.items():
+            absent = name in unused and name not in self._aside_names
+            parameter.grad = None if absent else self._published(name)
+        self._aside_names.clear()
+        self.held = True
+
+    @torch.no_grad()
+    def collect(self) -> frozenset[str]:
+        """Take over what was done to `parameter.grad` since `finish`. Local.
+
+        Returns the names of parameters whose `grad` is None. Raises RuntimeError for a gradient
+        that was assigned at stages 1 and 2.
+        """
+        places = [(i, e) for i, bucket in enumerate(self._buckets) for e in bucket.entries]
+        return frozenset(e.spec.name for i, e in places if not self._adopt(i, e))
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the held means by a factor, after `collect`."""
+        rescale([self.kept(index) for index in range(len(self._buckets))], factor)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Discard all gradients: every `p.grad` becomes None, or stands for zeros if wanted."""
+        self.wait()
+        self.forget()
+        for name, parameter in self._parameters.items():
+            absent = set_to_none or parameter.grad is None
+            parameter.grad = None if absent else self._published(name)
+        if not set_to_none:
+            for index in range(len(self._buckets)):
+                self.kept(index).zero_()
+            self.held = True
+
+    def forget(self) -> None:
+        """Forget what is kept, after every `p.grad` was dropped."""
+        for unavailable in self._unavailable.values():
+            unavailable.arrived = None
+        self._aside.clear()
+        self._aside_names.clear()
+        self.held = False
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a parameter's `grad` is still what this object has made of it."""
+        return self._parameters[name].grad is self._unavailable[name]
+
+    def dropped(self, name: str) -> bool:
+        """Return whether a parameter's `grad` is None."""
+        return self._parameters[name].grad is None
+
+    @property
+    def exist(self) -> bool:
+        """True if any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters.values())
+
+    def has_gradient(self, entry: ParameterSlice) -> bool:
+        """Return whether a parameter has a gradient to take, which the user may have assigned."""
+        gradient = self._parameters[entry.spec.name].grad
+        if isinstance(gradient, UnavailableGradient):
+            return gradient.arrived is not None
+        return gradient is not None
+
+    def pop(self, entry: ParameterSlice) -> Tensor:
+        """Return the gradient that backward has just made, and hide it until `finish`."""
+        gradient = self._pop(entry.spec.name)
+        assert gradient is not None, "backward has just made it"
         return gradient
 
-    def _keep(self, index: int, shard: Tensor) -> None:
-        self._shards[index] = shard
-        total = sum(shard.nbytes for shard in self._shards if shard is not None)
-        self.peak_bytes = max(self.peak_bytes, total)
+    def put(self, entry: ParameterSlice, gradient: Tensor) -> None:
+        """Give a parameter a gradient to take, after `set_aside`; adds to one that it has."""
+        name = entry.spec.name
+        before = self._pop(name)
+        gradient = gradient if before is None else before + gradient
+        if self._stage:
+            self._unavailable[name].arrived = gradient
+        else:
+            self._parameters[name].grad = gradient
 
-    def _shard(self, index: int) -> Tensor:
-        """Return the kept shard of a bucket; zeros if no rank had a micro-batch."""
-        shard = self._shards[index]
-        if shard is None:
-            bucket = self._buckets[index]
-            low, high = bucket.shard(self._slot)
-            shard = torch.zeros(high - low, dtype=bucket.dtype, device=self._device)
-            self._shards[index] = shard
-        return shard
+    @property
+    def _bytes(self) -> int:
+        """Bytes of what this rank keeps."""
+        raise NotImplementedError
 
-    def _filled(self, index: int) -> Tensor:
-        """Return the bucket's part of the working tensor that it is filled into."""
-        if index not in self._filling:
-            self._filling[index] = self._working_tensor(index)
-        return self._as_bucket(index, self._filling[index])
+    def _published(self, name: str) -> Tensor:
+        """Return what the `grad` of a parameter is after a reduction."""
+        return self._unavailable[name]
 
-    def _working_tensor(self, index: int) -> Tensor:
-        """Return a free working tensor for a bucket, of undefined content."""
-        needed = self._buckets[index].nbytes
-        if self._alone:  # it becomes the kept shard
-            if index in self._spare:
-                return self._spare.pop(index)
-            return torch.empty(needed, dtype=torch.uint8, device=self._device)
-        usual = self._sizes[0]
-        oversized = needed > usual
-        while True:
-            for place, working in enumerate(self._free):
-                if (working.nbytes > usual) == oversized:
-                    return self._free.pop(place)
-            if self._in_flight and not isinstance(self._in_flight[0][2], ChainedWork):
-                self._finish_oldest()
-            else:  # not by `allocate`, which is collective: only this rank needs it
-                size = self._sizes[-1] if oversized else usual
-                self._add_working(torch.empty(size, dtype=torch.uint8, device=self._device))
-
-    def _as_bucket(self, index: int, working: Tensor) -> Tensor:
+    def _range(self, index: int) -> tuple[int, int]:
+        """Return the elements of a bucket that this rank keeps."""
         bucket = self._buckets[index]
-        return working[: bucket.nbytes].view(bucket.dtype)
+        return (0, bucket.numel) if self._slot is None else bucket.shard(self._slot)
 
-    def _add_working(self, working: Tensor) -> None:
-        self._free.append(working)
-        self.working_bytes += working.nbytes
+    def _pop(self, name: str) -> Tensor | None:
+        """Return a parameter's gradient, and hide it until `finish`."""
+        parameter, unavailable = self._parameters[name], self._unavailable.get(name)
+        gradient, parameter.grad = parameter.grad, unavailable
+        if unavailable is not None:
+            arrived, unavailable.arrived = unavailable.arrived, None
+            gradient = arrived if gradient is unavailable else gradient
+        return gradient
 
-
-Gradients: TypeAlias = FlatGradients | ShardedGradients
-
-
-def padded_numel(bucket: Bucket) -> int:
-    """Return the elements of a flat bucket's memory, in which half of it fits in fp32."""
-    return bucket.numel + (bucket.numel % 2 if is_16_bit(bucket.dtype) else 0)
-
-
-def working_sizes(buckets: Sequence[Bucket], ranks: int) -> list[int]:
-    """Return the bytes of each working tensor of `ShardedGradients`: equal ones, oversized last.
-
-    Buckets of several dtypes may be filled at a time, so there is one working tensor for each
-    dtype, and one in flight. Buckets more than twice as large as those would need share one of
-    their own. One rank needs none.
-    """
-    if ranks == 1:
-        return []
-    sizes = sorted((bucket.nbytes for bucket in buckets), reverse=True)
-    count = min(len(sizes), len({bucket.dtype for bucket in buckets}) + IN_FLIGHT)
-    usual = next(size for size in sizes if size <= 2 * sizes[count - 1])
-    oversized = [size for size in sizes if size > usual]
-    return [usual] * min(count, len(sizes) - len(oversized)) + oversized[:1]
+    def _adopt(self, index: int, entry: ParameterSlice) -> bool:
+        """Take over a parameter's `grad`; return False if it is None."""
+        name = entry.spec.name
+        gradient = self._parameters[name].grad
+        if gradient is None:
+            for piece in self._buckets[index].pieces(*self._range(index)):
+                if piece.spec.name == name:
+                    self.reduced(index, piece).zero_()
+        elif gradient is not self._unavailable[name]:
+            raise RuntimeError(
+                f"a gradient of {name} was assigned after backward, but at stage {self._stage} "
+                "each rank keeps a shard: assign it before backward, or use stage 0"
+            )
+        return gradient is not None

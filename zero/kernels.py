@@ -123,6 +123,40 @@ def view(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return run.as_strided(like.shape, like.stride())
 
 
+def without_repeats(tensor: Tensor) -> Tensor:
+    """Return a view of the first element along every dimension that was expanded.
+
+    Unlike the expanded tensor, the view can be written.
+    """
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def own_view(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return `view` with a storage of its own: exactly its bytes of the memory of `flat`.
+
+    So torch.save writes these bytes and not all of `flat`. The memory of `flat` lives on with it.
+    """
+    viewed, size = view(flat, start, like), flat.element_size()
+    first = viewed.storage_offset() * size
+    storage = flat.untyped_storage()[first : first + viewed.numel() * size]
+    own = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return own.set_(storage, 0, viewed.shape, viewed.stride())
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a dense tensor whose elements lie in memory as in a `view` like `like`.
+
+    The tensor itself if its elements do, otherwise a copy.
+    """
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if like.is_contiguous() or not _is_dense(like):
+        return tensor.contiguous()
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
+
+
 def order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions longer than 1 in the order of `view`, the outermost first."""
     long = [place for place, length in enumerate(tensor.shape) if length > 1]

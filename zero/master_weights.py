@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients import FlatGradients, Gradients, ShardedGradients
+from zero.flat_gradients import FlatGradients
+from zero.gradients import Gradients
 from zero.kernels import Kernels, rescale, view
 from zero.layout import Bucket, ParameterSlice
+from zero.local_gradients import LocalGradients
 from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
+from zero.sharded_gradients import ShardedGradients
 
 ParamGroup = dict[str, Any]
 
@@ -79,13 +82,19 @@ class OptimizerShard:
         sharding: Collectives,
         model: nn.Module | None,
         gather_dtype: torch.dtype | None,
+        *,
+        alone: bool,
     ) -> None:
         self.stage, self.sharding = stage, sharding
-        self.gather_dtype = gather_dtype if stage else None
+        self.gather_dtype = gather_dtype
         self.slot = sharding.slot(sharding.rank)
-        self.gradients: Gradients = FlatGradients(sharding, sharded=self.sharded)
-        if stage == 2:
+        self.gradients: Gradients
+        if alone:
+            self.gradients = LocalGradients(sharding)
+        elif stage == 2:
             self.gradients = ShardedGradients(sharding)
+        else:
+            self.gradients = FlatGradients(sharding, stage)
         self.parameters = FlatParameters(sharding, model, gather_dtype)  # empty at stage 0
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
@@ -125,6 +134,23 @@ class OptimizerShard:
         for index, bucket in enumerate(self.plan):
             for piece in bucket.pieces(*bucket.shard(self.slot)):
                 yield piece.spec.name, self.gradients.reduced(index, piece)
+
+    def full_gradient(self, name: str, parameter: Parameter) -> Tensor:
+        """Return a new tensor with the mean gradient of a parameter. Collective if sharded."""
+        places = ((i, e) for i, b in enumerate(self.plan) for e in b.entries if e.spec.name == name)
+        index, entry = next(places)
+        if self.sharded:
+            bucket, kept = self.plan[index], self.gradients.kept(index)
+            start, stop = bucket.shard(self.slot)
+            dtype = torch.promote_types(bucket.dtype, torch.float32)
+            flat = torch.empty(bucket.numel, dtype=dtype, device=kept.device)
+            flat[start:stop] = kept
+            self.sharding.all_gather(flat, bucket.bounds).wait()
+            flat = flat[entry.start : entry.stop].clone()
+        else:
+            mean = self.gradients.reduced(index, entry)
+            flat = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
+        return view(flat, 0, parameter)
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:

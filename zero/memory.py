@@ -7,10 +7,11 @@ Bytes for each parameter with Adam on N ranks, without the working tensors of st
     1       4 + 4 + 8/N     2 + 2 + 12/N              (N of 2 and more; 1 as at stage 0)
     2       4 + 12/N        2 + 14/N, in the update and with accumulation 2 + 16/N
 
+One rank holds at every stage what stage 0 holds.
+
 The torch optimizer reads fp32 gradients. At stage 1 they are made in the memory of the 16-bit ones,
 where a rank owns no more than half of a bucket. A `gather_dtype` of 16 bits adds 4/N for master
-weights of fp32 parameters, and 2 for the copies that travel. One rank has no working tensors and no
-such copies.
+weights of fp32 parameters, and 2 for the copies that travel.
 """
 
 import math
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.gradients import padded_numel, working_sizes
+from zero.flat_gradients import padded_numel
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit, master_dtype, narrower
+from zero.sharded_gradients import working_sizes
 
 FP32 = torch.float32.itemsize
 
@@ -59,6 +61,7 @@ def predict(
     0. The optimizer's state is measured on small tensors (see `_trial_bytes`).
     """
     size = len(plan[0].bounds) - 1
+    stage = stage if size > 1 else 0
     gradients = travelling = master = state = 0
     for bucket in plan:
         start, stop = (0, bucket.numel) if stage == 0 else bucket.shard(slot)
@@ -66,7 +69,8 @@ def predict(
         if stage == 2:
             gradients += owned * max(FP32, bucket.dtype.itemsize)
         else:
-            narrow = padded_numel(bucket) * bucket.dtype.itemsize
+            numel = padded_numel(bucket) if stage else bucket.numel
+            narrow = numel * bucket.dtype.itemsize
             wide = owned * FP32 if is_16_bit(bucket.dtype) else 0
             gradients += narrow + (wide if wide > narrow else 0)
         if dtype := master_dtype(bucket.dtype, gather_dtype):
@@ -78,7 +82,7 @@ def predict(
     return Memory(
         parameters=sum(bucket.nbytes for bucket in plan),
         gradients=gradients,
-        buckets=travelling + (sum(working_sizes(plan, size)) if stage == 2 else 0),
+        buckets=travelling + (sum(working_sizes(plan)) if stage == 2 else 0),
         master=master,
         state=state,
     )

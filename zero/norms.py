@@ -28,7 +28,7 @@ def global_norm(
     Ranks exchange their parts in fp64, so the result depends on the number of ranks by rounding
     only. Waits for the device. `kernels` sum squares on a device other than the CPU.
     """
-    shards = [shard for shard in shards if shard.numel()]
+    shards = [shard.abs() if shard.is_complex() else shard for shard in shards if shard.numel()]
     parts = None
     if p == 2 and any(shard.device.type != "cpu" for shard in shards):
         parts = [kernels.square_sums(shards).sum()]
@@ -98,7 +98,7 @@ class FiniteCheck:
             wide = torch.promote_types(gradient.dtype, torch.float32)
             flag = gradient.sum(dtype=wide) * 0
             self._device_flag = flag if self._device_flag is None else self._device_flag + flag
-        elif not math.isfinite(float(gradient.sum())):  # a finite sum needs finite addends
+        elif not bool(gradient.sum().isfinite()):  # a finite sum needs finite addends
             self._finite = self._finite and bool(gradient.isfinite().all())
 
     def reset(self) -> None:
@@ -107,7 +107,7 @@ class FiniteCheck:
 
     def __bool__(self) -> bool:
         """Return whether all gradients since `reset` were finite. Waits for the device."""
-        return self._finite and (self._device_flag is None or not float(self._device_flag))
+        return self._finite and (self._device_flag is None or bool(self._device_flag == 0))
 
 
 def find_non_finite(

@@ -2,8 +2,8 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero.buckets import StepReduction
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, make_hook, restore_hook_state, saved_hook_state
 from zero.kernels import Kernels
 from zero.layout import MIB, Bucket
 from zero.master_weights import OptimizerShard
-from zero.norms import FiniteCheck, NonFiniteGradientError, find_non_finite, global_norm
-from zero.param_groups import Named, check_sharding, check_trainable, hyperparameters
+from zero.norms import NonFiniteGradientError, find_non_finite
+from zero.param_groups import Named, check_sharding, hyperparameters
 from zero.precision import LossScale, check_travel_dtype, is_positive
-from zero.sharded_optimizer import ShardedOptimizer
+from zero.reducing_optimizer import ReducingOptimizer
+from zero.reduction import StepReduction
 from zero.state import StateSlice, check_groups
 from zero.sync_schedule import EveryStep, SyncSchedule
 
@@ -33,9 +33,10 @@ class StepResult(NamedTuple):
     clipped_norm: float  # after clipping
     weight: float  # samples (or tokens, or ranks) that the mean is over
     skipped: bool  # whether the gradient was not finite, and nothing was updated
+    loss: Any = None  # what the closure of `step` returned; differs between ranks
 
 
-class ZeroOptimizer(ShardedOptimizer):
+class ZeroOptimizer(ReducingOptimizer):
     """Any torch optimizer over gradients that are reduced across ranks, at a ZeRO stage.
 
     `parameters` are pairs (name, parameter), as `model.named_parameters()` yields, or parameter
@@ -44,14 +45,18 @@ class ZeroOptimizer(ShardedOptimizer):
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
     ranks, for optimizers that need matrices.
 
-    Construction, `start` and `step` are collective; `start` is called once. Autograd hooks launch a
-    bucket as soon as backward has filled it, so a rank runs backward once a step, except under
-    `no_sync`. From stage 1 on parameters become views of flat memory, so move the model first.
+    Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
+    `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
+    backward returns, the gradient is the mean over all ranks, and further ones are added to it.
+    At stage 0 `p.grad` is this mean, as in DDP, and `step` uses what it holds then. At stages 1 and
+    2 `p.grad` refuses any use (`zero.unavailable`): see `clip_grad_norm_`, `full_gradient` and
+    `scale_gradients_`. One rank has `p.grad` at every stage, since nothing is sharded. From stage 1
+    on parameters become views of flat memory, so move the model first.
 
-    The gradient is the mean over all samples of the step. A rank states what its gradient stands
-    for in one of three ways: `loss.backward()` alone gives every rank the same weight; `share(n)`
-    before it declares the accumulated gradient a mean over n samples; `backward(loss, weight=n)`,
-    once a micro-batch, declares each loss a mean over n samples.
+    A mean is over the samples of all ranks. A rank states what its gradient stands for in one of
+    three ways: `loss.backward()` alone gives every rank the same weight, or that of the batch that
+    was drawn (`expect_batch`); `share(n)` before it declares the accumulated gradient a mean over n
+    samples; `backward(loss, weight=n)`, once a micro-batch, declares each loss a mean over n.
 
     - `max_grad_norm`, `norm_type`: the limit to which the gradient's norm is clipped.
     - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
@@ -64,15 +69,18 @@ class ZeroOptimizer(ShardedOptimizer):
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `buffers`: tensors that are overwritten with rank 0's after every step.
     - `order`: names of parameters in the order of forward; by default that of `parameters`.
-    - `model`: its modules wait for the parameters that the last step sent, so that all-gathers
-      overlap the next forward; without it `step` waits. `start` also broadcasts its buffers.
+    - `model`: `start` also broadcasts its buffers.
+    - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
+      update. Each module of `model` waits for its own when it is called or read. Code that reads
+      parameters from a list made before has to call `wait_for_parameters`.
     - `kernels`: widen 16-bit gradients, and sum squares on a device; by default torch's.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
 
     Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
-    and for an optimizer that needs whole parameters under partition "element".
+    and for an optimizer that cannot be driven here, or not at this stage and partition: its results
+    in a trial on small tensors depend on which rank updates what (`zero.partition_trial`).
     """
 
     def __init__(
@@ -95,10 +103,11 @@ class ZeroOptimizer(ShardedOptimizer):
         buffers: Iterable[Tensor] = (),
         order: Iterable[str] | None = None,
         model: nn.Module | None = None,
+        overlap_forward: bool = False,
         kernels: Kernels | None = None,
         **kwargs: Any,
     ) -> None:
-        check_sharding(stage, partition, optimizer_class)
+        check_sharding(stage, partition)
         check_travel_dtype("gather_dtype", gather_dtype)
         if non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {non_finite!r}: choose stop or skip")
@@ -106,21 +115,27 @@ class ZeroOptimizer(ShardedOptimizer):
             raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
         if max_grad_norm is not None and not is_positive(max_grad_norm):
             raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
-        groups = check_trainable(parameters, sharded=stage > 0)
         self._collectives, self._kernels = collectives, kernels or Kernels()
         self._norm_type = float(norm_type)
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
         self._buffers, self._model = tuple(buffers), model
+        self._warned_of_sparse = False
         self._hook = make_hook(comm_hook, wire_dtype)
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
-        owned = OptimizerShard(stage, self.schedule.sharding, model, gather_dtype)
-        # Only an error message reads it, and with one rank the sums tell as much.
-        finite = FiniteCheck(enabled=not self._skips and collectives.size > 1)
-        self._reduction = StepReduction(owned.gradients, self._hook, self.schedule, stage, finite)
-        make_inner = partial(optimizer_class, **kwargs)
+        alone, sharding = collectives.size == 1, self.schedule.sharding
+        gather_dtype, own_stage = gather_dtype if stage else None, stage if sharding.size > 1 else 0
+        waiting = model if overlap_forward else None
+        owned = OptimizerShard(own_stage, sharding, waiting, gather_dtype, alone=alone)
+        self._reduction = StepReduction(owned, self._hook, self.schedule, alone=alone)
         super().__init__(
-            groups, make_inner, owned, order=order, bucket_bytes=bucket_bytes, partition=partition
+            parameters,
+            partial(optimizer_class, **kwargs),
+            owned,
+            order=order,
+            bucket_bytes=bucket_bytes,
+            partition=partition,
+            may_shard=stage > 0,
         )
 
     def start(self) -> None:
@@ -129,79 +144,34 @@ class ZeroOptimizer(ShardedOptimizer):
         broadcast_from_rank_0(self._collectives, [*self._named.values(), *buffers])
         self._owned.copy_from_parameters()
 
-    @property
-    def group(self) -> Collectives:
-        """The ranks over which the current step is averaged."""
-        return self._reduction.group
-
-    def share(self, count: float | None) -> None:
-        """State that the gradient of the coming backward is a mean over `count` samples. Local.
-
-        A count of 0 makes this rank's gradient zero, whatever its values. None takes back a
-        statement that no backward has followed. Shares of accumulated micro-batches add up: that is
-        exact if they are equal and the gradient is their mean; `backward` is exact for any.
-        """
-        self._reduction.weight.state(count)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss times the loss scale, for a call of its `backward`. Local."""
-        return loss if self._scale.value == 1.0 else loss * self._scale.value
-
-    def backward(self, loss: Tensor, weight: float) -> None:
-        """Run backward of a loss that is a mean over `weight` samples or tokens, scaled if needed.
-
-        Local, except for the buckets that it launches. Called once a micro-batch, all but the last
-        under `no_sync`. A rank without samples in a step calls `share(0)` instead.
-        """
-        factor = self._reduction.weight.add(weight)
-        if factor:  # the mean over no samples is NaN, and 0 * NaN is NaN
-            self.scale(loss * factor).backward()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Enclose a micro-batch that is not the last of its step.
-
-        Gradients only accumulate; at stage 2 they are reduced, and their owners accumulate them.
-        """
-        return self._reduction.buckets.no_sync()
-
-    def synchronize(self) -> None:
-        """Launch the buckets that backward has not launched, and wait for all. Collective.
-
-        `step` calls it. Call it first if other collectives run between backward and `step`, which
-        must be in the same order on every rank: ranks differ in what backward has launched.
-        """
-        self._reduction.synchronize(self._named, self._scale.value)
-
     @torch.no_grad()
-    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
-        """Wait for the sums, clip, divide, update, publish. Collective.
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """Wait for the means, clip, update, publish. Collective.
 
-        Raises NonFiniteGradientError on all ranks, before anything is updated, and ValueError for a
-        closure, or if the weights of all ranks sum to 0.
+        A closure is run once before; it computes the loss and runs backward, the same number of
+        times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
+        and ValueError if the weights of all ranks sum to 0.
         """
+        loss = None
         if closure is not None:
-            raise ValueError("step() takes no closure: ranks might run backward unequally often")
-        self.synchronize()
-        weight, divisor, unused = self._reduction.take()
-        norm = self._agreed_norm(divisor)
+            with torch.enable_grad():
+                loss = closure()
+        unused = self._prepare()
+        self._warn_of_sparse()
+        norm = self._agreed_norm(self._norm_type)
         finite = math.isfinite(norm)
         coef = min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
         self.wait_for_parameters()
         if finite:
-            self._update(coef / divisor, unused)  # the only division: sums to clipped means
+            self._update(coef / self._scale.value, unused)
         else:
             self._skip_or_raise(norm)
         self._publish(updated=finite)
-        self._reduction.end_step()
-        return StepResult(norm, coef, norm * coef if finite else 0.0, weight, skipped=not finite)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients: parameters have None, or zeros without `set_to_none`.
-
-        At stage 2 they have None either way. From stage 1 on `step` does so itself. If backward
-        has launched buckets, call `step` before the next backward, as the other ranks do.
-        """
-        self._reduction.buckets.clear(set_to_none)
+        weight = self._reduction.end_step()
+        if finite and self._scale.scales:
+            self.zero_grad()  # they are without the scale now, which later gradients have again
+        norms = (norm, coef, norm * coef if finite else 0.0)
+        return StepResult(*norms, weight, skipped=not finite, loss=loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices, the hyperparameters and the rest of the state. Local.
@@ -238,25 +208,25 @@ class ZeroOptimizer(ShardedOptimizer):
         self._reduction.buckets.close()
         super().close()
 
-    def _agreed_norm(self, divisor: float) -> float:
-        """Return the norm of the mean gradient of this rank's group. Collective.
-
-        Not finite if that of any group is not, so that all ranks skip or stop together.
-        """
-        shards = [shard for _, shard in self._owned.shards()]
-        norm = global_norm(self.group, shards, self._norm_type, self._kernels) / divisor
-        if self.group.size == self._collectives.size:
-            return norm
-        total = torch.tensor([norm], dtype=torch.float64)
-        self._collectives.all_reduce(total).wait()
-        return norm if math.isfinite(total) else float(total)
+    def _warn_of_sparse(self) -> None:
+        """Warn, once and on rank 0, of sparse gradients."""
+        names = self._reduction.buckets.sparse
+        if names and not self._warned_of_sparse and self._collectives.rank == 0:
+            self._warned_of_sparse = True
+            warnings.warn(
+                f"the sparse gradients of {', '.join(sorted(names))} are made dense, since ranks "
+                "add them up: sparse=False gives the same result",
+                stacklevel=5,
+            )
 
     def _update(self, factor: float, unused: frozenset[str]) -> None:
-        """Let the torch optimizer update this rank's slices by their sums times `factor`. Local."""
+        """Let the torch optimizer update this rank's slices by means times `factor`. Local."""
         self._owned.sync_from_parameters()
         self._owned.set_gradients(factor, unused, self._kernels)
-        self._inner_step()
-        self._owned.restore_gradients()
+        try:
+            self._inner_step()
+        finally:
+            self._owned.restore_gradients()
         self._scale.note_good_step()
 
     def _skip_or_raise(self, norm: float) -> None:

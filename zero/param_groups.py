@@ -1,8 +1,9 @@
 """Parameter groups with names, and the checks on what a user passes."""
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -13,13 +14,24 @@ Named: TypeAlias = tuple[str, Parameter]
 
 STAGES = (0, 1, 2)
 PARTITIONS = ("element", "parameter")
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
-# Optimizers, in lower case, whose update of an element depends on others of its parameter: on rows
-# of a matrix, or on the norm of the whole.
-NEED_WHOLE_PARAMETERS = frozenset(
-    {"muon", "adafactor", "lamb", "lars", "shampoo", "distributedshampoo", "soap", "came"}
-    | {"adam_mini", "adammini", "novograd", "sm3", "galore", "galoreadamw", "kron"}
-)
+
+def as_groups(parameters: Iterable[Named] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups whose "params" are lists of pairs (name, parameter).
+
+    Raises ValueError for parameters without names.
+    """
+    given = list(parameters)
+    groups = [{**g, "params": list(g["params"])} for g in given if isinstance(g, dict)]
+    if not groups or len(groups) < len(given):
+        groups = [{"params": given}]
+    if not all(_is_pair(pair) for group in groups for pair in group["params"]):
+        raise ValueError(
+            "parameters are needed with their names: give model.named_parameters(), "
+            'or groups whose "params" are such pairs'
+        )
+    return groups
 
 
 def check_trainable(
@@ -34,26 +46,21 @@ def check_trainable(
     call this first and agree on the result. `known` parameters are trained already.
 
     Raises ValueError for parameters without names, for names or parameters that are given twice,
-    for dtypes that are not real floating point, for parameters on different devices, and if there
-    is nothing to train; with `sharded` also if parameters share memory, since both cannot be moved
-    to flat memory.
+    for dtypes that do not train, for parameters on different devices, and if there is nothing to
+    train; with `sharded` also if parameters share memory, since both cannot be moved to flat
+    memory.
     """
-    given = list(parameters)
-    groups = [{**g, "params": list(g["params"])} for g in given if isinstance(g, dict)]
-    if not groups or len(groups) < len(given):
-        groups = [{"params": given}]
-    if not all(_is_pair(pair) for group in groups for pair in group["params"]):
-        raise ValueError(
-            "parameters are needed with their names: give model.named_parameters(), "
-            'or groups whose "params" are such pairs'
-        )
+    groups = as_groups(parameters)
     groups = [{**g, "params": [(n, p) for n, p in g["params"] if p.requires_grad]} for g in groups]
     named = by_name([{"params": (known or {}).items()}, *groups])
     if not named:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
     for name, parameter in named.items():
-        if not parameter.dtype.is_floating_point:
-            raise ValueError(f"parameter {name} is of {parameter.dtype}: only real floats train")
+        if not parameter.dtype.is_floating_point and parameter.dtype not in COMPLEX_DTYPES:
+            raise ValueError(
+                f"parameter {name} is of {parameter.dtype}: only real floats, complex64 and "
+                "complex128 train"
+            )
     devices = {p.device: name for name, p in named.items()}
     if len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
@@ -101,25 +108,13 @@ def _check_memory(parameters: Mapping[str, Parameter]) -> None:
             )
 
 
-def check_sharding(
-    stage: int, partition: str, optimizer_class: Callable[..., torch.optim.Optimizer]
-) -> None:
-    """Raise ValueError for a stage or partition that is unknown or that the optimizer rules out."""
+def check_sharding(stage: int, partition: str) -> None:
+    """Raise ValueError for a stage or partition that is unknown."""
     if type(stage) is not int or stage not in STAGES:
         known = ", ".join(map(str, STAGES))
         raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
     if partition not in PARTITIONS:
         raise ValueError(f"partition {partition!r} is unknown: choose {' or '.join(PARTITIONS)}")
-    if stage == 0 or partition == "parameter":
-        return
-    while isinstance(optimizer_class, functools.partial):
-        optimizer_class = optimizer_class.func
-    for kind in getattr(optimizer_class, "__mro__", ()):
-        if kind.__name__.lower() in NEED_WHOLE_PARAMETERS:
-            raise ValueError(
-                f'{kind.__name__} needs whole parameters, and partition "element" cuts them: give '
-                'partition="parameter"'
-            )
 
 
 def unnamed(group: dict[str, Any]) -> dict[str, Any]:
@@ -132,21 +127,45 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def name_parameters(
-    model: nn.Module, groups: Iterable[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
+def describe_optimizer(
+    make: "partial[torch.optim.Optimizer]", groups: Iterable[dict[str, Any]]
+) -> list[str]:
+    """Return what ranks must have in common, one a line: what is called, options and names.
+
+    `groups` are named groups, whose options take the place of those of `make`. Options other than
+    numbers, strings, None and lists of them are left out.
+    """
+    lines = [getattr(make.func, "__qualname__", type(make.func).__qualname__)]
+    for number, group in enumerate(groups):
+        for key, value in {**make.keywords, **hyperparameters(group)}.items():
+            plain = value.tolist() if isinstance(value, torch.Tensor) else value
+            parts = plain if isinstance(plain, tuple | list) else [plain]
+            if all(part is None or isinstance(part, str | Real) for part in parts):
+                lines.append(f"{key}={plain!r} in group {number}")
+        lines += [f"{name} in group {number}" for name, _ in group["params"]]
+    return lines
+
+
+def name_parameters(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:
     """Return torch's parameter groups with each parameter replaced by (name, parameter).
 
-    None means one group of all parameters. Raises ValueError for a tensor that is none of them.
+    `groups` are what torch's optimizers take: groups, parameters, or pairs (name, parameter), whose
+    names may be those within a part of the model. None means one group of all parameters. Raises
+    ValueError for a tensor that is none of them.
     """
     if groups is None:
         return [{"params": list(model.named_parameters())}]
+    given = list(groups)
+    if not any(isinstance(group, dict) for group in given):
+        given = [{"params": given}]
     names = {parameter: name for name, parameter in model.named_parameters()}
     named_groups = []
-    for group in groups:
+    for group in given:
         params = group["params"]  # torch accepts a single tensor, too
         params = [params] if isinstance(params, torch.Tensor) else list(params)
+        params = [pair[1] if _is_pair(pair) else pair for pair in params]
         if any(parameter not in names for parameter in params):
             raise ValueError("a parameter group holds a tensor that is no parameter of the model")
-        named_groups.append({**group, "params": [(names[p], p) for p in params]})
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        named_groups.append({**options, "params": [(names[p], p) for p in params]})
     return named_groups

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
-from zero.kernels import view
+from zero.kernels import own_view
 from zero.layout import Bucket
 from zero.precision import narrower
 
@@ -62,7 +62,7 @@ class FlatParameters:
             flat = self._collectives.allocate(bucket.numel, bucket.dtype, device)
             for entry in bucket.entries:
                 parameter = parameters[entry.spec.name]
-                slot = view(flat, entry.start, parameter)
+                slot = own_view(flat, entry.start, parameter)
                 slot.copy_(parameter)
                 parameter.data = slot
                 self._bucket_of[parameter] = len(self._buckets)
@@ -81,6 +81,8 @@ class FlatParameters:
         """Start an all-gather of every bucket, in the order of the next forward. Collective."""
         if self._collectives.size == 1 or not self._buckets:
             return
+        for parameter in self._bucket_of:  # so that autograd refuses a graph of their old values
+            torch.autograd.graph.increment_version(parameter)
         for index in reversed(range(len(self._buckets))):
             self._works[index] = self._all_gather(index)
         if not self._overlaps_forward:
@@ -124,7 +126,8 @@ class FlatParameters:
     def _all_gather(self, index: int) -> Work:
         if index in self._narrow:
             return ChainedWork(self._all_gather_narrow(index))
-        return self._collectives.all_gather(self._flats[index], self._buckets[index].bounds)
+        collectives = self._collectives.named(f"parameter bucket {index}")
+        return collectives.all_gather(self._flats[index], self._buckets[index].bounds)
 
     def _all_gather_narrow(self, index: int) -> Iterator[Work]:
         """Gather in the narrow dtype, to which the owners have rounded their shards."""

@@ -18,8 +18,10 @@ def is_16_bit(dtype: torch.dtype) -> bool:
 
 
 def narrower(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype | None:
-    """Return `dtype` if its elements are smaller than those of `own`, else None."""
-    return dtype if dtype is not None and dtype.itemsize < own.itemsize else None
+    """Return `dtype` if `own` can be rounded to it with smaller elements, else None."""
+    if dtype is None or own.is_complex:
+        return None
+    return dtype if dtype.itemsize < own.itemsize else None
 
 
 def master_dtype(own: torch.dtype, gather_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -60,6 +62,11 @@ class LossScale:
             )
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
         self._good_steps = 0
+
+    @property
+    def scales(self) -> bool:
+        """True unless the factor is constantly 1."""
+        return self.dynamic or self.value != 1.0
 
     def shrink(self) -> bool:
         """Halve the scale after an overflow; return False if the scale cannot be the cause."""

@@ -1,5 +1,6 @@
 """A torch optimizer over the slices of parameters that one rank owns."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,15 @@ from torch.nn import Parameter
 from zero.layout import Bucket, ParameterSpec, plan_buckets
 from zero.master_weights import OptimizerShard
 from zero.memory import Memory, predict, state_bytes
-from zero.param_groups import by_name, check_trainable, hyperparameters, unnamed
+from zero.param_groups import (
+    Named,
+    as_groups,
+    by_name,
+    check_trainable,
+    hyperparameters,
+    unnamed,
+)
+from zero.partition_trial import check_drivable, check_partition
 from zero.state import StateSlice, load_slices, own_slices
 
 
@@ -17,23 +26,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """The parameter groups, state and memory of `ZeroOptimizer`, without its step.
 
     Its `param_groups` hold the user's parameters. An inner torch optimizer, made by `make_inner`,
-    updates the slices of them in `owned`.
+    updates the slices of them in `owned`. With `may_shard` it has to be one that can be sharded,
+    also where a rank is alone.
     """
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        parameters: Iterable[Named] | Iterable[dict[str, Any]],
         make_inner: Callable[..., torch.optim.Optimizer],
         owned: OptimizerShard,
         *,
         order: Iterable[str] | None,
         bucket_bytes: int,
         partition: str,
+        may_shard: bool,
     ) -> None:
-        self._make_inner, self._owned = make_inner, owned
-        self._bucket_bytes, self._keeps_whole = bucket_bytes, partition == "parameter"
-        self._named: dict[str, Parameter] = {}
+        self._make_inner, self._owned, self._may_shard = make_inner, owned, may_shard
+        self._bucket_bytes, self._partition = bucket_bytes, partition
+        self._named: dict[str, Parameter] = {}  # that are trained
+        self._frozen: dict[str, Parameter] = {}  # that were given, but required no gradient
         self._constructed = False
+        groups = self._check(parameters)
         named = by_name(groups)
         if order is not None:
             named = {name: named[name] for name in order if name in named}
@@ -41,6 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         plain_groups = [unnamed(group) for group in groups]
         try:
             self._inner = make_inner(owned.groups(plain_groups))
+            check_drivable(self._inner)
             super().__init__(plain_groups, self._inner.defaults)
         except BaseException:
             self.close()
@@ -57,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._constructed:  # called by torch's constructor
             super().add_param_group(param_group)
             return
-        (group,) = check_trainable([param_group], sharded=self.sharded, known=self._named)
+        (group,) = self._check([param_group])
         self.wait_for_parameters()
         if group["params"]:
             self._add_parameters(by_name([group]))
@@ -118,22 +132,57 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the model. Local."""
         self._owned.parameters.close()
 
+    def _check(
+        self, parameters: Iterable[Named] | Iterable[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return groups of those parameters that require a gradient. Raises ValueError."""
+        given = as_groups(parameters)
+        groups = check_trainable(given, sharded=self._may_shard, known=self._named)
+        if self._may_shard:
+            known = self._groups() if self._constructed else []
+            check_partition(self._make_inner, [*known, *groups], self._partition)
+        pairs = [pair for group in given for pair in group["params"]]
+        self._frozen |= {name: p for name, p in pairs if not p.requires_grad}
+        return groups
+
     def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:
         """Plan buckets of parameters, own this rank's part of them, and return them."""
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
         size, plan = self._owned.sharding.size, self._owned.plan
+        whole = self._partition == "parameter"
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
-        added = plan_buckets(specs, self._bucket_bytes, size, loads if self._keeps_whole else None)
+        added = plan_buckets(specs, self._bucket_bytes, size, loads if whole else None)
         self._owned.add(added, named)
         self._named |= named
         return added
 
-    def _named_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups with names in place of parameters."""
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups with pairs (name, parameter)."""
         names = {parameter: name for name, parameter in self._named.items()}
         return [
-            {**group, "params": [names[p] for p in group["params"]]} for group in self.param_groups
+            {**group, "params": [(names[p], p) for p in group["params"]]}
+            for group in self.param_groups
         ]
+
+    def _named_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups with names in place of parameters."""
+        return [
+            {**group, "params": [name for name, _ in group["params"]]} for group in self._groups()
+        ]
+
+    def _warn_of_unfrozen(self) -> None:
+        """Warn, once and on rank 0, of given parameters that require a gradient only now."""
+        found = [name for name, p in self._frozen.items() if p.requires_grad]
+        names = [name for name in found if name not in self._named]
+        for name in found:
+            del self._frozen[name]
+        if names and self._owned.sharding.rank == 0:
+            warnings.warn(
+                f"not trained: {', '.join(names)}, which required no gradient when the optimizer "
+                "was made, and do now: on all ranks, call "
+                f'optimizer.add_param_group({{"params": [("{names[0]}", ...), ...]}})',
+                stacklevel=4,
+            )
 
     def _inner_step(self) -> None:
         """Update this rank's slices by their gradients, under this optimizer's hyperparameters.
@@ -143,5 +192,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(hyperparameters(group))
         self._inner.step()
+        self._warn_of_unfrozen()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(hyperparameters(inner))

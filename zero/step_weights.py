@@ -1,36 +1,81 @@
-"""Weights of the ranks in a step's mean."""
+"""Weights of the ranks in the mean gradient."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, SupportsFloat
+
+DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
+
+
+@dataclass(eq=False)
+class BatchSource:
+    """A loader: how many batches were drawn from it, and used by a backward of any optimizer.
+
+    Several optimizers learn of its batches, and not each of them uses all.
+    """
+
+    drawn: int = 0
+    used: int = 0  # number of the latest one that was used, from 1
+
+
+class DrawnBatch(NamedTuple):
+    """This rank's part of a global batch that was drawn for training."""
+
+    own: float  # weight of this rank's part; 0 for a stand-in
+    total: float  # samples of the whole batch
+    digest: int | None  # of the samples of the whole batch, the same on every rank
+    source: BatchSource
+    number: int  # of its source's batches, from 1
 
 
 class BatchWeight:
-    """This rank's weight in a step, in samples or tokens. Local.
+    """This rank's weight in a mean over ranks, in samples or tokens. Local.
 
-    A step uses one of two ways to state it. `state(n)`: the gradient that accumulates is a mean
-    over n samples, and is multiplied by n (`scale`) before the sum over ranks. `add(n)`: the loss
-    was multiplied by n already. Without either, each rank has weight 1. With `every_micro_batch`
-    the gradient of each micro-batch is summed over ranks by itself.
+    A mean is over one backward, or over all of an accumulation. Its weight comes from one of three
+    statements. `add(n)`: the loss was multiplied by n already. `state(n)`: the gradient of the
+    coming backward, and what accumulates on it, is a mean over n samples, and is multiplied by n
+    (`scale`) before the sum over ranks. `expect(batch)`: the same, if neither of the others is
+    made; a batch holds for every backward until one follows the next batch. A backward uses the
+    oldest batch of each source, and batches that wait must not differ. Without any, each rank has
+    weight 1. With `every_micro_batch` the gradient of each micro-batch is summed over ranks by
+    itself.
 
     Multipliers are divided by `unit`, the power of two nearest below the weight that `ranks` ranks
-    had together in the previous step. With `ranks` the size of the group and equal weights that are
+    had together in the previous mean. With `ranks` the size of the group and equal weights that are
     powers of two, the sum is the mean, and no pass over memory is left to divide it. fp16 has a
     small range, so there `ranks` is 1, and addends have the size of means. A power of two changes
-    no bits, so `unit` is not part of the state of a run.
+    no bits, so `unit` is not part of the state of a run. One rank alone never multiplies: its unit
+    is its weight.
     """
 
-    def __init__(self, ranks: int, *, every_micro_batch: bool = False) -> None:
-        self._ranks, self._usual = ranks, 1.0
+    def __init__(self, ranks: int, *, every_micro_batch: bool = False, alone: bool = False) -> None:
+        self._ranks, self._alone = ranks, alone
         self._every_micro_batch = every_micro_batch
-        self.unit = _power_of_two(ranks)
+        self._unit = _power_of_two(ranks)
         self._added: float | None = None
-        self._used: list[float] = []  # stated for gradients that have arrived
-        self._stated: float | None = None  # for the gradient to come, or the latest that arrived
-        self._gradient_arrived = False  # since the latest statement
+        self._statements: list[float] = []  # of this mean's backward passes
+        self._stated: float | None = None  # for the backward to come
+        self._current: float | None = None  # what the latest statement or batch says
+        self._batch: DrawnBatch | None = None  # of the latest backward
+        self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
+        self._source = BatchSource()  # of batches whose source is not stated
+        self._begun = False  # a backward of this mean has begun
+        self._weighted = False  # the loss of the coming backward was multiplied by its weight
+        self.digest = 0  # of this mean's batches
+        self.has_digest = False
+
+    @property
+    def unit(self) -> float:
+        """The divisor of multipliers."""
+        if self._alone and self._added is None:
+            return self.weight or 1.0
+        return self._unit
 
     @property
     def weight(self) -> float:
-        """This rank's weight in the step so far, in samples."""
-        return sum(self._statements) if self._added is None else self._added
+        """This rank's weight so far, in samples."""
+        return sum(self._statements or [1.0]) if self._added is None else self._added
 
     @property
     def divisor(self) -> float:
@@ -39,65 +84,156 @@ class BatchWeight:
         Losses of accumulated micro-batches were divided by their number already.
         """
         alone = self._every_micro_batch and self._added is None
-        return self.weight / (len(self._statements) if alone else 1)
+        return self.weight / (len(self._statements or [1.0]) if alone else 1)
 
     @property
     def scale(self) -> float:
         """The multiplier of this rank's gradient before the sum over ranks."""
         if self._added is not None:
             return 1.0
-        return (self._statements[-1] if self._every_micro_batch else self.weight) / self.unit
-
-    @property
-    def _statements(self) -> list[float]:
-        stated = self._used if self._stated is None else [*self._used, self._stated]
-        return stated or [1.0]
+        latest = (self._statements or [1.0])[-1]
+        return (latest if self._every_micro_batch else self.weight) / self.unit
 
     def state(self, count: float | None) -> None:
-        """State the weight of the gradient to come; None takes back an unused statement.
+        """State the weight of the coming backward; None takes back what no backward has followed.
 
-        Weights of accumulated micro-batches add up. A statement that no gradient followed is
-        replaced. Raises RuntimeError after `add`, and ValueError for a negative or infinite count.
+        Weights of accumulated micro-batches add up. Raises RuntimeError after `add`, and ValueError
+        for a negative or infinite count.
         """
         if count is not None:
             _check(count)
         if self._added is not None:
-            raise RuntimeError("share() and backward(weight=...) are two ways of one statement")
-        if self._gradient_arrived and self._stated is not None:
-            if count is None:
-                return
-            self._used.append(self._stated)
-        self._stated, self._gradient_arrived = count, False
+            raise RuntimeError(
+                "share() follows backward(loss, weight=...) in one accumulation: give the weight "
+                "of every micro-batch to backward, and call share() only before loss.backward()"
+            )
+        self._stated = count
 
     def add(self, weight: float) -> float:
-        """Add the weight of a loss, and return its multiplier. RuntimeError after `state`."""
+        """Add the weight of a loss, and return its multiplier: 0 for a stand-in.
+
+        Raises RuntimeError after `state`, or after a backward of this mean without a weight.
+        """
         _check(weight)
-        if self._stated is not None or self._used:
-            raise RuntimeError("share() and backward(weight=...) are two ways of one statement")
-        self._added = (self._added or 0.0) + weight
+        if self._stated is not None or (self._begun and self._added is None):
+            before = "share()" if self._stated is not None else "loss.backward()"
+            raise RuntimeError(
+                f"optimizer.backward(loss, weight=...) follows {before} in one accumulation: call "
+                "optimizer.backward(loss, weight=n) for all of its micro-batches, or share(n) and "
+                "loss.backward()"
+            )
+        self._drop_outdated()
+        batch = self._drawn[0] if self._drawn else self._batch
+        if len({drawn.own > 0 for drawn in self._drawn}) > 1:
+            raise _ambiguous(self._drawn)
+        weight = 0.0 if batch is not None and not batch.own else weight
+        self._added, self._weighted = (self._added or 0.0) + weight, True
         return weight / self.unit
 
-    def limit_to_means(self) -> None:
-        """Keep addends at the size of means from now on, for the small range of fp16."""
-        self._ranks, self.unit = 1, _power_of_two(self._usual)
+    def expect(
+        self, own: float, total: float, digest: int | None, source: BatchSource | None
+    ) -> None:
+        """Note the latest batch of a source, which was drawn for a coming backward.
 
-    def note_gradient(self) -> None:
-        """Record that a gradient has arrived."""
-        self._gradient_arrived = True
+        Batches of other sources that another optimizer has used are not for this backward.
+        """
+        if source is None:
+            source = self._source
+            source.drawn += 1
+        self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
+        self._drawn.append(DrawnBatch(own, total, digest, source, source.drawn))
+
+    def _drop_outdated(self) -> None:
+        """Drop batches that this optimizer has left out: another one has used a later one."""
+        self._drawn = [batch for batch in self._drawn if batch.number >= batch.source.used]
+
+    def forget(self, *, drawn: bool) -> None:
+        """Forget the batch of the latest backward; with `drawn` also those not used yet."""
+        self._batch = self._current = None
+        if drawn:
+            self._drawn.clear()
+
+    def begin_backward(self) -> None:
+        """Give the backward that begins its weight. RuntimeError if that is not certain."""
+        if self._added is not None and not self._weighted:
+            raise RuntimeError(
+                "loss.backward() follows optimizer.backward(loss, weight=...) in one accumulation: "
+                "use one of them for all of its micro-batches"
+            )
+        self._begun, self._weighted = True, False
+        self._drop_outdated()
+        fresh = bool(self._drawn)
+        if fresh:
+            implied = self._stated is None and self._added is None
+            if implied and len({(drawn.own, drawn.total) for drawn in self._drawn}) > 1:
+                raise _ambiguous(self._drawn)
+            self._batch = self._drawn[0]
+            self._current = self._batch.own
+            self._use_oldest()
+        if self._stated is not None:
+            self._current, self._stated = self._stated, None
+            if self._batch is not None and not self._batch.own:
+                self._current = 0.0  # a stand-in counts nothing
+            self._statements.append(self._current)
+        elif self._current is not None and (fresh or not self._statements):
+            self._statements.append(self._current)
+        implied = self._added is None and not self._every_micro_batch
+        if implied and 0 < self._statements.count(0) < len(self._statements):
+            raise RuntimeError(
+                "this rank has no sample in one micro-batch of an accumulation, and samples in "
+                "another, so their sum has no weight: call optimizer.backward(loss, weight=n)"
+            )
+
+    def _use_oldest(self) -> None:
+        """Take the oldest batch of each source from those that were drawn."""
+        oldest: dict[int, DrawnBatch] = {}
+        for batch in self._drawn:
+            oldest.setdefault(id(batch.source), batch)
+        for batch in oldest.values():
+            self._drawn.remove(batch)
+            batch.source.used = max(batch.source.used, batch.number)
+            if batch.digest is not None:
+                self.digest = (self.digest * 31 + batch.digest) % (1 << DIGEST_BITS)
+                self.has_digest = True
+
+    def finish(self) -> None:
+        """Note that nothing more is added to this mean: a rank may have had no backward in it."""
+        if not self._begun or self._stated is not None:
+            self._weighted = True
+            self.begin_backward()
+
+    def begin_group(self, ranks: int) -> None:
+        """Begin to count the weights of a group of `ranks`; 1 for the small range of fp16."""
+        self._ranks, self._unit = ranks, _power_of_two(ranks)
 
     def discard(self) -> None:
-        """Forget the weights of gradients that have arrived; an unused statement stays."""
-        self._added, self._used = None, []
-        if self._gradient_arrived:
-            self._stated, self._gradient_arrived = None, False
+        """Forget what was stated for gradients that have arrived."""
+        self._begin_mean()
+        self.end_step()
 
     def reset(self, usual: float) -> None:
-        """Start a new step; `usual` is the mean weight of a rank in the last one."""
+        """Begin another mean; `usual` is the mean weight of a rank in the last one."""
         if usual:
-            self._usual = usual
-            self.unit = _power_of_two(usual * self._ranks)
-        self._added, self._used, self._stated = None, [], None
-        self._gradient_arrived = False
+            self._unit = _power_of_two(usual * self._ranks)
+        self._begin_mean()
+
+    def end_step(self) -> None:
+        """Begin another step: statements hold for one step, a batch until the next one."""
+        self._current = self._batch.own if self._batch is not None else None
+
+    def _begin_mean(self) -> None:
+        self._added, self._statements, self._begun = None, [], False
+        self.digest, self.has_digest = 0, False
+
+
+def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
+    parts = ", ".join(f"{batch.own:g} of {batch.total:g}" for batch in drawn)
+    return RuntimeError(
+        f"several batches were drawn before this backward, of which this rank has {parts} samples, "
+        "so its weight is not certain: draw one batch at a time, leave out the last incomplete one "
+        "(drop_last=True), call optimizer.forget_batches() where a batch is not trained, or state "
+        "the weight by optimizer.share(n)"
+    )
 
 
 def _power_of_two(count: float) -> float:
@@ -106,5 +242,5 @@ def _power_of_two(count: float) -> float:
 
 
 def _check(count: float) -> None:
-    if not 0 <= count < math.inf:
-        raise ValueError(f"a share of {count} samples: give a finite number, 0 or more")
+    if not (isinstance(count, SupportsFloat) and 0 <= count < math.inf):
+        raise ValueError(f"a share of {count!r} samples: give a finite number, 0 or more")

@@ -91,7 +91,7 @@ class BenchOptions:
     seconds: float = Field(
         default=60.0,
         gt=0,
-        description="time limit in seconds. Cases that would start later are skipped.",
+        description="time limit in seconds. The largest sizes are left out if they do not fit.",
     )
     json: OptionalPath = Field(default=None, description="file for all figures. none: no file.")
     plot: Annotated[OptionalPath, AfterValidator(_check_png)] = Field(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mntrain.comm.backoff import pause
 from mntrain.comm.collectives import WorldCollectives
-from mntrain.comm.mpi import pause
 from zero.layout import split
 
 NATIVE = {
@@ -146,14 +146,17 @@ def take_turns(
 ) -> list[list[list[Sample]]]:
     """Return samples by candidate, round and rank; candidates run in random order in a round.
 
-    Collective over the mpi4py communicator `comm`. Makes at least one round, and starts
-    none after `budget_s` seconds. The first `warm_up` rounds are not returned.
+    Collective over the mpi4py communicator `comm`. Makes at least one round, and no further one
+    that would end after `budget_s` seconds if it took as long as the one before. The first
+    `warm_up` rounds are not returned.
     """
-    start = time.perf_counter()
+    start = round_start = time.perf_counter()
     local: list[list[Sample]] = [[] for _ in candidates]
     for number in range(-warm_up, rounds):
-        if number > 0 and comm.bcast(time.perf_counter() - start > budget_s):
+        now = time.perf_counter()
+        if number > 0 and comm.bcast(2 * now - round_start - start > budget_s):
             break
+        round_start = now
         for index in turn_order(len(candidates), number):
             candidate = candidates[index]
             candidate.prepare()

@@ -1,5 +1,6 @@
 """The results of a benchmark run, on the terminal and as a plot."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,14 @@ from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
 from mntrain.metrics.registry import short_time
+
+# By whether the limit is that of the link between nodes.
+_ABOVE_LIMIT = {
+    True: "faster than the measured speed of the link, which is that of long streams; short "
+    "messages fit into the buffers and the bursts that the network lets pass",
+    False: "faster than a copy of the whole tensor, of which a collective may touch less, or find "
+    "more in the caches",
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,10 @@ class BenchCase:
         return median(self.times_s)
 
     @property
-    def share(self) -> float:
-        """The speed as a fraction of the limit's."""
-        return self.limit_s / self.median_s
+    def share(self) -> float | None:
+        """The speed as a fraction of the limit's; None if it is higher than the limit."""
+        share = self.limit_s / self.median_s
+        return share if share <= 1 else None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, whose names carry units."""
@@ -55,7 +65,7 @@ class BenchCase:
 
 
 def show(facts: Mapping[str, Any], cases: Sequence[BenchCase], console: Console) -> None:
-    """Print the facts, a table for each collective, and which cases were skipped or wrong."""
+    """Print the facts, a table for each collective, remarks on the cases, and advice."""
     if not console.is_terminal:
         console.width = max(console.width, 110)  # the tables are wider than the default
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -79,8 +89,14 @@ def show(facts: Mapping[str, Any], cases: Sequence[BenchCase], console: Console)
             ranks = ", ".join(map(str, case.wrong_ranks))
             what = f"{case.verb} {size_label(case.size_bytes)} by {case.algorithm}"
             console.print(f"{what}: a wrong result on rank {ranks}", soft_wrap=True)
-    if not all(case.times_s for case in cases):
-        console.print("-: skipped for lack of time; increase --seconds")
+    if any(case.timed and case.share is None for case in cases):
+        console.print(f"> limit: {_ABOVE_LIMIT[bool(link)]}", soft_wrap=True)
+    if left_out := dict.fromkeys(size_label(case.size_bytes) for case in cases if not case.times_s):
+        remark = f"left out {', '.join(left_out)} for lack of time; give --seconds"
+        console.print(f"-: {remark} {facts['enough_s']}", soft_wrap=True)
+    if facts["advice"]:
+        console.print()
+        console.print(Text(facts["advice"]), soft_wrap=True)
 
 
 def _table(verb: str, cases: Sequence[BenchCase]) -> Table:
@@ -100,7 +116,8 @@ def _cell(case: BenchCase, best_s: float) -> Text:
     if not case.timed:
         return Text("wrong", "red") if case.wrong_ranks else Text("-")
     style = "bold" if case.median_s == best_s else ""
-    return Text(f"{short_time(case.median_s)} ({case.share:.1%})", style)
+    share = f"{case.share:.1%}" if case.share is not None else "> limit"
+    return Text(f"{short_time(case.median_s)} ({share})", style)
 
 
 def plot(facts: Mapping[str, Any], cases: Sequence[BenchCase], path: Path) -> None:
@@ -114,7 +131,8 @@ def plot(facts: Mapping[str, Any], cases: Sequence[BenchCase], path: Path) -> No
         axes = figure.add_subplot(1, len(verbs), index)
         lines: dict[str, dict[int, float]] = {}  # by algorithm: percent by size
         for case in (case for case in timed if case.verb == verb):
-            lines.setdefault(case.algorithm, {})[case.size_bytes] = 100 * case.share
+            share = math.nan if case.share is None else case.share
+            lines.setdefault(case.algorithm, {})[case.size_bytes] = 100 * share
         for algorithm, points in lines.items():
             axes.plot(list(points), list(points.values()), marker="o", label=algorithm)
         axes.set(title=verb, xlabel="tensor size, bytes", ylabel="% of the limit", ylim=0)

@@ -1,6 +1,7 @@
 """The command `bench`: probe the hardware, measure the collectives, publish the results."""
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -16,14 +17,17 @@ import torch
 
 from mntrain._version import __version__
 from mntrain.bench import candidates
+from mntrain.bench.advice import advice
 from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, link_speed
 from mntrain.bench.results import BenchCase, plot, show
+from mntrain.bench.time_plan import TimePlan
 from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.errors import AgreedError, expect_same
+from mntrain.errors import AgreedError
 from mntrain.metrics.report import stdout
-from mntrain.world import World, init
+from mntrain.start import init
+from mntrain.world import World
 from zero.layout import MIB
 
 DTYPES = {
@@ -32,6 +36,8 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+
+_LONG_S = 0.25  # a collective that takes longer at the hardware's limit is measured without warm-up
 
 
 def run(options: BenchOptions, words: Sequence[str]) -> int:
@@ -52,7 +58,6 @@ def run(options: BenchOptions, words: Sequence[str]) -> int:
 
 def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     start = time.perf_counter()
-    expect_same(world.gather(asdict(options)), world.rank)
     problem = world.gather(files_problem(options) if world.master else "")[0]
     if problem:
         raise AgreedError(problem, world.rank)
@@ -60,22 +65,27 @@ def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     # before `free` ends the job.
     comm, _ = mpi.start()
     limits = _limits(world, comm, options)
+    plan = make_plan(options, limits)
+    prepared_s = time.perf_counter() - start
     cases: list[BenchCase] = []
-    for group in measure(world, comm.as_mpi4py, options, limits, start):
+    for group in measure(world, comm.as_mpi4py, options, limits, plan, start=start):
         cases += group
-        if world.master:
+        if world.master and group[0].times_s:
             _log(f"measured {group[0].verb} {size_label(group[0].size_bytes)}")
     comm.free()
     if world.master:
-        seconds = time.perf_counter() - start
-        _publish(options, _facts(world, options, limits, words) | {"seconds": seconds}, cases)
+        facts = _facts(world, options, limits, words)
+        spent_s = time.perf_counter() - start
+        enough_s = plan.enough_s(prepared_s, spent_s, options.seconds)
+        facts |= {"seconds": spent_s, "enough_s": enough_s}
+        _publish(options, facts | {"advice": advice(facts, cases)}, cases)
     return 1 if any(case.wrong_ranks for case in cases) else 0
 
 
 def files_problem(options: BenchOptions) -> str:
     """Return why an output file could not be written, with the fix; "" if all can."""
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        if path is not None and (os.path.isdir(path) or not os.path.isdir(path.parent)):
             return f"{flag} {path}: must be a file in a directory that exists"
     if options.plot is not None and not find_spec("matplotlib"):
         return f"--plot {options.plot}: needs matplotlib: pip install 'mntrain[plot]'"
@@ -93,42 +103,75 @@ def _limits(world: World, comm: mpi.Communicator, options: BenchOptions) -> Hard
     return HardwareLimits(ranks, link, copy)
 
 
+def make_plan(options: BenchOptions, limits: HardwareLimits) -> TimePlan:
+    """Return the least time that one round of all collectives takes at each size. Local."""
+    rivals = len(options.algorithms) + 1
+    return TimePlan(
+        {
+            nbytes: rivals * sum(limits.seconds(verb, nbytes) for verb in options.verbs)
+            for nbytes in options.sizes
+        }
+    )
+
+
 def measure(
-    world: World, comm: Any, options: BenchOptions, limits: HardwareLimits, start: float
+    world: World,
+    comm: Any,
+    options: BenchOptions,
+    limits: HardwareLimits,
+    plan: TimePlan,
+    *,
+    start: float,
 ) -> Iterator[list[BenchCase]]:
     """Yield the cases of each collective at each size, from the smallest size to the largest.
 
     Collective; all ranks yield the same. `comm` is an mpi4py communicator over the same ranks.
-    `options.seconds` count from `start`, on rank 0's `time.perf_counter`: each collective and size
-    gets an equal part of them, and all but the smallest are skipped if they would start later.
+    `options.seconds` count from `start`, on rank 0's `time.perf_counter`. Sizes that do not fit
+    into them, except for the smallest, are left out for all collectives: their cases have no times.
     """
     dtype = DTYPES[options.dtype]
-    pattern = candidates.Pattern(world.rank, world.size, dtype, world.device)
-    native_pattern = candidates.Pattern(world.rank, world.size, torch.float32, torch.device("cpu"))
-    budget_s = options.seconds / (len(options.sizes) * len(options.verbs))
+    patterns = [
+        candidates.Pattern(world.rank, world.size, *place)
+        for place in ((dtype, world.device), (torch.float32, torch.device("cpu")))
+    ]
     by_algorithm = {
         name: world.collectives.replace(choice=AlgorithmChoice(name)) for name in options.algorithms
     }
     for nbytes in options.sizes:
-        tensor = world.collectives.allocate(nbytes // dtype.itemsize, dtype, world.device)
         first = nbytes == options.sizes[0]
-        rounds = options.repeats * (4 if nbytes < MIB else 1)
-        for verb in options.verbs:
-            limit_s = limits.seconds(verb, nbytes)
-            cases = [
-                *(BenchCase(verb, name, nbytes, options.dtype, limit_s) for name in by_algorithm),
-                BenchCase(verb, candidates.NATIVE[verb], nbytes, "fp32", limit_s),
+        left_s = comm.bcast(options.seconds - (time.perf_counter() - start))
+        budget_s = plan.budget_s(nbytes, left_s)
+        groups = [_unmeasured(options, limits, verb, nbytes) for verb in options.verbs]
+        if budget_s is None and not first:
+            yield from groups
+            continue
+        tensor = world.collectives.allocate(nbytes // dtype.itemsize, dtype, world.device)
+        for cases in groups:
+            verb = cases[0].verb
+            rivals = [
+                candidates.library_candidate(name, verb, collectives, tensor, patterns[0])
+                for name, collectives in by_algorithm.items()
             ]
-            if first or comm.bcast(time.perf_counter() - start < options.seconds):
-                rivals = [
-                    candidates.library_candidate(name, verb, collectives, tensor, pattern)
-                    for name, collectives in by_algorithm.items()
-                ]
-                rivals.append(candidates.mpi_candidate(verb, comm, nbytes, native_pattern))
-                # The first size also opens connections: warm up twice.
-                samples = candidates.take_turns(comm, rivals, rounds, budget_s, warm_up=1 + first)
-                cases = [_with(case, found) for case, found in zip(cases, samples, strict=True)]
-            yield cases
+            rivals.append(candidates.mpi_candidate(verb, comm, nbytes, patterns[1]))
+            rounds = options.repeats * (4 if nbytes < MIB else 1)
+            # The first size also opens connections. If a collective takes long, a warm-up costs
+            # more time than the page faults that it takes out of the result.
+            warm_up = 1 + first if cases[0].limit_s < _LONG_S else 0
+            samples = candidates.take_turns(
+                comm, rivals, rounds, (budget_s or 0.0) / len(groups), warm_up=warm_up
+            )
+            yield [_with(case, found) for case, found in zip(cases, samples, strict=True)]
+
+
+def _unmeasured(
+    options: BenchOptions, limits: HardwareLimits, verb: str, nbytes: int
+) -> list[BenchCase]:
+    """Return the cases of one collective at one size, without times."""
+    limit_s = limits.seconds(verb, nbytes)
+    return [
+        *(BenchCase(verb, name, nbytes, options.dtype, limit_s) for name in options.algorithms),
+        BenchCase(verb, candidates.NATIVE[verb], nbytes, "fp32", limit_s),
+    ]
 
 
 def _with(case: BenchCase, samples: Sequence[Sequence[candidates.Sample]]) -> BenchCase:

@@ -117,7 +117,10 @@ def _show(options: Namespace, console: Console) -> int:
     _print(
         console, f"after step {content.step}, saved {content.date} by {content.writers}; {versions}"
     )
-    _print(console, f"task {content.config['task']}, {content.samples} training samples")
+    if task := content.config.get("task"):  # not in checkpoints of a user's own loop
+        _print(console, f"task {task}, {content.samples} training samples")
+    if content.objects:
+        _print(console, f"states of {', '.join(content.objects)}")
     for name in (MODEL, OPTIMIZER):
         count, nbytes = len(open_tensors(path / name).keys()), (path / name).stat().st_size
         _print(console, f"{name}: {count} tensors, {nbytes / 1e6:.1f} MB")

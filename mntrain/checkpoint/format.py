@@ -18,7 +18,7 @@ import os
 import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,6 +175,7 @@ class Manifest:
     loss_scale: dict[str, Any]
     parameter_states: dict[str, ParameterState]
     checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
+    objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,15 @@ from mntrain.checkpoint.format import (
     open_tensors,
     read_manifest,
 )
+from mntrain.checkpoint.objects import Stateful, select
 from mntrain.checkpoint.shards import set_random_states
 from mntrain.errors import AgreedError
-from mntrain.world import World
+from mntrain.ranks import Ranks
+from zero.kernels import without_repeats
 from zero.optimizer import ZeroOptimizer
 
-# Options of parameter groups that are not restored: the job may change them, or they depend on the
-# device.
-JOB_OPTIONS = ("lr", "weight_decay", "fused", "foreach", "capturable", "differentiable")
+# Options of parameter groups that are never restored, since they depend on the device.
+DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def checkpoint_name(step: int) -> str:
@@ -121,7 +122,7 @@ class FoundCheckpoint:
     skipped: Mapping[Path, str]  # damaged checkpoints, with the reason
 
 
-def newest(world: World, where: Path) -> FoundCheckpoint | None:
+def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
     """Find the newest undamaged checkpoint of a run, or verify one given by its path. Collective.
 
     Returns None for a run without checkpoints. Raises AgreedError if all of them are damaged.
@@ -144,15 +145,28 @@ def newest(world: World, where: Path) -> FoundCheckpoint | None:
 
 
 @torch.no_grad()
-def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, world: World) -> None:
-    """Load the state of a model and its optimizer from a checkpoint, in place. Collective.
+def load(
+    found: FoundCheckpoint,
+    model: nn.Module,
+    optimizer: ZeroOptimizer,
+    world: Ranks,
+    *,
+    objects: Mapping[str, Stateful] | None = None,
+    kept_options: Collection[str] = (),
+) -> None:
+    """Load the state of a model, its optimizer and objects from a checkpoint. Collective.
 
-    Every rank reads only the optimizer state of its own shard. Learning rates, weight decays and
-    options that depend on the device (`JOB_OPTIONS`) keep their present values. A checkpoint does
-    not hold the state of a communication hook, which starts anew. Raises AgreedError if the
-    checkpoint is of another model; the model is unchanged then.
+    In place. Every rank reads only the optimizer state of its own shard. `kept_options` of the
+    parameter groups, and those that depend on the device, keep their present values. A checkpoint
+    does not hold the state of a communication hook, which starts anew. Raises AgreedError if the
+    checkpoint is of another model or lacks an object; the model is unchanged then.
     """
+    kept_options = (*DEVICE_OPTIONS, *kept_options)
     with world.agreement():
+        states = {
+            name: select(found.manifest.objects, name, world.rank, world.size)
+            for name in objects or {}
+        }
         with open_tensors(found.path / MODEL) as file:
             _load_model(file, model)
         present = [dict(group) for group in optimizer.param_groups]
@@ -166,12 +180,14 @@ def load(found: FoundCheckpoint, model: nn.Module, optimizer: ZeroOptimizer, wor
                 }
             )
         for group, before in zip(optimizer.param_groups, present, strict=True):
-            group.update({key: before[key] for key in JOB_OPTIONS if key in before})
+            group.update({key: before[key] for key in kept_options if key in before})
             # JSON turns tuples into lists.
             group.update({k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)})
+        for name, state in states.items():
+            (objects or {})[name].load_state_dict(state)
 
 
-def restore_randomness(found: FoundCheckpoint, world: World) -> None:
+def restore_randomness(found: FoundCheckpoint, world: Ranks) -> None:
     """Restore this rank's random generators if the checkpoint is of as many ranks. Local."""
     if found.manifest.world["ranks"] != world.size:
         return
@@ -198,7 +214,8 @@ def _load_model(file: safe_open, model: nn.Module) -> None:
     if wrong:
         raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong)}")
     for name, tensor in state.items():
-        tensor.copy_(file.get_tensor(name))
+        target = without_repeats(tensor)
+        target.copy_(file.get_tensor(name)[tuple(map(slice, target.shape))])
 
 
 def _read_slices(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
 from mntrain.checkpoint.format import FILES, MODEL, FileLayout, Manifest
+from mntrain.checkpoint.objects import Stateful, encode_objects, merge
 from mntrain.checkpoint.reader import checkpoint_name, eval_losses, list_checkpoints
 from mntrain.checkpoint.shards import (
     CheckpointShard,
@@ -37,7 +38,7 @@ from mntrain.checkpoint.shards import (
 from mntrain.checkpoint.writer import Checksums, PendingSave
 from mntrain.comm.pending import Future as CommFuture
 from mntrain.errors import AgreedError, combined_refusals
-from mntrain.world import World
+from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
 
 WriteResult = tuple[str | None, Checksums]  # of one rank; an error if it could not write
@@ -70,12 +71,20 @@ class Saver:
     """Saves a run into its directory, one checkpoint at a time. Created by all ranks.
 
     From the first `begin` on, it keeps host memory for a snapshot of this rank's part. Over all
-    ranks this is the size of a checkpoint.
+    ranks this is the size of a checkpoint. `objects` are saved too, by name.
     """
 
     def __init__(
-        self, world: World, model: nn.Module, optimizer: ZeroOptimizer, run_dir: Path, keep: int
+        self,
+        world: Ranks,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        run_dir: Path,
+        keep: int,
+        *,
+        objects: Mapping[str, Stateful] | None = None,
     ) -> None:
+        self._objects = objects or {}
         self._world, self._model, self._optimizer = world, model, optimizer
         self._run_dir, self._keep = run_dir, keep
         self._buffer = SnapshotBuffer(world.device)
@@ -87,13 +96,14 @@ class Saver:
             optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
 
     def check(self) -> None:
-        """Raise ValueError for a model that cannot be saved. Local."""
+        """Raise ValueError for a model or an object that cannot be saved. Local."""
         for name, value in self._model.state_dict().items():
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"the model's state has {name}, a {type(value).__name__}: a checkpoint holds "
-                    "tensors; make it one, or leave out --checkpoint.every"
+                    "tensors; make it one, or save no checkpoints"
                 )
+        encode_objects(self._objects)
         FileLayout(shapes_of(self._model.state_dict()))
 
     def best_loss(self, last: int) -> float | None:
@@ -176,7 +186,7 @@ class Saver:
         assert self._pending is None, "a save is in progress: call finish first"
         start = time.perf_counter()
         self._optimizer.wait_for_parameters()
-        shard = CheckpointShard(self._world, self._model, self._optimizer)
+        shard = CheckpointShard(self._world, self._model, self._optimizer, self._objects)
         outlines = self._world.gather_later(shard.outline())
         target = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
         save = PendingSave(target, self._manifest(progress), start)
@@ -197,7 +207,8 @@ class Saver:
             outlines = _poll(gathered)
             _raise_any([outline.error for outline in outlines], ValueError)
             save.layouts, states = shard.layouts(outlines)
-            save.manifest = replace(save.manifest, parameter_states=states)
+            objects = merge([outline.objects for outline in outlines])
+            save.manifest = replace(save.manifest, parameter_states=states, objects=objects)
             save.folder = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
             if self._world.master:
                 writer.make_folder(save, save.folder)

@@ -15,7 +15,7 @@ import secrets
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from mntrain.checkpoint.format import (
     Shapes,
     encode_values,
 )
+from mntrain.checkpoint.objects import Stateful, encode_objects
 from mntrain.comm.device_copy import pin
-from mntrain.world import World
+from mntrain.ranks import Ranks
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
 from zero.state import StateSlice
@@ -57,20 +58,28 @@ class ShardOutline(NamedTuple):
     slices: list[tuple[StateSlice, dict[str, torch.dtype]]]
     random: dict[str, int]  # bytes of the random states, by source
     token: str  # unique; rank 0's is part of the temporary folder's name
+    objects: dict[str, Any]  # encoded states
     error: str | None = None  # the reason why it cannot be saved
 
 
 class CheckpointShard:
     """Views of the tensors that this rank saves."""
 
-    def __init__(self, world: World, model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    def __init__(
+        self,
+        world: Ranks,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        objects: Mapping[str, Stateful],
+    ) -> None:
         self._rank, self._size = world.rank, world.size
         self._model: dict[str, Tensor] = dict(model.state_dict())
         self._slices = list(self._own_slices(optimizer))
         self._random = _random_states(world.device)
+        self._objects = objects
 
     def outline(self) -> ShardOutline:
-        """Describe this shard to the other ranks."""
+        """Describe this shard to the other ranks, with copies of all that is not a tensor in it."""
         sizes = {key: len(state) for key, state in self._random.items()}
         token = secrets.token_hex(4)
         slices = []
@@ -79,9 +88,10 @@ class CheckpointShard:
                 dtypes = {key: tensor.dtype for key, tensor in piece.tensors.items()}
                 others = encode_values(piece.others)
                 slices.append((piece._replace(tensors={}, others=others), dtypes))
+            objects = encode_objects(self._objects)
         except ValueError as error:
-            return ShardOutline([], sizes, token, str(error))
-        return ShardOutline(slices, sizes, token)
+            return ShardOutline([], sizes, token, {}, str(error))
+        return ShardOutline(slices, sizes, token, objects)
 
     def ranges(self) -> Iterator[TensorRange]:
         """Yield all ranges to write: views, except for parameters that are not contiguous."""

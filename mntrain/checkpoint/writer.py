@@ -113,20 +113,20 @@ def publish(folder: Path, target: Path, content: Manifest) -> None:
 def remove_old(run_dir: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints and the one with the lowest evaluation loss.
 
-    A folder that cannot be removed is left to the next call.
+    A folder that cannot be removed is left to the next call. Files of others stay.
     """
-    with suppress(OSError):
-        for leftover in (run_dir / "checkpoints").glob(".*"):
-            shutil.rmtree(leftover)
-        paths = list_checkpoints(run_dir)
-        losses = eval_losses(paths)
-        best = min(losses, key=losses.__getitem__, default=None)
-        for path in paths[keep:]:
-            if path != best:
-                # Renamed first: a half-removed folder must not look like a checkpoint.
-                removed = path.with_name(f".{path.name}.old")
+    for leftover in (run_dir / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    paths = list_checkpoints(run_dir)
+    losses = eval_losses(paths)
+    best = min(losses, key=losses.__getitem__, default=None)
+    for path in paths[keep:]:
+        if path != best:
+            # Renamed first: a half-removed folder must not look like a checkpoint.
+            removed = path.with_name(f".{path.name}.old")
+            with suppress(OSError):
                 path.rename(removed)
-                shutil.rmtree(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _wait_for_folder(save: PendingSave) -> Path:

@@ -1,4 +1,4 @@
-"""The hierarchical algorithms: a call in chunks, or as one MPI collective if it is small."""
+"""The hierarchical algorithms: a call in chunks, or in one exchange of messages if it is small."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from mntrain.comm import small_messages
 from mntrain.comm.buffers import BufferView, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan
 from mntrain.comm.collective_call import CollectiveCall, CommContext
-from mntrain.comm.hierarchical import LaneOwner, NodeMember, tag_of
+from mntrain.comm.hierarchical import LaneOwner, NodeMember
 from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
 from mntrain.comm.pending import NumberedChunk, Operation, Steps
 from mntrain.comm.staging import TensorAccess
@@ -63,11 +64,13 @@ class ChunkedCollective:
         if not self._access.here():
             return False
         if self._flags is not None:
-            self._number = self._flags.enter(self._access.host, reachable=self._access.reachable)
+            self._number = self._flags.enter(
+                self._access.host, self._call.ticket.digest, reachable=self._access.reachable
+            )
         return True
 
     def all_entered(self) -> bool:
-        """Return whether all ranks of the node have entered."""
+        """Return whether all ranks of the node have entered, with the same call."""
         return self._flags is None or self._flags.all_entered(self._number)
 
     def chunks(self) -> Iterator[NumberedChunk]:
@@ -75,25 +78,25 @@ class ChunkedCollective:
         plan, context, tensor = self._plan, self._context, self._access.host
         wire = self._call.wire or tensor.dtype
         chunks = self._planned(tensor)
-        first = context.comm.number_chunks(len(chunks))
+        tags = context.comm.tags(self._call.ticket.digest, len(chunks))
         tensors: list[Tensor] | None = [tensor]
         if self._flags is not None:
             tensors = self._flags.tensors(self._number, tensor)
         member = owner = None
         if tensors is None:
-            member = NodeMember(context, plan, tensor, first)
+            member = NodeMember(context, plan, tensor, tags)
         else:
             own = tensors[plan.local_rank]
             self._inline = None if own is tensor else own
             shared = SharedMemoryAccess(context, plan, tensors)
-            owner = LaneOwner(context, plan, shared, wire, first)
+            owner = LaneOwner(context, plan, shared, wire, tags)
         for chunk in chunks:
             role: LaneOwner | NodeMember | None = member
             if chunk.lane == plan.local_rank:
-                by_messages = MessageAccess(context, plan, tensor, tag_of(first, chunk))
-                role = owner or LaneOwner(context, plan, by_messages, wire, first)
+                by_messages = MessageAccess(context, plan, tensor, tags.of(chunk.index))
+                role = owner or LaneOwner(context, plan, by_messages, wire, tags)
             if role is not None:
-                yield first + chunk.index, context.run(self._steps(role, chunk, len(chunks)))
+                yield tags.first + chunk.index, context.run(self._steps(role, chunk, len(chunks)))
 
     def leave(self) -> None:
         """Leave the node's flags."""
@@ -139,8 +142,9 @@ def small_collective(
     if not access.here():
         yield access.here
     tensor, comm = access.host, context.comm
+    tag = comm.tags(call.ticket.digest, 1).of(0)
     if call.verb == "broadcast":
-        yield comm.broadcast(as_bytes(tensor), call.root).test
+        yield from small_messages.broadcast(comm, as_bytes(tensor), call.root, tag)
         return access.give_back()
     with context.buffers.lease() as lease:
         rows = lease.rows(comm.size, tensor.numel(), tensor.dtype)
@@ -148,7 +152,7 @@ def small_collective(
             rows.arrays[comm.rank][:] = tensor.numpy()
         else:
             rows.tensors[comm.rank].copy_(tensor)
-        yield comm.all_gather(rows.bytes).test
+        yield from small_messages.all_gather(comm, rows.bytes, tag)
         if call.verb == "all_gather":
             for (low, high), owner in zip(
                 pairwise(call.bounds), context.topology.owners, strict=True

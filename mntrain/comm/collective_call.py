@@ -13,6 +13,7 @@ from mntrain.comm.mpi import Communicator
 from mntrain.comm.pending import Operation, Steps
 from mntrain.comm.shared_memory import SharedFlags
 from mntrain.comm.staging import TensorAccess
+from mntrain.comm.ticket import Ticket
 from mntrain.comm.topology import Topology
 from zero.collectives import Work
 
@@ -25,9 +26,10 @@ class CollectiveCall(NamedTuple):
     verb: Verb
     choice: AlgorithmChoice
     bounds: tuple[int, ...]  # of the shards; of the tensor if the verb has no shards
-    root: int = 0
-    wire: torch.dtype | None = None  # None: the tensor's own
-    small: bool = False  # whether every rank may gather the tensors of all ranks
+    root: int
+    wire: torch.dtype | None  # None: the tensor's own
+    small: bool  # whether every rank may gather the tensors of all ranks
+    ticket: Ticket
 
 
 def no_fence() -> Steps[None]:

@@ -2,25 +2,24 @@
 
 import copy
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from mntrain.comm import algorithms
+from mntrain.comm import algorithms, small_messages
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import BufferPool
 from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext, Verb
 from mntrain.comm.device_copy import DeviceCopy
-from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.engine import CollectiveWork, ProgressEngine
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
-from mntrain.comm.pending import Future
+from mntrain.comm.pending import Future, Steps
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import (
     SLOT_BYTES,
@@ -32,10 +31,14 @@ from mntrain.comm.staging import (
     fence,
     run_on_side_stream,
 )
+from mntrain.comm.stream import Stream
+from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
 from zero.kernels import Kernels
 from zero.layout import split
+
+T = TypeVar("T")
 
 # The largest total of all ranks' tensors that every rank gathers whole. Above it, bandwidth matters
 # more than latency.
@@ -61,13 +64,15 @@ class WorldCollectives:
     """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
 
     Immutable: `replace` returns collectives with other options, over the same communicator and
-    shared memory. Construction is collective over the world, on the engine's thread; `node` is the
-    communicator of this rank's node. `devices` is given by all ranks or by none. The options are
-    the same on all ranks:
+    shared memory; `add_stream` collectives of the same ranks with an order of their own.
+    Construction is collective over the world, on the engine's thread; `node` is the communicator of
+    this rank's node. `devices` is given by all ranks or by none. `stream` is by default the
+    engine's main one. The options are the same on all ranks:
 
         choice                 the algorithm (default: lanes)
         transport              how device tensors travel: staged in host memory, directly by MPI, or
                                by `node_first`, the collectives of transport nccl
+        label                  what the calls are for, in messages about ranks that disagree
         small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
     """
 
@@ -79,23 +84,28 @@ class WorldCollectives:
         engine: ProgressEngine,
         devices: Devices | None = None,
         *,
+        stream: Stream | None = None,
         choice: AlgorithmChoice | None = None,
         transport: Transport = "host",
         node_first: NodeFirstCollectives | None = None,
         small_message_bytes: int | None = None,
     ) -> None:
+        self.label = ""
         self.rank, self.size = comm.rank, comm.size
         self.choice = choice or AlgorithmChoice("lanes")
         self.transport, self.node_first = transport, node_first
         limit = SMALL_MESSAGE_BYTES if small_message_bytes is None else small_message_bytes
         self.small_message_bytes = limit
         self._engine, self._devices = engine, devices
-        self._memory = NodeSharedMemory(node)
+        self._node, self._memory = node, NodeSharedMemory(node)
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
+        self._stream = stream or engine.main
         flags = SharedFlags(self._memory, node.rank, node.size)
         self._host = CommContext(comm, topology, flags, BufferPool(), Kernels().add)
+        self._stagings: list[Staging] = []  # of all streams
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
+            self._stagings.append(self._staging)
             self._device = dataclasses.replace(
                 self._host,
                 buffers=BufferPool(devices.device),
@@ -111,6 +121,56 @@ class WorldCollectives:
         vars(other).update(options)
         return other
 
+    def named(self, label: str) -> "WorldCollectives":
+        """Return collectives whose calls are for what `label` says, the same on all ranks."""
+        return self.replace(label=label)
+
+    def add_stream(self, name: str) -> "WorldCollectives":
+        """Return collectives over the same ranks in a stream of its own. Collective.
+
+        Ranks need not agree about the order between calls of different streams, only within each.
+        The name, the same on all ranks and new to the world, appears in errors. The communicator is
+        freed with that of these collectives.
+        """
+
+        def make() -> WorldCollectives:
+            other, devices = copy.copy(self), self._devices
+            flags = SharedFlags(self._memory, self._node.rank, self._node.size)
+            own: dict[str, Any] = {"comm": self._host.comm.duplicate(name), "flags": flags}
+            other._stream = self._engine.add_stream(name)
+            other._host = dataclasses.replace(self._host, **own)
+            if devices is not None:
+                other._device = dataclasses.replace(self._device, **own)
+                other._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
+                self._stagings.append(other._staging)
+            return other
+
+        return self.call_together(make, f"a new stream, {name}").wait()
+
+    def call_together(self, function: Callable[[], T], what: str) -> Future[T]:
+        """Queue a function, which may block in MPI, for when all ranks have come to it. Collective.
+
+        `what` names the call, the same on all ranks.
+        """
+
+        def steps(ticket: Ticket) -> Steps[T]:
+            yield from small_messages.barrier(self._host.comm, self._tag(ticket))
+            return function()
+
+        return self._submit(steps, what)
+
+    def gather_objects(self, value: T, what: str) -> Future[list[T]]:
+        """Start to gather every rank's small picklable object, by rank, on every rank. Collective.
+
+        `what` names the call, the same on all ranks.
+        """
+
+        def steps(ticket: Ticket) -> Steps[list[T]]:
+            tag = self._tag(ticket)
+            return (yield from small_messages.gather_objects(self._host.comm, value, tag))
+
+        return self._submit(steps, what)
+
     @property
     def no_shared_memory_reason(self) -> str:
         """The reason if this node's ranks share no memory and send messages; else empty."""
@@ -119,7 +179,7 @@ class WorldCollectives:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory in which this rank's device tensors are staged."""
-        return self._staging.nbytes if self._devices is not None else 0
+        return sum(staging.nbytes for staging in self._stagings)
 
     @property
     def busy_s(self) -> float:
@@ -140,7 +200,8 @@ class WorldCollectives:
         if device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
         nbytes = numel * dtype.itemsize
-        return self._engine.call(lambda: self._memory.allocate(nbytes)).wait().view(dtype)
+        what = f"allocate of {nbytes} bytes"
+        return self.call_together(lambda: self._memory.allocate(nbytes), what).wait().view(dtype)
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Start to sum a tensor over all ranks, in place. Collective."""
@@ -194,7 +255,10 @@ class WorldCollectives:
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
         wake = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
-        call = CollectiveCall(verb, self.choice, bounds, root, wire, small)
+        choice = self.choice
+        signature = Signature(verb, self.label, tensor.dtype, bounds, root, wire, choice, small)
+        ticket = Ticket(signature, call_site())
+        call = CollectiveCall(verb, choice, bounds, root, wire, small, ticket)
         algorithm, host_only = self._algorithm()
         devices, parts = self._devices, iter([(call, TensorAccess(tensor), self._host)])
         if devices is not None and devices.copier.owns(tensor):
@@ -202,8 +266,19 @@ class WorldCollectives:
             if node_first is not None:
                 return node_first
             parts = self._device_parts(call, tensor, devices, host_only=host_only)
-        futures = [engine.submit(algorithm(*part), wake=wake) for part in parts]
+        stream = self._stream
+        futures = [
+            engine.submit(algorithm(*part), wake=wake, stream=stream, ticket=part[0].ticket)
+            for part in parts
+        ]
         return CollectiveWork(engine, futures)
+
+    def _submit(self, steps: Callable[[Ticket], Steps[T]], what: str) -> Future[T]:
+        ticket = Ticket(Signature(what), call_site())
+        return self._engine.submit(steps(ticket), stream=self._stream, ticket=ticket)
+
+    def _tag(self, ticket: Ticket) -> int:
+        return self._host.comm.tags(ticket.digest, 1).of(0)
 
     def _algorithm(self) -> tuple[Algorithm, bool]:
         """Return the chosen algorithm, and whether it needs host memory."""
@@ -230,7 +305,8 @@ class WorldCollectives:
         goes, comes = self._staged_shards(call)
         for spans in chunks(call.bounds, tensor.element_size(), devices.slot_bytes, whole=whole):
             access = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
-            yield call._replace(bounds=access.bounds), access, self._host
+            part = call._replace(bounds=access.bounds, ticket=call.ticket.copy())
+            yield part, access, self._host
 
     def _staged_shards(
         self, call: CollectiveCall
@@ -272,21 +348,3 @@ class WorldCollectives:
                 f"indices that never decrease, from 0 to {numel}"
             )
         return cut
-
-
-class CollectiveWork:
-    """The work of one call: its collectives on the engine, and their last part on the device."""
-
-    def __init__(self, engine: ProgressEngine, futures: Sequence[Future[Work]]) -> None:
-        self._engine, self._futures = engine, futures
-        self._last_parts: list[Work] = []
-
-    def wait(self) -> None:
-        """Return when the result may be used; see `Work.wait`."""
-        start = time.perf_counter()
-        if self._futures:
-            self._last_parts = [future.wait() for future in self._futures]
-            self._futures = ()  # they hold the tensor
-        for work in self._last_parts:
-            work.wait()
-        self._engine.waited_s += time.perf_counter() - start

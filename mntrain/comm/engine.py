@@ -1,30 +1,28 @@
-"""The progress engine: several collectives in flight, a few chunks of each.
-
-    queue        operations, and steps (small collectives, functions), as they were submitted
-    active       at most DEPTH operations, in the order of the queue; without any, steps run alone
-    in flight    a few of their chunks, started in one order: the first operation's first
+"""The progress engine: the streams of a world, driven by one thread at a time.
 
 Chunks and steps are generators that yield a test and continue when the test returns True. One
-thread at a time tests all of them in turn, and sleeps after a round without progress, since other
-ranks may need the core.
-
-All ranks start chunks in the same order, and a chunk waits only for the same chunk on other ranks.
-So the oldest unfinished chunk can always continue, and no circle of waiting ranks arises.
+thread at a time tests those of all streams in turn, and sleeps after a round without progress,
+since other ranks may need the core.
 """
 
 import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from mntrain.comm.mpi import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
+from mntrain.comm.backoff import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
+from mntrain.comm.forked import call_in_child
 from mntrain.comm.pending import Future, Operation, PendingCollective, Steps, steps_of
-from mntrain.comm.shared_memory import DEPTH
+from mntrain.comm.stream import Stream
+from mntrain.comm.ticket import Ticket
+from zero.collectives import Work
 
 T = TypeVar("T")
+STALL_S = 2.0  # without progress, until ranks compare what they call
+TURN_S = 1e-3  # between two looks of a caller at its future while another caller has the turn
 ABANDON_S = 1.0  # to wait for the thread's current round; a thread that blocks in MPI is left
 _caller = threading.local()  # its `engine` is the one that the calling thread used last
 
@@ -50,34 +48,69 @@ class WakeEvent:
         self._unset.acquire(blocking=False)
 
 
+class Watch(Protocol):
+    """A comparison of what the ranks call, while nothing moves."""
+
+    def look(self, waits_in: str) -> Exception | None:
+        """Return the error if ranks disagree.
+
+        `waits_in` is the stream for which this rank waits and does nothing else; "" otherwise.
+        """
+
+    def close(self, ticket: Ticket) -> Steps[None]:
+        """Wait for all ranks, then end the comparison. Collective."""
+
+
 class ProgressEngine:
     """Runs the collectives of a world, on its own thread or on a thread that waits for one.
 
-    Collectives and functions run in the order of their submission, which must be the same on every
-    rank. The engine's thread progresses them while callers compute; a caller that waits does so
-    itself, which saves two thread switches. Only one thread at a time makes MPI calls.
+    Collectives and functions of one stream, by default `main`, run in the order of their
+    submission, which must be the same on every rank. The engine's thread progresses them while
+    callers compute; a caller that waits does so itself, which saves two thread switches. Only one
+    thread at a time makes MPI calls.
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Future[Any]] = deque()
-        self._active: deque[PendingCollective[Any]] = deque()
+        self.main = Stream("the world")
+        self.streams = [self.main]
+        self.watch: Watch | None = None
         self._backoff = Backoff()
-        self._closed = ""  # why nothing more is accepted
+        self._closed: Exception | None = None  # why nothing more is accepted
         self._abandoned = False
+        self.error: Exception | None = None  # by which `stop` ended all communication
         self.waited_s = 0.0  # by callers, for collectives
         self._busy_before_s = 0.0  # the part of `busy_s` before `_busy_since`
         self._busy_since: float | None = None
         self._turn = threading.Lock()  # held by the thread that progresses the collectives
-        self._waiters: deque[None] = deque()  # one entry for every caller that wants the turn
+        # Every caller that wants the turn: the stream that it waits for, and since when.
+        self._waiters: deque[tuple[str, float]] = deque()
+        self._moved_at = 0.0  # when anything last made progress
+        self._callers: set[int] = set()  # the threads that have submitted something
         self._first: Callable[[], object] | None = None
         self._wake = WakeEvent()  # set on submissions, and by callers that want the turn
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
+        call_in_child(self._refuse_in_child)
 
-    def submit(self, operation: Operation[T] | Steps[T], *, wake: bool = True) -> Future[T]:
+    def add_stream(self, name: str, ranks: Sequence[int] | None = None) -> Stream:
+        """Return a new stream; see `Stream`."""
+        stream = Stream(name, ranks)
+        stream.observer = self.main.observer
+        self.streams.append(stream)
+        return stream
+
+    def submit(
+        self,
+        operation: Operation[T] | Steps[T],
+        *,
+        wake: bool = True,
+        stream: Stream | None = None,
+        ticket: Ticket | None = None,
+    ) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
-        Operations run in chunks, several at a time; steps run when nothing is active.
+        Operations run in chunks, several at a time; steps run when nothing of their stream is
+        active. What has no `ticket` is local, or a collective that is not compared.
 
         Without `wake`, the collective progresses, in the order of the queue, when a caller waits
         for any future of this engine, or when a later submission or `call` wakes the thread. Until
@@ -86,25 +119,40 @@ class ProgressEngine:
         caller that turns to another engine wakes the thread of this one first. While the collective
         is pending, it must not wait for other ranks otherwise, for example in a blocking MPI call.
         """
+        self.check_open()
+        self._turn_to()
+        task: Future[T]
         if isinstance(operation, Generator):
-            return self._put(Future(operation, self.drive_until), wake=wake)
-        return self._put(PendingCollective(operation, self.drive_until), wake=wake)
+            task = Future(operation, self.drive_until)
+        else:
+            task = PendingCollective(operation, self.drive_until)
+        stream = stream or self.main
+        task.wakes_thread, task.ticket, task.stream = wake, ticket, stream.name
+        self._callers.add(threading.get_ident())
+        stream.queue.append(task)
+        if wake:
+            self._wake.set()
+        return task
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Queue a function that runs when nothing is active. Raises RuntimeError as `submit`."""
-        return self._put(Future(steps_of(function), self.drive_until), wake=True)
+        """Queue a function that runs when nothing of the main stream is active, as `submit`."""
+        return self.submit(steps_of(function))
 
     def drive_until(self, future: Future[Any]) -> None:
         """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
         if future.done:
             return
+        self._check_not_abandoned()
         self._turn_to()
-        self._waiters.append(None)
+        waiter = future.stream, time.monotonic()
+        self._waiters.append(waiter)
         try:
             if self._turn.locked():
                 self._wake.set()
-            while not self._turn.acquire(timeout=ABANDON_S):
+            while not self._turn.acquire(timeout=TURN_S):
                 self._check_not_abandoned()
+                if future.done:  # by another caller, which still waits for its own
+                    return
             try:
                 self._wake.clear()
                 while not future.done:
@@ -115,18 +163,35 @@ class ProgressEngine:
             finally:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
-            self._waiters.pop()
-            if not self.idle and any(t.wakes_thread for t in (*self._active, *self._queue)):
+            self._waiters.remove(waiter)
+            tasks = (task for s in self.streams for task in (*s.active, *s.queue))
+            if any(task.wakes_thread for task in tasks):
                 self._wake.set()
 
     def prepare(self, function: Callable[[], object]) -> None:
         """Run a function once on the engine's own thread, before anything else runs there."""
         self._first = function
 
+    def finish(self, ticket: Ticket) -> None:
+        """Finish what is queued, on all ranks; nothing may be queued after. Collective."""
+
+        def steps() -> Steps[None]:
+            others = self.streams[1:]
+            yield lambda: all(stream.idle for stream in others)
+            for stream in others:  # no other collective follows on this rank
+                stream.begin(ticket.copy())
+            if self.watch is not None:
+                yield from self.watch.close(ticket)
+
+        self.submit(steps(), ticket=ticket).wait()
+
     def close(self) -> None:
-        """Finish what is queued and end the thread. Collective; local after `abandon`."""
+        """Finish what is queued here and end the thread. Local."""
         if not self._abandoned:
-            self.call(self._refuse_more).wait()
+            self.call(lambda: None).wait()
+            self._closed = RuntimeError(
+                "this world is closed: no communication after its `with` block"
+            )
         self._wake.set()
         self._thread.join(ABANDON_S if self._abandoned else None)
 
@@ -137,37 +202,47 @@ class ProgressEngine:
         are kept for the life of the process, since MPI may still access them. If a thread still
         blocks in an MPI call when the process exits, MPICH's MPI_Finalize may crash.
         """
-        self._closed = self._closed or "this world was abandoned: no communication after `abandon`"
-        self._abandoned = True
-        atexit.register(lambda *kept: None, self._queue, self._active)  # keeps them until the end
-        self._wake.set()
+        self._halt(RuntimeError("this world was abandoned: no communication after `abandon`"))
         if threading.current_thread() is not self._thread:
             self._thread.join(ABANDON_S)
+
+    def stop(self, error: Exception) -> None:
+        """Make every pending future and every later use raise an error; wait for nothing. Local."""
+        self.error = self.error or error
+        self._halt(error)
 
     def check_open(self) -> None:
         """Raise RuntimeError after `close` or `abandon`."""
         if self._closed:
-            raise RuntimeError(self._closed)
+            raise self._closed
+
+    @property
+    def abandoned(self) -> bool:
+        """True after `abandon`, and after an error that ended all communication."""
+        return self._abandoned
 
     @property
     def idle(self) -> bool:
         """True if nothing is queued or active."""
-        return not (self._queue or self._active)
+        return all(stream.idle for stream in self.streams)
+
+    def awaited(self) -> tuple[Stream, float] | None:
+        """Return the stream for which a caller waits, and when the wait began or anything moved.
+
+        None if no caller waits. Safe from any thread.
+        """
+        waiters = list(self._waiters)
+        if not waiters:
+            return None
+        name, since = waiters[0]
+        stream = next(stream for stream in self.streams if stream.name == name)
+        return stream, max(since, self._moved_at)
 
     @property
     def busy_s(self) -> float:
         """Seconds so far in which a collective was active."""
         since = self._busy_since
         return self._busy_before_s + (time.perf_counter() - since if since is not None else 0.0)
-
-    def _put(self, task: Future[T], *, wake: bool) -> Future[T]:
-        self.check_open()
-        self._turn_to()
-        task.wakes_thread = wake
-        self._queue.append(task)
-        if wake:
-            self._wake.set()
-        return task
 
     def _turn_to(self) -> None:
         """Wake the thread of the engine that the calling thread leaves for this one."""
@@ -177,12 +252,24 @@ class ProgressEngine:
             if last is not None:
                 last._wake.set()
 
-    def _refuse_more(self) -> None:
-        self._closed = "this world is closed: no communication after its `with` block"
+    def _halt(self, error: Exception) -> None:
+        """Refuse all uses, and keep the tensors of pending collectives until the process ends."""
+        self._closed = self._closed or error
+        self._abandoned = True
+        atexit.register(lambda *kept: None, *self.streams)
+        self._wake.set()
+
+    def _refuse_in_child(self) -> None:
+        self._abandoned = True
+        self._closed = RuntimeError(
+            "this process is a forked child of a rank and cannot communicate: leave collectives to "
+            "the rank; if the child reads parameters, call `optimizer.wait_for_parameters()` "
+            "before the fork"
+        )
 
     def _check_not_abandoned(self) -> None:
-        if self._abandoned:
-            raise RuntimeError(self._closed)
+        if self._abandoned and self._closed is not None:
+            raise self._closed
 
     def _run(self) -> None:
         while not self._closed:
@@ -199,84 +286,61 @@ class ProgressEngine:
         """Progress everything once; return whether anything moved."""
         if self._busy_since is None:
             self._backoff.begin()
-        moved = bool(self._queue) and self._take_from_queue()
-        try:
-            moved = (bool(self._active) and self._advance()) or moved
-        except BaseException as error:  # nothing is known of those behind it, either
-            moved = True
-            while self._active:
-                self._active.popleft().fail(error)
+        moved = False
+        for stream in self.streams:
+            if stream.queue or stream.active:
+                moved = stream.progress() or moved
         if moved:
             self._update_clock()
             self._backoff.reset()
+            self._moved_at = time.monotonic()
+        elif self.watch is not None and self._backoff.waited_s > STALL_S:
+            error = self.watch.look(self._waits_in())
+            if error is not None:
+                self.stop(error)
         return moved
+
+    def _waits_in(self) -> str:
+        """Return the stream for which the only thread that uses this engine waits, or ""."""
+        callers = [t for t in threading.enumerate() if t.ident in self._callers]
+        return self._waiters[0][0] if len(callers) == len(self._waiters) == 1 else ""
 
     def _rest(self, *, moved: bool) -> None:
         """Give up the core: for a moment after progress, else until the next test is due."""
-        if moved and not self._active:
+        active = [pending for stream in self.streams for pending in stream.active]
+        if moved and not active:
             return  # steps that run alone have started, and may be done already
         if moved:
             pause(0)
         elif not self._waiters:
             self._wake.wait(self._backoff.delay(BACKGROUND))
-        elif all(pending.operation.latency_bound for pending in self._active):
+        elif all(pending.operation.latency_bound for pending in active):
             pause(self._backoff.delay(LATENCY_BOUND))
         else:
             pause(self._backoff.delay(BANDWIDTH_BOUND))
 
     def _update_clock(self) -> None:
         """Start or stop the clock of `busy_s`."""
-        busy = self._active or (self._queue and self._queue[0].started)
+        busy = any(stream.busy for stream in self.streams)
         if busy and self._busy_since is None:
             self._busy_since = time.perf_counter()
         elif not busy and self._busy_since is not None:
             self._busy_before_s, self._busy_since = self.busy_s, None
 
-    def _take_from_queue(self) -> bool:
-        """Begin what may begin, and advance steps that run alone; return whether anything moved."""
-        moved = False
-        while self._queue and len(self._active) < DEPTH:
-            task = self._queue[0]
-            if isinstance(task, PendingCollective):
-                task.operation.begin()
-                self._active.append(task)
-                self._queue.popleft()
-                moved = True
-            elif self._active:
-                break
-            else:
-                try:
-                    moved = task.advance() or moved
-                finally:
-                    if task.done:
-                        self._queue.popleft()
-                return moved
-        return moved
 
-    def _advance(self) -> bool:
-        """Advance every active collective as far as it can go; return whether any did."""
-        active, moved, may_start, oldest = self._active, False, True, None
-        in_flight = sum([len(pending.in_flight) for pending in active])
-        for pending in active:
-            if not pending.entered:
-                if not pending.operation.enter():
-                    break
-                pending.entered = moved = True
-            before = len(pending.in_flight)
-            if before:
-                moved = pending.advance_chunks() or moved
-            if may_start and not pending.all_started:
-                moved = pending.start_chunks(in_flight - before, oldest) or moved
-            may_start = may_start and pending.all_started
-            oldest = pending.oldest if oldest is None else oldest
-            in_flight += len(pending.in_flight) - before
-        for pending in active:
-            if not pending.left:
-                if pending.in_flight or not pending.all_started:
-                    break
-                pending.operation.leave()
-                pending.left = moved = True
-        while active and active[0].left and active[0].operation.all_left():
-            active.popleft().advance()
-            moved = True
-        return moved
+class CollectiveWork:
+    """The work of one call: its collectives on the engine, and their last part on the device."""
+
+    def __init__(self, engine: ProgressEngine, futures: Sequence[Future[Work]]) -> None:
+        self._engine, self._futures = engine, futures
+        self._last_parts: list[Work] = []
+
+    def wait(self) -> None:
+        """Return when the result may be used; see `Work.wait`."""
+        start = time.perf_counter()
+        if self._futures:
+            self._last_parts = [future.wait() for future in self._futures]
+            self._futures = ()  # they hold the tensor
+        for work in self._last_parts:
+            work.wait()
+        self._engine.waited_s += time.perf_counter() - start

@@ -25,7 +25,7 @@ from mntrain.comm.buffers import BufferView, Lease, as_bytes
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
 from mntrain.comm.collective_call import CommContext
 from mntrain.comm.intranode import MessageAccess, SharedMemoryAccess
-from mntrain.comm.mpi import TAGS, Requests
+from mntrain.comm.mpi import Requests, Tags
 from mntrain.comm.pending import Steps
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class LaneOwner:
     """The steps of the rank that owns a lane on its node, for the chunks of one collective.
 
-    `wire` is the dtype between nodes, `first` the number of the collective's first chunk.
+    `wire` is the dtype between nodes.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class LaneOwner:
         plan: HierarchyPlan,
         node: SharedMemoryAccess | MessageAccess,
         wire: torch.dtype,
-        first: int,
+        tags: Tags,
     ) -> None:
         self._context, self._comm = context, context.comm
-        self._plan, self._node, self._first = plan, node, first
+        self._plan, self._node, self._tags = plan, node, tags
         self._wire, self._casts = wire, wire != node.dtype
         self._own = plan.node
         self._peers = [local for local in range(len(plan.members)) if local != plan.local_rank]
@@ -206,11 +206,11 @@ class LaneOwner:
 
     def _send(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
-        return self._comm.send(owner, buffer.bytes, tag_of(self._first, chunk))
+        return self._comm.send(owner, buffer.bytes, self._tags.of(chunk.index))
 
     def _receive(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
-        return self._comm.receive(owner, buffer.bytes, tag_of(self._first, chunk))
+        return self._comm.receive(owner, buffer.bytes, self._tags.of(chunk.index))
 
 
 class NodeMember:
@@ -220,10 +220,10 @@ class NodeMember:
     """
 
     def __init__(
-        self, context: CommContext, plan: HierarchyPlan, tensor: Tensor, first: int
+        self, context: CommContext, plan: HierarchyPlan, tensor: Tensor, tags: Tags
     ) -> None:
         self._comm, self._plan, self._tensor = context.comm, plan, tensor
-        self._first, self._own = first, plan.node
+        self._tags, self._own = tags, plan.node
 
     def reduce(self, chunk: Chunk) -> Steps[None]:
         """Send this rank's addends; receive the sums that it needs."""
@@ -256,20 +256,15 @@ class NodeMember:
             yield from self._receive(chunk, chunk.parts)
 
     def _send(self, chunk: Chunk, spans: Sequence[Span]) -> Steps[None]:
-        owner, tag = self._plan.members[chunk.lane], tag_of(self._first, chunk)
+        owner, tag = self._plan.members[chunk.lane], self._tags.of(chunk.index)
         yield Requests.of(*(self._comm.send(owner, self._bytes(s), tag) for s in spans)).test
 
     def _receive(self, chunk: Chunk, spans: Sequence[Span]) -> Steps[None]:
-        owner, tag = self._plan.members[chunk.lane], tag_of(self._first, chunk)
+        owner, tag = self._plan.members[chunk.lane], self._tags.of(chunk.index)
         yield Requests.of(*(self._comm.receive(owner, self._bytes(s), tag) for s in spans)).test
 
     def _bytes(self, span: Span) -> "Bytes":
         return as_bytes(self._tensor[slice(*span)])
-
-
-def tag_of(first: int, chunk: Chunk) -> int:
-    """Return the tag of a chunk's messages. No two chunks in flight have the same tag."""
-    return (first + chunk.index) % TAGS
 
 
 def _length(span: Span) -> int:

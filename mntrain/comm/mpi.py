@@ -6,15 +6,16 @@ deferred to `start`.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mntrain.checks import launcher
+from mntrain.checks.before_mpi import check_before_mpi, expect, library_missing
+from mntrain.comm.backoff import Backoff, pause
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
 # MPI-3 counts are 32-bit ints: a longer message is sent as several of this many bytes.
 MESSAGE_BYTES = 1 << 30
-TAGS = 1 << 15  # supported by every MPI
-_libc = ctypes.CDLL(None)
+CHUNK_TAGS = 1 << 10  # consecutive chunks of a communicator whose tags differ
 
 
 @dataclass
@@ -60,49 +60,45 @@ class Communicator:
         self.traffic = Traffic()
         self.levels: Sequence[str] = ["cross"] * self.size
         self._chunks = 0  # numbered so far, the same on all ranks
+        self._tag_count = _tag_count()
+        self._duplicates: list[Communicator] = []
 
     @property
     def as_mpi4py(self) -> MPI.Comm:
-        """The MPI communicator itself, for measurements of MPI. Still owned by this object."""
+        """The MPI communicator itself. Still owned by this object, which uses tags from 1024."""
         return self._comm
 
-    def send(self, peer: int, data: Bytes, tag: int = 0) -> Requests:
+    def send(self, peer: int, data: Bytes, tag: int = 0, *, counted: bool = True) -> Requests:
         """Start to send a buffer, which must not change until the requests are complete.
 
-        `tag` is from 0 to TAGS - 1; a message matches the receive with the same tag.
+        A message matches the receive with the same tag. It counts in `traffic` if `counted`.
         """
         parts = _messages(data)
-        self.traffic.count(self.levels[peer], data.nbytes, messages=len(parts))
+        if counted:
+            self.traffic.count(self.levels[peer], data.nbytes, messages=len(parts))
         return Requests([self._comm.Isend(part, peer, tag) for part in parts])
 
     def receive(self, peer: int, data: Bytes, tag: int = 0) -> Requests:
         """Start to receive exactly data.nbytes bytes from a peer into `data`."""
         return Requests([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
 
-    def all_gather(self, rows: Bytes) -> Requests:
-        """Start to gather equal rows of bytes; this rank's is in place already. Collective.
+    def gather_unequal(self, own: Bytes, lengths: Sequence[int]) -> tuple[Requests, bytearray]:
+        """Start to gather buffers of these lengths, by rank, end to end. Collective. Not counted.
 
-        Counts as a message to every other rank.
+        All ranks must have agreed on the lengths: MPI does not compare them.
         """
-        self._count_to_all(rows.nbytes // self.size)
-        return Requests([self._comm.Iallgather(None, rows)])  # None: in place
+        gathered = bytearray(sum(lengths))
+        return Requests([self._comm.Iallgatherv(own, (gathered, lengths))]), gathered
 
-    def broadcast(self, data: Bytes, root: int) -> Requests:
-        """Start to copy the root's bytes to every rank. Collective.
+    def tags(self, digest: int, chunks: int) -> Tags:
+        """Reserve the tags of a collective's chunks, in one order on all ranks.
 
-        Counts as a message from the root to every other rank.
+        `digest` has 63 bits. Collectives of unequal digests do not receive each other's messages,
+        but for the 1 in 2^19 (MPICH), 2^21 (Open MPI) or at worst 2^5 that have the same prefix.
         """
-        if self.rank == root:
-            self._count_to_all(data.nbytes)
-        return Requests([self._comm.Ibcast(data, root)])
-
-    def number_chunks(self, count: int) -> int:
-        """Reserve numbers for `count` chunks, in one order on all ranks, and return the first.
-
-        Modulo TAGS they are the tags of the chunks' messages.
-        """
-        self._chunks += count
-        return self._chunks - count
+        self._chunks += chunks
+        prefix = max(1, self._tag_count // CHUNK_TAGS * digest >> 63)
+        return Tags(prefix * CHUNK_TAGS, self._chunks - chunks)
 
     def gather_objects(self, local: Any) -> list[Any]:
         """Return every rank's picklable object, by rank, on every rank. Collective, blocking."""
@@ -121,6 +117,16 @@ class Communicator:
             shared.Free()
         return self.gather_objects(leader)
 
+    def duplicate(self, name: str) -> Communicator:
+        """Make a communicator of the same ranks, freed with this one. Collective, blocking.
+
+        Its messages count in the `traffic` of this one.
+        """
+        copy = Communicator(self._comm.Dup(), name, self._abandoned)
+        copy.traffic, copy.levels = self.traffic, self.levels
+        self._duplicates.append(copy)
+        return copy
+
     def split(self, color: int, key: int, name: str) -> Communicator:
         """Make a communicator of the ranks with the same color, ordered by key. Collective."""
         return Communicator(self._comm.Split(color, key), name, self._abandoned)
@@ -131,18 +137,20 @@ class Communicator:
 
     def free(self) -> None:
         """Free the MPI communicator. Collective."""
+        for copy in self._duplicates:
+            copy.free()
         self._comm.Free()
 
-    def _count_to_all(self, nbytes: int) -> None:
-        for level, others in self._others.items():
-            self.traffic.count(level, others * nbytes, messages=others)
 
-    @cached_property
-    def _others(self) -> dict[str, int]:
-        """The number of other ranks at each level."""
-        others = Counter(self.levels)
-        others[self.levels[self.rank]] -= 1
-        return others
+class Tags(NamedTuple):
+    """The tags of the messages of a collective's chunks."""
+
+    prefix: int
+    first: int  # number of its first chunk among all of the communicator
+
+    def of(self, index: int) -> int:
+        """Return the tag of a chunk. No two chunks in flight have the same one."""
+        return self.prefix + (self.first + index) % CHUNK_TAGS
 
 
 class Requests:
@@ -176,55 +184,12 @@ class Requests:
             pause(backoff.delay())
 
 
-def pause(seconds: float) -> None:
-    """Sleep and release the GIL; for 0 s, only yield the core to another thread or process.
+def _tag_count() -> int:
+    from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
 
-    (time.sleep(0) would take about 100 us, since it sets a timer.)
-    """
-    if seconds:
-        time.sleep(seconds)
-    else:
-        _libc.sched_yield()
-
-
-class WaitPolicy(NamedTuple):
-    """Polling without sleeps for `eager_s` seconds, then with sleeps up to `max_sleep_s`."""
-
-    eager_s: float
-    max_sleep_s: float
-
-
-# For a caller that waits for one collective only; for one of several, while other ranks may still
-# compute on this core; for the engine's thread, while its own rank computes.
-LATENCY_BOUND = WaitPolicy(2e-3, 0.3e-3)
-BANDWIDTH_BOUND = WaitPolicy(0, 1e-3)
-BACKGROUND = WaitPolicy(0, 4e-3)
-MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 4 * BACKGROUND.max_sleep_s
-
-
-class Backoff:
-    """The time to sleep before the next test: a fraction of recent intervals and of this wait."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._interval_s = 0.0  # moving average of the time between completions
-
-    def begin(self) -> None:
-        """Start a wait, after a time in which there was nothing to wait for."""
-        self._since = time.perf_counter()
-
-    def reset(self) -> None:
-        """Note a completion."""
-        now = time.perf_counter()
-        self._interval_s += (min(now - self._since, MAX_INTERVAL_S) - self._interval_s) / 4
-        self._since = now
-
-    def delay(self, policy: WaitPolicy = LATENCY_BOUND) -> float:
-        """Return the seconds to sleep now; 0 while polling is eager."""
-        waited_s = time.perf_counter() - self._since
-        if waited_s < policy.eager_s:
-            return 0.0
-        return min(max(self._interval_s / 4, waited_s / 8, MIN_SLEEP_S), policy.max_sleep_s)
+    highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # in Open MPI other communicators lack it
+    assert highest is not None
+    return int(highest) + 1
 
 
 def _messages(data: Bytes) -> list[Bytes]:
@@ -242,34 +207,6 @@ class MpiLibrary:
     build: str  # its full version string
 
 
-# Variables with the number of ranks that were started, the most specific launcher first: mpirun
-# within a Slurm job states how many it started itself.
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-
-
-class SilentSingletonsError(RuntimeError):
-    """The launcher started more ranks than MPI sees: each rank would be a world of its own."""
-
-
-def check_launcher(environment: Mapping[str, str], size: int) -> None:
-    """Compare the size of the world with the launcher's environment. Local.
-
-    Raises SilentSingletonsError if the launcher started more ranks. PMIx states no size, but a rank
-    number beyond this world reveals the mismatch.
-    """
-    values = {name: environment.get(name, "") for name in (*SIZE_VARIABLES, "PMIX_RANK")}
-    variable = next((name for name, value in values.items() if value.isdigit()), "")
-    started = int(values[variable]) + (variable == "PMIX_RANK") if variable else 1
-    if started > size:
-        raise SilentSingletonsError(
-            f"the launcher started {started} ranks ({variable}={values[variable]}), but MPI sees a "
-            f"world of {size}: the launcher and this Python's MPI library do not know each other, "
-            "so every rank would train alone. Use the mpirun of the same MPI (with a pip wheel: "
-            "the one next to this python), or under Slurm the matching plugin: srun --mpi=pmix for "
-            f"Open MPI, --mpi=pmi2 for MPICH. To run one rank on purpose, unset {variable}"
-        )
-
-
 # Settings that Open MPI reads at its start, unless the user has set them.
 OPEN_MPI = {
     "mpi_yield_when_idle": "1",  # waiting ranks yield the core
@@ -284,15 +221,13 @@ THREADS = {0: "single", 1: "funneled", 2: "serialized", 3: "multiple"}
 def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, MpiLibrary]:
     """Start MPI unless it runs, and duplicate `comm` (by default that of all ranks).
 
-    Collective over `comm`, which stays the caller's. Raises SilentSingletonsError if the launcher's
-    environment states more ranks than MPI sees, ValueError for the null communicator, RuntimeError
-    if MPI was started without support for communication from several threads.
+    Collective over `comm`, which stays the caller's. Raises StartError before MPI starts where MPI
+    would end the process, and after it if the launcher started more ranks than MPI sees; ValueError
+    for the null communicator; RuntimeError if MPI was started without support for communication
+    from several threads.
     """
-    for name, value in OPEN_MPI.items():
-        os.environ.setdefault(f"OMPI_MCA_{name}", value)
-    from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
-
-    check_launcher(os.environ, MPI.COMM_WORLD.Get_size())
+    MPI = _import_started()  # noqa: N806 - a module
+    expect(launcher.world_size(os.environ, MPI.COMM_WORLD.Get_size()))
     level = THREADS.get(MPI.Query_thread(), "unknown")
     if level not in ("serialized", "multiple"):
         raise RuntimeError(
@@ -310,11 +245,47 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, MpiLibrary]:
     return Communicator(given.Dup(), "world"), MpiLibrary(library, level, MPI.Get_library_version())
 
 
-def barrier() -> None:
-    """Wait for every rank of the job; start MPI unless it runs. Collective."""
-    from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+def _import_started() -> ModuleType:
+    """Return mpi4py's module MPI; start MPI unless it runs. Raises StartError where it cannot."""
+    for name, value in OPEN_MPI.items():
+        os.environ.setdefault(f"OMPI_MCA_{name}", value)
+    MPI = import_unstarted()  # noqa: N806 - a module
+    from mpi4py import rc  # noqa: PLC0415 - as above
 
-    MPI.COMM_WORLD.Barrier()
+    if not MPI.Is_initialized():
+        check_before_mpi(MPI.Get_library_version())
+        levels = {name: number for number, name in THREADS.items()}
+        MPI.Init_thread(levels.get(rc.thread_level, MPI.THREAD_MULTIPLE))
+    return MPI
+
+
+def import_unstarted() -> ModuleType:
+    """Return mpi4py's module MPI; its import does not start MPI, but its exit ends it. Local.
+
+    Raises StartError if no MPI library can be loaded.
+    """
+    from mpi4py import rc  # noqa: PLC0415 - as below
+
+    if rc.initialize:
+        rc.initialize = False
+        rc.finalize = rc.finalize in (None, True)
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 - it loads the library
+    except (ImportError, RuntimeError) as error:
+        raise library_missing(str(error)) from error
+    return MPI
+
+
+def barrier() -> None:
+    """Wait for every rank of the job; start MPI unless it runs. Collective. Raises StartError."""
+    _import_started().COMM_WORLD.Barrier()
+
+
+def job_size() -> int:
+    """Return the number of ranks that MPI sees, of which a world may have a part. MPI runs."""
+    from mpi4py import MPI  # noqa: PLC0415 - it loads the library
+
+    return MPI.COMM_WORLD.Get_size()
 
 
 def abort(code: int) -> None:

@@ -14,6 +14,7 @@ so all ranks have to start and to wait in one order. An all-gather goes through 
 because each rank waits for it at a time of its own.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -157,7 +158,7 @@ def connect(node: Communicator, device: torch.device) -> Any:
 
 
 def shared_store(node: Communicator) -> Any:
-    """Return a TCPStore of the node's ranks, served by the leader.
+    """Return a TCPStore of the node's ranks, served by the leader on the loopback interface.
 
     Collective over the node; blocks. Raises RuntimeError on all ranks if the leader cannot open a
     port.
@@ -166,8 +167,12 @@ def shared_store(node: Communicator) -> Any:
     host, server, error = "127.0.0.1", None, ""
     if node.rank == 0:
         try:
-            server = make(host, 0, is_master=True, wait_for_workers=False)
-        except RuntimeError as failure:
+            # A store that opens the port itself listens on all interfaces.
+            listener = socket.create_server((host, 0))
+            port, file = listener.getsockname()[1], listener.detach()  # the store closes it
+            options = {"wait_for_workers": False, "master_listen_fd": file}
+            server = make(host, port, is_master=True, **options)
+        except (OSError, RuntimeError) as failure:
             error = str(failure)
     port, error = node.gather_objects((server.port if server else 0, error))[0]
     if error:

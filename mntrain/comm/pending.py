@@ -3,7 +3,8 @@
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from mntrain.comm.mpi import TAGS
+from mntrain.comm.mpi import CHUNK_TAGS
+from mntrain.comm.ticket import Ticket
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -44,12 +45,15 @@ class Operation(Protocol[T_co]):
 
 
 class Future(Generic[T]):
-    """The result of steps that the engine runs later, when nothing else is active.
+    """The result of steps that the engine runs later, when nothing else of the stream is active.
 
-    `wakes_thread`: whether the engine's thread runs them while no caller waits.
+    `wakes_thread`: whether the engine's thread runs them while no caller waits. `ticket`: of a
+    collective that ranks compare. `stream`: its name.
     """
 
     wakes_thread = True
+    ticket: Ticket | None = None
+    stream = ""
 
     def __init__(self, steps: Steps[T], drive_until: Callable[["Future[Any]"], None]) -> None:
         self._steps, self._drive_until = steps, drive_until
@@ -57,6 +61,11 @@ class Future(Generic[T]):
         self.done = False
         self._result: T | None = None
         self._error: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if `wait` raises an error."""
+        return self._error is not None
 
     @property
     def started(self) -> bool:
@@ -133,7 +142,7 @@ class PendingCollective(Future[T]):
             self._next = next(self._unstarted, None)
         while self._next and others + len(self.in_flight) < self.operation.max_in_flight:
             lowest = self.oldest if oldest is None else oldest
-            if lowest is not None and self._next[0] - lowest >= TAGS:
+            if lowest is not None and self._next[0] - lowest >= CHUNK_TAGS:
                 break
             self._continue(self._next)
             self._next, moved = next(self._unstarted, None), True

@@ -8,6 +8,8 @@ its part and accesses the others' parts. Compared with a window of MPI_Win_alloc
 - it does not count against /dev/shm, which is 64 MB in many containers; and where memory is short,
   the allocation fails, instead of a signal at the first access.
 
+Forked children have private copies of it (`mntrain.comm.forked`).
+
 Sources: memfd_create(2); Hashmi et al., "Designing Efficient Shared Address Space Reduction
 Collectives for Multi-/Many-cores", IPDPS 2018, for summing straight from the peers' memory.
 """
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mntrain.comm.forked import PrivateCopies
 from mntrain.comm.mpi import Communicator
 
 TOKEN_BYTES = 16  # at the end of a segment, to identify it
@@ -30,7 +33,8 @@ DEPTH = 8  # collectives that a rank may have entered and not left
 INLINE_BYTES = 32 << 10
 _LINE = 8  # int64 in a cache line, so that ranks do not write to the same line
 _ENTERED, _LEFT, _LOCATIONS = 0, _LINE, 2 * _LINE
-_WORDS = _LOCATIONS + 2 * DEPTH
+_DIGESTS = _LOCATIONS + 2 * DEPTH
+_WORDS = _DIGESTS + DEPTH
 _HEAD_BYTES = 8 * (_WORDS + -_WORDS % _LINE)
 _UNREACHABLE, _INLINE = -1, -2  # in place of a segment's number
 
@@ -65,6 +69,7 @@ class NodeSharedMemory:
         self._count = 0
         self.why_not = ""
         if node.size > 1:
+            self._copies = PrivateCopies()
             self.allocate(TOKEN_BYTES)  # a trial
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -91,6 +96,7 @@ class NodeSharedMemory:
         weak = StorageWeakRef(own.untyped_storage())
         self._segments[self._count] = SharedSegment(own.data_ptr(), nbytes, weak, parts)
         self._count += 1
+        self._copies.add(own)
         return own
 
     def locate(self, tensor: Tensor) -> SegmentOffset | None:
@@ -171,13 +177,14 @@ class SharedFlags:
 
         entered    the number of collectives that it has entered, and for each of the last DEPTH
         location   where its tensor lies: in shared memory, in an inline slot, or out of reach
+        digest     what it calls
         left       the number of collectives in which it has no work left
         slots      DEPTH inline slots for small tensors outside of shared memory
 
-    A rank accesses its peers' tensors after all have entered, and owns its own tensor again after
-    all have left. Collectives are numbered 0, 1, 2, ... on all ranks alike, and entered and left in
-    that order; at most DEPTH are entered and not left. `rank` and `size` are those of the node
-    group. Construction is collective over it.
+    A rank accesses its peers' tensors after all have entered with the same digest, and owns its own
+    tensor again after all have left. Collectives are numbered 0, 1, 2, ... on all ranks alike, and
+    entered and left in that order; at most DEPTH are entered and not left. `rank` and `size` are
+    those of the node group. Construction is collective over it.
     """
 
     def __init__(self, memory: NodeSharedMemory, rank: int, size: int) -> None:
@@ -198,7 +205,7 @@ class SharedFlags:
             for local, block in self._blocks.items()
         }
 
-    def enter(self, tensor: Tensor, *, reachable: bool = True) -> int:
+    def enter(self, tensor: Tensor, digest: int = 0, *, reachable: bool = True) -> int:
         """Enter the next collective with a flat tensor, and return the collective's number.
 
         A small one outside of shared memory is copied to an inline slot, unless it is on a device
@@ -212,14 +219,22 @@ class SharedFlags:
             location = _INLINE, 0
         words, word = self._words[self._rank], _LOCATIONS + 2 * (number % DEPTH)
         words[word : word + 2] = location or (_UNREACHABLE, 0)
+        words[_DIGESTS + number % DEPTH] = digest
         self._memory_fence()
         self._entered += 1
         words[_ENTERED] = self._entered
         return number
 
     def all_entered(self, number: int) -> bool:
-        """Return whether all ranks of the node have entered a collective. Once true, always."""
-        return self._all_beyond(_ENTERED, number)
+        """Return whether all ranks of the node have entered a collective, with the same digest.
+
+        Once true, always. If digests differ, it never is.
+        """
+        if not self._all_beyond(_ENTERED, number):
+            return False
+        word = _DIGESTS + number % DEPTH
+        digest = self._words[self._rank][word]
+        return all(self._words[local][word] == digest for local in self._peers)
 
     def leave(self) -> None:
         """Leave the oldest collective that was entered and not left."""

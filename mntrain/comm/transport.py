@@ -245,9 +245,14 @@ def _connect_nccl(
     resources.callback(lambda: context.run(cross.free))
     resources.callback(lambda: context.run(alone.free))
     nodes = Topology(tuple((node,) for node in range(len(topology.nodes))))
-    choice = AlgorithmChoice("flat")
+    choice, local = AlgorithmChoice("flat"), topology.local_rank(rank)
+    # Ranks of unequal local ranks sum lanes of unequal lengths: their calls are not compared.
+    ranks = [node[local] for node in topology.nodes]
+    stream = context.progress.add_stream(f"the ranks with local rank {local}", ranks)
     collectives = context.run(
-        lambda: WorldCollectives(cross, alone, nodes, context.progress, devices, choice=choice)
+        lambda: WorldCollectives(
+            cross, alone, nodes, context.progress, devices, stream=stream, choice=choice
+        )
     )
     return nccl.NodeFirstCollectives(group, collectives, devices.copier, devices.kernels)
 

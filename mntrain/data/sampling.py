@@ -13,26 +13,20 @@ Nothing in this module communicates.
 """
 
 import functools
-import random
 import signal
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from mntrain.data.randomness import SeededDraws, mixed_seed, seed_all
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
-
-
-def mixed_seed(*values: int) -> int:
-    """Return a well-mixed 64-bit seed of non-negative integers, such as (seed, epoch)."""
-    return int(np.random.SeedSequence(values).generate_state(1, np.uint64)[0])
 
 
 @functools.lru_cache(maxsize=1)
@@ -131,29 +125,15 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Return the samples of a micro-batch."""
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         step_seed = mixed_seed(self._seed, keys[0][0])
-        try:
+        with SeededDraws(step_seed + keys[0][1]):
             if self._fetch is not None:
-                _seed_all(step_seed + keys[0][1])
                 return list(self._fetch([sample for _, sample in keys]))
             return [self._sample(step_seed, sample) for _, sample in keys]
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
 
     def _sample(self, step_seed: int, sample: int) -> Any:
-        _seed_all(step_seed + sample)
+        seed_all(step_seed + sample)
         return self._dataset[sample]
-
-
-def _seed_all(seed: int) -> None:
-    """Seed the default generators of torch, Python and numpy."""
-    seed %= 1 << 64
-    random.seed(seed)
-    np.random.seed((seed ^ seed >> 32) % (1 << 32))
-    torch.default_generator.manual_seed(seed)
 
 
 def batches(
@@ -188,7 +168,7 @@ def batches(
 def validation_batches(dataset: Dataset[Any], options: LoaderOptions) -> Iterator[Any]:
     """Yield this rank's collated micro-batches of one pass over a dataset, in its order. Local.
 
-    Every sample goes to one rank. Ranks may get unequal numbers of micro-batches, or none.
+    Every sample goes to one rank. ShardContext may get unequal numbers of micro-batches, or none.
     """
     samples = len(cast(Sized, dataset))
     plan = SamplingPlan(samples, options.size * options.micro_batch_size, seed=0, shuffle=False)

@@ -7,11 +7,12 @@ A new metric needs two edits: a field here, and its value in `mntrain/train/trai
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from mntrain.comm.collectives import WorldCollectives
+from mntrain.watch.recorder import Recorder
 
 Reduction = Literal["mean", "sum", "max", "same", "master"]
 """Over all ranks: the mean weighted by items, the sum, the maximum; or no reduction, because the
@@ -122,9 +123,15 @@ PHASES = tuple(name for name, metric in METRICS.items() if metric.row == "phases
 
 
 class StepTimer:
-    """Stopwatch of one step, from construction on. All times are seconds of wall-clock time."""
+    """Stopwatch of one step, from construction on. All times are seconds of wall-clock time.
 
-    def __init__(self, collectives: WorldCollectives) -> None:
+    `recorder`, if given, gets the phases of step number `step`.
+    """
+
+    def __init__(
+        self, collectives: WorldCollectives, recorder: Recorder | None = None, step: int = 0
+    ) -> None:
+        self._recorder, self._step = recorder, step
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._start = time.perf_counter()
         self._collectives = collectives
@@ -134,10 +141,16 @@ class StepTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time spent inside to a phase."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._phases[phase] += time.perf_counter() - start
+        with self._recorder.phase(phase, self._step) if self._recorder else nullcontext():
+            try:
+                yield
+            finally:
+                self._phases[phase] += time.perf_counter() - start
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count time that was spent inside one phase for another."""
+        self._phases[source] -= seconds
+        self._phases[target] += seconds
 
     def times(self) -> dict[str, float]:
         """Return the times since the step began, by field of `StepRecord`."""

@@ -7,7 +7,6 @@ Text from outside (hosts, names of metrics, directories) is shown literally: it 
 markup and cannot send escape sequences to the terminal.
 """
 
-import json
 import math
 import os
 import statistics
@@ -27,6 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mntrain.metrics.files import json_text, open_metrics, write_summary
 from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
 from mntrain.rank_info import Place
 
@@ -83,9 +83,7 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if self._master:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            path = self._run_dir / "metrics.jsonl"
-            self._metrics = path.open("a", buffering=1, encoding="utf-8")
+            self._metrics = open_metrics(self._run_dir)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -140,7 +138,7 @@ class Reporter:
             return
         if self._metrics is None:
             raise RuntimeError(f"step {record.step} was reported outside of the reporter's block")
-        self._metrics.write(_json(record.to_json()) + "\n")
+        self._metrics.write(json_text(record.to_json()) + "\n")
         first = not self._recent
         self._recent.append(record)
         if self._console.is_interactive:
@@ -169,7 +167,7 @@ class Reporter:
             self._print_table(_traffic_table(summary["ranks"]))
             self.note(_overlap(summary["ranks"]))
         self.note(str(summary["run_dir"]))
-        _write_atomically(self._run_dir / "summary.json", _json(summary, indent=2) + "\n")
+        write_summary(self._run_dir, summary)
 
     def _line(self) -> str:
         """Return the last step, and the speed of recent ones, as one line."""
@@ -266,29 +264,3 @@ def _table(*names: str, left: int = 1) -> Table:
     for index, name in enumerate(names):
         table.add_column(name, justify="left" if index < left else "right")
     return table
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """Return the JSON of plain objects and paths, with null for floats that are not finite."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: finite(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(value), allow_nan=False, default=str, indent=indent)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers and crashes find the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

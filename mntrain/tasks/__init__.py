@@ -4,7 +4,7 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,8 +35,9 @@ class Loss:
 class Task(ABC):
     """Base class of a model with its data and its loss.
 
-    The constructor takes the job's configuration, which is equal on all ranks. All three abstract
-    methods must return equal results on all ranks. A task knows no rank and does not communicate.
+    The constructor takes the job's configuration, which is equal on all ranks but for what
+    `mntrain.config.MAY_DIFFER` names. All three abstract methods must return equal results on all
+    ranks. A task knows no rank and does not communicate.
     """
 
     # Makes a batch of a list of samples; None for torch's `default_collate`. It must be picklable
@@ -61,6 +62,14 @@ class Task(ABC):
         The batch is on the model's device. If the parameters are of 16 bits, its floating-point
         tensors have the dtype of the parameters.
         """
+
+    def compared_files(self) -> Mapping[str, Path]:
+        """Return files of the data, by a name that is the same on all nodes.
+
+        At the start, ranks compare the files' sizes and parts of their contents, besides the
+        lengths of the datasets and a few samples. The default is no file.
+        """
+        return {}
 
     def flops_per_item(self, model: nn.Module) -> float | None:
         """Return the FLOPs of one item that `Loss` counts, forward and backward, or None.

@@ -54,12 +54,15 @@ def find_files(path: Path | None, glob: str) -> list[Path]:
 
 def _python_sources() -> list[Path]:
     """Return the modules of this Python's standard library, without its tests."""
-    root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(_python_library()):
         subfolders[:] = set(subfolders) - _NOT_SOURCES  # skips site-packages, which may be large
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files)
+
+
+def _python_library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
 
 
 class Corpus:
@@ -171,7 +174,8 @@ class LanguageModel(Task):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         data, context = config.data, config.model.context
-        tokens = Corpus(find_files(data.path, data.glob))
+        self._corpus_files = find_files(data.path, data.glob)
+        tokens = Corpus(self._corpus_files)
         if len(tokens) <= 2 * context:
             raise ValueError(
                 f"the data has {len(tokens)} tokens, but training and validation need a "
@@ -200,6 +204,13 @@ class LanguageModel(Task):
         """Return the mean cross-entropy in nats of windows (b, context + 1), counted in tokens."""
         targets = batch[:, 1:]
         return Loss(model(batch[:, :-1], targets), targets.numel())
+
+    def compared_files(self) -> dict[str, Path]:
+        """Return the corpus: one file, or files by their path within its folder."""
+        root = self.config.data.path or _python_library()
+        if root.is_file():
+            return {"--data.path": root}
+        return {os.path.relpath(file, root): file for file in self._corpus_files}
 
     def flops_per_item(self, model: nn.Module) -> float | None:
         """Return the FLOPs of a token, if the model is a `Transformer`."""

@@ -21,11 +21,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from mntrain import checkpoint, tasks
 from mntrain.config import Config, OptimConfig
 from mntrain.data import sampling
-from mntrain.errors import expect_same
+from mntrain.data.randomness import mixed_seed
+from mntrain.errors import AgreedError
 from mntrain.metrics.report import Reporter
+from mntrain.run.checkpointing import Checkpointing, SaveInterval
+from mntrain.run.directory import start_recording
+from mntrain.run.signals import Deadline
 from mntrain.train import run_directory
-from mntrain.train.checkpointing import Checkpointing
-from mntrain.train.signals import Deadline
+from mntrain.train.task_comparison import compare_task
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -60,14 +63,22 @@ PRECISIONS = {
 class TrainingJob:
     """The parts of a job, checked before any work starts.
 
-    Construction is collective, makes the run directory last, and raises AgreedError for bad input,
-    on all ranks alike.
+    Construction is collective, writes into the run directory last, and raises AgreedError for bad
+    input, on all ranks alike.
     """
 
     def __init__(self, world: World, config: Config) -> None:
         # Only the master's deadline counts, since clocks of nodes may differ.
         self.deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
-        self.run_dir = run_dir = run_directory.agree_on_path(world, config)
+        self.run_dir = run_directory.agree_on_path(world, config)
+        try:
+            self._set_up(world, config, self.run_dir)
+        except AgreedError:
+            run_directory.discard(world, config, self.run_dir)
+            raise
+
+    def _set_up(self, world: World, config: Config, run_dir: Path) -> None:
+        """Check the input, and make the parts of the job. Collective."""
         self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         steps = config.run.stop_after or config.train.steps
@@ -76,13 +87,13 @@ class TrainingJob:
         with world.agreement():
             self.task = tasks.load(config.task, config)
             self.data = JobData(world, config, self.task)
+        compare_task(world, self.task, self.data.datasets)
+        with world.agreement():
             torch.manual_seed(config.run.seed)
             self.model = self.task.model().to(world.device, self.precision.parameters)
             optimizer_class, options = resolve_optimizer(config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
-        lengths = {"the number of samples": (self.data.samples, self.data.valid_samples)}
-        expect_same(world.gather(lengths), world.rank)
         if resumed:
             run_directory.check_same_run(world, resumed, config, self.data.samples)
         self.optimizer = world.optimizer(
@@ -94,17 +105,17 @@ class TrainingJob:
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,
             groups=weight_decay_groups(self.model, config.optim.weight_decay),
+            overlap_forward=True,
             **options,
         )
         self._set_up_checkpoints(world, config)
         if config.train.compile:
             compile_regions(self.task.regions(self.model))
         # Seeds dropout.
-        torch.manual_seed(sampling.mixed_seed(config.run.seed, world.rank, self.done))
+        torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
         self.batches = self.data.batches(self.done, self.last_step)
-        self.lock = run_directory.prepare(
-            world, config, run_dir, resumed, saves=self.checkpointing.wanted
-        )
+        self.lock = run_directory.prepare(world, config, run_dir, resumed, saves=self.saves)
+        start_recording(world, run_dir, config.run.recorder)
         if resumed:
             checkpoint.restore_randomness(resumed, world)
 
@@ -115,14 +126,20 @@ class TrainingJob:
         saver = checkpoint.Saver(
             world, self.model, self.optimizer, self.run_dir, config.checkpoint.keep
         )
+        interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
         self.checkpointing = Checkpointing(
-            world, config, saver, self.reporter, samples=self.data.samples, resumed=resumed
+            world, saver, interval, self.reporter.note, self.reporter.warn
         )
+        run = config.run
+        # True if this job leaves a checkpoint at its end in any case.
+        self.saves = interval.wanted or run.stop_after is not None or run.max_minutes is not None
         with world.agreement():
-            if self.checkpointing.wanted:
+            if self.saves:
                 saver.check()
         if resumed:
-            checkpoint.load(resumed, self.model, self.optimizer, world)
+            self.checkpointing.continue_from(resumed)
+            options = run_directory.JOB_OPTIONS
+            checkpoint.load(resumed, self.model, self.optimizer, world, kept_options=options)
         # This configuration's schedule counts, even if the checkpoint was made with another.
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.train.steps, self.done)
 
@@ -132,9 +149,16 @@ class JobData:
 
     def __init__(self, world: World, config: Config, task: tasks.Task) -> None:
         self._train, self._valid = task.dataset("train"), task.dataset("valid")
+        self.datasets = {"training": self._train, "validation": self._valid}
+        for name, dataset in self.datasets.items():
+            if not hasattr(dataset, "__len__"):
+                raise ValueError(
+                    f"the {name} data of --task {config.task} is a {type(dataset).__name__} "
+                    "without a length: give a dataset with __len__ and __getitem__, or use "
+                    "world.shard in a loop of your own for streams"
+                )
         self._valid_subset = sampling.spread(self._valid, config.train.eval_samples)
         self.samples = len(cast(Sized, self._train))
-        self.valid_samples = len(cast(Sized, self._valid))
         self._plan = sampling.SamplingPlan(self.samples, config.train.batch_size, config.run.seed)
         self._options = sampling.LoaderOptions(
             rank=world.rank,

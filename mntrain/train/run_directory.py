@@ -1,29 +1,51 @@
-"""A run's directory: its lock, its configuration, and the checkpoint that a job resumes from."""
+"""The run directory of a configured job, and the checkpoint that the job resumes from."""
 
-import fcntl
 import json
-import os
-import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from mntrain import checkpoint
-from mntrain.checkpoint import FoundCheckpoint, list_checkpoints, set_aside
+from mntrain.checkpoint import FoundCheckpoint
 from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
+from mntrain.run.directory import (
+    CONFIG_FILE,
+    expect_startable,
+    make_and_lock,
+    make_new,
+    rewind,
+)
 from mntrain.world import World
 
 # Beginnings of options that a resumed run cannot change: they fix the model and order of samples.
 FIXED = ("task", "data.valid_fraction", "model.", "optim.name", "train.batch_size", "run.seed")
+# Options of parameter groups that a resumed run may change.
+JOB_OPTIONS = ("lr", "weight_decay")
 
 
 def agree_on_path(world: World, config: Config) -> Path:
-    """Return the path of the run's directory, the master's on all ranks. Collective."""
-    return world.gather(config.run.dir or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}"))[0]
+    """Return the path of the run's directory, the master's on all ranks. Collective.
+
+    Without --run.dir, makes one that is named after the date and belongs to this job alone. Raises
+    AgreedError if it cannot be made.
+    """
+    path = config.run.dir or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}")
+    with world.agreement():
+        if config.run.dir is None and world.master:
+            path = make_new(path)
+    return world.gather(path)[0]
+
+
+def discard(world: World, config: Config, run_dir: Path) -> None:
+    """Remove the directory that `agree_on_path` made for a job that was refused. Local."""
+    if world.master and config.run.dir is None:
+        with suppress(OSError):
+            run_dir.rmdir()
 
 
 def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:
@@ -52,6 +74,12 @@ def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpo
 
 def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples: int) -> None:
     """Raise AgreedError if a fixed option or the data differs from the checkpoint's. Local."""
+    if missing := sorted({name.partition(".")[0] for name in FIXED} - found.manifest.config.keys()):
+        raise AgreedError(
+            f"{found.path} is of no run of `python -m mntrain`: its configuration has no "
+            f"{', '.join(missing)}; give another --run.dir, or another --run.resume",
+            world.rank,
+        )
     before, now = _fixed_options(found.manifest.config), _fixed_options(to_json(config))
     changes = [
         f"{flag_of(name)} was {before.get(name)}, and is {value}"
@@ -80,19 +108,14 @@ def prepare(
     lock = None
     with world.agreement():
         if world.master:
-            exists = (run_dir / "config.toml").exists()
+            exists = (run_dir / CONFIG_FILE).exists()
             continued = found is not None and run_dir.resolve() in found.path.resolve().parents
             if exists and not continued:
-                ended = (run_dir / "summary.json").exists() or bool(list_checkpoints(run_dir))
-                if ended or not saves:
-                    raise ValueError(f"{run_dir} holds a run already: give another --run.dir")
-            lock = _make_and_lock(run_dir)
-            (run_dir / "config.toml").write_text(to_toml(config))
+                expect_startable(run_dir, saves=saves)
+            lock = make_and_lock(run_dir)
+            (run_dir / CONFIG_FILE).write_text(to_toml(config))
             if exists:
-                done = found.manifest.step if found and continued else 0
-                (run_dir / "summary.json").unlink(missing_ok=True)  # of the previous job
-                set_aside(run_dir, done)
-                _drop_later_steps(run_dir / "metrics.jsonl", done)
+                rewind(run_dir, found.manifest.step if found and continued else 0)
     return lock
 
 
@@ -102,37 +125,6 @@ def to_json(config: Config) -> dict[str, Any]:
     return content
 
 
-def _make_and_lock(run_dir: Path) -> TextIO:
-    """Make a run's directory if there is none, and return a file that holds its lock while open.
-
-    Without effect on file systems without locks. Raises ValueError if the directory is not
-    writable, or another process holds the lock.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / ".lock").open("a+", errors="replace")
-    except OSError as error:
-        raise ValueError(
-            f"--run.dir {run_dir}: no files can be made there ({error.strerror}); give a folder in "
-            "which they can"
-        ) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read(1000) or "unknown"
-        file.close()
-        raise ValueError(
-            f"{run_dir} is in use by a job ({holder}): wait for its end, or give another --run.dir"
-        ) from None
-    except OSError:
-        return file
-    file.truncate(0)
-    file.write(f"on {socket.gethostname()}, process {os.getpid()}")
-    file.flush()
-    return file
-
-
 def _fixed_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the options in `FIXED`, by dotted name."""
     options = {"task": config["task"]}
@@ -140,18 +132,3 @@ def _fixed_options(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(values, Mapping):
             options |= {f"{section}.{name}": value for name, value in values.items()}
     return {name: value for name, value in options.items() if name.startswith(FIXED)}
-
-
-def _drop_later_steps(metrics: Path, done: int) -> None:
-    """Remove from metrics.jsonl the steps after the checkpoint, which are taken again."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in metrics.read_text().splitlines():
-        try:
-            step = json.loads(line)["step"]
-        except ValueError:
-            continue  # a line cut short by a kill
-        if step <= done:
-            kept.append(line + "\n")
-    metrics.write_text("".join(kept))

@@ -1,30 +1,18 @@
 """The description of a run at its start, and its summary at the end."""
 
-import dataclasses
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.rank_info import Usage
+from mntrain.run.resources import resources
 from mntrain.train.job import TrainingJob
 from mntrain.world import World
-from zero.memory import Memory
-
-# Roles of memory that are measured for a whole process or GPU, with their field of `Usage`.
-_PROCESS_ROLES = {
-    "process_peak": "peak_memory",
-    "device_peak": "peak_device_memory",
-    "device_now": "device_memory",
-    "reserved_peak": "peak_reserved_memory",
-    "reserved_now": "reserved_memory",
-    "pinned": "pinned_memory",
-}
 
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
@@ -93,8 +81,6 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             reporter.note(f"{name}: {fact}")
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
-    if world.sharing:
-        reporter.warn(world.sharing)
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     if any(reasons):
         nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
@@ -115,9 +101,6 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
 
 def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
-    usage = world.usage()
-    memory = world.gather((job.optimizer.memory(), job.optimizer.expected_memory()))
-    measured, expected = zip(*memory, strict=True)
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
     per_item = result.flops_per_item
     flops_per_s = per_item * result.items_per_s if per_item else None
@@ -139,49 +122,12 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
         "run_dir": str(job.run_dir),
-        "world": {
-            "size": world.size,
-            "nodes": len(world.topology.nodes),
-            "topology": str(world.topology),
-            "algorithm": world.algorithm,
-            "tuning": world.tuning,
-            "transport": world.transport,
-            "library": world.library.name,
-        },
-        "memory": memory_by_role(measured, expected, usage),
-        "ranks": [
-            {**asdict(place), **asdict(used)}
-            for place, used in zip(world.places, usage, strict=True)
-        ],
+        **resources(world, [job.optimizer]),
         "reason": result.reason,
         "resumed_from": str(job.resumed.path) if job.resumed else None,
         **job.checkpointing.summary(),
         **({"error": str(result.error)} if result.error else {}),
     }
-
-
-def memory_by_role(
-    measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
-) -> dict[str, dict[str, int]]:
-    """Return the bytes that each role of memory took; all arguments are by rank. Pure.
-
-    Roles are those of `Memory`, their total, and what whole processes and GPUs used. Each has the
-    least, median and most over ranks and the first rank with the most ("peak_rank"); the roles of
-    `Memory` also have the prediction for that rank ("expected").
-    """
-    report = {}
-    for role in [role.name for role in dataclasses.fields(Memory)] + ["total"]:
-        spread = _spread([getattr(memory, role) for memory in measured])
-        report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
-    for role, usage_field in _PROCESS_ROLES.items():
-        report[role] = _spread([getattr(used, usage_field) for used in usage])
-    return report
-
-
-def _spread(by_rank: Sequence[int]) -> dict[str, int]:
-    least, most = min(by_rank), max(by_rank)
-    middle = round(median(by_rank))
-    return {"least": least, "median": middle, "most": most, "peak_rank": by_rank.index(most)}
 
 
 def peak_flops(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:

@@ -10,20 +10,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 
 from mntrain import device, tasks
+from mntrain.checkpoint import RunProgress
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.registry import METRICS, StepRecord, StepTimer
+from mntrain.run.directory import write_early_end
+from mntrain.run.signals import SignalRequests, stop_reason
+from mntrain.start import init
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
 from mntrain.train.job import TrainingJob, uncompiled
-from mntrain.train.signals import SignalRequests
+from mntrain.train.run_directory import to_json
 from mntrain.train.summary import JobResult, describe_job, summarize
-from mntrain.world import World, init
+from mntrain.world import World
 from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult
 
@@ -40,7 +45,9 @@ def run(config: Config) -> int:
     """
     try:
         with init(device=config.device, **asdict(config.comm)) as world:
-            return Trainer(world, config).fit()
+            with world.recorder.phase("start"):
+                trainer = Trainer(world, config)
+            return trainer.fit()
     except AgreedError as error:
         error.report()
         return 1 if isinstance(error, TrainingStoppedError) else 2
@@ -54,10 +61,13 @@ class Trainer:
 
     def __init__(self, world: World, config: Config) -> None:
         self._world, self._config = world, config
+        self._config_json = to_json(config)
         self._job = job = TrainingJob(world, config)
         self._model, self._optimizer = job.model, job.optimizer
         self._checkpointing, self._reporter = job.checkpointing, job.reporter
-        self._signals = SignalRequests()
+        on_signal = world.recorder.signal_arrived
+        self._signals = SignalRequests(world.watchdog, config.run.grace, on_signal)
+        world.watchdog.at_end.append(partial(write_early_end, job.run_dir))
         self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
@@ -80,12 +90,13 @@ class Trainer:
         ):
             describe_job(self._world, self._config, self._job)
             self._train()
-            with signals.deferred():
+            with signals.deferred(), self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
             if result.status == "completed" and self._world.master:
                 self._show_sample()
             result.seconds = time.perf_counter() - start
-            result.reason = self._reason()
+            if result.status in EXIT_CODES:
+                result.reason = stop_reason(self._world, signals, self._job.deadline)
             reporter.finish(summarize(self._world, self._config, self._job, result))
         if result.error:
             raise result.error
@@ -112,8 +123,10 @@ class Trainer:
             self._reporter.step(result.last)
             result.status = self._status(step, flags)
             if result.status != "running":
+                self._signals.agreed()
                 return
-            self._checkpointing.after_step(result.last, result.skipped_steps, flags)
+            with self._world.recorder.phase("checkpoint", step):
+                self._checkpointing.after_step(self._progress(result.last), flags)
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
 
     def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
@@ -122,7 +135,7 @@ class Trainer:
         Raises TrainingStoppedError. Between the update and the next forward, only checks and
         evaluations communicate: all else would wait behind the parameters that are being sent.
         """
-        timer = StepTimer(self._world.collectives)
+        timer = StepTimer(self._world.collectives, self._world.recorder, step)
         with timer("data"):
             micro_batches = next(self._job.batches)
         self._forward_backward(micro_batches, timer)
@@ -138,8 +151,9 @@ class Trainer:
     def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> None:
         """Accumulate gradients and means over micro-batches. Local.
 
-        At stages 0 and 1, only the last backward sends gradients.
+        At stages 0 and 1, only the last backward sends gradients. It also waits for them.
         """
+        waited_s = self._optimizer.waited_s
         for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with timer("forward"):
                 loss = self._forward(batch)
@@ -147,6 +161,7 @@ class Trainer:
                 self._optimizer.backward(loss.mean, weight=loss.count)
         if not micro_batches:
             self._optimizer.share(0)
+        timer.move(self._optimizer.waited_s - waited_s, "backward", "reduce_wait")
 
     def _forward(self, batch: Any) -> tasks.Loss:
         """Return the task's loss of a micro-batch on the device, and add up its means. Local."""
@@ -225,7 +240,8 @@ class Trainer:
             self._check_replicas(record.step)
         if record.step != train.steps and not _due(train.eval_every, record.step):
             return record
-        means = self.evaluate()
+        with self._world.recorder.phase("evaluate", record.step):
+            means = self.evaluate()
         return replace(record, eval_loss=means.loss, eval_metrics=means.metrics)
 
     @torch.no_grad()
@@ -265,27 +281,26 @@ class Trainer:
     def _save_at_end(self) -> None:
         """Save at the end of the job, if wanted or preempted. Collective."""
         result = self._result
-        saves = self._checkpointing.wanted or result.status == "preempted"
+        saves = self._job.saves or result.status == "preempted"
         if result.last is None or result.error or not saves:
             self._checkpointing.wait(result.last.step if result.last else self._job.done)
             return
         try:
-            self._checkpointing.save_now(result.last, result.skipped_steps)
+            self._checkpointing.save_now(self._progress(result.last))
         except AgreedError as error:
             if result.status == "interrupted":
                 self._reporter.warn(str(error))
             else:
                 result.status, result.error = "failed", self._stopped(str(error))
 
-    def _reason(self) -> str | None:
-        """Return the signal and rank, or the deadline, that ended the job early. Collective."""
-        if self._result.status not in EXIT_CODES:
-            return None
-        first = self._signals.first
-        for rank, name in enumerate(self._world.gather(first.name if first else None)):
-            if name:
-                return f"{name} on rank {rank}"
-        return self._job.deadline.reason
+    def _progress(self, record: StepRecord) -> RunProgress:
+        return RunProgress(
+            step=record.step,
+            config=self._config_json,
+            samples=self._job.data.samples,
+            skipped_steps=self._result.skipped_steps,
+            eval_loss=record.eval_loss,
+        )
 
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)

@@ -137,7 +137,10 @@ def temporary(monkeypatch, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (3, 1), (1, 1, 1), (2,)])
+@pytest.mark.parametrize(
+    "ranks",
+    [(2, 2), (1, 1, 1), *(pytest.param(r, marks=pytest.mark.thorough) for r in [(3, 1), (2,)])],
+)
 def test_mpi_finds_the_declared_ranks_on_each_node(make_cluster, ranks):
     with make_cluster(ranks=ranks, link=None) as cluster:
         found = json.loads(output(cluster, WHERE))

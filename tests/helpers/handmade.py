@@ -69,3 +69,44 @@ class Lamb(Optimizer):
         length, change = p.norm(), update.norm()
         trust = length / change if length > 0 and change > 0 else 1.0
         p.sub_(group["lr"] * trust * update)
+
+
+class Normalized(Optimizer):
+    """Descent along the gradient of all parameters together, of length lr in every step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        used = [(p, g["lr"]) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        length = sum(float(p.grad.norm()) ** 2 for p, _ in used) ** 0.5
+        for p, lr in used:
+            p.sub_(p.grad, alpha=lr / length)
+
+
+class DAdapting(Optimizer):
+    """Adapts its step size to the distance from the start, as D-Adaptation and Prodigy do.
+
+    The estimate is one number, kept in the groups, of inner products over all parameters.
+    """
+
+    def __init__(self, params, lr=1.0, d0=1e-6):
+        super().__init__(params, {"lr": lr, "d": d0, "top": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        used = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        d, top, bottom = self.param_groups[0]["d"], self.param_groups[0]["top"], 0.0
+        for p, group in used:
+            state = self.state[p]
+            if not state:
+                state.update(start=p.clone(), sum=torch.zeros_like(p))
+            inner = (p.grad.conj() * (state["start"] - p)).sum()
+            top += d * group["lr"] * float(inner.real)
+            state["sum"].add_(p.grad, alpha=d * group["lr"])
+            bottom += float(state["sum"].abs().sum())
+        for group in self.param_groups:
+            group.update(d=max(d, top / bottom if bottom else d), top=top)
+        for p, group in used:
+            p.sub_(p.grad.sgn(), alpha=group["lr"] * group["d"])

@@ -15,6 +15,33 @@ SMALL = [
     *("--train.steps", "6", "--optim.warmup-steps", "2", "--device", "cpu", "--comm.no-tune"),
 ]
 
+# The beginning of a module of tasks.
+LATE = '''
+import os, signal, sys, time
+from mntrain.tasks import Loss
+from mntrain.tasks.lm import LanguageModel
+
+RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+
+class Late(LanguageModel):
+    """Breaks in the third forward of rank 1, in the way that a subclass says."""
+    calls = 0
+    def loss(self, model, batch):
+        self.calls += 1
+        if RANK == 1 and self.calls == 3:
+            return self.broken(model, batch)
+        return super().loss(model, batch)
+
+class Raises(Late):
+    def broken(self, model, batch):
+        raise KeyError("a bug of rank one")
+
+class Hangs(Late):
+    def broken(self, model, batch):
+        while True:
+            time.sleep(0.1)
+'''
+
 
 def write_corpus(folder: Path, windows: int = 60) -> Path:
     """A text of so many windows of 32 bytes, which has something to learn."""

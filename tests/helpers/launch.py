@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 TESTS = Path(__file__).resolve().parents[1]
 MPI_TESTS = TESTS / "mpi"
@@ -57,6 +57,22 @@ class Launcher(Protocol):
 
     def mpirun(self, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment that run `command` on the nodes."""
+
+
+@contextlib.contextmanager
+def in_own_group(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in a process group of its own, of which nothing is left at the end."""
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, start_new_session=True, **options
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,9 @@ def test_unknown_command_is_refused_with_those_that_exist(capsys):
     assert main(["trian", "--train.steps", "5"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == ("mntrain: trian: no such command; give train (default), bench or ckpt\n")
+    assert err == (
+        "mntrain: trian: no such command; give train (default), bench, doctor, ckpt or autopsy\n"
+    )
 
 
 def test_version(capsys):
@@ -113,6 +115,7 @@ def test_bad_option_under_mpirun_is_told_by_one_rank():
     assert result.outputs == [MESSAGE, ""], result.report()
 
 
+@pytest.mark.thorough
 def test_help_under_mpirun_is_printed_by_one_rank():
     result = mpirun(2, [*COMMAND, "--help"], timeout=60, per_rank=True)
     assert result.returncode == 0, result.report()

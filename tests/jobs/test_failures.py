@@ -9,30 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
-from job import SMALL, completed, metrics, summary, train, write_corpus
-from launch import OPEN_MPI_ENVIRONMENT, OPEN_MPI_OPTIONS, find_mpirun, is_open_mpi, mpirun
+from job import LATE, SMALL, completed, metrics, summary, train, write_corpus
+from launch import (
+    OPEN_MPI_ENVIRONMENT,
+    OPEN_MPI_OPTIONS,
+    find_mpirun,
+    in_own_group,
+    is_open_mpi,
+    mpirun,
+)
 
-TASKS = '''
-import os, signal, sys, time
-import torch
-from mntrain.tasks import Loss
-from mntrain.tasks.lm import LanguageModel
-
-RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-
-class Late(LanguageModel):
-    """Breaks in the third forward of rank 1, in the way that a subclass says."""
-    calls = 0
-    def loss(self, model, batch):
-        self.calls += 1
-        if RANK == 1 and self.calls == 3:
-            return self.broken(model, batch)
-        return super().loss(model, batch)
-
-class Raises(Late):
-    def broken(self, model, batch):
-        raise KeyError("a bug of rank one")
-
+TASKS = (
+    LATE
+    + """
 class Exits(Late):
     def broken(self, model, batch):
         sys.exit(3)
@@ -56,7 +45,8 @@ class NeedsMore(LanguageModel):
         if RANK == 1:
             raise FileNotFoundError("no /data on this node")
         super().__init__(config)
-'''
+"""
+)
 
 
 @pytest.fixture
@@ -75,6 +65,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
     assert len(metrics(folder)) < 6
 
 
+@pytest.mark.thorough
 def test_an_exit_on_one_rank_ends_the_job(folder):
     result = train(2, folder, "--task", "broken:Exits")
     assert not result.timed_out, result.report()
@@ -82,11 +73,13 @@ def test_an_exit_on_one_rank_ends_the_job(folder):
     assert "left the job with exit code 3" in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_ends_the_job(folder):
     result = train(3, folder, "--task", "broken:Killed")
     assert not result.timed_out, result.report()
     assert result.returncode not in (0, None)
-    assert not (folder / "run" / "summary.json").exists()
+    assert "rank 1 on" in result.stderr or is_open_mpi()
+    assert "is lost: its process has ended without a word" in result.stderr or is_open_mpi()
 
 
 def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
@@ -111,7 +104,11 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--train.batchsize", "8"], "did you mean --train.batch-size"),
+        pytest.param(
+            ["--train.batchsize", "8"],
+            "did you mean --train.batch-size",
+            marks=pytest.mark.thorough,
+        ),
         (["--data.path", "no/such/file"], "no/such/file"),
         (["--device", "cuda"], "torch sees no GPU here"),
     ],
@@ -135,7 +132,7 @@ def test_silent_singletons_are_refused(folder):
     }
     done = subprocess.run(
         command,
-        env=environment | {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        env=environment | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -143,41 +140,35 @@ def test_silent_singletons_are_refused(folder):
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "the launcher started 4 ranks (SLURM_NTASKS=4), but MPI sees a world of 1" in done.stderr
+    assert (
+        "the launcher started 4 ranks (SLURM_STEP_NUM_TASKS=4), but MPI sees a world of 1"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
-def interrupted(folder: Path, signals: int) -> subprocess.CompletedProcess:
-    """Start a long job, press Ctrl-C so many times once it has taken two steps, and wait."""
+def interrupted(
+    folder: Path, signals: int, *more: str, task: str = "Slow", lines: int = 2, pause: float = 0
+) -> subprocess.CompletedProcess:
+    """Start a long job, press Ctrl-C so many times once it has taken some steps, and wait."""
     write_corpus(folder)
     options = OPEN_MPI_OPTIONS if is_open_mpi() else []
     command = [find_mpirun(), "-n", "2", *options, sys.executable, "-m", "mntrain", *SMALL]
     command += ["--data.path", str(folder / "corpus.txt"), "--run.dir", str(folder / "run")]
-    command += ["--train.steps", "100000", "--task", "broken:Slow"]
+    command += ["--train.steps", "100000", "--task", f"broken:{task}", *more]
     environment = os.environ | (OPEN_MPI_ENVIRONMENT if is_open_mpi() else {})
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with in_own_group(command, folder, environment | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
         log = folder / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 60
-        while not log.exists() or log.read_text().count("\n") < 2:
+        while not log.exists() or log.read_text().count("\n") < lines:
             assert time.monotonic() < deadline, "no step within a minute"
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         for _ in range(signals):
+            time.sleep(pause)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
         out, err = process.communicate(timeout=40)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
@@ -192,6 +183,22 @@ def test_ctrl_c_ends_the_job_cleanly_once(folder):
     # Open MPI's mpirun makes SIGTERM of it, which is what a scheduler sends.
     assert whole["status"] == ("preempted" if is_open_mpi() else "interrupted")
     assert whole["steps"] == len(lines) == json.loads(lines[-1])["step"]
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace"), [(1, "3"), pytest.param(2, "600", marks=pytest.mark.thorough)]
+)
+def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder, signals, grace):
+    done = interrupted(folder, signals, "--run.grace", grace, task="Hangs", lines=1, pause=2)
+    assert done.returncode != 0
+    if is_open_mpi():
+        return  # its mpirun kills a second after the signal
+    if signals == 2:
+        return  # MPICH's mpirun may kill the ranks at the second, before their report is out
+    assert done.returncode == 130
+    assert "for rank 1 on" in done.stderr
+    assert "in broken" in done.stderr
+    assert summary(folder)["status"] == "stalled"
 
 
 def test_the_error_of_a_library_user_is_printed_once(tmp_path):
@@ -209,22 +216,58 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     assert result.stdout == ""
 
 
-def test_an_exception_in_a_thread_of_one_rank_ends_the_job(tmp_path):
+@pytest.mark.thorough
+def test_threads_of_the_users_end_without_the_job(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(
-        "import threading\nimport mntrain\n"
+        "import sys, threading\nimport mntrain\n"
         "def bug():\n    raise KeyError('in a thread')\n"
         "with mntrain.init(tune=False) as world:\n"
-        "    if world.rank == 1:\n        threading.Thread(target=bug).start()\n"
-        "    threading.Event().wait()\n"
+        "    if world.rank == 1:\n"
+        "        for function in (sys.exit, bug):\n"
+        "            thread = threading.Thread(target=function, name='logger')\n"
+        "            thread.start()\n            thread.join()\n"
+        "    print(world.sum([1.0]))\n"
     )
-    result = mpirun(2, [sys.executable, script], timeout=60)
-    assert not result.timed_out, result.report()
-    assert result.returncode not in (0, None)
-    assert "rank 1 of 2" in result.stderr
-    assert "KeyError: 'in a thread'" in result.stderr
+    result = completed(mpirun(2, [sys.executable, script], timeout=60))
+    assert result.stdout.count("[2.0]") == 2
+    assert result.stderr.count("mntrain: rank 1 of 2 on") == 1
+    assert result.stderr.count("KeyError: 'in a thread'") == 1
 
 
+@pytest.mark.thorough
+def test_a_forked_child_that_fails_ends_without_the_job(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os\nimport mntrain\n"
+        "with mntrain.init(tune=False) as world:\n"
+        "    child = os.fork() if world.rank == 1 else None\n"
+        "    if child == 0:\n        raise KeyError('in a child')\n"
+        "    if child:\n        os.waitpid(child, 0)\n"
+        "    print(world.sum([1.0]))\n"
+    )
+    result = completed(mpirun(2, [sys.executable, script], timeout=60))
+    assert result.stdout.count("[2.0]") == 2
+    assert result.stderr.count("KeyError: 'in a child'") == 1
+
+
+@pytest.mark.thorough
+def test_a_hook_of_the_users_gets_the_error_of_every_rank(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import sys\nimport mntrain\n"
+        "sys.excepthook = lambda kind, error, trace: print('reported', error)\n"
+        "with mntrain.init(tune=False) as world:\n"
+        "    if world.rank == world.size - 1:\n        raise KeyError('a bug')\n"
+        "    world.sum([1.0])\n"
+    )
+    for ranks in (1, 2):
+        result = mpirun(ranks, [sys.executable, script], timeout=60)
+        assert result.returncode not in (0, None), result.report()
+        assert result.stdout.strip() == "reported 'a bug'"
+
+
+@pytest.mark.thorough
 def test_an_agreed_error_leaves_the_world_in_order_for_those_who_catch_it(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(
@@ -241,3 +284,26 @@ def test_an_agreed_error_leaves_the_world_in_order_for_those_who_catch_it(tmp_pa
     )
     result = completed(mpirun(2, [sys.executable, script], timeout=60))
     assert result.stdout.strip() == "['rank 1: not here', 'rank 1: not here']"
+
+
+DISAGREES = """
+import mntrain, torch
+with mntrain.init(device="cpu", tune=False) as world:
+    model = torch.nn.Linear(300, 400)
+    optimizer = world.optimizer(model, torch.optim.AdamW)
+    for step in range(2):
+        model(torch.ones(2, 300)).sum().backward()
+        if world.rank == 1:
+            world.sum([1.0])
+        optimizer.step()
+"""
+
+
+@pytest.mark.thorough
+def test_ranks_that_disagree_end_with_one_error_that_is_printed_once():
+    result = mpirun(3, [sys.executable, "-c", DISAGREES], timeout=60)
+    assert not result.timed_out, result.report()
+    assert result.returncode == 1, result.report()
+    assert result.stderr.count("mntrain: error: ranks wait for each other") == 1, result.report()
+    assert "rank 1: world.sum: all_reduce of 1 float64" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -6,7 +6,8 @@ from launch import MPI_TESTS, run_suite
 # On one rank, the tests whose subject differs there. On two and three ranks together, every test.
 # On four, the tests that depend on which rank is on which node; parity and wire dtypes also run on
 # emulated nodes of two ranks each.
-OF_ONE = ("checkpoint", "collectives", "shared_memory", "parity", "state", "trainer", "world")
+OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "state")
+OF_ONE += ("trainer", "world")
 OF_NODES = ("collectives", "state", "transports")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("jobs", "cost", "stage_cost", "soak", "transports", "wire")
@@ -18,15 +19,15 @@ SUITES = {
 }
 
 
-# In a launch of its own: an abandoned world keeps the memory of pending collectives for the life of
-# its process, which tests of memory would find.
-APART = MPI_TESTS / "test_abandon.py"
+# In a launch of their own: a world that was abandoned, or whose ranks disagreed, keeps the memory
+# of pending collectives for the life of its process, which tests of memory would find.
+APART = [MPI_TESTS / "test_abandon.py", MPI_TESTS / "test_disagreement.py"]
 
 
 def check(ranks, files, *, everything):
     """Run the files of a suite, and fail with the report of the first launch that fails."""
-    apart = [[APART]] if MPI_TESTS in files else []
-    for arguments in (*apart, [*files, f"--ignore={APART}"]):
+    apart = [APART] if MPI_TESTS in files else []
+    for arguments in (*apart, [*files, *(f"--ignore={file}" for file in APART)]):
         result = run_suite(ranks, arguments, timeout=600, everything=everything)
         if result.returncode != 0:
             pytest.fail(result.report(), pytrace=False)

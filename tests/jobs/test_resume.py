@@ -12,6 +12,7 @@ from job import SMALL, completed, losses, metrics, summary, train, write_corpus
 from launch import TESTS, mpirun
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
+from mntrain.watch.recording import FILE_BYTES
 
 ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
 
@@ -121,6 +122,7 @@ OLD_OPTIONS = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_version_0_1_is_verified():
     path = OLD / "step-00000003"
     verified = ckpt("verify", path)
@@ -144,8 +146,9 @@ def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path, ranks):
 def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_path):
     small = tmp_path / "run"
     small.mkdir()
-    # Room for one checkpoint of about 0.5 MB, not for two.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", small], check=True)
+    # Room for the recordings, and for one checkpoint of about 0.5 MB, not for two.
+    room = 2 * FILE_BYTES + 900_000
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", small], check=True)
     try:
         result = train(2, tmp_path, "--checkpoint.every", "2")
         assert steps_kept(tmp_path) == [2]

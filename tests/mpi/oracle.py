@@ -68,10 +68,17 @@ def init(algorithm="lanes", ranks_per_node=2, bucket_mb=SMALL, **options):
 
 
 STAGES = [(0, "element"), (1, "element"), (1, "parameter"), (2, "element"), (2, "parameter")]
+QUICK_STAGES = [(0, "element"), (1, "element"), (2, "parameter")]  # test_stages.py has all of them
 modes = pytest.mark.parametrize(
     "mode",
-    [{"stage": stage, "partition": partition} for stage, partition in STAGES],
-    ids=[f"{stage}-{partition}" for stage, partition in STAGES],
+    [
+        pytest.param(
+            {"stage": stage, "partition": partition},
+            id=f"{stage}-{partition}",
+            marks=[] if (stage, partition) in QUICK_STAGES else [pytest.mark.thorough],
+        )
+        for stage, partition in STAGES
+    ],
 )
 
 
@@ -108,6 +115,7 @@ def make_optimizers(world):
     made = []
 
     def make(model, optimizer_class, **options):
+        options.setdefault("overlap_forward", True)  # the harder case
         made.append(world.optimizer(model, optimizer_class, **options))
         return made[-1]
 

@@ -88,7 +88,7 @@ def test_remaining_ranks_train_on_in_another_world(stage):
     hooks, before = (sys.excepthook, threading.excepthook), threads()
     world = make_world("lanes")
     model = build()
-    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage, overlap_forward=True)
     losses = [train(world, model, optimizer, 0)]
     optimizer.wait_for_parameters()
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -103,7 +103,9 @@ def test_remaining_ranks_train_on_in_another_world(stage):
             assert smaller.size == LAST
             model.load_state_dict(saved)
             model.zero_grad()
-            optimizer = smaller.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+            optimizer = smaller.optimizer(
+                model, torch.optim.SGD, lr=0.1, stage=stage, overlap_forward=True
+            )
             losses += [train(smaller, model, optimizer, step) for step in range(1, STEPS)]
             optimizer.wait_for_parameters()
         assert losses == pytest.approx(expected_losses(), rel=1e-12)

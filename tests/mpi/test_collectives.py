@@ -24,7 +24,7 @@ from cases import (
 )
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL, make_world
 
-from mntrain.comm import algorithms, hierarchical, mpi, pending, shared_memory
+from mntrain.comm import algorithms, mpi, pending, shared_memory
 from mntrain.comm.algorithms import AlgorithmChoice
 
 pytestmark = pytest.mark.mpi
@@ -289,8 +289,8 @@ def test_ranks_that_wake_their_threads_at_different_times_do_not_block_each_othe
 
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
-    monkeypatch.setattr(pending, "TAGS", 16)
-    monkeypatch.setattr(hierarchical, "TAGS", 16)
+    monkeypatch.setattr(pending, "CHUNK_TAGS", 16)
+    monkeypatch.setattr(mpi, "CHUNK_TAGS", 16)
     for algorithm in FASTER:
         way = ways(algorithm, layout, 64)
         several = [c for place in PLACES for c in cases(way, [403], roots=[0], place=place)]

@@ -1,11 +1,13 @@
 """Whole training jobs, several in one launch: on some of its ranks, in parts, and refused."""
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from mntrain.cli import parse
 from mntrain.errors import TrainingStoppedError
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
+from mntrain.train import run_directory
 from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -211,8 +214,34 @@ def test_another_run_may_begin_with_a_checkpoint(folder, stopped):
 def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(folder, stopped):
     assert train(folder, "--run.stop-after", "1") == 0
     said = refusal(train, folder, "--run.resume", str(stopped / "run"))
-    assert said.endswith("holds a run already: give another --run.dir")
+    assert said.endswith("holds a run already: give another run directory")
     assert [line["step"] for line in metrics(folder)] == [1]
+
+
+class StoppedClock(datetime):
+    """A clock on which all jobs start in the same second."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2026, 1, 2, 3, 4, 5, tzinfo=tz)
+
+
+def test_jobs_that_start_in_the_same_second_get_directories_of_their_own(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(run_directory, "datetime", StoppedClock)
+    if RANK == 0:
+        write_corpus(folder)
+    meet()
+    jobs = min(2, RANKS)
+    part = MPI.COMM_WORLD.Split(RANK % jobs)
+    assert train(folder, "--run.dir", "none", comm=part) == 0
+    found = {path.name: path for path in (folder / "runs").iterdir()}
+    assert sorted(found) == ["20260102-030405", "20260102-030405-2"][:jobs]
+    sizes = [len(json.loads((p / "summary.json").read_text())["ranks"]) for p in found.values()]
+    assert sum(sizes) == RANKS
+    meet()
+    assert "none.txt" in refusal(train, folder, "--run.dir", "none", "--data.path", "none.txt")
+    assert len(list((folder / "runs").iterdir())) == jobs
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(folder):
@@ -220,7 +249,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(folder):
         (folder / "run").write_text("a file of somebody's")
     meet()
     said = refusal(train, folder)
-    assert "run: no files can be made there (File exists); give a folder in which they can" in said
+    assert "run (File exists): give a folder in which they can" in said
 
 
 @pytest.mark.thorough
@@ -277,7 +306,7 @@ def stopped():
             "--run.seed was 0, and is 3. Give the same, or another --run.dir to begin anew",
         ),
         (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
-        (["--run.resume", "never"], "holds a run already: give another --run.dir"),
+        (["--run.resume", "never"], "holds a run already: give another run directory"),
         (["--run.resume", "no/such/run"], "--run.resume no/such/run: there is no checkpoint"),
     ],
 )

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from mpi4py import MPI
-from worlds import RANKS, Worlds, make_world, refusal
+from worlds import BUT_LAST, RANKS, Worlds, make_world, refusal
 
 import mntrain
 from mntrain.comm import algorithms, mpi
@@ -61,7 +61,7 @@ def test_cuda_where_there_is_none_is_refused():
 )
 def test_arguments_that_are_good_but_differ_between_ranks_are_refused(name, usual, other):
     said = refusal(mntrain.init, device="cpu", **{name: other if COMM.rank == LAST else usual})
-    assert said == f"{name} differs between ranks: rank 0 has {usual}, rank {LAST} has {other}"
+    assert said == f"{name} differs between ranks: {BUT_LAST} {usual}, rank {LAST} has {other}"
 
 
 # Communicators, from `init` to `close`.
@@ -166,6 +166,15 @@ def test_no_communicator_is_not_the_whole_world():
     else:
         with pytest.raises(ValueError, match="null communicator"):
             mntrain.init(part, device="cpu")
+
+
+def test_a_world_may_be_closed_within_its_block():
+    with make_world() as world:
+        optimizer = world.optimizer(torch.nn.Linear(3, 3), torch.optim.SGD, stage=1)
+        world.close()
+        world.close()
+        assert not optimizer.param_groups[0]["momentum"]
+    assert COMM.allreduce(1) == RANKS
 
 
 def test_a_closed_world_says_so():

@@ -25,10 +25,9 @@ from oracle import (
     rows,
     samples,
 )
+from sharding import sharded
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-
-from mntrain.data.loader import ShardedLoader
 
 pytestmark = pytest.mark.mpi
 
@@ -106,7 +105,7 @@ def test_unequal_shares(algorithm, ranks_per_node, loader):
     with init(algorithm, ranks_per_node) as world:
         optimizer = world.optimizer(model, ADAMW, max_grad_norm=MAX_NORM)
         ours = world.shard(loader(), seed=3)
-        whole = ShardedLoader(loader(), 0, 1, 3, lambda count: None)
+        whole = sharded(loader(), seed=3)
         for _ in range(2):
             for batch, global_batch in zip(ours, whole, strict=True):
                 norm = alone.step(loss_of(alone.model, global_batch))

@@ -7,6 +7,7 @@ import torch
 from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
+from mntrain.comm import small_messages
 from mntrain.comm.chunked import small_collective
 from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
 
@@ -38,6 +39,14 @@ def test_every_verb_at_every_size_twice(ways, gathers, algorithm, layout):
     run(way.world, several)  # on the same tensors
     empty = sum(case.tensor.numel() == 0 for case in several)
     assert len(gathers) == (2 * (len(several) - empty) if RANKS > 1 else 0)
+
+
+def test_every_verb_along_trees_of_many_ranks(ways, monkeypatch):
+    monkeypatch.setattr(small_messages, "DIRECT_RANKS", 1)
+    way = ways("lanes", VIRTUAL[-1]).gathered()
+    for root in range(RANKS):
+        run(way.world, cases(way, [1, 17, 1003], roots=[root]))
+    assert way.world.gather("x" * RANK) == ["x" * rank for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))

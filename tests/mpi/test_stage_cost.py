@@ -18,7 +18,7 @@ WIDE = 2  # fp64 elements, counted in those of 4 bytes
 
 # Small all-reduces of fp64 numbers: that a rank goes on or is done (with its weight, its divisor
 # and the parameters that it misses), and the norm.
-ROLL_CALL, NORM = 4, 1
+ROLL_CALL, NORM = 8, 1
 
 
 class Vectors(nn.Module):

@@ -39,8 +39,15 @@ BY_PARAMETER = {
 }
 
 
+# tests/unit/zero/test_partition_trial.py tries every one of them.
+QUICK = ("Adam amsgrad", "AdamW fused", "Adagrad", "SGD nesterov", "Lion")
+
+
 @pytest.mark.parametrize("partition", ["element", "parameter"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.thorough]) for n in ELEMENTWISE],
+)
 def test_optimizers_that_work_by_element_equal_torch_at_stage_2(world, make, name, partition):
     model = net()
     alone = Alone(model, ELEMENTWISE[name])

@@ -92,7 +92,18 @@ def covering(factors):
     return found
 
 
+def with_every_choice(grid):
+    """Rows of a grid that hold every choice at least once: greedily, so not many."""
+    missing = {choice for row in grid for choice in enumerate(row)}
+    found = []
+    while missing:
+        found.append(max(grid, key=lambda row: len(missing & set(enumerate(row)))))
+        missing -= set(enumerate(found[-1]))
+    return found
+
+
 GRID = covering(list(FACTORS.values()))
+QUICK = with_every_choice(GRID)
 
 
 def title(row):
@@ -114,7 +125,13 @@ def parts_of(batch, micro_batches):
     return [[rows(share, 0, 1), rows(share, 1, None)] for share in shares]
 
 
-@pytest.mark.parametrize("row", GRID, ids=title)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(r, id=title(r), marks=[] if r in QUICK else [pytest.mark.thorough])
+        for r in GRID
+    ],
+)
 def test_every_stage_equals_one_process(worlds, row):
     (algorithm, layout), (stage, partition), name, micro_batches, kind, bucket_mb, limit = row
     model = MODELS[name]()

@@ -109,8 +109,8 @@ def summary_of(folder: Path) -> dict:
     ("signals", "status", "code"),
     [
         ([signal.SIGINT], "interrupted", 130),
-        ([signal.SIGTERM], "preempted", 75),
-        ([signal.SIGUSR1, signal.SIGUSR1], "preempted", 75),
+        pytest.param([signal.SIGTERM], "preempted", 75, marks=pytest.mark.thorough),
+        pytest.param([signal.SIGUSR1, signal.SIGUSR1], "preempted", 75, marks=pytest.mark.thorough),
         ([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT], "preempted", 75),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_job_ends_before_its_deadline(world, tmp_path):
         summary = summary_of(tmp_path)
         assert (summary["status"], summary["reason"]) == (
             "preempted",
-            "--run.max-minutes 0.0333333",
+            "its 0.0333333 minutes are over",
         )
         newest = list_checkpoints(tmp_path / "run")[0]
         assert inspect(newest).step == summary["steps"] == steps_taken(tmp_path)
@@ -209,7 +209,7 @@ def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most
 
 @pytest.mark.thorough
 def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mntrain.train.checkpointing._LONG_WAIT_S", 0.0)
+    monkeypatch.setattr("mntrain.run.checkpointing._LONG_WAIT_S", 0.0)
     config = replace(small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1"))
     assert Trainer(world, config).fit() == 0
     warned = capsys.readouterr().err.count("since the checkpoint before was still being written")

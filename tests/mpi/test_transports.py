@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mpi4py import MPI
 import mntrain
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.nccl import shared_store
 from mntrain.comm.transport import (
     TransportContext,
     TransportError,
@@ -314,6 +316,23 @@ def test_a_group_that_one_rank_cannot_make_is_refused_on_all_ranks(rig):
     assert one.select("auto", connect=fail_on_rank_1) == f"host; not nccl: {reason}"
     with pytest.raises(TransportError, match=f"transport nccl: {reason}; choose host"):
         one.select("nccl", connect=fail_on_rank_1)
+
+
+@several
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the ports from /proc")
+def test_the_store_of_a_node_is_reachable_on_the_loopback_interface_only(rig):
+    one = rig(COMM.size)
+    store = one.on_thread(lambda: shared_store(one.world._parts.node))
+    COMM.Barrier()
+    fields = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()
+    ]
+    port = f":{store.port:04X}"
+    listening = {local for _, local, _, state, *_ in fields if state == "0A"}
+    assert {local for local in listening if local.endswith(port)} == {f"0100007F{port}"}
+    COMM.Barrier()  # the leader's store is open until all have looked
 
 
 @several

@@ -1,10 +1,13 @@
 """Attributes, small collectives and agreed errors of a world."""
 
+import re
+
 import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
-from worlds import LAYOUTS, RANKS, Worlds, refusal
+from torch.utils.data import TensorDataset
+from worlds import BUT_LAST, LAYOUTS, RANKS, Worlds, refusal
 
 import mntrain
 from mntrain.comm.topology import Topology
@@ -216,29 +219,44 @@ def test_buffers_are_taken_from_rank_0(world):
     assert model[1].running_mean.item() == 1
 
 
+def test_expanded_buffers_are_taken_from_rank_0_at_the_start_and_after_steps(world):
+    model = nn.Linear(2, 1)
+    row = torch.full((1, 3), world.rank + 1.0)
+    model.register_buffer("rows", row.expand(4, 3))
+    model.register_buffer("empty", row.expand(0, 3))
+    optimizer = world.optimizer(model, **SGD)
+    assert model.rows.tolist() == [[1, 1, 1]] * 4
+    row.fill_(world.rank + 5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert model.rows.tolist() == [[5, 5, 5]] * 4
+    assert model.rows.stride() == (0, 1)
+    optimizer.close()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (
             lambda odd: two_layers(4 if odd else 3),
-            "rank 0 has 0.weight (3, 2) float32, rank {last} has 0.weight (4, 2) float32",
+            "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (4, 2) float32",
         ),
         (
             lambda odd: two_layers(dtype=torch.float64 if odd else torch.float32),
-            "rank 0 has 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float64",
+            "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float64",
         ),
         (
             lambda odd: nn.Sequential(nn.Linear(2, 3, bias=odd)),
-            "rank 0 has no more, rank {last} has 0.bias (3,) float32",
+            "{but_last} no more, rank {last} has 0.bias (3,) float32",
         ),
         (
             lambda odd: nn.Sequential(nn.Linear(2, 3, bias=not odd)),
-            "rank 0 has 0.bias (3,) float32, rank {last} has no more",
+            "{but_last} 0.bias (3,) float32, rank {last} has no more",
         ),
         (
             lambda odd: two_layers().requires_grad_(not odd),
-            "rank 0 has 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float32 frozen",
+            "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float32 frozen",
         ),
         (
             lambda odd: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3) if odd else nn.ReLU()),
@@ -250,12 +268,15 @@ def test_buffers_are_taken_from_rank_0(world):
 def test_different_models_are_refused_on_all_ranks(world, build, words):
     said = refusal(world.optimizer, build(world.rank == LAST), **SGD)
     assert said.startswith("the model differs between ranks: ")
-    assert words.format(last=LAST) in said
+    assert words.format(last=LAST, but_last=BUT_LAST) in said
 
 
 @pytest.mark.mpi(min_size=2)
 def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
-    said = refusal(world.optimizer, two_layers(), torch.optim.SGD, lr=-1.0 if world.rank else 0.1)
+    def make(params):
+        return torch.optim.SGD(params, lr=-1.0 if world.rank else 0.1)
+
+    said = refusal(world.optimizer, two_layers(), make)
     assert "Invalid learning rate: -1.0" in said
     assert said.startswith("rank")
     # No rank has begun what the refusing ones never join: the next collective meets nothing else.
@@ -282,7 +303,7 @@ def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
 def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other):
     given = {name: other if world.rank == LAST else usual}
     said = refusal(world.optimizer, two_layers(), **given, **SGD)
-    assert said == f"{name} differs between ranks: rank 0 has {usual}, rank {LAST} has {other}"
+    assert said == f"{name} differs between ranks: {BUT_LAST} {usual}, rank {LAST} has {other}"
 
 
 def test_a_hook_and_a_schedule_are_passed_on(world):
@@ -295,6 +316,32 @@ def test_a_hook_and_a_schedule_are_passed_on(world):
         assert "give one of the two" in refusal(
             narrow.optimizer, two_layers(), comm_hook=hook, **SGD
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"learning_rate": 3}, "AdamW cannot be made with these arguments: .*'learning_rate'"),
+        ({"model": [1]}, "model is of type list: give the torch.nn.Module to train"),
+        ({"optimizer_class": None}, "optimizer_class is of type NoneType: give a class such as"),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_no_model_class_or_argument_is_refused_by_all(world, change, words, stage):
+    given = {"model": two_layers(), "optimizer_class": torch.optim.AdamW, "stage": stage, **change}
+    assert re.match(words, refusal(world.optimizer, **given))
+
+
+def test_an_optimizer_in_place_of_its_class_is_refused(world):
+    model = two_layers()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "optimizer_class is of type SGD" in refusal(world.optimizer, model, made)
+
+
+def test_a_dataset_in_place_of_a_loader_is_refused(world):
+    for wrong in (TensorDataset(torch.ones(4, 2)), 5):
+        with pytest.raises(ValueError, match=r"loader is of type (TensorDataset|int): give"):
+            world.shard(wrong)
 
 
 def test_an_unknown_stage_is_refused(world):

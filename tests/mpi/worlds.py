@@ -58,6 +58,17 @@ class Worlds:
             world.close()
 
 
+def have(ranks):
+    """The ranks of a range as the error about a difference names them: ranks 0, 1 have."""
+    first, *_, last = [*ranks, ranks[-1]]
+    if first == last:
+        return f"rank {first} has"
+    return f"ranks {first}{', ' if last == first + 1 else ' to '}{last} have"
+
+
+BUT_LAST = have(range(max(RANKS - 1, 1)))
+
+
 def refusal(function, *args, **kwargs):
     """Call what every rank must refuse alike, and return the words."""
     with pytest.raises(AgreedError) as error:

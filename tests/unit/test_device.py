@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.device import assign, move, name_of, sharing, visible_gpus
+from mntrain.device import assign, move, name_of, visible_gpus
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -92,16 +92,6 @@ def test_every_rank_gets_a_gpu_that_it_sees(everyone):
 def test_ranks_that_see_all_gpus_are_spread_evenly(count, ranks):
     used = Counter(gpus(*["abcdef"[:count]] * ranks))
     assert not ranks or max(used.values()) == -(-ranks // count)
-
-
-def test_a_shared_gpu_is_reported_with_the_fix():
-    hosts, names = [0, 0, 2, 2], ["n0", "n0", "n1", "n1"]
-    for nobody in (["", ""], ["a", "b"], []):
-        assert sharing(hosts[: len(nobody)], names[: len(nobody)], nobody) == ""
-    assert sharing(hosts, names, ["a", "b", "a", "b"]) == ""  # two hosts may number alike
-    text = sharing(hosts, names, ["a", "b", "a", "a"])
-    assert "(up to 2 ranks on one GPU of n1)" in text
-    assert "srun --gpus-per-task=1 or --gpu-bind=none" in text
 
 
 # Identifiers of GPUs

@@ -53,9 +53,10 @@ class ReducibleBucket:
 
     def reduce(self, wire: torch.dtype | None = None) -> Work:
         """Start the all-reduce or reduce-scatter that the bucket needs. Collective."""
+        collectives = self.collectives.named(f"gradient bucket {self.index}")
         if self.sharded:
-            return self.collectives.reduce_scatter(self.gradients, self.layout.bounds, wire=wire)
-        return self.collectives.all_reduce(self.gradients, wire=wire)
+            return collectives.reduce_scatter(self.gradients, self.layout.bounds, wire=wire)
+        return collectives.all_reduce(self.gradients, wire=wire)
 
 
 class CommHook:
@@ -90,8 +91,8 @@ class ChainedWork:
 
     `steps` is a generator that yields works. It runs up to its first work at once, and from one
     work to the next inside `advance` and `wait`, which have to be called at the same point of the
-    program on every rank: the optimizer does so when it launches a bucket and in `synchronize`.
-    Call `synchronize` before a `zero_grad` that discards gradients without a `step`.
+    program on every rank: the optimizer does so when it launches a bucket and at the end of
+    backward.
     """
 
     def __init__(self, steps: Iterator[Work]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mntrain.comm.buffers import as_bytes
 from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext
-from mntrain.comm.mpi import TAGS, Communicator, Requests
+from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.pending import Steps
 from mntrain.comm.staging import TensorAccess
 from mntrain.comm.topology import Topology
@@ -29,7 +29,7 @@ def run_naive(call: CollectiveCall, access: TensorAccess, context: CommContext) 
     access.begin()
     yield access.here
     tensor, comm = access.host, context.comm
-    tag = comm.number_chunks(1) % TAGS
+    tag = comm.tags(call.ticket.digest, 1).of(0)
     if call.verb == "broadcast":
         data = as_bytes(tensor)
         if comm.rank != call.root:

@@ -6,8 +6,8 @@ from itertools import cycle
 
 import pytest
 
+from mntrain.comm.backoff import WaitPolicy, pause
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.mpi import WaitPolicy, pause
 from mntrain.comm.shared_memory import DEPTH
 
 WINDOW = 5
@@ -420,6 +420,101 @@ def test_an_interrupt_in_steps_of_another_future_reaches_who_drives(engine):
     assert second.wait() == "b"
     with pytest.raises(KeyboardInterrupt):
         first.wait()
+
+
+# Streams.
+
+
+def test_a_stream_does_not_wait_for_another_one(engine):
+    log, gate = [], threading.Event()
+    other = engine.add_stream("other")
+    first = engine.submit(Steps(log, "a", chunk=gate.is_set))
+    later = engine.submit(alone(log, "b"))
+    assert engine.submit(Steps(log, "c", count=3), stream=other).wait() == "c"
+    assert engine.submit(alone(log, "d"), wake=False, stream=other).wait() == "d"
+    assert [first.done, later.done] == [False, False]
+    gate.set()
+    assert (first.wait(), later.wait()) == ("a", "b")
+    until(lambda: engine.idle)
+
+
+def test_a_caller_returns_when_another_one_has_progressed_its_collective(engine):
+    gate, own = threading.Event(), threading.Event()
+    other = engine.add_stream("other")
+    first = engine.submit(Steps([], "a", chunk=gate.is_set))
+    second = engine.submit(Steps([], "b", chunk=own.is_set), stream=other)
+    driver = threading.Thread(target=first.wait)
+    driver.start()
+    until(engine._turn.locked)
+    waiting = threading.Thread(target=second.wait)
+    waiting.start()
+    time.sleep(0.05)
+    own.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert driver.is_alive()
+    gate.set()
+    driver.join(10)
+
+
+def test_an_error_of_a_stream_leaves_others_alone(engine):
+    gate, other = threading.Event(), engine.add_stream("other")
+    bad = engine.submit(Steps([], "a", chunk=fail))
+    good = engine.submit(Steps([], "b", chunk=gate.is_set), stream=other)
+    with pytest.raises(OSError, match="no way"):
+        bad.wait()
+    gate.set()
+    assert good.wait() == "b"
+
+
+def test_close_finishes_all_streams():
+    engine = ProgressEngine()
+    end, other = time.monotonic() + 0.05, engine.add_stream("other")
+    future = engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end), stream=other)
+    engine.close()
+    assert future.done
+
+
+class Found:
+    """A watch that finds an error when it is asked for the third time."""
+
+    def __init__(self):
+        self.asked = []
+
+    def look(self, waits_in):
+        self.asked.append(waits_in)
+        return ValueError("ranks disagree") if len(self.asked) == 3 else None
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_what_a_watch_finds_ends_all_streams(monkeypatch, wakes):
+    monkeypatch.setattr("mntrain.comm.engine.STALL_S", 0.05)
+    engine = ProgressEngine()
+    engine.watch, other = Found(), engine.add_stream("other")
+    done = engine.submit(alone([], "a"))
+    assert done.wait() == "a"
+    futures = [engine.submit(Steps([], "b", chunk=lambda: False), wake=wakes)]
+    futures.append(engine.submit(alone([], "c", lambda: False), wake=wakes, stream=other))
+    for future in reversed(futures):
+        with pytest.raises(ValueError, match="ranks disagree"):
+            future.wait()
+    with pytest.raises(ValueError, match="ranks disagree"):
+        engine.submit(Steps([], "d"))
+    assert set(engine.watch.asked) <= {"", "other"}
+    assert engine.abandoned
+    assert done.wait() == "a"
+    engine.close()
+
+
+def test_a_watch_is_not_asked_while_something_moves(engine, monkeypatch):
+    monkeypatch.setattr("mntrain.comm.engine.STALL_S", 0.2)
+    engine.watch = Found()
+    end = time.monotonic() + 0.6
+    while time.monotonic() < end:
+        engine.submit(Steps([], "a")).wait()
+    time.sleep(0.3)  # idle
+    assert engine.watch.asked == []
+    engine.watch = None
 
 
 # Errors.

@@ -63,6 +63,14 @@ def test_a_collective_is_entered_or_left_when_all_ranks_have():
     assert all(view.all_entered(0) and view.all_left(0) for view in flags)
 
 
+def test_a_collective_with_unequal_digests_is_never_entered_by_all():
+    flags, _ = make(3)
+    for number, digests in enumerate([(7, 7, 7), (7, 8, 7)]):
+        for view, digest in zip(flags, digests, strict=True):
+            view.enter(torch.zeros(1), digest)
+        assert [view.all_entered(number) for view in flags] == [number == 0] * 3
+
+
 def test_every_rank_sees_the_other_ranks_tensors():
     flags, memories = make(3)
     tensors = [memory.allocate(4096).view(torch.float32) for memory in memories]

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.comm.mpi import SIZE_VARIABLES, SilentSingletonsError, check_launcher
 from mntrain.comm.topology import Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
@@ -156,71 +155,3 @@ def test_slots_go_by_lane_then_by_node_then_by_local_rank(topology):
         for rank in topology.owners
     ]
     assert keys == sorted(keys)
-
-
-# What mpirun and srun leave in the environment, against the world that MPI sees.
-
-
-@pytest.mark.parametrize("variable", SIZE_VARIABLES)
-def test_a_launcher_that_started_more_ranks_than_mpi_sees_is_an_error(variable):
-    with pytest.raises(SilentSingletonsError) as error:
-        check_launcher({variable: "4"}, 1)
-    words = str(error.value)
-    assert f"the launcher started 4 ranks ({variable}=4), but MPI sees a world of 1" in words
-    assert "Use the mpirun of the same MPI" in words
-    assert "srun --mpi=pmix" in words
-    assert f"unset {variable}" in words
-
-
-def test_the_size_variables_are_those_of_the_launchers():
-    assert set(SIZE_VARIABLES) == {
-        "OMPI_COMM_WORLD_SIZE",
-        "PMI_SIZE",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_NTASKS",
-    }
-
-
-@pytest.mark.parametrize("variable", SIZE_VARIABLES)
-@pytest.mark.parametrize("started", ["1", "4"])
-def test_as_many_ranks_as_mpi_sees_or_fewer_are_in_order(variable, started):
-    check_launcher({variable: started}, 4)
-
-
-@pytest.mark.parametrize("value", ["", "4(x2)", "-1", "four"])
-def test_a_variable_that_is_no_number_says_nothing(value):
-    check_launcher({"SLURM_NTASKS": value}, 1)
-
-
-def test_without_a_launcher_a_world_of_one_is_in_order():
-    check_launcher({"HOME": "/"}, 1)
-
-
-@pytest.mark.parametrize(
-    ("inner", "outer"),
-    [
-        ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"),
-        ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"),
-        ("PMI_SIZE", "SLURM_NTASKS"),
-        ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    ],
-)
-def test_the_launcher_within_the_job_knows_better_than_the_job(inner, outer):
-    check_launcher({inner: "2", outer: "8"}, 2)
-    with pytest.raises(SilentSingletonsError, match=f"started 2 ranks .{inner}=2"):
-        check_launcher({inner: "2", outer: "8"}, 1)
-
-
-def test_a_pmix_rank_above_the_world_gives_the_mismatch_away():
-    with pytest.raises(SilentSingletonsError, match=r"started 4 ranks .PMIX_RANK=3.* unset PMIX"):
-        check_launcher({"PMIX_RANK": "3"}, 1)
-
-
-def test_a_pmix_rank_within_the_world_is_in_order():
-    check_launcher({"PMIX_RANK": "3"}, 4)
-    check_launcher({"PMIX_RANK": "0"}, 1)
-
-
-def test_a_stated_size_counts_for_more_than_a_pmix_rank():
-    check_launcher({"SLURM_NTASKS": "1", "PMIX_RANK": "3"}, 1)

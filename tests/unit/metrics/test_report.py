@@ -31,7 +31,7 @@ from rich.console import Console
 
 from mntrain.metrics.report import Reporter, plain
 from mntrain.rank_info import Place, Usage
-from mntrain.train.summary import memory_by_role
+from mntrain.run.resources import memory_by_role
 from zero.memory import Memory
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

@@ -11,7 +11,8 @@ from torch import nn
 from mntrain.comm.topology import Topology
 from mntrain.config import Config, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
-from mntrain.train.summary import JobResult, describe_job, memory_by_role, peak_flops
+from mntrain.run.resources import memory_by_role
+from mntrain.train.summary import JobResult, describe_job, peak_flops
 from zero.memory import Memory
 
 
@@ -38,7 +39,6 @@ def described(device="cpu", reasons=("", "", "", "")):
         library=SimpleNamespace(name="MPICH 5.0.2", threads="multiple"),
         collectives=SimpleNamespace(no_shared_memory_reason=reasons[0]),
         gather=lambda value: list(reasons),
-        sharing="ranks share GPUs",
         tuning="lanes: 1.9x flat",
         transport_line="host: by any MPI" if device == "cuda" else "",
         kernels=SimpleNamespace(why="torch: CuPy is absent"),
@@ -53,7 +53,7 @@ def described(device="cpu", reasons=("", "", "", "")):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_description_has_model_place_tuning_warnings_and_sharding(device):
+def test_description_has_model_place_tuning_and_sharding(device):
     reporter = described(device)
     of_gpu = ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
     assert reporter.notes == [
@@ -63,15 +63,15 @@ def test_description_has_model_place_tuning_warnings_and_sharding(device):
         *(of_gpu if device == "cuda" else []),
         "zero: stage 2, by element; precision bf16-pure",
     ]
-    assert reporter.warnings == ["ranks share GPUs"]
+    assert reporter.warnings == []
     assert reporter.shown == ["a place"]
 
 
 def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
-    _, said = described(reasons=("", "", "no room", "no room")).warnings
+    (said,) = described(reasons=("", "", "no room", "no room")).warnings
     assert "messages" in said
     assert "(node 1: no room). Run all ranks of a node as one user, in one container" in said
-    _, both = described(reasons=("no room", "no room", "denied", "denied")).warnings
+    (both,) = described(reasons=("no room", "no room", "denied", "denied")).warnings
     assert "(node 0: no room; node 1: denied)" in both
 
 

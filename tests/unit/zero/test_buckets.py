@@ -1,14 +1,15 @@
 """When buckets are launched, in which order, and what a rank's gradient is said to stand for."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from first_of_two import FirstOfTwo
-from torch import nn
+from sharding import sharded
+from torch import Tensor, nn
 
-from mntrain.data.loader import ShardedLoader
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.step_weights import BatchWeight
 
@@ -118,15 +119,17 @@ def test_a_bucket_leaves_before_backward_reaches_the_next_layer():
         ("backward below layer", 1),
         ("launch", first),
         ("backward below layer", 0),
+        *(("wait", address) for address in reversed(chained.buckets)),
     ]
 
 
-def test_a_step_waits_for_the_buckets_in_the_order_of_their_launch():
+def test_backward_has_waited_for_the_buckets_and_step_does_not_again():
     chained = Chained()
     chained.loss().backward()
     chained.log.clear()
+    chained.optimizer.synchronize()
     chained.optimizer.step()
-    assert chained.log == [("wait", address) for address in reversed(chained.buckets)]
+    assert chained.log == []
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -138,12 +141,12 @@ def test_the_order_of_launches_is_not_that_of_backward(order):
     assert chained.launches() == [2, 1, 0] * 2
 
 
-def test_a_bucket_without_a_gradient_is_launched_by_the_step():
+def test_a_bucket_without_a_gradient_is_launched_at_the_end_of_backward():
     chained = Chained(order=(0, 2, 2))  # layer 1 is left out, layer 2 taken twice
     chained.loss().backward()
-    assert chained.launches() == [2]
-    chained.optimizer.step()
+    launches = [i for i, (what, _) in enumerate(chained.log) if what == "launch"]
     assert chained.launches() == [2, 1, 0]
+    assert launches[0] < chained.log.index(("backward below layer", 0)) < launches[1]
 
 
 def test_one_large_bucket_leaves_when_the_last_gradient_is_in():
@@ -155,15 +158,18 @@ def test_one_large_bucket_leaves_when_the_last_gradient_is_in():
         ("backward below layer", 1),
         ("launch", bucket),
         ("backward below layer", 0),
+        ("wait", bucket),
     ]
 
 
 def test_gradients_become_views_into_what_the_collectives_allocated():
-    chained = Chained(bucket_bytes=1 << 20)
-    assert all(p.grad is None for p in chained.model.parameters())
-    chained.loss().backward()
-    storages = {p.grad.untyped_storage().data_ptr() for p in chained.model.parameters()}
-    assert storages == set(chained.buckets)
+    recording, model = Recording([]), Chain([])
+    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, recording, lr=0.1)
+    assert all(p.grad is None for p in model.parameters())
+    model(torch.ones(2, WIDTH, requires_grad=True)).square().mean().backward()
+    (flat,) = recording.allocated
+    for parameter in model.parameters():
+        assert 0 <= parameter.grad.data_ptr() - flat.data_ptr() < flat.nbytes
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
@@ -207,7 +213,7 @@ def test_zero_grad_leaves_none_or_zeros(stage, set_to_none):
         optimizer.step()
         optimizer.zero_grad(set_to_none)
         gradient = model.weight.grad
-        assert gradient is None if set_to_none or stage == 2 else gradient.item() == 0.0
+        assert gradient is None if set_to_none else gradient.item() == 0.0
     assert model.weight.item() == 1.0 - 3.0 - 3.0
 
 
@@ -248,33 +254,124 @@ def test_no_sync_may_be_nested():
 
 
 @stages
-def test_a_second_backward_in_a_step_is_refused(stage, world):
-    model, _optimizer = linear(stage, world)
+def test_a_second_backward_in_a_step_adds_its_mean(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.share(4)
     mean(model, 3.0).backward()
-    with pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"):
-        mean(model, 5.0).backward()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_second_backward_is_refused_before_the_bucket_has_left(stage):
-    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, SingleProcessCollectives(), stage=stage
-    )
-    model[0](torch.ones(1, 1)).mean().backward()
-    with pytest.raises(RuntimeError, match=r"parameter 0\.(weight|bias) .* optimizer\.no_sync\(\)"):
-        model[0](torch.ones(1, 1)).mean().backward()
+    optimizer.share(2)
+    mean(model, 5.0).backward()
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (8.0, 6.0)
+    assert model.weight.item() == 1.0 - 8.0
 
 
 @stages
-def test_accumulating_into_a_bucket_in_flight_is_refused(stage, world):
+def test_weighted_and_plain_backward_passes_add_their_means(stage, world):
     model, optimizer = linear(stage, world)
+    optimizer.share(4)
     mean(model, 3.0).backward()
-    with (
-        optimizer.no_sync(),
-        pytest.raises(RuntimeError, match=r"parameter weight .* optimizer\.no_sync\(\)"),
-    ):
-        mean(model, 5.0).backward()
+    optimizer.backward(mean(model, 5.0), weight=7)
+    optimizer.backward(mean(model, 5.0), weight=3)
+    assert optimizer.step().grad_norm == 13.0
+
+
+@stages
+def test_without_zero_grad_a_step_adds_to_the_one_before(stage, world):
+    model, optimizer = linear(stage, world)
+    for expected in (3.0, 6.0, 9.0):
+        optimizer.share(4)
+        mean(model, 3.0).backward()
+        assert optimizer.step().grad_norm == expected
+
+
+@stages
+def test_one_batch_weighs_every_backward_until_the_next(stage, world):
+    model, optimizer = linear(stage, world)
+    for batch in (5, 2):
+        optimizer.expect_batch(batch, 2 * batch)
+        for _ in range(2):
+            mean(model, 3.0).backward()
+            assert optimizer.step().weight == batch
+            optimizer.zero_grad()
+
+
+@stages
+def test_batches_of_one_size_may_be_drawn_ahead(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.expect_batch(4, 8)
+    for _ in range(3):
+        optimizer.expect_batch(4, 8)
+        mean(model, 3.0).backward()
+        assert optimizer.step().weight == 4
+
+
+@stages
+def test_a_batch_of_another_size_that_is_drawn_ahead_is_refused(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.expect_batch(4, 8)
+    optimizer.expect_batch(0, 1)
+    with pytest.raises(RuntimeError, match="this rank has 4 of 8, 0 of 1 samples"):
+        mean(model, 3.0).backward()
+
+
+@stages
+def test_a_stand_in_counts_nothing_whatever_is_stated(stage, world):
+    model, optimizer = linear(stage, world)
+    with optimizer.no_sync():
+        optimizer.expect_batch(0, 1)
+        optimizer.backward(mean(model, math.nan), weight=8)
+    optimizer.expect_batch(1, 1)
+    optimizer.backward(mean(model, 3.0), weight=2)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 2.0)
+
+
+@stages
+def test_a_batch_is_forgotten(stage, world):
+    model, optimizer = linear(stage, world)
+    optimizer.expect_batch(7, 14)
+    optimizer.forget_batches()
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 1.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("launched", [False, True])
+def test_after_a_backward_that_failed_nothing_goes_on_by_itself(stage, launched):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise KeyError("in backward")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = ZeroOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        FirstOfTwo(),
+        stage=stage,
+        bucket_bytes=1 if launched else 1 << 20,
+    )
+
+    def fail():
+        with pytest.raises(KeyError):
+            model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
+
+    fail()
+    with pytest.raises(RuntimeError, match="did not end"):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="did not end"):
+        optimizer.step()
+    optimizer.zero_grad()
+    if launched:
+        with pytest.raises(RuntimeError, match="did not end"):
+            optimizer.step()
+        return
+    model(torch.ones(1, 2)).sum().backward()
+    assert optimizer.step().grad_norm > 0
 
 
 def test_close_removes_the_hooks():
@@ -283,17 +380,6 @@ def test_close_removes_the_hooks():
     chained.loss().backward()
     chained.loss().backward()
     assert chained.launches() == []
-
-
-def test_synchronize_waits_once():
-    chained = Chained()
-    chained.loss().backward()
-    chained.optimizer.synchronize()
-    waits = [what for what, _ in chained.log].count("wait")
-    chained.optimizer.synchronize()
-    chained.optimizer.step()
-    assert waits == 3
-    assert [what for what, _ in chained.log].count("wait") == 3
 
 
 @stages
@@ -402,7 +488,11 @@ def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage, world):
     model, optimizer = linear(stage, world)
 
     def batches(*sizes):
-        return ShardedLoader([torch.ones(n, 1) for n in sizes], 0, 1, 0, optimizer.share)
+        log = SimpleNamespace(
+            expect=optimizer.expect_batch,
+            forget=lambda drawn: optimizer.forget_batches(drawn=drawn),
+        )
+        return sharded([torch.ones(n, 1) for n in sizes], log=log)
 
     @torch.no_grad()
     def evaluate():
@@ -418,7 +508,8 @@ def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage, world):
 def test_backward_refuses_what_a_share_stands_for(stage, world):
     model, optimizer = linear(stage, world)
     optimizer.share(2)
-    with pytest.raises(RuntimeError, match="two ways"):
+    message = r"backward\(loss, weight=...\) follows share\(\) in one accumulation: call"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.backward(mean(model, 1.0), weight=2)
 
 
@@ -427,12 +518,13 @@ def test_a_share_refuses_what_a_weighted_backward_stands_for(stage, world):
     model, optimizer = linear(stage, world)
     with optimizer.no_sync():
         optimizer.backward(mean(model, 1.0), weight=2)
-    with pytest.raises(RuntimeError, match="two ways"):
+    message = r"share\(\) follows backward\(loss, weight=...\) in one accumulation: give"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.share(2)
 
 
 @stages
-@pytest.mark.parametrize("count", [-1, math.nan, math.inf])
+@pytest.mark.parametrize("count", [-1, math.nan, math.inf, "9"])
 def test_a_share_that_is_no_count_is_refused(stage, world, count):
     model, optimizer = linear(stage, world)
     with pytest.raises(ValueError, match=str(count)):
@@ -453,15 +545,13 @@ def test_a_mean_over_no_samples_adds_nothing(stage, world):
 
 @stages
 @pytest.mark.parametrize("how", ["backward", "share"])
-def test_a_step_over_no_samples_is_refused_and_changes_nothing(stage, world, how):
+def test_a_mean_over_no_samples_at_all_is_refused_and_changes_nothing(stage, world, how):
     model, optimizer = linear(stage, world)
-    if how == "backward":
-        optimizer.backward(mean(model), weight=0)
-    else:
+    if how == "share":
         optimizer.share(0)
-        mean(model).backward()
-    with pytest.raises(ValueError, match=r"sum to 0\.0"):
-        optimizer.step()
+    backward = {"share": Tensor.backward, "backward": partial(optimizer.backward, weight=0)}[how]
+    with pytest.raises(ValueError, match="weights sum to 0"):
+        backward(mean(model))
     assert model.weight.item() == 1.0
     optimizer.zero_grad()
     mean(model, 3.0).backward()
@@ -497,16 +587,21 @@ def test_a_rank_that_counts_as_one_is_scaled_by_its_part_from_the_first_step():
 
 
 def test_in_fp16_addends_are_of_the_size_of_means():
-    class Many(SingleProcessCollectives):
+    addends = []
+
+    class Four(SingleProcessCollectives):
         size, slot = 4, lambda self, rank: rank
+
+        def all_reduce(self, tensor, wire=None):
+            addends.append(tensor.double().clone())
+            return super().all_reduce(tensor, wire)
 
     for dtype, unit in ((torch.float16, 1.0), (torch.bfloat16, 4.0), (torch.float32, 4.0)):
         model = nn.Linear(1, 1, bias=False).to(dtype)
-        nn.init.ones_(model.weight)
-        optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Many())
+        ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Four())
+        addends.clear()
         model(torch.ones(1, 1, dtype=dtype)).mean().backward()
-        assert model.weight.grad.item() == 1.0 / unit
-        optimizer.close()
+        assert addends[0].item() == 1.0 / unit
 
 
 # The wire.

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.kernels import Kernels
-from zero.norms import ROW, FiniteCheck, global_norm
+from zero.norms import ROW, FiniteCheck, NonFiniteGradientError, global_norm
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -104,30 +103,14 @@ def test_a_gradient_with_a_graph_of_its_own_trains(stage):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@stages
-def test_a_sharded_step_takes_the_gradients_off_the_parameters(stage, micro_batches):
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        SingleProcessCollectives(),
-        stage=stage,
-        model=model,
-    )
-    for _ in range(2):
-        for turn in range(micro_batches):
-            with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
-                model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
-        assert (model.weight.grad is None) == optimizer.sharded
-        optimizer.zero_grad()
-
-
 def test_at_stage_2_micro_batches_of_16_bits_accumulate_in_fp32():
     model = nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, SingleProcessCollectives(), stage=2
+        model.named_parameters(),
+        torch.optim.SGD,
+        FirstOfTwo(),
+        stage=2,
+        partition="parameter",  # so it is the first rank's
     )
     for value in (1.0, 2.0**-10, 2.0**-10):
         with optimizer.no_sync():
@@ -166,18 +149,242 @@ def test_zero_grad_forgets_a_gradient_that_was_assigned(stage, world):
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
 @stages
-def test_a_gradient_that_is_dropped_before_the_step_counts_all_the_same(stage):
+def test_a_gradient_that_is_dropped_before_the_step_counts_no_more(stage, world):
     model = nn.Linear(1, 1, bias=False)
     optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, SingleProcessCollectives(), stage=stage, lr=1.0
+        model.named_parameters(),
+        torch.optim.SGD,
+        world(),
+        stage=stage,
+        partition="parameter",
+        lr=1.0,
+        weight_decay=0.5,
     )
     before = model.weight.item()
-    for _ in range(2):
-        model(torch.full((1, 1), 3.0)).mean().backward()
-        model.zero_grad()
+    model(torch.full((1, 1), 3.0)).mean().backward()
+    model.weight.grad = None
+    assert optimizer.step().grad_norm == 0.0
+    assert model.weight.item() == before
+    model(torch.full((1, 1), 3.0)).mean().backward()
+    assert optimizer.step().grad_norm == 3.0
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2**0.5), (torch.bfloat16, None)])
+@stages
+def test_gradients_outlive_a_step_until_zero_grad(stage, dtype, limit):
+    model = nn.Linear(4, 4, bias=False).to(dtype)
+    optimizer = ZeroOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        FirstOfTwo(),
+        stage=stage,
+        lr=0.0,
+        max_grad_norm=limit,
+    )
+    # A gradient of ones. This rank's half has a norm of 8 ** 0.5, and nobody adds the other's.
+    clipped, own = (0.5, slice(0, 4 if stage == 0 else 2)) if limit else (1.0, slice(0, 2))
+    for expected in (clipped, clipped + 1.0):
+        model(torch.eye(4, dtype=dtype)).sum().backward()
+        if expected == clipped:
+            optimizer.step()
+        gradient = optimizer.full_gradient(model.weight)[own]
+        torch.testing.assert_close(gradient, torch.full_like(gradient, expected))
+
+
+WORLDS = pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
+
+
+def one_weight(stage, world, **options):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    named = model.named_parameters()
+    options = {"stage": stage, "partition": "parameter", "lr": 1.0, **options}
+    return model, ZeroOptimizer(named, torch.optim.SGD, world(), **options)
+
+
+def value(model, number):
+    return model(torch.full((1, 1), float(number))).mean()
+
+
+@WORLDS
+@stages
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_no_sync_leaves_after_a_synchronized_backward_counts(stage, world, weighted):
+    model, optimizer = one_weight(stage, world)
+
+    def backward(number):
+        loss = value(model, number)
+        optimizer.backward(loss, weight=4) if weighted else loss.backward()
+
+    backward(3)
+    with optimizer.no_sync():
+        backward(5)
+    assert optimizer.step().grad_norm == 8.0
+    assert model.weight.item() == 1.0 - 8.0
+
+
+@WORLDS
+@stages
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_accumulation_that_the_model_drops_begins_anew(stage, world, weighted):
+    model, optimizer = one_weight(stage, world)
+
+    def backward(number, weight):
+        if weighted:
+            optimizer.backward(value(model, number), weight=weight)
+        else:
+            optimizer.share(weight)
+            value(model, number).backward()
+
+    with optimizer.no_sync():
+        backward(100, 6)
+    model.zero_grad()
+    backward(3, 2)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 2.0)
+
+
+@WORLDS
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stand_in_within_an_accumulation_is_refused(stage, world):
+    model, optimizer = one_weight(stage, world)
+    with optimizer.no_sync():
+        optimizer.expect_batch(8, 16)
+        value(model, 3).backward()
+    optimizer.expect_batch(0, 1)
+    with pytest.raises(RuntimeError, match=r"no sample in one micro-batch .*weight=n"):
+        value(model, 5).backward()
+
+
+@pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
+@stages
+def test_gradients_of_zeros_are_updates_as_in_torch(stage, world):
+    model, optimizer = one_weight(stage, world, momentum=0.5)
+    value(model, 3).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()  # by the momentum alone
+    assert model.weight.item() == 1.0 - 3.0 - 1.5
+    value(model, 2).backward()
+    assert optimizer.step().grad_norm == 2.0
+
+
+@WORLDS
+@stages
+def test_an_accumulation_is_zeroed(stage, world):
+    model, optimizer = one_weight(stage, world)
+    with optimizer.no_sync():
+        value(model, 100).backward()
+    optimizer.zero_grad(set_to_none=False)
+    value(model, 3).backward()
+    assert optimizer.step().grad_norm == 3.0
+
+
+@WORLDS
+@stages
+def test_a_dropped_accumulation_is_no_part_of_the_step(stage, world):
+    model, optimizer = one_weight(stage, world, weight_decay=0.5)
+    optimizer.share(4)
+    with optimizer.no_sync():
+        value(model, 100).backward()
+    model.zero_grad()
+    optimizer.step()
+    assert model.weight.item() == 1.0
+
+
+@WORLDS
+@stages
+def test_ways_of_weighing_are_not_mixed_in_an_accumulation(stage, world):
+    model, optimizer = one_weight(stage, world)
+    with optimizer.no_sync():
+        optimizer.backward(value(model, 3), weight=4)
+    with pytest.raises(RuntimeError, match=r"loss\.backward\(\) follows optimizer\.backward"):
+        value(model, 3).backward()
+
+
+@WORLDS
+@stages
+def test_an_assigned_gradient_is_not_weighed(stage, world):
+    model, optimizer = one_weight(stage, world)
+    model.weight.grad = torch.full((1, 1), 10.0)
+    with pytest.raises(RuntimeError, match="assigned before"):
+        optimizer.backward(value(model, 1), weight=8)
+
+
+def test_a_share_of_nothing_that_no_backward_follows_ends_with_its_step():
+    model, optimizer = one_weight(2, FirstOfTwo)
+    optimizer.share(4)
+    with optimizer.no_sync():
+        value(model, 6).backward()
+    optimizer.share(0)
+    assert optimizer.step().weight == 4.0
+    optimizer.zero_grad()
+    value(model, 3).backward()
+    assert optimizer.step().grad_norm == 3.0
+
+
+@WORLDS
+def test_zeros_are_only_for_gradients_that_there_were(world):
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), weight_decay=0.5)
+    optimizer.zero_grad(set_to_none=False)
+    before = model[1].weight.item()
+    value(model[0], 3).backward()
+    optimizer.step()
+    assert model[1].weight.item() == before
+
+
+@stages
+def test_clipping_hides_no_overflow(stage):
+    model, optimizer = one_weight(stage, SingleProcessCollectives)
+    value(model, math.inf).backward()
+    assert optimizer.clip_grad_norm_(1.0).isinf()
+    with pytest.raises(NonFiniteGradientError):
         optimizer.step()
-    assert model.weight.item() == pytest.approx(before - 6.0)
+
+
+@WORLDS
+def test_a_gradient_that_the_user_keeps_is_not_overwritten(world):
+    model, optimizer = one_weight(0, world)
+    kept = []
+    for number in (3, 5, 7):
+        optimizer.zero_grad()
+        value(model, number).backward()
+        kept.append(model.weight.grad)
+    assert [gradient.item() for gradient in kept] == [3.0, 5.0, 7.0]
+    value(model, 1).backward()
+    assert kept[-1] is model.weight.grad
+    assert kept[-1].item() == 8.0
+
+
+@WORLDS
+def test_gradients_may_be_exchanged(world):
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), lr=1.0)
+    first, second = model.parameters()
+    with torch.no_grad():
+        first.fill_(0)
+        second.fill_(0)
+    (first * 3 + second * 5).sum().backward()
+    first.grad, second.grad = second.grad, first.grad
+    optimizer.step()
+    assert (first.item(), second.item()) == (-5.0, -3.0)
+
+
+@WORLDS
+@stages
+def test_a_loss_that_cannot_run_backward_leaves_no_half_of_a_step(stage, world):
+    model, optimizer = one_weight(stage, world)
+    value(model, 3).backward()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        optimizer.backward(torch.ones(()), weight=1)
+    with pytest.raises(RuntimeError, match="did not end"):
+        optimizer.step()
+    optimizer.zero_grad()
+    value(model, 3).backward()
+    assert optimizer.step().grad_norm == 3.0
 
 
 # The norm.

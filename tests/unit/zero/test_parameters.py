@@ -1,13 +1,21 @@
-"""Parameters in flight: a failed all-gather is never read silently; close gives the model back."""
+"""Parameters in flight and in flat memory.
 
+A failed all-gather is never read silently; close gives the model back.
+"""
+
+import copy
+import gc
+import io
 from types import SimpleNamespace
 
 import pytest
 import torch
 from first_of_two import FirstOfTwo
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.kernels import own_view
 
 
 class Failing(FirstOfTwo):
@@ -23,7 +31,12 @@ class Failing(FirstOfTwo):
 def stepped(stage):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, Failing(), stage=stage, model=model
+        model.named_parameters(),
+        torch.optim.SGD,
+        Failing(),
+        stage=stage,
+        model=model,
+        overlap_forward=True,
     )
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -76,3 +89,87 @@ def test_a_group_that_comes_later_leaves_the_master_weights_alone(stage):
         assert not torch.equal(master, master.bfloat16().float())
         assert torch.equal(after[name], master)
     assert torch.equal(after["0.weight"], model[0].weight.detach().float().flatten())
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes and memory formats, one empty, one scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(7, 5).T)
+        self.narrow = nn.Parameter(torch.randn(65, dtype=torch.bfloat16))
+        self.empty, self.scalar = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(()))
+        self.wave = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_saved_parameter_has_no_bytes_of_others(stage):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(64, 1))
+    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, FirstOfTwo(), stage=stage, lr=0.1)
+    saved = io.BytesIO()
+    torch.save(model[1].state_dict(), saved)
+    plain = io.BytesIO()
+    torch.save(nn.Linear(64, 1).state_dict(), plain)
+    assert saved.tell() == plain.tell()
+    saved.seek(0)
+    for name, tensor in torch.load(saved).items():
+        assert torch.equal(tensor, model[1].get_parameter(name))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_keep_their_layout_and_lie_in_a_storage_of_their_own(stage):
+    model = Mixed()
+    before = copy.deepcopy(model)
+    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, FirstOfTwo(), stage=stage, lr=0.1)
+    for name, parameter in model.named_parameters():
+        old = before.get_parameter(name)
+        assert torch.equal(parameter, old)
+        assert (parameter.dtype, parameter.stride()) == (old.dtype, old.stride())
+        assert parameter.requires_grad
+        assert parameter.is_leaf
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        copied = copy.deepcopy(parameter)
+        assert torch.equal(copied, parameter)
+        assert copied.stride() == parameter.stride()
+
+
+def test_state_dicts_share_the_memory_of_the_model_and_outlive_it():
+    model = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, FirstOfTwo(), stage=1, lr=0.1
+    )
+    state = model.state_dict()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(state["weight"], model.weight)
+    expected = model.weight.detach().clone()
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    assert torch.equal(state["weight"], expected)
+
+
+def test_views_with_a_storage_of_their_own_keep_that_of_the_whole_alive():
+    flat = torch.arange(10.0)
+    whole = StorageWeakRef(flat.untyped_storage())
+    part = own_view(flat, 2, torch.empty(2, 3))
+    flat[3] = -1
+    assert part.tolist() == [[2, -1, 4], [5, 6, 7]]
+    view = part[0]
+    del flat, part
+    assert not whole.expired()
+    del view
+    assert whole.expired()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_graph_of_values_before_the_update_is_refused_as_in_torch(stage):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    named = model.named_parameters()
+    optimizer = ZeroOptimizer(named, torch.optim.SGD, FirstOfTwo(), stage=stage, model=model)
+    old = model(torch.ones(1, 2)).sum()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()

@@ -326,6 +326,7 @@ def test_without_zero_grad_gradients_accumulate_as_in_torch():
     assert_same_weights(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:the sparse gradients of:UserWarning")
 @pytest.mark.parametrize("emptied", [True, False])
 def test_sparse_gradients_count_as_dense_ones(emptied):
     def model(sparse):
@@ -385,12 +386,6 @@ def test_a_norm_that_overflows_is_refused_with_its_reason():
     (model(torch.ones(1, 2).double()).sum() * 1e200).backward()
     with pytest.raises(NonFiniteGradientError, match="overflow"):
         optimizer.step()
-
-
-def test_a_closure_is_refused():
-    optimizer = zero(mlp())
-    with pytest.raises(ValueError, match="closure"):
-        optimizer.step(lambda: None)
 
 
 def test_an_unknown_stage_is_refused_with_those_there_are():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mntrain.config import CheckpointConfig
-from mntrain.train.checkpointing import SaveInterval
+from mntrain.run.checkpointing import SaveInterval
 
 
 @pytest.fixture

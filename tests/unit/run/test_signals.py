@@ -1,12 +1,12 @@
-"""Deadlines of a job."""
+"""Deadlines of a job, and its signals."""
 
-import math
+import subprocess
+import sys
 import time
-from datetime import datetime, timedelta
 
 import pytest
 
-from mntrain.train.signals import Deadline
+from mntrain.run.signals import Deadline
 
 
 @pytest.fixture
@@ -27,16 +27,21 @@ def test_there_is_no_deadline_outside_of_an_allocation():
 
 def test_minutes_count_from_now(clock):
     deadline = Deadline(10, {})
-    assert deadline.reason == "--run.max-minutes 10"
+    assert deadline.reason == "its 10 minutes are over"
     clock[0] += 600 - 30 - 2 * (4 + 3) - 1  # 30 s are 5 % of it
     assert not deadline.near(step_s=4, save_s=3)
     clock[0] += 2
     assert deadline.near(step_s=4, save_s=3)
 
 
+def test_minutes_count_from_a_start_before(clock):
+    deadline = Deadline(10, {}, start=clock[0] - 500)
+    assert deadline.at == clock[0] + 100
+
+
 def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock):
     late, early = slurm(3600), slurm(60)
-    assert Deadline(10, late).reason == "--run.max-minutes 10"
+    assert Deadline(10, late).reason == "its 10 minutes are over"
     deadline = Deadline(10, early)
     assert deadline.reason.startswith("the allocation ends 20")
     clock[0] += 60 - 5 - 4 - 2  # a second of which its own clock does not know
@@ -52,24 +57,22 @@ def test_a_clock_that_is_set_back_changes_nothing(clock, monkeypatch):
     assert deadline.near(1, 1)
 
 
-def scontrol(folder, monkeypatch, script: str) -> dict[str, str]:
-    """Return the environment of a Slurm job without an end time, and install a scontrol."""
-    program = folder / "scontrol"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
-    return {"SLURM_JOB_ID": "7"}
-
-
-def test_scontrol_is_run_if_the_environment_has_no_end_time(tmp_path, monkeypatch):
-    end = (datetime.now() + timedelta(seconds=100)).isoformat(timespec="seconds")
-    line = f'echo "JobId=$4 JobName=a StartTime=2026-01-01T00:00:00 EndTime={end} Deadline=N/A"'
-    deadline = Deadline(None, scontrol(tmp_path, monkeypatch, line))
-    assert 98 < deadline.at - time.monotonic() < 101
-
-
-@pytest.mark.parametrize(
-    "script", ["exit 1", 'echo "JobId=7 EndTime=Unknown Deadline=N/A"', "echo"]
-)
-def test_without_an_answer_of_scontrol_there_is_no_deadline(tmp_path, monkeypatch, script):
-    assert Deadline(None, scontrol(tmp_path, monkeypatch, script)).at == math.inf
+def test_a_forked_child_ends_by_a_signal_as_without_handlers():
+    program = """
+import os, signal, time
+from mntrain.run.signals import SignalRequests
+ready, started = os.pipe()
+with SignalRequests() as requests:
+    child = os.fork()
+    if not child:
+        os.write(started, b"1")
+        time.sleep(60)
+        os._exit(3)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    print(os.WTERMSIG(os.waitpid(child, 0)[1]), requests.first)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("15 None\n", "")

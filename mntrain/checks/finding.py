@@ -1,0 +1,59 @@
+"""The result of a check."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["pass", "warn", "fail"]
+ORDER: tuple[Status, ...] = ("pass", "warn", "fail")  # from the best to the worst
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about the job or a host, and the fix; a finding that passes needs none.
+
+    With `warn`, the job is slower or at risk; with `fail`, it would end, hang or be wrong.
+    """
+
+    status: Status
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        """Return the sentence and the fix in one line."""
+        return f"{self.text}. Fix: {self.fix}" if self.fix else self.text
+
+
+def passed(text: str) -> Finding:
+    """Return a finding that passes."""
+    return Finding("pass", text)
+
+
+def worst(findings: list[Finding]) -> Status:
+    """Return the worst status of some findings; pass if there are none."""
+    return max((finding.status for finding in findings), key=ORDER.index, default="pass")
+
+
+def print_warnings(findings: Iterable[Finding]) -> None:
+    """Print those that warn on stderr, one line each."""
+    for finding in findings:
+        if finding.status == "warn":
+            print(f"mntrain: warning: {finding}", file=sys.stderr)
+
+
+def numbers(values: Iterable[int]) -> str:
+    """Return integers in words: "0 to 3, 7, 8"."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    parts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
+    return ", ".join(parts)
+
+
+def naming(kind: str, values: Sequence[int]) -> str:
+    """Return the kind and the numbers: "rank 3", "ranks 0 to 2, 5"."""
+    return f"{kind}{'s' * (len(values) > 1)} {numbers(values)}"

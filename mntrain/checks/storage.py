@@ -1,0 +1,102 @@
+"""Checks of the file system of a run directory. Local; the ranks that call them differ."""
+
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from mntrain.checks.finding import Finding, passed
+
+_SLOW_SYNC_S = 0.5
+_LITTLE_BYTES = 10**9
+_SEEN_S = 5.0  # in which a file must be visible on all hosts: network file systems cache folders
+_NAME = ".mntrain-doctor-"
+
+
+class Probe:
+    """A small file in an existing folder, made by one rank and read by others. `close` removes it.
+
+    Raises OSError if it cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"{_NAME}{secrets.token_hex(8)}"
+        self.token = secrets.token_hex(16)
+        self._new = self.path.with_suffix(".new")
+        self.replaces, self.sync_s = False, 0.0
+        try:
+            self.path.write_text("to be replaced")
+            start = time.perf_counter()
+            with self._new.open("w") as file:
+                file.write(self.token)
+                file.flush()
+                os.fsync(file.fileno())
+            self._new.replace(self.path)
+            self.sync_s = time.perf_counter() - start
+            self.replaces = self.path.read_text() == self.token and not self._new.exists()
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Remove the file."""
+        for path in (self.path, self._new):
+            with suppress(OSError):
+                path.unlink()
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists and may be looked at."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
+
+
+def writing(folder: Path, probe: Probe | None, error: str) -> Finding:
+    """Judge what the rank that made the probe has seen; `error` if it could not be made."""
+    fix = "give a --run.dir on a file system of the cluster that you may write to"
+    if probe is None:
+        return Finding("fail", f"{folder} cannot be written ({error})", fix)
+    if not probe.replaces:
+        return Finding("fail", f"renaming a file over another one does not work in {folder}", fix)
+    text = f"{folder}: a file is written, synced and renamed in {probe.sync_s * 1e3:.1f} ms"
+    if probe.sync_s > _SLOW_SYNC_S:
+        return Finding("warn", f"{text}, so checkpoints take long", fix)
+    return passed(text)
+
+
+def is_visible(path: Path, token: str) -> bool:
+    """Return whether this host sees the file with this text, within a few seconds."""
+    deadline = time.monotonic() + _SEEN_S
+    while True:
+        with suppress(OSError):
+            os.listdir(path.parent)  # lets network file systems look again
+            if path.read_text() == token:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def sharing(folder: Path, blind_hosts: list[str], hosts: int) -> Finding:
+    """Judge which hosts do not see a file that rank 0's host has written."""
+    if blind_hosts:
+        return Finding(
+            "fail",
+            f"{', '.join(blind_hosts)} do{'es' * (len(blind_hosts) == 1)} not see the files that "
+            f"rank 0 writes in {folder}: checkpoints would be incomplete",
+            "give a --run.dir on a file system that all hosts share",
+        )
+    return passed(f"{folder} is the same on {hosts} host{'s' * (hosts > 1)}")
+
+
+def space(folder: Path) -> Finding:
+    """Check that the file system has some free space for checkpoints."""
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    text = f"{folder} has {free / 1e9:.2f} GB free"
+    if free >= _LITTLE_BYTES:
+        return passed(text)
+    return Finding(
+        "warn", f"{text}, and a checkpoint may take more", "free space, or give another --run.dir"
+    )

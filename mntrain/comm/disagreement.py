@@ -1,0 +1,218 @@
+"""Detection of ranks that call different collectives.
+
+Messages and shared memory match only between ranks whose tickets have equal digests, at no cost. So
+ranks that disagree wait for each other, and no data are mixed. A rank that has waited for some
+seconds sends rank 0 a report: the latest tickets of all its streams. Rank 0, once it waits too,
+compares them. Two ranks disagree if their tickets of one number differ, or if they wait in
+different streams for each other. A rank that is late has called nothing yet, and is waited for,
+however long it takes. Rank 0 sends what it finds to all ranks, and they raise it as one error.
+
+At most one report of a rank is on its way. Nothing is sent while collectives make progress.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mntrain.comm import small_messages
+from mntrain.comm.backoff import pause
+from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.pending import Steps
+from mntrain.comm.stream import Stream
+from mntrain.comm.ticket import Ticket
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_REPORT, _ERROR = 1, 2  # tags
+GATHER_S = 1.0  # at most, to receive the reports of further ranks for the error
+SEND_S = 5.0  # at most, to hand the error to MPI
+
+
+class Entry(NamedTuple):
+    """A ticket in a report."""
+
+    digest: int
+    text: str
+    details: str
+    site: str
+
+
+class Wait(NamedTuple):
+    """The collective for which a rank waits, and does nothing else until other ranks call it."""
+
+    stream: str
+    number: int
+    awaited_rank: int | None  # None: it waits for all ranks
+
+
+class Report(NamedTuple):
+    """The calls of one rank so far, by the name of the stream."""
+
+    entries: Mapping[str, Mapping[int, Entry]]  # the latest tickets, by number
+    submitted: Mapping[str, int]  # the number of tickets
+    wait: Wait | None
+
+
+class DisagreementWatch:
+    """The comparison of the tickets of a world's ranks, on one of them.
+
+    `streams` are those of the engine that calls `look`; `make_error` makes the error from its text.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        streams: Sequence[Stream],
+        make_error: Callable[[str], Exception],
+    ) -> None:
+        self._comm, self._mpi = comm, comm.as_mpi4py
+        self._streams, self._make_error = streams, make_error
+        self._state: object = None  # of this rank when it last reported
+        self._sent: MPI.Request | None = None  # the last report
+        self._receiving: list[MPI.Request] = []
+        self._reports: dict[int, Report] = {}  # on rank 0, by rank
+        self._found_at: float | None = None
+        self._closing = False
+
+    def look(self, waits_in: str) -> Exception | None:
+        """Send this rank's report if it is new; return the error if ranks disagree.
+
+        `waits_in` is the stream for which this rank waits and does nothing else; "" otherwise.
+        """
+        state = waits_in, [stream.submitted for stream in self._streams]
+        report = None
+        if state != self._state and not self._closing and self._report_received():
+            self._state, report = state, make_report(self._streams, waits_in)
+        if self._comm.rank == 0:
+            text = self._judge(report)
+        else:
+            if report is not None:
+                self._sent = self._mpi.issend((self._comm.rank, report), 0, _REPORT)
+            text = next(iter(self._receive(_ERROR)), None)
+        return None if text is None else self._make_error(text)
+
+    def close(self, ticket: Ticket) -> Steps[None]:
+        """Wait for all ranks, and receive the reports that are on their way. Collective."""
+        tag = self._comm.tags(ticket.digest, 1).of(0)
+        yield from small_messages.barrier(self._comm, tag)
+        self._closing = True  # from here on, this rank reports no more
+        yield self._report_received
+        for test in small_messages.barrier(self._comm, tag):
+            yield partial(self._test_and_receive, test)
+
+    def _judge(self, own: Report | None) -> str | None:
+        """Return the text of the error that has been sent to all other ranks, if there is one."""
+        news = dict(self._receive(_REPORT)) | ({} if own is None else {0: own})
+        self._reports.update(news)
+        if not news and self._found_at is None:
+            return None
+        text = find_disagreement(self._reports)
+        if text is None:
+            return None
+        now = time.monotonic()
+        if self._found_at is None:
+            self._found_at = now
+        if len(self._reports) < self._comm.size and now < self._found_at + GATHER_S:
+            return None
+        others = range(1, self._comm.size)
+        sent = Requests([self._mpi.isend(text, peer, _ERROR) for peer in others])
+        while not sent.test() and time.monotonic() < now + SEND_S:
+            pause(1e-3)
+        return text
+
+    def _test_and_receive(self, test: Callable[[], bool]) -> bool:
+        self._receive(_REPORT)
+        return test()
+
+    def _report_received(self) -> bool:
+        return self._sent is None or self._sent.Test()
+
+    def _receive(self, tag: int) -> list[Any]:
+        """Return the objects that have arrived."""
+        while (message := self._mpi.improbe(tag=tag)) is not None:
+            self._receiving.append(message.irecv())
+        tests = [(request, *request.test()) for request in self._receiving]
+        self._receiving = [request for request, done, _ in tests if not done]
+        return [value for _, done, value in tests if done]
+
+
+def make_report(streams: Sequence[Stream], waits_in: str) -> Report:
+    """Return what this rank has called. `waits_in`: see `DisagreementWatch.look`."""
+    entries, wait = {}, None
+    for stream in streams:
+        entries[stream.name] = {
+            ticket.number: Entry(
+                ticket.digest, str(ticket.signature), ticket.signature.details, ticket.site
+            )
+            for ticket in stream.history
+        }
+        if stream.name == waits_in and (oldest := stream.oldest) is not None:
+            wait = Wait(stream.name, oldest.number, stream.awaited_rank(oldest))
+    return Report(entries, {stream.name: stream.submitted for stream in streams}, wait)
+
+
+def find_disagreement(reports: Mapping[int, Report]) -> str | None:
+    """Return how the ranks that have reported disagree; None if they do not. Pure.
+
+    Either they call unequal collectives at one number of a stream, of which the first counts, since
+    the digests of all later ones differ too; or
+    some wait for each other, each for a collective that another one has not called.
+    """
+    for name in sorted({name for report in reports.values() for name in report.entries}):
+        entries: dict[int, dict[int, Entry]] = {}  # by number, then by rank
+        for rank in sorted(reports):
+            for number, entry in reports[rank].entries.get(name, {}).items():
+                entries.setdefault(number, {})[rank] = entry
+        for number in sorted(entries):
+            if len({entry.digest for entry in entries[number].values()}) > 1:
+                title = f"ranks disagree about collective {number} of {name}:"
+                return _explain(title, entries[number])
+    stuck: dict[int, Entry] = {}
+    for rank, (name, number, _) in _waiting_for_each_other(reports).items():
+        entry = reports[rank].entries[name][number]
+        stuck[rank] = entry._replace(text=f"{entry.text} (collective {number} of {name})")
+    title = "ranks wait for each other, each in a collective that another one does not call:"
+    return _explain(title, stuck) if stuck else None
+
+
+def _waiting_for_each_other(reports: Mapping[int, Report]) -> dict[int, Wait]:
+    """Return the ranks that wait for one among them, with what they wait for.
+
+    None of them can ever go on: the first that did would need a call of one that does nothing else
+    than wait.
+    """
+    waits = {rank: report.wait for rank, report in sorted(reports.items()) if report.wait}
+    while True:
+        stuck = {
+            rank: wait
+            for rank, wait in waits.items()
+            if any(
+                reports[other].submitted.get(wait.stream, wait.number + 1) <= wait.number
+                for other in waits
+                if wait.awaited_rank in (None, other)
+            )
+        }
+        if len(stuck) == len(waits):
+            return stuck
+        waits = stuck
+
+
+def _explain(title: str, entries: Mapping[int, Entry]) -> str:
+    """Return the text of an error about what each rank calls."""
+    ranks: dict[int, list[int]] = {}  # by digest
+    for rank, entry in entries.items():
+        ranks.setdefault(entry.digest, []).append(rank)
+    several = [entries[group[0]] for group in ranks.values()]
+    alike = len({entry.text for entry in several}) < len(several)
+    lines = [title]
+    for group, entry in zip(ranks.values(), several, strict=True):
+        line = f"  rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}: {entry.text}"
+        line += f" [{entry.details}]" if alike else ""
+        lines.append(line + (f", called at {entry.site}" if entry.site else ""))
+    lines.append(
+        "All ranks must make the same calls in the same order: look for a call in a branch or a "
+        "loop that differs between ranks"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""Tickets of collectives: what all ranks must call alike, and where this rank called it."""
+
+import contextlib
+import hashlib
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import zero
+from mntrain.comm.algorithms import AlgorithmChoice
+
+_MASK = (1 << 63) - 1
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so that unequal digests stay so; 2^64 by the golden ratio
+# Files in which a call does not count as the user's.
+INTERNAL = tuple(
+    str(path)
+    for path in (
+        "<frozen ",  # runpy, for `python -m`
+        Path(__file__).parents[1],
+        Path(str(zero.__file__)).parent,
+        Path(torch.__file__).parent,
+        Path(contextlib.__file__),
+        "<frozen",  # the interpreter's own modules
+    )
+)
+
+
+class Signature(NamedTuple):
+    """The properties of a call that all ranks must share. `label` says what it is for: a bucket."""
+
+    verb: str
+    label: str = ""
+    dtype: torch.dtype | None = None
+    bounds: tuple[int, ...] = ()
+    root: int = 0
+    wire: torch.dtype | None = None
+    choice: AlgorithmChoice | None = None
+    small: bool = False  # whether every rank gathers the tensors of all ranks
+
+    def __str__(self) -> str:
+        """Return the call in words: "bucket 3: all_reduce of 1024 float32"."""
+        text = f"{self.label}: {self.verb}" if self.label else self.verb
+        if self.dtype is not None:
+            text += f" of {self.bounds[-1]} {_name(self.dtype)}"
+        return text
+
+    @property
+    def details(self) -> str:
+        """The rest of the call, for two whose words are the same."""
+        bounds = ", ".join(map(str, self.bounds[:8])) + (", ..." if self.bounds[8:] else "")
+        wire = _name(self.wire) if self.wire else "that of the tensor"
+        return (
+            f"bounds ({bounds}), root {self.root}, wire dtype {wire}, {self.choice}, "
+            f"small={self.small}"
+        )
+
+
+class Ticket:
+    """One collective of a stream on this rank. `number` and `digest` are set when it begins."""
+
+    __slots__ = ("digest", "number", "signature", "site")
+
+    def __init__(self, signature: Signature, site: str) -> None:
+        self.signature, self.site = signature, site
+        self.number = self.digest = 0
+
+    def begin(self, number: int, previous: int) -> None:
+        """Set the number, and the digest of 63 bits by which ranks compare the collective.
+
+        It depends on the digest of the previous collective, and so on all that came before: some
+        disagree unnoticed, such as two ranks that both broadcast as the root.
+        """
+        self.number = number
+        self.digest = (previous * _SPREAD + digest_of(self.signature)) * _SPREAD & _MASK
+
+    def copy(self) -> "Ticket":
+        """Return a ticket of the same call that has not begun."""
+        return Ticket(self.signature, self.site)
+
+
+def call_site() -> str:
+    """Return file and line of the innermost caller outside mntrain, zero and torch, or ""."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(INTERNAL):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@lru_cache(maxsize=1024)
+def digest_of(words: str | Signature) -> int:
+    """Return 63 bits that depend on the words only; those of `hash` depend on the process."""
+    digest = hashlib.blake2b(repr(tuple(words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & _MASK
+
+
+@lru_cache(maxsize=1024)
+def text_of(signature: Signature) -> str:
+    """Return the call in words; str() takes 10 times as long."""
+    return str(signature)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

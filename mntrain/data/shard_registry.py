@@ -1,0 +1,54 @@
+"""The sharded loaders of a world."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from torch.utils.data import Dataset
+
+from mntrain.data.loader import PassesByDataset, ShardedLoader
+from mntrain.data.source import ShardContext
+from zero.optimizer import ZeroOptimizer
+from zero.step_weights import BatchSource
+
+
+class ShardRegistry:
+    """Makes the shards of a world, whose `optimizers` learn of the batches. Local."""
+
+    def __init__(
+        self, rank: int, size: int, gather: Callable[..., Any], optimizers: Sequence[ZeroOptimizer]
+    ) -> None:
+        self._rank, self._size, self._gather, self._optimizers = rank, size, gather, optimizers
+        self._passes = PassesByDataset()
+        # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
+        self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
+
+    def shard(
+        self,
+        loader: Iterable[Any],
+        seed: int,
+        weight: Callable[[Any], float] | None,
+        lists: Literal["samples", "columns"] | None,
+    ) -> ShardedLoader:
+        """Return the shard of a loader. See `World.shard`."""
+        if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
+            raise ValueError(
+                f"loader is of type {type(loader).__name__}: give a torch DataLoader, or another "
+                "iterable of global batches"
+            )
+        key = id(loader), seed, id(weight), lists
+        shard = self._shards.get(key)
+        if shard is None:
+            context = ShardContext(self._rank, self._size, self._gather, self._expect, self._forget)
+            passes = self._passes.of(loader)
+            shard = ShardedLoader(loader, context, passes, seed=seed, weight=weight, lists=lists)
+            self._shards[key] = shard
+        return shard
+
+    def _expect(self, own: float, total: int, digest: int | None, source: BatchSource) -> None:
+        for optimizer in self._optimizers:
+            optimizer.expect_batch(own, total, digest, source)
+
+    def _forget(self, drawn: bool) -> None:
+        for optimizer in self._optimizers:
+            optimizer.forget_batches(drawn=drawn)

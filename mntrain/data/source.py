@@ -1,0 +1,67 @@
+"""Common parts of the sources of a sharded loader: its context, a pass, and a part of a batch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader
+
+from zero.step_weights import BatchSource
+
+
+@dataclass(frozen=True)
+class ShardContext:
+    """The ranks that share a loader, and who learns of their batches.
+
+    expect(own, total, digest, source) is called before a batch is handed out; forget(drawn) when a
+    pass ends, and with drawn=True to drop batches that no backward followed (`ZeroOptimizer`).
+    """
+
+    rank: int
+    size: int
+    gather: Callable[[Any], list[Any]]  # collective: every rank's object, by rank
+    expect: Callable[[float, int, int | None, BatchSource], None]
+    forget: Callable[[bool], None]
+
+
+class Pass(NamedTuple):
+    """One iteration over a loader, on one rank."""
+
+    rank_seed: int  # differs between ranks
+    seed: int  # is the same on all
+    done: int  # batches to skip, of a pass that was begun before
+    stream: Any  # where a stream continues; None: behind `done` batches
+    stand_ins: bool  # whether a rank without samples gets some of another
+
+
+class Part(NamedTuple):
+    """This rank's part of a global batch, or its stand-in."""
+
+    batch: Any
+    own: int  # samples of this rank, 0 for a stand-in
+    total: int  # samples of the global batch
+    digest: int | None = None  # 16 bits of the samples' indices; the same on all ranks
+    stream: Any = None  # where a stream continues behind this batch
+
+
+class Source(Protocol):
+    """A loader whose batches can be taken in parts."""
+
+    def parts(self, this: Pass) -> Iterator[Part]:
+        """Yield this rank's part of each batch of a pass."""
+
+
+def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a loader of the same dataset and settings, but for `changes` and its sampler."""
+    kept = (
+        "dataset",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "prefetch_factor",
+        "persistent_workers",
+    )
+    return DataLoader(**{name: getattr(loader, name) for name in kept} | changes)

@@ -1,0 +1,149 @@
+"""The command `doctor`: make a world, run all checks, measure the links, report."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from mntrain.bootstrap import WorldSettings
+from mntrain.checks import all_ranks, host, launcher, storage
+from mntrain.checks.before_mpi import StartError
+from mntrain.checks.finding import Finding, passed, worst
+from mntrain.comm import mpi
+from mntrain.doctor import links as link_speeds
+from mntrain.doctor.doctor_options import DoctorOptions
+from mntrain.doctor.findings_table import show, to_json
+from mntrain.doctor.links import BETWEEN, WITHIN, LinkSpeed
+from mntrain.errors import AgreedError
+from mntrain.metrics.report import stdout
+from mntrain.world import World
+
+_LINKS_S = 2.0  # for all pairs between nodes, and for all within
+# Beginnings of the variables that choose the network.
+_VARIABLES = ("FI_PROVIDER", "FI_TCP_IFACE", "UCX_TLS", "UCX_NET_DEVICES")
+_OPEN_MPI_VARIABLES = ("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl")
+
+
+def run(options: DoctorOptions) -> int:
+    """Check all ranks of the job, and return the exit code: 1 if a check failed. Collective.
+
+    If MPI cannot start, or ranks differ in their versions, the report has only the checks of one
+    host.
+    """
+    folder = storage.existing_folder(options.run.dir or Path())
+    try:
+        with World(None, WorldSettings(device="auto", tune=False)) as world:
+            return _examine(world, options, folder)
+    except AgreedError as error:
+        if error.rank == 0:
+            findings = {
+                "start": Finding("fail", str(error)),
+                **_local(launcher.local_size(os.environ)),
+            }
+            _print(options, findings, [os.uname().nodename], {})
+        return 1
+
+
+def _examine(world: World, options: DoctorOptions, folder: Path) -> int:
+    """Run all checks, and report them on rank 0. Collective."""
+    # A communicator of its own, so that MPI calls made here cannot match the world's.
+    comm, _ = mpi.start()
+    facts = world.facts
+    hosts = [fact.host for fact in facts]
+    leaders = [ranks[0] for ranks in all_ranks.by_host(facts)]
+    offsets = link_speeds.clock_offsets(comm, leaders)
+    exact = [replace(facts[rank], clock=offsets[rank]) for rank in leaders]
+    gathered = comm.gather_objects(_local(world.local_size))
+    merged = {
+        name: host.merge(zip(hosts, (found[name] for found in gathered), strict=True))
+        for name in gathered[0]
+    }
+    findings = {
+        "MPI library": _library(world),
+        **world.findings,
+        "clocks": all_ranks.clocks(exact),
+        **merged,
+        **_storage(comm, folder, leaders, hosts),
+    }
+    links = {
+        BETWEEN: link_speeds.measure(comm, [leaders], _LINKS_S),
+        WITHIN: link_speeds.measure(comm, all_ranks.by_host(facts), _LINKS_S),
+    }
+    for where, found in links.items():
+        findings[f"links {where}"] = link_speeds.judge(found, hosts, where)
+    comm.free()
+    if world.master:
+        _print(options, findings, hosts, links)
+    return 1 if worst(list(findings.values())) == "fail" else 0
+
+
+def _local(ranks: int) -> dict[str, Finding]:
+    """Return the checks of this host that scan files, by name. `ranks` are those of the host.
+
+    MPI's own segment of this job may lie in /dev/shm already.
+    """
+    findings = {"dead jobs": host.segments_left_behind()}
+    with suppress(StartError):  # which is reported itself
+        library = mpi.import_unstarted().Get_library_version()
+        findings["shared memory"] = host.shared_memory(library, ranks, creates=False)
+    return findings
+
+
+def _library(world: World) -> Finding:
+    """Return the MPI library, and the settings that choose its network."""
+    device = [line for line in world.library.build.splitlines() if line.startswith("MPICH Device")]
+    parts = [f"{world.library.name}, thread level {world.library.threads}"]
+    parts += [" ".join(line.split()) for line in device]
+    open_mpi = world.library.name.startswith("Open MPI")
+    names = (*_VARIABLES, *(_OPEN_MPI_VARIABLES if open_mpi else ()))
+    parts += sorted(
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith(names)
+    )
+    return passed("; ".join(parts))
+
+
+def _storage(
+    comm: mpi.Communicator, folder: Path, leaders: Sequence[int], hosts: Sequence[str]
+) -> dict[str, Finding]:
+    """Check the file system of a folder of rank 0 from all hosts. Collective."""
+    probe, error = None, ""
+    folder = comm.gather_objects(folder)[0]
+    if comm.rank == 0:
+        try:
+            probe = storage.Probe(folder)
+        except OSError as refused:
+            error = refused.strerror or str(refused)
+    try:
+        written = comm.gather_objects((probe.path, probe.token) if probe else None)[0]
+        sees = comm.rank not in leaders or not written or storage.is_visible(*written)
+        blind = [hosts[rank] for rank, seen in enumerate(comm.gather_objects(sees)) if not seen]
+        findings = {"run directory": storage.writing(folder, probe, error)}
+        if written:
+            findings["shared files"] = storage.sharing(folder, blind, len(leaders))
+        if comm.rank == 0:
+            findings["free space"] = storage.space(folder)
+    finally:
+        if probe is not None:
+            probe.close()
+    gathered: list[dict[str, Finding]] = comm.gather_objects(findings)
+    return gathered[0]
+
+
+def _print(
+    options: DoctorOptions,
+    findings: Mapping[str, Finding],
+    hosts: Sequence[str],
+    links: Mapping[str, Sequence[LinkSpeed]],
+) -> None:
+    """Print the report on stdout."""
+    if options.json:
+        slowest = link_speeds.slowest_node(links.get(BETWEEN, []))
+        print(to_json(findings, hosts, links, slowest))
+    else:
+        names = list(dict.fromkeys(hosts))
+        ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)}"
+        title = f"{ranks} on {', '.join(names[:8])}" + ", ..." * (len(names) > 8)
+        show(findings, title, stdout())
+    sys.stdout.flush()

@@ -1,0 +1,45 @@
+"""Collectives over a part of a world: this rank's node group, or its cross group."""
+
+from typing import Literal
+
+from mntrain.bootstrap import WorldParts
+from mntrain.comm import mpi
+from mntrain.comm.collectives import Transport, WorldCollectives
+from mntrain.comm.topology import Topology
+
+
+def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -> WorldCollectives:
+    """Make collectives over this rank's node or cross group. Collective over the world.
+
+    All messages count for `level`. Tensors on GPUs are staged in host memory where the world's go
+    through NCCL.
+    """
+    rank, topology, engine = parts.comm.rank, parts.topology, parts.engine
+    group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
+    ranks = tuple(range(len(group)))
+    own = Topology((ranks,) if level == "node" else tuple((r,) for r in ranks))
+    choice, selected = parts.collectives.choice, parts.collectives.transport
+    transport: Transport = "host" if selected == "nccl" else selected
+
+    def split(color: int, name: str) -> mpi.Communicator:
+        comm = parts.comm.split(color, group.index(rank), name)
+        parts.groups.callback(comm.free)
+        return comm
+
+    def make() -> WorldCollectives:
+        node = parts.node if level == "node" else split(rank, "self")
+        comm = split(group[0], f"{level} group")
+        comm.traffic, comm.levels = parts.comm.traffic, [level] * comm.size
+        stream = engine.add_stream(f"the {level} group of rank {group[0]}", group)
+        return WorldCollectives(
+            comm,
+            node,
+            own,
+            engine,
+            parts.devices,
+            stream=stream,
+            choice=choice,
+            transport=transport,
+        )
+
+    return parts.collectives.call_together(make, f"world.{level}_collectives").wait()

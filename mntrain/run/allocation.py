@@ -1,0 +1,116 @@
+"""The end of the batch job that this process belongs to, as its scheduler tells it."""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+Environment = Mapping[str, str]
+
+_COMMAND_TIMEOUT_S = 10.0
+_MINUTE_S = 60.0
+_UNLIMITED = 2**32 - 1  # what Flux reports for a job without a limit
+_TIME_UNITS_S = (1, 60, 3600, 86400)  # of a duration such as 2:00:00, from its end
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A way to ask one scheduler for the end of a job."""
+
+    variable: str  # set in the environment of its jobs
+    command: Callable[[Environment], list[str]]
+    # From the command's output, and the time at which it was run: the end of the job in seconds
+    # since the epoch; None if it has no limit. Raises LookupError or ValueError for other outputs.
+    parse: Callable[[str, float], float | None]
+
+
+def allocation_end(environment: Environment) -> float | None:
+    """Return when this process's batch job ends, in seconds since the epoch; None if unknown.
+
+    A job in a job of another scheduler, such as Flux in Slurm, ends with the first of them. Takes
+    up to 10 s for each scheduler that does not answer. Local.
+    """
+    ends = [_end(each, environment) for each in SCHEDULERS if each.variable in environment]
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _end(scheduler: Scheduler, environment: Environment) -> float | None:
+    if scheduler.variable == "SLURM_JOB_ID":
+        known = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
+        if known.isdecimal() and float(known) > time.time():  # else of an older allocation
+            return float(known)
+    try:
+        now = time.time()
+        output = subprocess.run(
+            scheduler.command(environment),
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=True,
+            # SLURM_TIME_FORMAT is scontrol's own; "standard" is local time.
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"},
+        ).stdout
+        return scheduler.parse(output, now)
+    except (OSError, subprocess.SubprocessError, LookupError, ValueError):
+        return None  # without the command, or for a job without an end
+
+
+def parse_slurm(output: str, now: float) -> float | None:
+    """Return the end of a job from `scontrol --oneliner show job`."""
+    return datetime.fromisoformat(output.partition(" EndTime=")[2].split()[0]).timestamp()
+
+
+def parse_pbs(output: str, now: float) -> float | None:
+    """Return the end of a job from `qstat -f` of OpenPBS, PBS Pro or Torque."""
+    # Lines that continue another one are indented by a tab or by more.
+    fields = dict(re.findall(r"^ {4}([\w.]+) = (.*)$", output, re.MULTILINE))
+    if "Walltime.Remaining" in fields:  # Torque
+        return now + float(fields["Walltime.Remaining"])
+    if "Resource_List.walltime" not in fields:
+        return None
+    start = fields["stime"] if "stime" in fields else fields["start_time"]
+    parts = reversed(fields["Resource_List.walltime"].split(":"))
+    limit_s = sum(int(part) * unit for part, unit in zip(parts, _TIME_UNITS_S, strict=False))
+    return datetime.strptime(start, "%a %b %d %H:%M:%S %Y").timestamp() + limit_s
+
+
+def parse_lsf(output: str, now: float) -> float | None:
+    """Return the end of a job from `bjobs -noheader -o time_left`: hours:minutes and a letter.
+
+    L is a limit; other letters mean an estimate, at whose end LSF does not kill the job. The time
+    may be rounded up, so a minute less counts.
+    """
+    left = re.fullmatch(r"\s*(\d+):(\d+) L\s*", output)
+    if left is None:
+        return None
+    return now + max(0.0, (60 * int(left[1]) + int(left[2]) - 1) * _MINUTE_S)
+
+
+def parse_flux(output: str, now: float) -> float | None:
+    """Return the end of a job from `flux job timeleft`."""
+    left_s = float(output)
+    return now + left_s if left_s < _UNLIMITED else None
+
+
+def _ask_lsf(environment: Environment) -> list[str]:
+    """Return the command for a job, or for one element of a job array."""
+    index = environment.get("LSB_JOBINDEX", "0")
+    job = environment["LSB_JOBID"] + (f"[{index}]" if index != "0" else "")
+    return ["bjobs", "-noheader", "-o", "time_left", job]
+
+
+SCHEDULERS = (
+    Scheduler(
+        "SLURM_JOB_ID",
+        lambda environment: ["scontrol", "--oneliner", "show", "job", environment["SLURM_JOB_ID"]],
+        parse_slurm,
+    ),
+    Scheduler(
+        "PBS_JOBID", lambda environment: ["qstat", "-f", environment["PBS_JOBID"]], parse_pbs
+    ),
+    Scheduler("LSB_JOBID", _ask_lsf, parse_lsf),
+    Scheduler("FLUX_JOB_ID", lambda _: ["flux", "job", "timeleft"], parse_flux),
+)

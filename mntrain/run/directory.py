@@ -1,0 +1,182 @@
+"""A run's directory: its lock, and what it holds of earlier jobs.
+
+RUN/.lock            held by the job that uses the directory
+RUN/config.toml      options
+RUN/metrics.jsonl    a line for each step
+RUN/checkpoints/     step-00000500, ...
+RUN/summary.json     written last
+RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from mntrain.checkpoint import list_checkpoints, set_aside
+from mntrain.errors import combined_refusals
+from mntrain.metrics.files import METRICS_FILE, SUMMARY_FILE, write_summary
+from mntrain.ranks import Ranks
+from mntrain.watch.recording import recordings
+
+CONFIG_FILE = "config.toml"
+EARLY_ENDS = ("stalled", "lost")  # statuses of jobs that hung, or lost a rank
+
+
+def make_new(run_dir: Path) -> Path:
+    """Make a directory, and return its path; no other process can get the same one.
+
+    If `run_dir` exists, for example because another job was started in the same second, the name
+    gets the first ending of -2, -3, ... that is free. Raises ValueError if it cannot be made.
+    """
+    path, number = run_dir, 1
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+                path = run_dir.with_name(f"{run_dir.name}-{number}")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def make_and_lock(run_dir: Path) -> TextIO:
+    """Make a run's directory if there is none, and return a file that holds its lock while open.
+
+    Without effect on file systems without locks. Raises ValueError if the directory is not
+    writable, or another process holds the lock.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / ".lock").open("a+", errors="replace")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(1000) or "unknown"
+        file.close()
+        raise ValueError(
+            f"{run_dir} is in use by a job ({holder}): wait for its end, or give another run "
+            "directory"
+        ) from None
+    except OSError:
+        return file
+    file.truncate(0)
+    file.write(f"on {socket.gethostname()}, process {os.getpid()}")
+    file.flush()
+    return file
+
+
+def _unwritable(run_dir: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"no files can be made in the run directory {run_dir} ({error.strerror}): give a folder in "
+        "which they can"
+    )
+
+
+def start_recording(world: Ranks, run_dir: Path, local: Path | None = None) -> None:
+    """Record the events of all ranks in the run's directory, or under `local`. Collective.
+
+    Where that is not possible, the master prints one warning, and there is no recording.
+    """
+    job = world.gather(secrets.token_hex(8))[0]
+    problems = world.gather(world.recorder.open(recordings(run_dir, local), job) or None)
+    if world.master and any(problems):
+        text = f"mntrain: warning: no recording for autopsy: {combined_refusals(problems)}"
+        print(text, file=sys.stderr)
+
+
+class RunDirectory:
+    """A run directory that this job has locked. Made by all ranks; the master's path counts.
+
+    `last_step` is the last step in metrics.jsonl, the same on all ranks. Raises AgreedError if the
+    directory cannot be written, or is in use by another job.
+    """
+
+    def __init__(self, world: Ranks, path: Path) -> None:
+        self._world = world
+        self.path = world.gather(path)[0]
+        with world.agreement():
+            self._lock = make_and_lock(self.path) if world.master else None
+        self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
+
+    def rewind(self, step: int) -> None:
+        """Remove what earlier jobs have left of the steps after `step`. Collective.
+
+        Raises AgreedError for step 0 of a run that has left a result.
+        """
+        with self._world.agreement():
+            if self._world.master:
+                if not step:
+                    expect_startable(self.path, saves=True)
+                rewind(self.path, step)
+        self.last_step = min(self.last_step, step)
+
+    def close(self) -> None:
+        """Let other jobs use the directory. Local."""
+        if self._lock is not None:
+            with suppress(OSError):  # on file systems without locks
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # forked children have the file open, too
+            self._lock.close()
+
+
+def expect_startable(run_dir: Path, *, saves: bool) -> None:
+    """Raise ValueError unless the run in a directory may be started over.
+
+    It may if it was killed, or ended by the watchdog, before its first checkpoint, and the job that
+    starts it over `saves`.
+    """
+    if not saves or _has_result(run_dir) or list_checkpoints(run_dir):
+        raise ValueError(f"{run_dir} holds a run already: give another run directory")
+
+
+def write_early_end(run_dir: Path, status: str, reason: str) -> None:
+    """Write the summary.json of a job that ends without its ranks, in a status of EARLY_ENDS."""
+    summary = {"status": status, "reason": reason, "steps": _last_step(run_dir)}
+    write_summary(run_dir, {**summary, "run_dir": str(run_dir)})
+
+
+def rewind(run_dir: Path, step: int) -> None:
+    """Remove what earlier jobs have left of the steps after `step`, which are taken again."""
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    set_aside(run_dir, step)
+    metrics = run_dir / METRICS_FILE
+    if metrics.exists():
+        kept = [line + "\n" for at, line in _lines(metrics) if at <= step]
+        metrics.write_text("".join(kept))
+
+
+def _has_result(run_dir: Path) -> bool:
+    """Return whether a run has a summary.json, other than of an early end."""
+    path = run_dir / SUMMARY_FILE
+    try:
+        return path.exists() and json.loads(path.read_text())["status"] not in EARLY_ENDS
+    except (ValueError, KeyError):
+        return True
+
+
+def _last_step(run_dir: Path) -> int:
+    """Return the last step in metrics.jsonl, 0 if there is none."""
+    metrics = run_dir / METRICS_FILE
+    return max((step for step, _ in _lines(metrics)), default=0) if metrics.exists() else 0
+
+
+def _lines(metrics: Path) -> list[tuple[int, str]]:
+    """Return the lines of metrics.jsonl with their steps, without one that a kill has cut short."""
+    lines = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append((int(json.loads(line)["step"]), line))
+        except ValueError:
+            continue
+    return lines

@@ -1,0 +1,182 @@
+"""Metrics of a user's own training loop, in the files that the trainer writes."""
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Self
+
+from torch import Tensor
+
+from mntrain.errors import AgreedError, raised_by_all
+from mntrain.metrics.files import json_text, open_metrics, write_summary
+from mntrain.metrics.registry import METRICS, PHASES, StepTimer
+from mntrain.ranks import Ranks
+from mntrain.run.delayed import DelayedSum
+from mntrain.run.directory import RunDirectory
+from mntrain.run.means import to_float, weight_problem
+
+_DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of metrics.jsonl, before its values are means over ranks."""
+
+    step: int
+    weight: float
+    values: dict[str, float]
+    times: dict[str, float]
+
+    @property
+    def digest(self) -> int:
+        """A number that ranks with the same step and names have in common."""
+        text = repr((self.step, sorted(self.values)))
+        return zlib.crc32(text.encode()) % (1 << _DIGEST_BITS)
+
+    def weighted(self, names: list[str]) -> list[float]:
+        """Return the terms of the sums over ranks: 0 for a value that this rank lacks."""
+        weight = self.weight
+        return [weight * self.values.get(name, 0.0) if weight else 0.0 for name in names]
+
+
+class MetricsLog:
+    """metrics.jsonl and summary.json of a user's own loop. Made by `World.metrics`.
+
+    A context manager. At its end, or in `close`, it writes summary.json with the status
+    "completed", "preempted" or "interrupted" (if `World.stop_requested` has returned True), or
+    "failed" (after an AgreedError). An exception on one rank alone leaves no summary.json.
+    """
+
+    def __init__(
+        self, world: Ranks, directory: RunDirectory, describe: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Open metrics.jsonl. Collective. `describe` returns more of the summary, collectively."""
+        self._world, self._directory, self._describe = world, directory, describe
+        with world.agreement():
+            self._file = open_metrics(directory.path) if world.master else None
+        self._sum = DelayedSum(world.collectives)
+        self._line: _Line | None = None  # whose sums are under way
+        self._names: list[str] = []  # of all values so far, the same on all ranks
+        self._last: dict[str, float] = {}
+        self._start = time.perf_counter()
+        self._timer = StepTimer(world.collectives)
+        self._open = True
+
+    def log(self, step: int, *, weight: float = 1.0, **values: float | Tensor) -> None:
+        """Append a line with the means of values over all ranks, and the time of the step.
+
+        Collective. Every rank gives the same step, above the last, and the same names. `weight` is
+        the number of samples or tokens that this rank's values are means over; 0 leaves the rank
+        out. Tensors have one element, and reading them waits for their device.
+
+        No rank waits for another: the line is written in the next call. It also has the seconds
+        since the last call ("step_s"), and those in which a collective was in progress
+        ("communication") and was waited for ("exposed"). Raises AgreedError for a wrong argument;
+        one call later if ranks differ in the step or the names, or if all weights are 0.
+        """
+        times = {k: v for k, v in self._timer.times().items() if k not in PHASES}
+        self._timer = StepTimer(self._world.collectives)
+        numbers = {name: to_float(value) for name, value in values.items()}
+        read = {name: number for name, number in numbers.items() if number is not None}
+        self._check(step, weight, {"step", *times} & values.keys(), values.keys() - read.keys())
+        self.flush()
+        self._directory.last_step = step
+        self._line = line = _Line(step, weight, read, times)
+        terms = line.weighted(self._names)
+        self._sum.start([line.digest, line.digest**2, weight, *terms])
+
+    def flush(self) -> None:
+        """Write the last line. Collective; waits for its means."""
+        line, self._line = self._line, None
+        if line is None:
+            return
+        digests, squares, weight, *totals = self._sum.take()
+        if digests**2 != squares * self._world.size:
+            raise AgreedError(self._difference(line), self._world.rank)
+        if new := sorted(line.values.keys() - self._names):
+            self._names += new
+            self._sum.start(line.weighted(new))
+            totals += self._sum.take()
+        if not weight:
+            message = f"metrics.log({line.step}): the weights of all ranks are 0"
+            raise AgreedError(message, self._world.rank)
+        sums = dict(zip(self._names, totals, strict=True))
+        means = {n: self._mean(sums[n] / weight, own) for n, own in line.values.items()}
+        self._last |= means
+        if self._file is not None:
+            self._file.write(json_text({"step": line.step, **means, **line.times}) + "\n")
+
+    def close(self) -> None:
+        """Write the last line and summary.json. Collective. Does nothing the second time."""
+        self._finish(None)
+
+    def abandon(self) -> None:
+        """Close metrics.jsonl without waiting for other ranks. Local."""
+        self._open = False
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if raised_by_all(error):
+            self._finish(error if isinstance(error, AgreedError) else None)
+        else:
+            self.abandon()
+
+    def _finish(self, error: AgreedError | None) -> None:
+        if not self._open:
+            return
+        try:
+            if error is None:
+                self.flush()
+            summary = {
+                "steps": self._directory.last_step,
+                **{m.summary: self._last.get(n) for n, m in METRICS.items() if m.summary},
+                "wall_s": time.perf_counter() - self._start,
+                "run_dir": str(self._directory.path),
+                **self._describe(),
+            }
+            if error is not None:
+                summary |= {"status": "failed", "error": str(error)}
+            with self._world.agreement():
+                if self._world.master:
+                    write_summary(self._directory.path, summary)
+        finally:
+            self.abandon()
+
+    def _check(self, step: int, weight: float, reserved: set[str], unread: set[str]) -> None:
+        """Raise AgreedError for arguments that this rank cannot accept. Local."""
+        last, problem = self._directory.last_step, ""
+        if not self._open:
+            problem = "the log is closed"
+        elif not isinstance(step, Real):
+            problem = "the step is no number: give log(step, name=value, ...)"
+        elif step <= last:
+            problem = (
+                f"{self._directory.path} has step {last} already, and has a line for each step: "
+                "log all values of a step at once; to resume the run, call restore() of its "
+                "checkpoints first; to begin anew, give another run directory"
+            )
+        elif refused := weight_problem(weight):
+            problem = refused
+        elif unread:
+            problem = f"{', '.join(sorted(unread))} is neither a number nor a tensor of one element"
+        elif reserved:
+            problem = f"{', '.join(sorted(reserved))} is written by the log itself: rename it"
+        if problem:
+            raise AgreedError(f"metrics.log({step!r}): {problem}", self._world.rank)
+
+    def _difference(self, line: _Line) -> str:
+        """Return the error for ranks that logged different steps or names. Collective."""
+        given = self._world.gather(f"step {line.step}: {', '.join(sorted(line.values))}")
+        other = next((rank for rank, text in enumerate(given) if text != given[0]), 0)
+        return f"metrics.log differs: rank 0 gave {given[0]}; rank {other} gave {given[other]}"
+
+    def _mean(self, mean: float, own: float) -> float:
+        """Return a mean, or this rank's value if they differ by the rounding of the sum only."""
+        return own if math.isclose(mean, own, rel_tol=self._world.size * 2**-52) else mean

@@ -1,0 +1,76 @@
+"""Resources that a job has used, for its summary."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from mntrain.rank_info import Usage
+from mntrain.ranks import Ranks
+from zero.memory import Memory
+from zero.optimizer import ZeroOptimizer
+
+# Roles of memory that are measured for a whole process or GPU, with their field of `Usage`.
+_PROCESS_ROLES = {
+    "process_peak": "peak_memory",
+    "device_peak": "peak_device_memory",
+    "device_now": "device_memory",
+    "reserved_peak": "peak_reserved_memory",
+    "reserved_now": "reserved_memory",
+    "pinned": "pinned_memory",
+}
+
+
+def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, Any]:
+    """Return the entries of summary.json about the world, memory and traffic. Collective."""
+    usage = world.usage()
+    measured = _total(optimizer.memory() for optimizer in optimizers)
+    expected = _total(optimizer.expected_memory() for optimizer in optimizers)
+    by_rank = world.gather((measured, expected))
+    return {
+        "world": {
+            "size": world.size,
+            "nodes": len(world.topology.nodes),
+            "topology": str(world.topology),
+            "algorithm": world.algorithm,
+            "tuning": world.tuning,
+            "transport": world.transport,
+            "library": world.library.name,
+        },
+        "memory": memory_by_role([own for own, _ in by_rank], [plan for _, plan in by_rank], usage),
+        "ranks": [
+            {**asdict(place), **asdict(used)}
+            for place, used in zip(world.places, usage, strict=True)
+        ],
+    }
+
+
+def _total(memories: Iterable[Memory]) -> Memory:
+    """Return the sums of each role over optimizers."""
+    roles = [dataclasses.astuple(memory) for memory in memories]
+    return Memory(*map(sum, zip(*roles, strict=True))) if roles else Memory(0, 0, 0, 0, 0)
+
+
+def memory_by_role(
+    measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes that each role of memory took; all arguments are by rank. Pure.
+
+    Roles are those of `Memory`, their total, and what whole processes and GPUs used. Each has the
+    least, median and most over ranks and the first rank with the most ("peak_rank"); the roles of
+    `Memory` also have the prediction for that rank ("expected").
+    """
+    report = {}
+    for role in [role.name for role in dataclasses.fields(Memory)] + ["total"]:
+        spread = _spread([getattr(memory, role) for memory in measured])
+        report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
+    for role, usage_field in _PROCESS_ROLES.items():
+        report[role] = _spread([getattr(used, usage_field) for used in usage])
+    return report
+
+
+def _spread(by_rank: Sequence[int]) -> dict[str, int]:
+    least, most = min(by_rank), max(by_rank)
+    middle = round(median(by_rank))
+    return {"least": least, "median": middle, "most": most, "peak_rank": by_rank.index(most)}

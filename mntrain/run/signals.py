@@ -1,0 +1,182 @@
+"""Reasons to end a job early: signals, and the end of its time.
+
+Signals are only noted by their handlers. All ranks act on them together, after the same step.
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from types import FrameType
+from typing import Any, Self
+
+from mntrain.ranks import Ranks
+from mntrain.run.allocation import allocation_end
+from mntrain.run.delayed import DelayedSum
+from mntrain.watch.watchdog import Watchdog
+
+# SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
+INTERRUPT = signal.SIGINT
+# A scheduler wants the node back: SIGTERM before it kills, SIGUSR1 or SIGUSR2 if a script asks so.
+PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+# Spare time for what steps and saves have not shown yet: a fraction of the job's time, up to a
+# maximum; in an allocation at least _MIN_ALLOCATION_SPARE_S, since its end kills every process.
+_SPARE_FRACTION = 0.05
+_MAX_SPARE_S = 30.0
+_MIN_ALLOCATION_SPARE_S = 5.0
+GRACE_S = 30.0  # after a signal, for the step to end
+
+
+class SignalRequests:
+    """Notes the first signal that arrives while it is entered.
+
+    A second SIGINT raises KeyboardInterrupt, except inside `deferred`. With a watchdog, the job
+    ends `grace_s` seconds after the first signal unless `agreed` is called before; and with several
+    ranks, at the second signal. `on_signal` is called with the number of every signal.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog | None = None,
+        grace_s: float = GRACE_S,
+        on_signal: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._watchdog, self._grace_s, self._on_signal = watchdog, grace_s, on_signal
+        self._second_interrupts = True
+        self.first: signal.Signals | None = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._deferred = False
+        self._process = os.getpid()
+
+    @property
+    def interrupted(self) -> bool:
+        """True if a user wants the job to end."""
+        return self.first == INTERRUPT
+
+    @property
+    def preempted(self) -> bool:
+        """True if a scheduler wants the job to end."""
+        return self.first in PREEMPT
+
+    def __enter__(self) -> Self:
+        signals = (INTERRUPT, *PREEMPT)
+        self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
+        if self._watchdog is not None and self._watchdog.expect_signals(signals, self._grace_s):
+            self._second_interrupts = self._watchdog.alone
+        return self
+
+    def agreed(self) -> None:
+        """Note that all ranks know of the signal, and will end the job together. Local."""
+        if self._watchdog is not None:
+            self._watchdog.ignore_signals()
+        self._second_interrupts = True
+
+    def __exit__(self, *exception: object) -> None:
+        self.agreed()
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Keep a second SIGINT from raising while a checkpoint is written inside."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked child, which ends as if this had no handlers
+            signal.signal(number, self._previous_handlers[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+            return
+        self._on_signal(number)
+        second = self.interrupted and number == INTERRUPT and self._second_interrupts
+        if second and not self._deferred:
+            raise KeyboardInterrupt
+        self.first = self.first or signal.Signals(number)
+
+
+class Deadline:
+    """The end of a job's time: `max_minutes` from its start, or the end of its batch job.
+
+    The earlier one counts, on the monotonic clock, which shows `start` (by default now).
+    `environment` is that of the process.
+    """
+
+    def __init__(
+        self,
+        max_minutes: float | None,
+        environment: Mapping[str, str],
+        start: float | None = None,
+    ) -> None:
+        left, least_spare_s, self.reason = math.inf, 0.0, ""
+        if max_minutes is not None:
+            passed = 0.0 if start is None else time.monotonic() - start
+            left, self.reason = 60 * max_minutes - passed, f"its {max_minutes:g} minutes are over"
+        end = allocation_end(environment)
+        if end is not None and end - time.time() < left:
+            left, least_spare_s = end - time.time(), _MIN_ALLOCATION_SPARE_S
+            self.reason = f"the allocation ends {datetime.fromtimestamp(end)}"
+        self.at = time.monotonic() + left
+        self._spare_s = max(least_spare_s, min(_MAX_SPARE_S, _SPARE_FRACTION * left))
+
+    def near(self, step_s: float, save_s: float) -> bool:
+        """Return True if it is time to save and end, given the duration of a step and a save."""
+        return self.at - time.monotonic() < 2 * (step_s + save_s) + self._spare_s
+
+
+def stop_reason(world: Ranks, signals: SignalRequests, deadline: Deadline) -> str:
+    """Return the signal and rank, or the deadline, that ends the job early. Collective."""
+    first = signals.first
+    for rank, name in enumerate(world.gather(first.name if first else None)):
+        if name:
+            return f"{name} on rank {rank}"
+    return world.gather(deadline.reason)[0]
+
+
+class StopRequests:
+    """Requests to end a job, agreed over all ranks one `poll` after they arrive.
+
+    Signals are noted from construction to `close`. Only the master's deadline counts, since clocks
+    of nodes may differ. `longest_save_s` returns the seconds that a save has taken so far.
+    """
+
+    def __init__(
+        self, world: Ranks, deadline: Deadline, longest_save_s: Callable[[], float]
+    ) -> None:
+        self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
+        self.reason: str | None = None
+        self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
+        on_signal = world.recorder.signal_arrived
+        self._signals = SignalRequests(world.watchdog, on_signal=on_signal)
+        self._signals.__enter__()
+        self._sum = DelayedSum(world.collectives)
+        self._longest_step_s, self._last_poll = 0.0, time.monotonic()
+
+    def poll(self) -> bool:
+        """Return True, on all ranks, if any of them was asked to end before the last poll.
+
+        Collective, once a step.
+        """
+        now = time.monotonic()
+        self._longest_step_s = max(self._longest_step_s, now - self._last_poll)
+        self._last_poll = now
+        if self.status == "running":
+            preempted, interrupted = self._sum.take() or (0.0, 0.0)
+            if preempted or interrupted:
+                self._signals.agreed()
+                self.status = "preempted" if preempted else "interrupted"
+                self.reason = stop_reason(self._world, self._signals, self._deadline)
+            else:
+                near = self._deadline.near(self._longest_step_s, self._longest_save_s())
+                self._sum.start([self._signals.preempted or near, self._signals.interrupted])
+        return self.status != "running"
+
+    def close(self) -> None:
+        """Restore the handlers of signals. Local."""
+        self._signals.__exit__()

@@ -1,0 +1,63 @@
+"""The start of a world."""
+
+from typing import TYPE_CHECKING
+
+from mntrain.bootstrap import WorldSettings
+from mntrain.checks.finding import print_warnings
+from mntrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def init(
+    comm: "MPI.Intracomm | None" = None,
+    *,
+    device: str = "auto",
+    algorithm: str = "auto",
+    bucket_mb: float = 25.0,
+    ranks_per_node: int | None = None,
+    tune: bool = True,
+    wire_dtype: str = "fp32",
+    gather_dtype: str = "fp32",
+    transport: str = "auto",
+    timeout: float | None = 600.0,
+    warn_after: float = 60.0,
+) -> World:
+    """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
+
+    All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
+    ValueError) on all ranks for an argument that any rank cannot accept, and for a check
+    (`mntrain.checks`) that fails, before MPI starts or after. Rank 0 prints their warnings.
+
+    Args:
+        comm: duplicated; stays the caller's. Default: all ranks of the job.
+        device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
+        algorithm: auto, or one of `mntrain.comm.algorithms.names()`.
+        bucket_mb: size of a gradient bucket in MiB.
+        ranks_per_node: cut every node into virtual nodes of this many ranks.
+        tune: for algorithm auto, time the candidates (about a second; cached). False: use lanes.
+        wire_dtype: fp32, bf16 or fp16, in which wider gradients cross nodes.
+        gather_dtype: the same for updated parameters at stages 1 and 2.
+        transport: auto, host, cuda-aware or nccl, for tensors on GPUs (`mntrain.comm.transport`).
+        timeout: seconds without progress that a rank waits for others, until rank 0 reports who
+            waits for whom and aborts the job; a lost rank ends it at once. None: both are only
+            reported.
+        warn_after: the same, until rank 0 prints a warning.
+
+    """
+    settings = WorldSettings(
+        device,
+        algorithm,
+        bucket_mb,
+        ranks_per_node,
+        tune,
+        wire_dtype,
+        gather_dtype,
+        transport,
+        timeout,
+        warn_after,
+    )
+    world = World(comm, settings)
+    print_warnings(world.findings.values() if world.master else ())
+    return world

@@ -1,0 +1,45 @@
+"""Comparison of a task's source and data over ranks, before any work."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch.utils.data import Dataset
+
+from mntrain.errors import Given, compare, expect_same, same_digests
+from mntrain.run.comparison import FIX
+from mntrain.run.source_files import describe_sources
+from mntrain.tasks import Task
+from mntrain.train.data_digest import describe_files, describe_samples, random_samples
+from mntrain.world import World
+
+
+def compare_task(world: World, task: Task, datasets: Mapping[str, Dataset[Any]]) -> None:
+    """Compare the task's source files, and its data by sizes and samples. Collective.
+
+    `datasets` have a length and are named. Raises AgreedError on all ranks for a difference. If
+    samples differ between ranks, they are drawn again: those that a rank then finds changed are
+    random, and are not compared.
+    """
+    with world.agreement():
+        told = {
+            **describe_sources(type(task)),
+            **{f"the number of {n} samples": len(cast(Any, d)) for n, d in datasets.items()},
+            **describe_files(task.compared_files()),
+        }
+    compare(world.gather, told, world.rank, FIX)
+    samples = _draw(datasets)
+    if same_digests(world.gather, samples):
+        return
+    changing = [random_samples(name, dataset) for name, dataset in datasets.items()]
+    random = set[str]().union(*changing)
+    random = random.union(*world.gather(random))
+    stable = {name: value for name, value in samples.items() if name not in random}
+    expect_same(world.gather(stable), world.rank, FIX)
+
+
+def _draw(datasets: Mapping[str, Dataset[Any]]) -> dict[str, Given]:
+    return {
+        text: given
+        for name, dataset in datasets.items()
+        for text, given in describe_samples(name, dataset).items()
+    }

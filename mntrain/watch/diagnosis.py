@@ -1,0 +1,109 @@
+"""Diagnosis of a hang from the statuses of all ranks: pure functions."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from mntrain.watch.rank_status import RankStatus, StalledWait
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a monitor knows when it looks at the ranks."""
+
+    size: int
+    statuses: Mapping[int, RankStatus]  # of the ranks that have answered
+    hosts: Sequence[str]  # by rank
+    left: Collection[int]  # ranks that have left the world or ended their script
+    silent: Mapping[int, str]  # ranks without an answer, and why
+
+    def name(self, ranks: Collection[int]) -> str:
+        """Return ranks with their hosts in words."""
+        return name(ranks, self.hosts)
+
+
+def name(ranks: Collection[int], hosts: Sequence[str]) -> str:
+    """Return ranks with their hosts: "rank 2 on node1", "ranks 0, 3 on a, 1 on b"."""
+    by_host: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        by_host.setdefault(hosts[rank], []).append(rank)
+    parts = [f"{', '.join(map(str, group))} on {host}" for host, group in by_host.items()]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def awaited_by(wait: StalledWait, evidence: Evidence) -> set[int]:
+    """Return the ranks that have not begun the collective for which a rank waits."""
+    awaited = set(evidence.left) | set(evidence.silent)
+    for rank, status in evidence.statuses.items():
+        if status.begun.get(wait.stream, wait.number + 1) <= wait.number:
+            awaited.add(rank)
+    return awaited if wait.awaited_rank is None else awaited & {wait.awaited_rank}
+
+
+def find_culprits(evidence: Evidence) -> tuple[set[int], set[int]]:
+    """Return the ranks that wait for others, and those that these wait for in the end.
+
+    A rank that is waited for and waits itself is no culprit, unless all do. The second set is empty
+    where every rank has begun what it waits for: then messages do not arrive.
+    """
+    waits = {r: s.wait for r, s in evidence.statuses.items() if s.wait is not None}
+    awaited: set[int] = set()
+    for wait in waits.values():
+        awaited |= awaited_by(wait, evidence)
+    return set(waits), (awaited - set(waits)) or awaited
+
+
+def headline(evidence: Evidence) -> str:
+    """Return who waits for whom in one line."""
+    waiting, culprits = find_culprits(evidence)
+    waits = [status.wait for status in evidence.statuses.values()]
+    seconds = max((wait.seconds for wait in waits if wait), default=0.0)
+    have = (
+        f"{evidence.name(waiting)} {'have' if len(waiting) > 1 else 'has'} waited {seconds:.0f} s"
+    )
+    if culprits:
+        return f"{have} for {evidence.name(culprits)}"
+    return f"{have} in what all ranks have begun: messages between them do not arrive"
+
+
+def details(evidence: Evidence) -> str:
+    """Return in what ranks wait, and where those are that they wait for, in several lines."""
+    waiting, culprits = find_culprits(evidence)
+    waits = {rank: evidence.statuses[rank].wait for rank in waiting}
+    words = {rank: _words_of(wait) for rank, wait in waits.items() if wait}
+    lines = [f"  {evidence.name(group)}: {text}" for text, group in _alike(words)]
+    for rank in sorted(culprits - waiting):
+        lines += [f"  {line}" for line in _culprit(rank, evidence)]
+    return "\n".join(lines)
+
+
+def stacks(evidence: Evidence) -> str:
+    """Return the stacks of the training threads of ranks that wait, equal ones once."""
+    waiting, _ = find_culprits(evidence)
+    texts = {rank: evidence.statuses[rank].stack.rstrip() for rank in waiting}
+    parts = [f"stack of {evidence.name(group)}:\n{text}" for text, group in _alike(texts)]
+    return "\n".join(parts)
+
+
+def _culprit(rank: int, evidence: Evidence) -> list[str]:
+    name = evidence.name([rank])
+    if rank in evidence.left:
+        return [f"{name}: has left the world, or ended its script"]
+    if rank in evidence.silent:
+        return [f"{name}: does not answer: {evidence.silent[rank]}"]
+    status = evidence.statuses[rank]
+    held = ", in a debugger" if status.debugged else ""
+    lines = [f"{name} (process {status.pid}): in no collective{held}, at {status.place}"]
+    return lines + [f"  {line}" for line in status.stack.rstrip().splitlines()]
+
+
+def _words_of(wait: StalledWait) -> str:
+    called = f", called at {wait.site}" if wait.site else ""
+    return f"in {wait.what} (collective {wait.number} of {wait.stream}){called}"
+
+
+def _alike(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Return each different text with its ranks."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        groups.setdefault(texts[rank], []).append(rank)
+    return list(groups.items())

@@ -1,0 +1,185 @@
+"""The part of the watchdog on ranks 0 and 1: finds out who waits for whom, and who was lost."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from mntrain.watch import diagnosis
+from mntrain.watch.inquiry import Inquiry, Member
+from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, process_state
+from mntrain.watch.side_channel import Closed, Message, SideChannel
+
+MONITORS = (0, 1)
+TAKE_OVER_S = 5.0  # until rank 1 acts in the place of rank 0
+CONNECT_S = 30.0  # until ranks without a connection are named
+
+
+class EndJob(Protocol):
+    """Ends the job after the report was printed. Does not return."""
+
+    def __call__(self, report: str, *, reason: str, status: str, code: int) -> None:
+        """`reason` and `status` are for the summary."""
+
+
+class Monitor:
+    """A monitor of a world. Rank 0 acts; rank 1 does if rank 0 is gone, or does not answer.
+
+    Used by one thread. `limit` and `warning_limit` are seconds without progress; without `limit`, a
+    job that hangs is not ended. `own_status` returns this rank's, `warn` prints a warning.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[Member],
+        channel: SideChannel,
+        *,
+        limit: float | None,
+        warning_limit: float,
+        own_status: Callable[[], RankStatus],
+        warn: Callable[[str], None],
+        end_job: EndJob,
+    ) -> None:
+        self._rank, self._members, self._channel = rank, members, channel
+        self._limit, self._warning_limit = limit, warning_limit
+        self._own_status, self._warn, self._end_job = own_status, warn, end_job
+        self.left: set[int] = set()  # ranks that have left, or have told that they failed
+        self._connected: set[int] = set()  # at any time so far
+        self._inquiry: Inquiry | None = None
+        self._take_over_at: float | None = None
+        self._take_over_ends = False
+        self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
+        self._name_unconnected_at: float | None = time.monotonic() + CONNECT_S
+
+    def look(self, now: float) -> None:
+        """Act on what is due by the clock."""
+        self._connected |= set(self._channel.peers)
+        if self._take_over_at is not None and now > self._take_over_at:
+            self._take_over_at = None
+            self._ask(ends=self._take_over_ends)
+        if self._inquiry is not None and self._inquiry.over(now):
+            inquiry, self._inquiry = self._inquiry, None
+            self._conclude(inquiry)
+        if self._name_unconnected_at is not None and now > self._name_unconnected_at:
+            self._name_unconnected_at = None
+            self._name_unconnected()
+
+    def on_message(self, peer: int, message: Message) -> None:
+        """Act on a message of a rank, which may be this one."""
+        match message["kind"]:
+            case "waiting":
+                self._on_waiting(ends=bool(message["ends"]))
+            case "late" if self._acts:
+                self._ask(ends=True, reason=message["reason"], code=int(message["code"]))
+            case "handled":
+                self._take_over_at = None
+            case "status" if self._inquiry is not None:
+                self._inquiry.statuses[peer] = RankStatus.from_message(message["status"])
+            case "left":
+                self._on_left(peer)
+            case "failed" if peer == message["report"]["rank"]:
+                self.left.add(peer)
+                for other in set(self._channel.peers) - {peer}:
+                    self._channel.send(other, message)
+
+    def on_closed(self, peer: int, closed: Closed) -> None:
+        """End the job if a rank was lost; without a limit, only warn."""
+        if peer in self.left or not (self._acts or peer == 0):
+            return
+        hosts = [member.host for member in self._members]
+        if closed.error is None:
+            lost, how = [peer], "its process has ended without a word (was it killed?)"
+        else:
+            lost = [r for r, host in enumerate(hosts) if host == hosts[peer] and r not in self.left]
+            how = f"the node, or the network to it, does not answer ({closed.error.strerror})"
+        verb = "is" if len(lost) == 1 else "are"
+        reason = f"{diagnosis.name(lost, hosts)} {verb} lost: {how}"
+        if self._limit is None:
+            self._warn(reason)
+            return
+        self._end_job(reason, reason=reason, status="lost", code=1)
+
+    @property
+    def _acts(self) -> bool:
+        gone = 0 in self._connected and 0 not in self._channel.peers
+        return self._rank == 0 or gone
+
+    def _on_waiting(self, *, ends: bool) -> None:
+        if self._acts and (ends or time.monotonic() > self._quiet_until):
+            self._ask(ends=ends)
+        elif not self._acts and self._take_over_at is None:
+            self._take_over_at = time.monotonic() + TAKE_OVER_S
+            self._take_over_ends = ends
+        elif not self._acts:
+            self._take_over_ends |= ends
+
+    def _ask(self, *, ends: bool, reason: str = "", code: int = 1) -> None:
+        """Ask all ranks for their status; if they are being asked, let the answers count for it."""
+        if self._inquiry is not None:
+            if reason or (ends and not self._inquiry.ends):
+                self._inquiry.ends, self._inquiry.code = True, code
+                self._inquiry.reason = reason or self._inquiry.reason
+            return
+        if self._rank == 0:
+            self._channel.send(1, {"kind": "handled"})
+        self._inquiry = Inquiry(ends, reason, code, set(self._channel.peers))
+        self._inquiry.statuses[self._rank] = self._own_status()
+        for peer in self._channel.peers:
+            self._channel.send(peer, {"kind": "ask"})
+
+    def _conclude(self, inquiry: Inquiry) -> None:
+        """Report what the answers say, and end the job if it is to end."""
+        evidence = inquiry.evidence(self._rank, self._members, self.left)
+        headline, details = diagnosis.headline(evidence), diagnosis.details(evidence)
+        limit = self._limit if inquiry.ends else self._warning_limit
+        waited = [s.wait.seconds for s in inquiry.statuses.values() if s.wait is not None]
+        if inquiry.reason:
+            headline = f"{inquiry.reason}; {headline}" if waited else inquiry.reason
+        elif limit is None or max(waited, default=0.0) < limit:
+            return  # it has gone on meanwhile
+        debugged = any(status.debugged for status in inquiry.statuses.values())
+        if not inquiry.ends or (debugged and not inquiry.reason):
+            end = (
+                f"\n  the job ends after {self._limit:g} s (--comm.timeout)" if self._limit else ""
+            )
+            self._warn(f"{headline}\n{details}{end}")
+            self._quiet_until = time.monotonic() + self._warning_limit
+            return
+        self._print_stacks_of_held(inquiry)
+        report = f"{headline}\n{details}\n{diagnosis.stacks(evidence)}"
+        self._end_job(report, reason=headline, status="stalled", code=inquiry.code)
+
+    def _print_stacks_of_held(self, inquiry: Inquiry) -> None:
+        """Let ranks that run but do not answer print their stacks, on order of a neighbour."""
+        for rank in inquiry.asked - inquiry.statuses.keys():
+            member = self._members[rank]
+            near = [r for r in inquiry.statuses if self._members[r].host == member.host]
+            if self._rank in near:
+                print_stack(member.pid)
+            elif near:
+                self._channel.send(near[0], {"kind": "stack", "pid": member.pid})
+
+    def _on_left(self, peer: int) -> None:
+        self.left.add(peer)
+        everyone = set(range(len(self._members)))
+        for failed in self.left:
+            if self.left | {self._rank} >= everyone:
+                self._channel.send(failed, {"kind": "others left"})
+
+    def _name_unconnected(self) -> None:
+        missing = set(range(1, len(self._members))) - self._connected - self.left
+        if self._rank == 0 and missing:
+            hosts = sorted({self._members[rank].host for rank in missing})
+            self._warn(
+                f"{len(missing)} ranks on {', '.join(hosts)} have no TCP connection to rank 0: a "
+                "hang or a loss there will not be explained; allow TCP between the hosts of the job"
+            )
+
+
+def print_stack(pid: int) -> None:
+    """Let a rank of this host print its stack, if it runs: a stopped one would do so later."""
+    if process_state(pid).startswith("running"):
+        with suppress(OSError):
+            os.kill(pid, STACK_SIGNAL)

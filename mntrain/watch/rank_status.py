@@ -1,0 +1,124 @@
+"""The state of a rank as others need it to tell who waits for whom."""
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mntrain.comm import engine
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.ticket import INTERNAL
+
+_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
+_MAX_FRAMES = 30
+_COMM = str(Path(engine.__file__).parent)
+STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""Lets a rank print its stack, also while the interpreter is held in C code."""
+
+
+@dataclass(frozen=True)
+class StalledWait:
+    """A collective that a rank has begun and waits for."""
+
+    stream: str
+    number: int  # in its stream
+    what: str  # such as "bucket 3: all_reduce of 1024 float32"
+    site: str  # file:line of the call
+    seconds: float  # without any progress
+    awaited_rank: int | None  # None: all ranks of the stream
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The state of one rank at the time of a question."""
+
+    rank: int
+    host: str
+    pid: int
+    begun: Mapping[str, int]  # collectives, by stream
+    wait: StalledWait | None
+    stack: str  # of the training thread, innermost call last
+    place: str  # of its innermost frame outside of the package and torch: "file:line in function"
+    debugged: bool  # whether a debugger holds the training thread
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the status as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "RankStatus":
+        """Return the status of a JSON object. Raises KeyError and TypeError for another one."""
+        values = {name: message[name] for name in cls.__dataclass_fields__}
+        wait = values["wait"]
+        return cls(**{**values, "wait": None if wait is None else StalledWait(**wait)})
+
+
+def own_status(rank: int, progress: ProgressEngine, thread: int, stalled_s: float) -> RankStatus:
+    """Return the status of this rank, whose training runs in a thread. Local; takes about 1 ms.
+
+    `stalled_s`: seconds in which it has waited without progress.
+    """
+    frames = _frames(sys._current_frames().get(thread))
+    names = [frame.f_code.co_filename for frame in frames]
+    own = [frame for frame, name in zip(frames, names, strict=True) if _is_users(name)]
+    innermost, wait = (own or frames)[-1:], _wait_of(progress, stalled_s)
+    frames = [frame for frame in frames if not frame.f_code.co_filename.startswith("<frozen")]
+    while wait is not None and frames[-1].f_code.co_filename.startswith(_COMM):
+        frames.pop()
+    return RankStatus(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        begun={stream.name: stream.begun for stream in progress.streams},
+        wait=wait,
+        stack="".join(traceback.format_list(_summary(frames[-_MAX_FRAMES:]))),
+        place="".join(
+            f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}" for f in innermost
+        ),
+        debugged=any(part in name for name in names for part in _DEBUGGERS),
+    )
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process of this host in words, "" if it is not known. Linux only."""
+    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended"}
+    words |= {"D": "blocked in the kernel, for example in file access", "X": "ended"}
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "ended"
+    except (OSError, IndexError):
+        return ""
+    return words.get(state, "running, but it does not answer: the interpreter is held in C code")
+
+
+def _wait_of(progress: ProgressEngine, stalled_s: float) -> StalledWait | None:
+    awaited = progress.awaited()
+    ticket = awaited[0].oldest if awaited else None
+    if awaited is None or ticket is None:
+        return None
+    stream, what = awaited[0], str(ticket.signature)
+    rank = stream.awaited_rank(ticket)
+    return StalledWait(stream.name, ticket.number, what, ticket.site, stalled_s, rank)
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _summary(frames: list[FrameType]) -> traceback.StackSummary:
+    return traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((*INTERNAL, "<")) and "importlib" not in filename

@@ -1,0 +1,255 @@
+"""The recorder of a rank: its last events, in memory and in a file that outlives the process.
+
+Events go to a ring in memory from the start, and to a memory-mapped file once there is a place for
+it. The kernel keeps what was written to it when the process is killed, and writes it to disk within
+about 30 s, so a node that loses power loses about as much. `mntrain.watch.recording` describes the
+file.
+"""
+
+import atexit
+import mmap
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from signal import Signals
+from weakref import WeakMethod
+
+from mntrain.watch.recording import (
+    ALL_RANKS,
+    CAPACITY,
+    FILE_BYTES,
+    HEADER_BYTES,
+    NUMBER,
+    RECORD,
+    RECORD_BYTES,
+    SIGNS,
+    SITE,
+    Header,
+    Kind,
+)
+
+SIGN_S = 1.0  # between two signs of life
+_MAX_PATH = 400  # of the counter of out-of-memory kills, so that the header fits
+_BEGINS, _ENDS = int(Kind.COLLECTIVE_BEGINS), int(Kind.COLLECTIVE_ENDS)
+_SHARED_ERRORS = {"AgreedError", "RemoteRankError"}  # raised by several ranks together
+# Variables in which schedulers name a job, or a part of one.
+_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+
+
+class Recorder:
+    """Records the events of one rank. All methods are local, and none raises.
+
+    Methods may be called by any thread and in signal handlers; one takes 1 to 2 us. `internal` are
+    the beginnings of the names of files that are not the user's. The thread that constructs it is
+    the one that trains.
+    """
+
+    def __init__(self, rank: int, size: int, internal: Sequence[str] = ()) -> None:
+        self.rank, self.size = rank, size
+        self._thread = threading.get_ident()
+        libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+        self._not_own = [(*internal, *libraries), tuple(internal)]
+        self._map = mmap.mmap(-1, FILE_BYTES)
+        self._numbers, self._sign_numbers = count(1), count(1)  # next() is atomic
+        self._recording = True
+        self._closed = threading.Event()
+
+    def open(self, folder: Path, job: str) -> str:
+        """Record into a file of a folder from here on; return why that is not possible, or "".
+
+        Replaces the file of an earlier job. `job` is the same for all ranks of this job only.
+        """
+        path = folder / f"rank-{self.rank:05}.bin"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # or a full disk means SIGBUS
+                mapped = mmap.mmap(file.fileno(), FILE_BYTES)
+            mapped[:HEADER_BYTES] = _header(self.rank, self.size, job).to_bytes()
+            mapped[HEADER_BYTES:] = self._map[HEADER_BYTES:]
+            os.replace(temporary, path)
+        except (OSError, AttributeError) as error:  # not every system has posix_fallocate
+            for left in (temporary, path):  # that of an earlier job would be taken for this one's
+                with suppress(OSError):
+                    left.unlink(missing_ok=True)
+            return f"{folder}: {getattr(error, 'strerror', error)}"
+        self._map = mapped
+        threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True).start()
+        end = WeakMethod(self.close)
+        atexit.register(lambda: (method := end()) and method())
+        return ""
+
+    def collective_begins(
+        self, stream: str, number: int, text: str, site: str, awaited: int = ALL_RANKS
+    ) -> None:
+        """Record that a collective of a stream begins."""
+        self._write((number, awaited, _BEGINS), stream, text, site)
+
+    def collective_ends(self, stream: str, number: int) -> None:
+        """Record that a collective of a stream is done."""
+        self._write((number, ALL_RANKS, _ENDS), stream)
+
+    def begin_phase(self, name: str, step: int = 0) -> None:
+        """Record that a phase begins; step 0 is none."""
+        self._write((step, ALL_RANKS, Kind.PHASE_BEGINS), name)
+
+    def end_phase(self, name: str) -> None:
+        """Record that a phase ends."""
+        self._write((0, ALL_RANKS, Kind.PHASE_ENDS), name)
+
+    @contextmanager
+    def phase(self, name: str, step: int = 0) -> Iterator[None]:
+        """Record the begin of a phase, and its end unless the block raises."""
+        self.begin_phase(name, step)
+        yield
+        self.end_phase(name)
+
+    def signal_arrived(self, number: int) -> None:
+        """Record a signal."""
+        self._write((number, ALL_RANKS, Kind.SIGNAL), text=Signals(number).name)
+
+    def error_raised(self, error: BaseException) -> None:
+        """Record an exception that ends the world, with the user's innermost line."""
+        shared = not _SHARED_ERRORS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        site = self._site((frame.filename, frame.lineno) for frame in frames)
+        text = f"{type(error).__name__}: {error}"
+        kind = Kind.SHARED_ERROR if shared else Kind.ERROR
+        self._write((0, ALL_RANKS, kind), text=text, site=site)
+
+    def close(self) -> None:
+        """Record a clean end, and record nothing after it."""
+        self._write((0, ALL_RANKS, Kind.END))
+        self._recording = False
+        self._closed.set()
+        self._map = mmap.mmap(-1, FILE_BYTES)  # lets go of the file
+
+    def leave_to_parent(self) -> None:
+        """Record nothing more in a forked child."""
+        self._recording = False
+
+    def _write(
+        self, numbers: tuple[int, int, int], name: str = "", text: str = "", site: str = ""
+    ) -> None:
+        if self._recording:
+            event = next(self._numbers)
+            self._put(event % CAPACITY, event, numbers, (name, text, site))
+
+    def _put(
+        self, slot: int, event: int, numbers: tuple[int, int, int], texts: tuple[str, str, str]
+    ) -> None:
+        """Write a record: its number is 0 until the rest is written."""
+        at, memory = HEADER_BYTES + slot * RECORD_BYTES, self._map
+        name, text, site = map(_encode, texts)  # struct cuts their ends
+        RECORD.pack_into(memory, at, 0, time.monotonic(), *numbers, name, text, site[-SITE:])
+        NUMBER.pack_into(memory, at, event)
+
+    def _give_signs(self) -> None:
+        """Write the line at which the training thread is, once in a while."""
+        while not self._closed.wait(SIGN_S):
+            frame, stack = sys._current_frames().get(self._thread), []
+            while frame is not None:
+                stack.append((frame.f_code.co_filename, frame.f_lineno))
+                frame = frame.f_back
+            number = next(self._sign_numbers)
+            slot = CAPACITY + number % SIGNS
+            kind, texts = Kind.SIGN_OF_LIFE, ("", "", self._site(stack))
+            self._put(slot, number, (0, ALL_RANKS, kind), texts)
+
+    def _site(self, stack: Iterable[tuple[str, int | None]]) -> str:
+        """Return file:line of the first frame outside of libraries, or of the first one at all."""
+        frames = [(file, line) for file, line in stack if not file.startswith("<frozen ")]
+        for beginnings in self._not_own:
+            for file, line in frames:
+                if not file.startswith(beginnings):
+                    return f"{file}:{line}"
+        return "{}:{}".format(*frames[0]) if frames else ""
+
+
+@lru_cache(maxsize=256)
+def _encode(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
+def _header(rank: int, size: int, job: str) -> Header:
+    pid = os.getpid()
+    oom_file, inode, kills = own_oom_kills()
+    return Header(
+        rank=rank,
+        size=size,
+        job=job,
+        host=socket.gethostname(),
+        pid=pid,
+        process_start=process_start(pid),
+        boot=boot_id(),
+        pid_namespace=pid_namespace(),
+        wall=time.time(),
+        monotonic=time.monotonic(),
+        oom_file=oom_file,
+        oom_inode=inode,
+        oom_kills=kills,
+        jobs={name: os.environ[name][:40] for name in _JOB_VARIABLES if name in os.environ},
+    )
+
+
+def boot_id() -> str:
+    """Return an identifier of this host's boot, "" if there is none."""
+    return _text("/proc/sys/kernel/random/boot_id").strip()
+
+
+def pid_namespace() -> str:
+    """Return an identifier of the namespace of this process's number, "" if there is none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def process_start(pid: int) -> str:
+    """Return when a process started, in clock ticks since boot; "" for one that is gone."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def own_oom_kills() -> tuple[str, int, int]:
+    """Return the file that counts out-of-memory kills of this cgroup, its inode and its count.
+
+    The file is "" where there is none.
+    """
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        root, name = Path("/sys/fs/cgroup"), "memory.events"
+        if controllers == "memory":  # version 1
+            root, name = root / "memory", "memory.oom_control"
+        elif controllers:
+            continue
+        file = root / path.lstrip("/") / name
+        if len(str(file)) < _MAX_PATH and (found := read_oom_kills(file)) is not None:
+            return str(file), *found
+    return "", 0, 0
+
+
+def read_oom_kills(file: Path) -> tuple[int, int] | None:
+    """Return the inode of a cgroup's file and its count of out-of-memory kills, if it has one."""
+    counters = dict(line.split() for line in _text(file).splitlines() if line.count(" ") == 1)
+    try:
+        return file.stat().st_ino, int(counters["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,139 @@
+"""The file in which a rank leaves its last events, and how it is read after the rank's end.
+
+    header      HEADER_BYTES: magic, length, and a JSON object with the facts of `Header`
+    ring        CAPACITY records of RECORD_BYTES; the event with number n lies in slot n % CAPACITY
+    signs       2 records, written in turn, of the last sign of life
+
+A record is RECORD: number, time, collective or step, awaited rank, kind, stream or phase, text and
+call site. Its number is 0 while it is being written, and is written last, so a reader can tell a
+record that is torn by the end of the process. All numbers are little-endian.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from pathlib import Path
+
+MAGIC = b"mntrain recording 1\n"
+HEADER_BYTES, CAPACITY, SIGNS = 4096, 1000, 2
+SITE = 96  # bytes of a call site, whose beginning is cut
+RECORD = struct.Struct(f"<QdqiH30s100s{SITE}s")
+NUMBER = struct.Struct("<Q")
+RECORD_BYTES = RECORD.size
+FILE_BYTES = HEADER_BYTES + (CAPACITY + SIGNS) * RECORD_BYTES
+_LENGTH = struct.Struct("<I")
+
+ALL_RANKS, GROUP = -1, -2  # awaited: every rank of the world; the ranks of the stream's group
+
+
+class Kind(IntEnum):
+    """Kinds of events."""
+
+    COLLECTIVE_BEGINS = 1
+    COLLECTIVE_ENDS = 2
+    PHASE_BEGINS = 3
+    PHASE_ENDS = 4
+    SIGNAL = 5
+    ERROR = 6  # of this rank alone
+    SHARED_ERROR = 7  # that other ranks raise too
+    END = 8  # the world was closed, or the interpreter ends
+    SIGN_OF_LIFE = 9
+
+
+@dataclass(frozen=True)
+class Header:
+    """Facts about a rank and its process. Times are those at which the file was made."""
+
+    rank: int
+    size: int
+    job: str  # the same for all ranks of a job, and no other
+    host: str
+    pid: int
+    process_start: str  # in clock ticks since boot, as /proc says
+    boot: str  # identifier of the host's boot
+    pid_namespace: str
+    wall: float  # seconds since the epoch
+    monotonic: float  # seconds; all ranks make their files at about the same time
+    oom_file: str = ""  # in which the kernel counts out-of-memory kills of the rank's cgroup
+    oom_inode: int = 0
+    oom_kills: int = 0
+    jobs: dict[str, str] = field(default_factory=dict)  # identifiers of schedulers, by variable
+
+    def to_bytes(self) -> bytes:
+        """Return the first bytes of a file."""
+        text = json.dumps(vars(self)).encode()
+        return (MAGIC + _LENGTH.pack(len(text)) + text).ljust(HEADER_BYTES, b"\0")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One record. `time` is in seconds since the file was made, negative before."""
+
+    time: float
+    kind: Kind
+    number: int = 0  # of a collective in its stream, of a training step, or of a signal
+    awaited: int = ALL_RANKS  # the rank for which a collective waits, or ALL_RANKS or GROUP
+    name: str = ""  # of a stream or phase
+    text: str = ""  # what is called, or type and message of an error
+    site: str = ""  # file:line
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The last events of one rank, the oldest first.
+
+    `complete`: no event was overwritten. `sign`: the last sign of life, if any.
+    """
+
+    header: Header
+    events: tuple[Event, ...]
+    complete: bool = True
+    sign: Event | None = None
+
+
+def recordings(run_dir: Path, local: Path | None = None) -> Path:
+    """Return the folder of the recordings of a run: one of its own under `local`, if given."""
+    if local is None:
+        return run_dir / "recorder"
+    return local / str(run_dir.resolve()).strip("/").replace("/", "-")
+
+
+def read(path: Path) -> Recording:
+    """Read a file, whose rank may still write it. Raises OSError, and ValueError for another file.
+
+    What changes between two looks is left out.
+    """
+    data, again = path.read_bytes(), path.read_bytes()
+    if not data.startswith(MAGIC) or len(data) != FILE_BYTES:
+        raise ValueError(f"{path} is no recording of this version of mntrain")
+    (length,) = _LENGTH.unpack_from(data, len(MAGIC))
+    start = len(MAGIC) + _LENGTH.size
+    try:
+        content = json.loads(data[start : start + length])
+        header = Header(**{item.name: content[item.name] for item in fields(Header)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has a damaged header: {error}") from None
+    records = dict(_records(data, again, header.monotonic))
+    ring = {n: event for (slot, n), event in records.items() if slot == n % CAPACITY < CAPACITY}
+    signs = {n: event for (slot, n), event in records.items() if slot >= CAPACITY}
+    return Recording(
+        header,
+        tuple(ring[number] for number in sorted(ring)),
+        complete=max(ring, default=0) < CAPACITY,
+        sign=signs[max(signs)] if signs else None,
+    )
+
+
+def _records(data: bytes, again: bytes, start: float) -> Iterator[tuple[tuple[int, int], Event]]:
+    """Yield the whole records, by slot and number."""
+    kinds = set(Kind)
+    for slot in range(CAPACITY + SIGNS):
+        place = slice(HEADER_BYTES + slot * RECORD_BYTES, HEADER_BYTES + (slot + 1) * RECORD_BYTES)
+        number, seconds, count, awaited, kind, *texts = RECORD.unpack(data[place])
+        if number == 0 or data[place] != again[place] or kind not in kinds:
+            continue
+        name, text, site = (value.rstrip(b"\0").decode(errors="replace") for value in texts)
+        event = Event(seconds - start, Kind(kind), count, awaited, name, text, site)
+        yield (slot, number), event

@@ -1,0 +1,263 @@
+"""The watchdog of a rank: a thread that finds hangs and losses, and ends the job with a report.
+
+    on every rank       tells the monitors when it waits too long, and answers their questions
+    on the monitors     ask all ranks, find out who waits for whom, and report it once
+
+A job ends in one way: a monitor prints its report, tells all ranks the exit code, and calls
+MPI_Abort; a rank that is still there after some seconds ends itself.
+"""
+
+import atexit
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mntrain.comm import mpi
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.forked import call_in_child
+from mntrain.watch.grace import Grace
+from mntrain.watch.inquiry import Member
+from mntrain.watch.monitor import MONITORS, Monitor, print_stack
+from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, own_status
+from mntrain.watch.side_channel import Address, Closed, Message, SideChannel
+
+ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
+MAX_TICK_S = 1.0
+REPEAT_S = 10.0  # until the end of a job that hangs is asked for again
+
+
+class Watchdog:
+    """Watches a world from a thread of its own, on one rank.
+
+    Owns `channel`, and connects it to the `monitors`. `fail` makes communication raise the error of
+    a rank that has failed, whose report it gets. A rank that waits without progress is warned of
+    after `warn_after` seconds, and ends the job after `timeout`, if that is not None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[Member],
+        engine: ProgressEngine,
+        *,
+        timeout: float | None,
+        warn_after: float,
+        channel: SideChannel,
+        monitors: Mapping[int, Address],
+        fail: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._rank, self._size, self._engine = rank, len(members), engine
+        self._channel, self._monitors, self._fail = channel, monitors, fail
+        self._timeout, self._warn_after = timeout, warn_after
+        self.at_end: list[Callable[[str, str], None]] = []
+        """Called on rank 0 before the job ends, with the status and the reason of its end."""
+        self._thread_of_training = threading.main_thread().ident or 0
+        self._monitor: Monitor | None = None
+        if rank in MONITORS:
+            self._monitor = Monitor(
+                rank,
+                members,
+                channel,
+                limit=timeout,
+                warning_limit=warn_after,
+                own_status=self._own_status,
+                warn=lambda text: _print(f"warning: {text}"),
+                end_job=self._end_job,
+            )
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
+        self._left: set[int] = set()  # peers
+        self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
+        self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
+        self._others_left = threading.Event()
+        self._closed = False
+        self._grace = Grace()
+        self._looked_at = time.monotonic()
+        self._tick = min(MAX_TICK_S, warn_after / 8, (timeout or warn_after) / 8)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(STACK_SIGNAL, file=2, all_threads=False)
+        call_in_child(self._leave_to_parent)
+        self._thread = threading.Thread(target=self._run, name="mntrain watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a process that ends so is not lost
+
+    def close(self) -> None:
+        """Tell the other ranks that this one leaves the world, and end the thread. Local."""
+        self._closed = True
+        atexit.unregister(self.close)
+        self._channel.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * ABORT_S)
+
+    def tell_failure(self, report: Mapping[str, Any]) -> None:
+        """Let all other ranks raise an error with this rank's report; wait until they have left.
+
+        Local. Returns after ABORT_S in any case.
+        """
+        if self._size > 1 and not self._closed:
+            self._tell({"kind": "failed", "report": dict(report)})
+            self._others_left.wait(ABORT_S)
+
+    def leave(self) -> None:
+        """Tell the others that this rank will be of no more use. Local."""
+        self._tell({"kind": "left"})
+
+    @property
+    def alone(self) -> bool:
+        """True in a world of one."""
+        return self._size == 1
+
+    def expect_signals(self, numbers: Collection[int], grace_s: float) -> bool:
+        """End the job some seconds after one of these signals, or at the second. Local.
+
+        It works while the main thread is held in C code, too. Returns False if it cannot, since the
+        interpreter's wakeup descriptor is in use. Called by the main thread.
+        """
+        previous = signal.set_wakeup_fd(self._channel.wake_descriptor, warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            return False
+        self._grace = Grace(frozenset(numbers), grace_s, second_ends=not self.alone)
+        return True
+
+    def ignore_signals(self) -> None:
+        """End what `expect_signals` has begun. Local."""
+        if self._grace.numbers:
+            signal.set_wakeup_fd(-1)
+        self._grace = Grace()
+
+    def _tell(self, message: Message) -> None:
+        """Let the thread send a message to the monitors."""
+        self._outbox.put(message)
+        self._channel.wake()
+
+    # All below runs on the thread.
+
+    def _run(self) -> None:
+        channel = self._channel
+        for monitor, address in self._monitors.items():
+            if monitor < self._rank and not self._closed:
+                with suppress(OSError):  # rank 0 names those that it does not hear of
+                    channel.connect(monitor, address)
+        try:
+            while not self._closed:
+                for peer, message in channel.poll(self._tick):
+                    if isinstance(message, Closed):
+                        self._on_closed(peer, message)
+                    else:
+                        self._on_message(peer, message)
+                while not self._outbox.empty():
+                    self._tell_monitors(self._outbox.get())
+                self._look(time.monotonic())
+            for peer in channel.peers:
+                channel.send(peer, {"kind": "left"})
+        finally:
+            channel.close()
+
+    def _look(self, now: float) -> None:
+        """Compare the times with their limits."""
+        self._look_at_own_wait(now)
+        if self._grace.over(now):
+            reason, self._grace.deadline = self._grace.reason, None
+            code = 130 if self._grace.interrupt else 1
+            self._tell_monitors({"kind": "late", "reason": reason, "code": code})
+        if self._monitor is not None:
+            self._monitor.look(now)
+
+    def _look_at_own_wait(self, now: float) -> None:
+        """Count the time in which this rank waits without progress, and tell it at the limits.
+
+        Time in which this thread did not run does not count: then the process or the machine was
+        stopped.
+        """
+        awaited = self._engine.awaited()
+        mark = None if awaited is None else (awaited[0].name, awaited[1])
+        if mark is None or mark != self._mark:
+            self._mark, self._stalled_s, self._told = mark, 0.0, 0
+        else:
+            self._stalled_s += min(now - self._looked_at, 2 * self._tick)
+        self._looked_at = now
+        beyond = -1.0 if self._timeout is None else self._stalled_s - self._timeout
+        level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else self._stalled_s >= self._warn_after
+        if level > self._told:
+            self._told = level
+            self._tell_monitors({"kind": "waiting", "ends": level > 1})
+
+    def _own_status(self) -> RankStatus:
+        return own_status(self._rank, self._engine, self._thread_of_training, self._stalled_s)
+
+    def _tell_monitors(self, message: Message) -> None:
+        for monitor in MONITORS:
+            if monitor == self._rank:
+                self._on_message(self._rank, message)
+            else:
+                self._channel.send(monitor, message)
+
+    def _on_message(self, peer: int, message: Message) -> None:
+        match message.get("kind"):
+            case "signal":
+                self._grace.arrived(int(message["number"]), self._rank)
+            case "ask":
+                status = self._own_status().to_message()
+                self._channel.send(peer, {"kind": "status", "status": status})
+            case "failed" if message["report"]["rank"] != self._rank:
+                self._fail(message["report"])
+            case "others left":
+                self._others_left.set()
+            case "stack":
+                print_stack(int(message["pid"]))
+            case "end":
+                self._leave_job(int(message["code"]), aborts=False)
+            case "left":
+                self._left.add(peer)
+        if self._monitor is not None and "kind" in message:
+            self._monitor.on_message(peer, message)
+
+    def _on_closed(self, peer: int, closed: Closed) -> None:
+        if self._closed:
+            return
+        if self._monitor is not None:
+            self._monitor.on_closed(peer, closed)
+        elif peer not in self._left and not self._channel.peers:
+            reason = f"rank {self._rank} has lost its connections to ranks 0 and 1"
+            self._end_job(reason, reason=reason, status="lost", code=1)
+
+    def _end_job(self, report: str, *, reason: str, status: str, code: int) -> None:
+        """Print a report, and end the job."""
+        _print(f"error: {report}")
+        for call in self.at_end if self._rank == 0 else []:
+            try:
+                call(status, reason)
+            except Exception as error:
+                _print(f"warning: the summary cannot be written: {error}")
+        for peer in self._channel.peers:
+            self._channel.send(peer, {"kind": "end", "code": code})
+        self._leave_job(code, aborts=True)
+
+    def _leave_job(self, code: int, *, aborts: bool) -> None:
+        """Abort, or be aborted; end this process if nothing else does. Does not return."""
+        with suppress(Exception):
+            sys.stdout.flush()
+        if aborts:
+            time.sleep(0.3)  # the launcher may drop what it has not forwarded before an abort
+            threading.Thread(target=mpi.abort, args=(code,), daemon=True).start()
+        time.sleep(ABORT_S)
+        os._exit(code)
+
+    def _leave_to_parent(self) -> None:
+        """Close the sockets in a forked child, whose signals are its own."""
+        if self._grace.numbers:
+            with suppress(ValueError):
+                signal.set_wakeup_fd(-1)
+        self._closed = True
+        self._channel.close()
+
+
+def _print(text: str) -> None:
+    print(f"mntrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,164 @@
+"""A job in which one rank does something wrong: mpirun -n 3 python fault.py KIND RANK [options]."""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import mntrain
+
+STEP = 2  # in which it happens
+
+
+def parse():
+    """The arguments of this script."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    parser.add_argument("rank", type=int)
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=6.0)
+    parser.add_argument("--warn-after", type=float, default=2.0)
+    return parser.parse_args()
+
+
+class Loader:
+    """Batches, which the faulty rank gets in another way."""
+
+    def __init__(self, kind, faulty):
+        self.kind, self.faulty = kind, faulty
+
+    def batch(self, step):
+        """One batch; in the faulty step of the faulty rank, what the kind says."""
+        if self.faulty and step == STEP:
+            stamp()
+            FAULTS.get(self.kind, lambda: None)()
+        return torch.randn(4, 32)
+
+
+def stamp():
+    """Note the time of the fault in the file that the environment names."""
+    if name := os.environ.get("FAULT_STAMP"):
+        with open(name, "w", encoding="ascii") as file:
+            file.write(str(time.time()))
+
+
+def fail(error):
+    """Raise an error."""
+    raise error
+
+
+def spin():
+    """Compute for ever."""
+    while True:
+        pass
+
+
+def pause(seconds):
+    """Stop this process; a child lets it go on."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(parent, signal.SIGCONT)
+        os._exit(0)
+    os.kill(parent, signal.SIGSTOP)
+
+
+BUG = "a bug of one rank"
+FAULTS = {
+    "hang": lambda: time.sleep(1000),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "raises": lambda: fail(KeyError(BUG)),
+    "memory": lambda: fail(MemoryError(BUG)),
+    "exits": lambda: sys.exit(3),
+    "vanishes": lambda: os._exit(1),
+    "held": lambda: ctypes.PyDLL(None).sleep(1000),  # C code that keeps the interpreter
+    "spins": spin,
+    "slow": lambda: time.sleep(6),
+    "paused": lambda: pause(seconds=4),  # by another process, as a debugger or a scheduler does
+}
+
+
+class Bug(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, value):
+        """Return the value."""
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Raise."""
+        raise KeyError(BUG)
+
+
+def train(world, options):
+    """Six steps, of which the faulty rank takes one in another way."""
+    kind, faulty = options.kind, world.rank == options.rank
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = world.optimizer(model, torch.optim.AdamW, stage=options.stage)
+    loader = Loader(kind, faulty)
+    for step in range(6):
+        now = faulty and step == STEP
+        try:
+            output = model(loader.batch(step))
+            if now and kind == "raises in backward":
+                output = Bug.apply(output)
+            loss = output.square().mean()
+            if now and kind == "continues":
+                raise ValueError("of this sample")
+            if now and kind == "nan":
+                loss = loss * float("nan")
+            loss.backward()
+            if now and kind == "raises after backward":
+                raise KeyError(BUG)
+        except ValueError:
+            continue
+        if now and kind == "stops early":
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+        extra_collectives(world, kind, now=now)
+    if faulty and kind == "never leaves":
+        time.sleep(1000)
+
+
+def extra_collectives(world, kind, *, now):
+    """A collective in which the faulty rank does something else."""
+    shape = 9 if now and kind == "another shape" else 8
+    dtype = torch.float64 if now and kind == "another dtype" else torch.float32
+    first, second = torch.ones(shape, dtype=dtype), torch.ones(3)
+    if now and kind == "another order":
+        first, second = second, first
+    world.collectives.all_reduce(first).wait()
+    world.collectives.all_reduce(second).wait()
+    if now and kind == "one more":
+        world.sum([1.0])
+
+
+def main():
+    """Run the job, and print what this rank has seen."""
+    options = parse()
+    with mntrain.init(
+        device="cpu", timeout=options.timeout, warn_after=options.warn_after, tune=False
+    ) as world:
+        try:
+            train(world, options)
+        except mntrain.RemoteRankError as error:
+            text = error.traceback.strip().splitlines()[-1]
+            print(f"rank {world.rank} learns of rank {error.rank}: {text}", flush=True)
+            raise
+        if world.master:
+            print("completed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One process in the place of several ranks that share a loader."""
+
+import threading
+
+import torch
+
+from mntrain.data.loader import ShardedLoader
+from mntrain.data.source import ShardContext
+
+
+class Log:
+    """What a sharded loader tells the optimizers."""
+
+    def __init__(self):
+        self.expected, self.forgotten, self.ended = [], 0, 0
+
+    def expect(self, own, total, digest, source):
+        self.expected.append((own, total, digest))
+
+    def forget(self, drawn):
+        self.forgotten += drawn
+        self.ended += not drawn
+
+    @property
+    def shares(self):
+        return [own for own, _, _ in self.expected]
+
+
+def alone(value):
+    return [value]
+
+
+def sharded(loader, rank=0, size=1, log=None, *, passes=None, gather=alone, **options):
+    log = log or Log()
+    context = ShardContext(rank, size, gather, log.expect, log.forget)
+    return ShardedLoader(loader, context, passes, **options)
+
+
+def epoch_of(loader, rank, size, epoch=0, **options):
+    """One rank's epoch, as (what it got, its share) a batch."""
+    log = Log()
+    parts = sharded(loader, rank, size, log, **options)
+    parts.epoch = epoch
+    return [(batch, log.expected[-1][0]) for batch in parts]
+
+
+def concatenated(loader, size, **options):
+    """The global batches, from all ranks' parts of two tensors; checks the stand-ins."""
+    ranks = [epoch_of(loader, rank, size, **options) for rank in range(size)]
+    whole = []
+    for parts in zip(*ranks, strict=True):
+        shares = [share for _, share in parts]
+        assert max(shares) - min(shares) <= 1
+        assert all(len(x) == max(1, share) for (x, _), share in parts)
+        own = [part for part, share in parts if share]
+        whole.append([torch.cat(column) for column in zip(*own, strict=True)])
+        assert all(bool(torch.isin(x, whole[-1][0]).all()) for (x, _), _ in parts)
+    return whole
+
+
+def in_turns(size, body):
+    """Call body(rank, gather) for all ranks in threads, of which one runs at a time."""
+    running, barrier = threading.Lock(), threading.Barrier(size, timeout=30)
+    values, results, errors = [None] * size, [None] * size, []
+
+    def run(rank):
+        def gather(value):
+            values[rank] = value
+            running.release()
+            barrier.wait()
+            everyone = list(values)
+            barrier.wait()
+            running.acquire()
+            return everyone
+
+        with running:
+            try:
+                results[rank] = body(rank, gather)
+            except BaseException as error:
+                errors.append(error)
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,191 @@
+"""The autopsy of real jobs: which rank stopped first, in what, where, and who waited."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from job import LATE, completed, train, write_corpus
+from launch import mpirun
+
+from mntrain.watch.recording import read
+
+TASKS = (
+    LATE
+    + """
+class Killed(Late):
+    def broken(self, model, batch):
+        time.sleep(5)  # until the others wait
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Stopped(Late):
+    def broken(self, model, batch):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return LanguageModel.loss(self, model, batch)
+
+"""
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "broken.py").write_text(TASKS)
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def line_of(text):
+    """The line of TASKS that begins with a text."""
+    return next(n for n, line in enumerate(TASKS.splitlines(), 1) if line.strip().startswith(text))
+
+
+def autopsy(*paths):
+    done = subprocess.run(
+        [sys.executable, "-m", "mntrain", "autopsy", *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.mark.thorough
+def test_a_run_that_completed_ended_well(folder):
+    completed(train(2, folder))
+    done = autopsy(folder / "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "The job ended well: completed." in done.stdout
+    assert "cause" not in done.stdout
+
+
+@pytest.mark.thorough
+def test_the_line_of_an_exception_is_named(folder):
+    train(2, folder, "--task", "broken:Raises")
+    done = autopsy(folder / "run")
+    host = os.uname().nodename
+    assert done.returncode == 1, done.stdout
+    assert f"rank 1 on {host} stopped first." in done.stdout
+    where = f"{folder / 'broken.py'}:{line_of('raise KeyError')}"
+    assert f"in forward of step 2: KeyError: 'a bug of rank one', at {where}" in done.stdout
+    assert "cause     an exception on one rank: KeyError" in done.stdout
+
+
+def test_a_killed_rank_is_named_with_its_line_and_those_that_waited_for_it(folder):
+    train(3, folder, "--task", "broken:Killed")
+    done = autopsy(folder / "run")
+    assert done.returncode == 1, done.stdout
+    assert f"rank 1 on {os.uname().nodename} stopped first." in done.stdout
+    assert f"in forward of step 2, at {folder / 'broken.py'}:{line_of('time.sleep(5)')}" in (
+        done.stdout
+    )
+    assert "gone" in done.stdout
+    assert "waiting   ranks 0, 2 on" in done.stdout
+    assert "gradient bucket 0: all_reduce" in done.stdout
+
+
+def kill_once_diagnosed(run, ended, said):
+    """Kill all ranks as soon as an autopsy gives a cause and has `said`; return its text."""
+    while not ended.wait(0.2):
+        done = autopsy(run)
+        if said in done.stdout and "cause" in done.stdout:
+            ended.wait(5)  # while the others give signs of life
+            for path in (run / "recorder").glob("rank-*.bin"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(read(path).header.pid, signal.SIGKILL)
+            return done.stdout
+    return ""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("task", ["Stopped", "Hangs"])
+def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(folder, task):
+    ended = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        alive = pool.submit(kill_once_diagnosed, folder / "run", ended, "in forward of step 2")
+        train(3, folder, "--task", f"broken:{task}")
+        ended.set()
+    before, after = alive.result(), autopsy(folder / "run").stdout
+    name = f"rank 1 on {os.uname().nodename}"
+    runs = f"The job still runs, as far as can be seen from here; {name} behind."
+    assert before.splitlines()[1] == (runs if task == "Hangs" else f"{name} stopped first.")
+    assert after.splitlines()[1] == f"{name} stopped first."
+    for text in (before, after):
+        assert "waiting   ranks 0, 2 on" in text, text
+        assert "in forward of step 2" in text
+    if task == "Stopped":
+        assert "is stopped" in before
+        assert "kill -CONT" in before
+        assert "SIGSTOP" in after
+    else:
+        assert "py-spy dump --pid" in before
+        assert f"at {folder / 'broken.py'}:{line_of('time.sleep(0.1)')}" in after
+        assert "it ran on, but did not call" in after
+
+
+OWN_LOOP = """
+import os, sys, time
+import mntrain, torch
+
+with mntrain.init(device="cpu", tune=False) as world:
+    model = torch.nn.Linear(300, 400)
+    optimizer = world.optimizer(model, torch.optim.AdamW)
+    with world.metrics(sys.argv[1]) as metrics:
+        for step in range(1, 6):
+            if world.rank == 1 and step == 3 and sys.argv[2] == "leaves":
+                time.sleep(5)  # until the others wait
+                os._exit(0)
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+            if world.rank == 1 and step == 3 and sys.argv[2] == "breaks":
+                break
+"""
+
+
+@pytest.mark.thorough
+def test_a_rank_that_breaks_out_of_an_own_loop_is_shown_with_its_call(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_LOOP)
+    run = tmp_path / "run"
+    mpirun(3, [sys.executable, tmp_path / "own.py", run, "breaks"], timeout=60)
+    done = autopsy(run)
+    assert done.returncode == 1, done.stdout
+    assert "AgreedError: ranks" in done.stdout
+
+
+@pytest.mark.thorough
+def test_a_rank_that_leaves_an_own_loop_is_named(tmp_path):
+    line = OWN_LOOP[: OWN_LOOP.index("model(torch.ones")].count("\n") + 1
+    (tmp_path / "own.py").write_text(OWN_LOOP)
+    run = tmp_path / "run"
+    name, ended = f"rank 1 on {os.uname().nodename} stopped first.", threading.Event()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(kill_once_diagnosed, run, ended, name)  # if the launcher waits for ever
+        mpirun(3, [sys.executable, tmp_path / "own.py", run, "leaves"], timeout=100)
+        ended.set()
+    text = autopsy(run).stdout
+    assert text.splitlines()[1] == name, text
+    assert "is gone" in text
+    assert "waiting   ranks 0, 2 on" in text
+    assert f"at {tmp_path / 'own.py'}:{line}" in text
+
+
+@pytest.mark.thorough
+def test_recordings_on_a_local_disk_are_found_by_the_run(folder):
+    completed(train(2, folder, "--run.recorder", str(folder / "local")))
+    assert not (folder / "run" / "recorder").exists()
+    assert len(list((folder / "local").rglob("rank-*.bin"))) == 2
+    assert autopsy(folder / "run").returncode == 0
+
+
+@pytest.mark.thorough
+def test_a_job_without_a_place_to_record_trains_and_warns_once(folder):
+    (folder / "file").write_text("")
+    result = completed(train(2, folder, "--run.recorder", str(folder / "file")))
+    assert result.stderr.count("warning: no recording for autopsy") == 1, result.stderr
+    assert "Not a directory" in result.stderr
+    assert autopsy(folder / "run").returncode == 2

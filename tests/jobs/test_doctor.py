@@ -1,0 +1,116 @@
+"""What a user sees of a start that cannot work, before MPI would die of it, and of the doctor."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from job import SMALL
+from launch import is_open_mpi, mpirun
+
+MNTRAIN = [sys.executable, "-m", "mntrain"]
+OWN_LOOP = "import mntrain\nwith mntrain.init():\n    pass\n"
+
+# What the mpirun of the other MPI library passes to each rank.
+PRTE = {
+    "PMIX_NAMESPACE": "prterun-n1-7@1",
+    "PMIX_RANK": "0",
+    "PMIX_SERVER_URI41": "prterun-n1-7@0.0;tcp4://127.0.0.1:9",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "0",
+}
+HYDRA = {"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "2"}
+STRANGE = HYDRA if is_open_mpi() else PRTE
+
+
+def alone(command, **environment):
+    clean = {k: v for k, v in os.environ.items() if k.partition("_")[0] not in ("PMI", "PMIX")}
+    return subprocess.run(
+        command,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", [[*MNTRAIN, *SMALL], [*MNTRAIN, "bench"]])
+def test_the_mpirun_of_another_mpi_is_one_sentence_with_the_fix(command, tmp_path):
+    ended = alone([*command], **STRANGE)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(("mntrain: this mpirun", "mntrain: error: this mpirun"))
+    assert line.endswith(f"Fix: start the job with {os.path.dirname(sys.executable)}/mpirun")
+
+
+@pytest.mark.thorough
+def test_an_own_loop_under_the_wrong_mpirun_ends_with_the_same_sentence():
+    ended = alone([sys.executable, "-c", OWN_LOOP], **STRANGE)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(("mntrain: this mpirun", "mntrain: error: this mpirun"))
+
+
+def test_other_ranks_than_the_first_are_silent():
+    ranks = {name: "1" for name in STRANGE if name.endswith("_RANK")}
+    ended = alone([*MNTRAIN, *SMALL], **{**STRANGE, **ranks})
+    assert (ended.returncode, ended.stderr) == (2, "")
+
+
+def test_the_doctor_shows_why_mpi_cannot_start():
+    ended = alone([*MNTRAIN, "doctor", "--json"], **STRANGE)
+    assert ended.returncode == 1
+    report = json.loads(ended.stdout)
+    assert report["status"] == "fail"
+    assert report["checks"][0]["name"] == "start"
+    assert "this mpirun passes the ranks by PMI" in report["checks"][0]["text"]
+
+
+@pytest.mark.skipif(is_open_mpi(), reason="Open MPI does without /dev/shm")
+@pytest.mark.cluster
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("ro", "/dev/shm is read-only"),
+        ("size=3m", "/dev/shm has 3.1 MB free, and MPI needs 4.4 MB"),
+    ],
+)
+def test_shared_memory_that_mpi_would_die_of_is_reported_first(option, words, tmp_path):
+    script = f'mount -t tmpfs -o {option} tmpfs /dev/shm && exec "$@"'
+    binary = shutil.which("mpirun", path=os.path.dirname(sys.executable))
+    command = ["unshare", "-m", "sh", "-c", script, "sh", binary, "-n", "4", *MNTRAIN]
+    ended = alone([*command, *SMALL, "--run.dir", str(tmp_path / "run")])
+    assert ended.returncode != 0
+    ours = [line for line in ended.stderr.splitlines() if line.startswith("mntrain: ")]
+    assert len(ours) == 1
+    assert words in ours[0]
+    assert "Fatal error in" not in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_many_threads_are_one_warning(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    ended = mpirun(
+        2,
+        [sys.executable, "-c", OWN_LOOP],
+        timeout=100,
+        env={"OMP_NUM_THREADS": str(4 * cores)},
+    )
+    assert ended.returncode == 0, ended.report()
+    (line,) = [line for line in ended.stderr.splitlines() if "threads" in line]
+    assert f"rank 0 on {os.uname().nodename} is set to {4 * cores} threads, but is" in line
+    assert f"set OMP_NUM_THREADS={max(1, cores)}," in line
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_doctor_under_mpirun_is_one_json_object(ranks, tmp_path):
+    ended = mpirun(ranks, [*MNTRAIN, "doctor", "--json", "--run.dir", tmp_path], timeout=100)
+    assert ended.returncode == 0, ended.report()
+    report = json.loads(ended.stdout)
+    assert report["ranks"] == ranks
+    assert report["status"] in ("pass", "warn")

@@ -1,0 +1,91 @@
+"""Ctrl-C before training: while Python imports libraries, and in the other commands."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import OPEN_MPI_ENVIRONMENT, OPEN_MPI_OPTIONS, find_mpirun, in_own_group, is_open_mpi
+
+# A library that takes long to import, and turns whatever interrupts it into another error.
+SLOW_LIBRARY = """
+import os, pathlib, time
+pathlib.Path("importing", str(os.getpid())).touch()
+try:
+    time.sleep(60)
+except BaseException:
+    raise RuntimeError("a broken library") from None
+"""
+
+
+def path(folder):
+    """Return the variable that lets Python find modules in a folder before all others."""
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def ctrl_c(command, folder, ready):
+    """Run a command in a folder, press Ctrl-C once `ready()`, and return the finished process."""
+    environment = os.environ | (OPEN_MPI_ENVIRONMENT if is_open_mpi() else {})
+    with (
+        (folder / "stderr").open("w") as stderr,
+        in_own_group(
+            ["env", "--default-signal=INT", *map(str, command)],  # ignored in background jobs
+            folder,
+            environment | path(folder),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as process,
+    ):
+        deadline = time.monotonic() + 60
+        while not ready():
+            assert time.monotonic() < deadline, (folder / "stderr").read_text()
+            assert process.poll() is None, (folder / "stderr").read_text()
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
+        out, _ = process.communicate(timeout=40)
+    err = (folder / "stderr").read_text()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])  # 0: without mpirun
+@pytest.mark.parametrize("library", ["pydantic", "torch"])  # for the options; for the job
+def test_ctrl_c_while_a_library_is_imported_prints_one_line(tmp_path, library, ranks):
+    (tmp_path / f"{library}.py").write_text(SLOW_LIBRARY)
+    (tmp_path / "importing").mkdir()
+    command = [sys.executable, "-m", "mntrain"]
+    if ranks:
+        options = OPEN_MPI_OPTIONS if is_open_mpi() else []
+        command = [find_mpirun(), "-n", ranks, *options, *command]
+    importing = tmp_path / "importing"
+    done = ctrl_c(command, tmp_path, lambda: len(list(importing.iterdir())) == max(1, ranks))
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "[mpiexec" not in line]
+    if ranks and is_open_mpi():  # its mpirun kills the ranks, and always returns 1
+        assert (done.returncode, "".join(said)) == (1, "")
+    else:
+        assert (done.returncode, said) == (130, ["mntrain: interrupted"])
+
+
+def test_ctrl_c_ends_bench_with_one_line(tmp_path):
+    command = [sys.executable, "-m", "mntrain", "bench", "--device", "cpu", "--repeats", "1000000"]
+    done = ctrl_c(command, tmp_path, lambda: "measured" in (tmp_path / "stderr").read_text())
+    *measured, last = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, last) == (130, "", "mntrain: interrupted")
+    assert all(line.startswith("mntrain: measured ") for line in measured)
+
+
+def test_an_interrupt_that_the_shell_ignores_stays_ignored(tmp_path):
+    (tmp_path / "pydantic.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(3)"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "mntrain"],
+        cwd=tmp_path,
+        env=os.environ | path(tmp_path),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (3, b"")

@@ -1,0 +1,166 @@
+"""Ranks that are started with other options, sources or data: one error before any work."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from job import SMALL, completed, summary, write_corpus
+from launch import Result, mpirun
+
+# Rank 1 runs other shell words, in which "$@" is the command of all; options that come last count.
+ODD = 'if [ "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" = 1 ]; then %s; else exec "$@"; fi'
+FIX = "give all ranks the same options, and all nodes the same files"
+
+
+def start(folder: Path, *options: str, odd: str = 'exec "$@"', ranks: int = 2) -> Result:
+    """Run a small job in folder, in which rank 1 runs `odd`, where "$@" is the common command."""
+    words = ["--data.path", str(write_corpus(folder)), "--run.dir", str(folder / "run"), *SMALL]
+    command = ["sh", "-c", ODD % odd, "sh", sys.executable, "-m", "mntrain", *words, *options]
+    return mpirun(ranks, command, timeout=100, cwd=folder)
+
+
+def refused(result: Result, folder: Path) -> str:
+    """What the job says, which must be one line, before anything is made."""
+    assert not result.timed_out, result.report()
+    assert result.returncode == 2, result.report()
+    said = [line for line in result.stderr.splitlines() if line.startswith("mntrain:")]
+    assert len(said) == 1, result.report()
+    assert "Traceback" not in result.stderr
+    assert not (folder / "run").exists()
+    return said[0]
+
+
+def test_options_that_differ_are_named_with_values_and_ranks(tmp_path):
+    odd = 'exec "$@" --optim.lr 0.1 --run.seed 5'
+    assert refused(start(tmp_path, odd=odd, ranks=3), tmp_path) == (
+        "mntrain: --optim.lr differs between ranks: ranks 0, 2 have 0.003, rank 1 has 0.1; "
+        f"--run.seed differs between ranks: ranks 0, 2 have 0, rank 1 has 5: {FIX}"
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("flag", "usual", "other"),
+    [
+        ("--train.batch-size", "8", "4"),
+        ("--train.steps", "6", "3"),
+        ("--checkpoint.every", "0", "2"),
+        ("--comm.bucket-mb", "25.0", "1.0"),  # an option of the world too: one error, not two
+        ("--run.resume", "auto", "never"),
+    ],
+)
+def test_any_option_that_differs_is_named(tmp_path, flag, usual, other):
+    said = refused(start(tmp_path, odd=f'exec "$@" {flag} {other}'), tmp_path)
+    assert f"{flag} differs between ranks: rank 0 has {usual}, rank 1 has {other}: {FIX}" in said
+
+
+def test_an_options_file_that_one_rank_lacks_is_named(tmp_path):
+    (tmp_path / "run.toml").write_text("[optim]\nlr = 0.01\n")
+    (tmp_path / "empty").mkdir()
+    result = start(tmp_path, "--config", "run.toml", odd='cd empty; exec "$@"')
+    said = refused(result, tmp_path)
+    assert said.startswith("mntrain: rank 1: --config run.toml: cannot be read: No such file")
+
+
+@pytest.mark.thorough
+def test_an_options_file_of_another_version_on_one_rank_is_named(tmp_path):
+    (tmp_path / "stale").mkdir()
+    for folder, lr in ((tmp_path, 0.01), (tmp_path / "stale", 0.1)):
+        (folder / "run.toml").write_text(f"[optim]\nlr = {lr}\n")
+    result = start(tmp_path, "--config", "run.toml", odd='cd stale; exec "$@"')
+    assert re.fullmatch(
+        r"mntrain: --optim.lr differs between ranks: rank 0 has 0.01 \(from run.toml on \S+\), "
+        rf"rank 1 has 0.1 \(from run.toml on \S+\): {FIX}",
+        refused(result, tmp_path),
+    )
+
+
+@pytest.mark.thorough
+def test_an_option_that_one_rank_refuses_is_told_by_rank_0(tmp_path):
+    said = refused(start(tmp_path, odd='exec "$@" --optim.lrr 0.1'), tmp_path)
+    assert said.startswith("mntrain: rank 1: --optim.lrr: no such option; did you mean --optim.lr")
+
+
+TASK = "from mntrain.tasks.lm import LanguageModel\nfrom widths import WIDTH\n\n"
+TASK += "class Own(LanguageModel):\n    width = WIDTH\n"
+
+
+def test_a_task_of_another_version_on_one_rank_is_named_by_file_and_rank(tmp_path):
+    for name, width in (("here", 1), ("stale", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_task.py").write_text(TASK)
+        (tmp_path / name / "widths.py").write_text(f"WIDTH = {width}\n")
+    (tmp_path / "my_task.py").symlink_to("here/my_task.py")
+    (tmp_path / "widths.py").symlink_to("here/widths.py")
+    result = start(tmp_path, "--task", "my_task:Own", odd='cd stale; exec "$@"')
+    said = refused(result, tmp_path)
+    assert re.fullmatch(
+        r"mntrain: error: the source widths.py differs between ranks: rank 0 has digest \w{12} "
+        r"\(\S+/widths.py on \S+\), rank 1 has digest \w{12} \(\S+/stale/widths.py on \S+\): "
+        + FIX,
+        said,
+    )
+
+
+@pytest.mark.thorough
+def test_data_of_the_same_size_and_other_content_is_named(tmp_path):
+    text = write_corpus(tmp_path).read_text()
+    other = tmp_path / "other.txt"
+    other.write_text(text[:1000] + "?" + text[1001:])
+    said = refused(start(tmp_path, odd=f'exec "$@" --data.path {other}'), tmp_path)
+    told = rf"has {len(text)} bytes, digest \w{{12}}"
+    assert re.fullmatch(
+        r"mntrain: error: the content of --data.path differs between ranks: "
+        rf"rank 0 {told} \(\S+/corpus.txt on \S+\), rank 1 {told} \({other} on \S+\): {FIX}",
+        said,
+    )
+
+
+@pytest.mark.thorough
+def test_ranks_may_differ_in_what_no_result_depends_on(tmp_path):
+    (tmp_path / "there.txt").write_text(write_corpus(tmp_path).read_text())
+    (tmp_path / "empty.toml").write_text("")
+    odd = "--data.path there.txt --data.workers 1 --run.dir elsewhere --config empty.toml"
+    completed(start(tmp_path, odd=f'exec "$@" {odd}'))
+    assert summary(tmp_path)["status"] == "completed"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+OPENS = """
+from mntrain.tasks.lm import LanguageModel
+from torch.utils.data import Dataset, Subset
+
+class Opening(Dataset):
+    file = None
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        self.file = self.file or open("corpus.txt")
+        return self.inner[index]
+
+class Own(LanguageModel):
+    def dataset(self, split):
+        inner = Opening(super().dataset(split))
+        return Subset(inner, range(len(inner)))
+"""
+
+
+@pytest.mark.thorough
+def test_a_dataset_that_opens_a_file_in_each_worker_is_still_sent_to_workers(tmp_path):
+    (tmp_path / "opens.py").write_text(OPENS)
+    completed(start(tmp_path, "--task", "opens:Own", "--data.workers", "1", ranks=1))
+
+
+@pytest.mark.thorough
+def test_bench_names_options_that_differ(tmp_path):
+    words = 'exec "$@" --sizes %s'
+    command = ["sh", "-c", ODD.replace('exec "$@"', words % "64k") % (words % "4k"), "sh"]
+    command += [sys.executable, "-m", "mntrain", "bench", "--device", "cpu"]
+    said = refused(mpirun(2, command, timeout=60, cwd=tmp_path), tmp_path)
+    assert said.startswith("mntrain: --sizes differs between ranks: rank 0 has ")

@@ -1,0 +1,118 @@
+"""The example of an own loop, as a user runs it: stopped, killed, and resumed."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launch import Result, mpirun
+from safetensors.torch import load_file
+
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop_resume.py"
+
+
+def run(ranks: int, run_dir: Path, *options: object, timeout: float = 100) -> Result:
+    command = [sys.executable, EXAMPLE, run_dir, *map(str, options)]
+    return mpirun(ranks, command, timeout=timeout)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    log = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def column(run_dir: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(run_dir)]
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def ckpt(*words: object) -> str:
+    command = [sys.executable, "-m", "mntrain", "ckpt", *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def signal_master(run_dir: Path, number: int) -> None:
+    """Send a signal to the process that has locked the run, once it has taken five steps."""
+    while len(metrics(run_dir)) < 5:
+        time.sleep(0.01)
+    process = re.search(r"process (\d+)", (run_dir / ".lock").read_text())
+    os.kill(int(process[1]), number)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    steps = ["--steps", 24]
+    assert run(1, whole, *steps, "--stage", 0).returncode == 0
+    sender = threading.Thread(target=signal_master, args=(parts, signal.SIGTERM))
+    sender.start()
+    stopped = run(2, parts, *steps, "--stage", 1)
+    sender.join()
+    assert stopped.returncode == 75, stopped.report()
+    found = summary(parts)
+    assert (found["status"], found["reason"]) == ("preempted", "SIGTERM on rank 0")
+    assert found["checkpoint"].endswith(f"step-{found['steps']:08d}")
+    assert 5 <= found["steps"] < 24
+    assert " by 2 ranks on 1 node;" in ckpt("show", parts)
+    resumed = run(3, parts, *steps, "--stage", 2)
+    assert (resumed.returncode, resumed.stdout) == (0, "")
+    crowded = "mntrain: warning: 3 ranks share the "  # where there are fewer cores
+    assert all(line.startswith(crowded) for line in resumed.stderr.splitlines())
+    assert column(parts, "step") == list(range(1, 25))
+    assert column(parts, "lr") == pytest.approx(column(whole, "lr"), rel=1e-12)
+    # Sums in another order: fp32 rounding, grown over the steps.
+    assert column(parts, "loss") == pytest.approx(column(whole, "loss"), rel=1e-3)
+    assert column(parts, "loss")[-1] < 0.9 * column(parts, "loss")[0]
+    assert summary(parts)["status"] == "completed"
+    check_commands(tmp_path, whole, parts)
+
+
+def check_commands(tmp_path: Path, whole: Path, parts: Path) -> None:
+    """The commands for checkpoints work on those of an own loop."""
+    assert "step-00000024" in ckpt("list", parts)
+    assert "states of scheduler" in ckpt("show", parts)
+    assert ": sound, " in ckpt("verify", parts)
+    for run_dir in (whole, parts):
+        ckpt("export", run_dir, tmp_path / f"{run_dir.name}.safetensors")
+    ours, theirs = (load_file(tmp_path / f"{name}.safetensors") for name in ("parts", "whole"))
+    assert sorted(ours) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    for name, tensor in theirs.items():
+        assert ours[name].shape == tensor.shape
+        assert ours[name].sub(tensor).abs().max() < 1e-2 * tensor.abs().max()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_example_killed_at_any_instant_continues_from_its_last_checkpoint(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(2, whole, "--steps", 100, "--every", 0).returncode == 0
+    chance, reached = random.Random(5), 0
+    for _ in range(3):
+        run(
+            2, parts, "--steps", 100, "--every", 1, timeout=chance.uniform(4, 8)
+        )  # then the whole job is killed
+        paths = list_checkpoints(parts)
+        for path in paths:
+            verify(path, inspect(path))
+        newest = max((inspect(path).step for path in paths), default=0)
+        done = max(map(int, column(parts, "step")), default=0)
+        assert newest >= max(done - 2, reached)  # the last two may not be complete yet
+        reached = newest
+    assert run(2, parts, "--steps", 100, "--every", 100).returncode == 0
+    assert column(parts, "step") == column(whole, "step")
+    assert column(parts, "loss") == column(whole, "loss")

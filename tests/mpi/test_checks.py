@@ -1,0 +1,144 @@
+"""Checks over real ranks: what they find, what they cost, and what the doctor measures."""
+
+import json
+import os
+import re
+import time
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import mntrain
+from mntrain import bootstrap
+from mntrain.__main__ import main
+from mntrain.bootstrap import WorldSettings
+from mntrain.checks import all_ranks
+from mntrain.checks.facts import collect
+from mntrain.comm import mpi
+from mntrain.doctor.links import clock_offsets, measure, rounds
+from mntrain.errors import AgreedError
+from mntrain.world import World
+
+pytestmark = pytest.mark.mpi
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+LAST = SIZE - 1
+
+
+@pytest.fixture
+def comm():
+    made, _ = mpi.start()
+    yield made
+    made.free()
+
+
+def init(**options):
+    return mntrain.init(tune=False, **options)
+
+
+def test_the_checks_see_every_rank(capfd):
+    with init() as world:
+        assert len(world.facts) == SIZE
+        assert world.findings["world size"].text.startswith(f"{SIZE} rank")
+        assert {fact.host for fact in world.facts} == {world.places[0].host}
+        crowded = len(os.sched_getaffinity(0)) < SIZE
+        assert world.findings["cores"].status == ("warn" if crowded else "pass")
+    warnings = capfd.readouterr().err.count("mntrain: warning: ")
+    assert warnings == (crowded if RANK == 0 else 0)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank differs from none")
+def test_another_version_on_one_rank_is_one_error_on_all(monkeypatch):
+    if RANK == LAST:
+        monkeypatch.setattr(torch, "__version__", "0.0")
+    with pytest.raises(AgreedError, match=rf"torch differs between ranks.*rank {LAST} .* has 0\.0"):
+        init()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one clock")
+@pytest.mark.parametrize("shift", [3600.0, -3600.0])
+def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
+    real = time.time
+    if RANK == LAST:
+        monkeypatch.setattr(bootstrap.time, "time", lambda: real() + shift)
+        monkeypatch.setattr(
+            bootstrap, "collect", lambda **given: collect(**{**given, "host_key": LAST})
+        )
+    with World(None, WorldSettings(tune=False)) as world:
+        found = world.findings["clocks"]
+    assert found.status == "warn"
+    hours = float(re.search(r"is ([\d.]+) s or more", found.text)[1])
+    assert 3500 < hours <= 3601
+    assert ("ahead" if shift > 0 else "behind") in found.text
+
+
+def test_a_world_of_some_ranks_is_no_mismatch(capfd):
+    part = COMM.Split(RANK % 2, RANK)
+    with mntrain.init(part, tune=False) as world:
+        assert world.findings["world size"].status == "pass"
+    part.Free()
+
+
+def test_the_checks_take_little_time(comm):
+    took = []
+    for _ in range(5):
+        COMM.Barrier()
+        start = time.perf_counter()
+        local = collect(host="n", host_key=0, gpu="", library="MPICH", size=SIZE, clock=(0.0, 0.0))
+        all_ranks.examine(comm.gather_objects(local))
+        took.append(time.perf_counter() - start)
+    # 50 ms is the aim on an idle machine; four ranks on two busy cores get a part of them.
+    assert COMM.allreduce(min(took), MPI.MAX) < 0.2
+
+
+def test_every_pair_is_measured_once_and_alike_on_all_ranks(comm):
+    found = measure(comm, [range(SIZE)], 0.5)
+    assert [(link.one, link.other) for link in found] == sorted(
+        tuple(sorted(pair)) for pairs in rounds(range(SIZE)) for pair in pairs
+    )
+    assert all(link.latency_us > 0 and link.mb_per_s > 1 for link in found)
+    assert COMM.allgather(found) == [found] * SIZE
+
+
+def test_clocks_of_one_machine_have_no_offset(comm):
+    offsets = clock_offsets(comm, range(SIZE))
+    assert list(offsets) == list(range(SIZE))
+    for least, most in offsets.values():
+        assert least - 1e-3 <= 0 <= most + 1e-3
+        assert most - least < 1
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_the_doctor_reports_once_and_leaves_no_file(words, tmp_path, capfd):
+    folder = COMM.bcast(tmp_path)
+    code = main(["doctor", "--run.dir", str(folder / "run"), *words])
+    output = capfd.readouterr().out
+    assert code == 0
+    assert COMM.allgather(bool(output)) == [True] + [False] * LAST
+    if RANK:
+        return
+    assert list(folder.iterdir()) == []
+    if words:
+        report = json.loads(output)
+        checks = {check["name"]: check for check in report["checks"]}
+        assert report["ranks"] == SIZE
+        assert len(report["links"]["within_nodes"]) == SIZE * LAST // 2
+        assert {"versions", "clocks", "shared memory", "run directory", "free space"} <= set(checks)
+        assert all(check["fix"] for check in checks.values() if check["status"] != "pass")
+    else:
+        assert "fit to train" in output
+        assert "run directory" in output
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank differs from none")
+def test_the_doctor_is_not_content_with_different_versions(monkeypatch, capfd):
+    if RANK == LAST:
+        monkeypatch.setattr(torch, "__version__", "0.0")
+    assert main(["doctor", "--json"]) == 1
+    output = capfd.readouterr().out
+    if RANK == 0:
+        report = json.loads(output)
+        assert report["status"] == "fail"
+        assert "torch differs between ranks" in report["checks"][0]["text"]

@@ -1,0 +1,160 @@
+"""The comparison over ranks of a task, its data, and an own loop's options."""
+
+import argparse
+import itertools
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from worlds import BUT_LAST, RANKS, make_world, refusal
+
+from mntrain.config import Config
+from mntrain.tasks import Task
+from mntrain.train.task_comparison import compare_task
+
+CALLS = itertools.count(os.getpid())
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(scope="module")
+def world():
+    with make_world() as made:
+        yield made
+
+
+class Drawn(Dataset):
+    """Four samples by a function of the index."""
+
+    def __init__(self, draw, count=4):
+        self.draw, self.count = draw, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return self.draw(index)
+
+
+class Own(Task):
+    files: Mapping[str, Path] = MappingProxyType({})
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def dataset(self, split):
+        raise NotImplementedError
+
+    def loss(self, model, batch):
+        raise NotImplementedError
+
+    def compared_files(self):
+        return self.files
+
+
+def compare(world, draw, count=4, valid=lambda index: index):
+    compare_task(world, Own(Config()), {"training": Drawn(draw, count), "validation": Drawn(valid)})
+
+
+def odd(world, usual, other):
+    return other if world.rank == RANKS - 1 else usual
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda index: (torch.ones(3) * index, str(index)),
+        lambda index: torch.rand(5) + random.random(),
+        lambda index: os.urandom(8),
+        lambda index: next(CALLS),
+        lambda index: 1 / 0,
+    ],
+    ids=["constant", "random", "by the system", "by calls", "failing"],
+)
+def test_data_is_accepted_if_it_is_the_same_or_random(world, draw):
+    compare(world, draw)
+    compare(world, lambda index: index, valid=draw)
+
+
+@pytest.mark.parametrize(
+    ("usual", "other", "first"),
+    [
+        (lambda i: i, lambda i: i + (i == 2), 2),
+        (torch.ones, torch.zeros, 2),  # sample 0 is empty
+        (str, lambda i: 1 / 0, 0),
+    ],
+    ids=["middle", "content", "missing"],
+)
+def test_another_sample_on_one_rank_is_named(world, usual, other, first):
+    said = refusal(compare, world, odd(world, usual, other))
+    name = f"sample {first} of the training data"
+    assert said.startswith(f"{name} differs between ranks: {BUT_LAST} digest ")
+    assert "of the validation data" not in said
+
+
+def test_another_sample_is_named_although_others_are_random(world):
+    def draw(index):
+        return os.urandom(4) if index else world.rank
+
+    said = refusal(compare, world, draw)
+    assert said.startswith("sample 0 of the training data differs between ranks: rank 0 has digest")
+    assert "sample 2" not in said
+
+
+def test_another_number_of_samples_is_named(world):
+    said = refusal(compare, world, lambda index: index, odd(world, 4, 5))
+    name = "the number of training samples"
+    assert said.startswith(f"{name} differs between ranks: {BUT_LAST} 4, rank {RANKS - 1} has 5: ")
+
+
+def test_rounding_of_another_processor_is_no_difference(world):
+    compare(world, lambda index: torch.linspace(0, 1, 9) * (1 + world.rank * 1e-6))
+
+
+def test_files_of_a_task_are_compared_and_one_that_is_missing_is_told(world, tmp_path, monkeypatch):
+    (tmp_path / "a").write_text(odd(world, "usual", "other"))
+    monkeypatch.setattr(Own, "files", {"a": tmp_path / "a"})
+    said = refusal(compare, world, int)
+    assert said.startswith(f"the content of a differs between ranks: {BUT_LAST} 5 bytes, digest")
+    monkeypatch.setattr(Own, "files", {"a": tmp_path / odd(world, "a", "b")})
+    assert refusal(compare, world, int).startswith(f"rank {RANKS - 1}: [Errno 2] No such file")
+
+
+# The options of an own loop.
+
+
+def metrics(world, folder, config):
+    world.metrics(folder, config).close()
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    return world.gather(tmp_path / "run")[0]
+
+
+def test_an_own_loops_options_that_differ_are_named(world, run):
+    config = argparse.Namespace(lr=odd(world, 0.1, 0.2), net={"width": 3, "depth": [1, world.rank]})
+    said = refusal(world.metrics, run, vars(config))
+    first, second = said.split("; ")
+    assert first == f"config lr differs between ranks: {BUT_LAST} 0.1, rank {RANKS - 1} has 0.2"
+    assert second.startswith("config net.depth differs between ranks: rank 0 has [1, 0], rank 1")
+    assert said.endswith(
+        ": give all ranks the same, and leave out of config what is of one rank only"
+    )
+    assert not run.exists()
+
+
+def test_an_own_loops_options_may_differ_in_what_is_of_one_rank(world, run):
+    objects = {"function": lambda: None, "device": torch.device("cpu"), "object": object()}
+    own = {"rank": world.rank, "local-rank": world.rank, "device": str(world.rank)}
+    metrics(world, run, {"lr": 0.1, **objects, **own, "nan": float("nan")})
+
+
+def test_options_that_rank_0_alone_gives_are_accepted(world, run):
+    metrics(world, run, {"lr": 0.1} if world.master else None)
+    assert (run / "config.toml").read_text() == "lr = 0.1\n"

@@ -1,0 +1,373 @@
+"""Ranks that call collectives in other orders: across streams they may, else all raise an error."""
+
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from worlds import RANKS, VIRTUAL, make_world, refusal
+
+from mntrain.comm import collectives, engine
+from mntrain.errors import AgreedError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+COMM = MPI.COMM_WORLD
+RANK, LAST = COMM.rank, RANKS - 1
+LARGE = 100_000  # elements, in several chunks
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Ranks compare what they call after 0.1 seconds without progress."""
+    monkeypatch.setattr(engine, "STALL_S", 0.1)
+
+
+@pytest.fixture(params=VIRTUAL, ids=lambda layout: f"nodes of {layout or RANKS}")
+def world(request):
+    world = make_world("lanes", request.param)
+    yield world
+    with suppress(AgreedError):
+        world.close()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Let worlds made in a test exchange small tensors in one step, as users' worlds do."""
+    monkeypatch.setattr(collectives, "SMALL_MESSAGE_BYTES", 64 << 10)
+    monkeypatch.setattr(collectives, "NO_WAKE_BYTES", 128 << 10)
+
+
+# What need not agree: the order between streams.
+
+
+@pytest.mark.parametrize("numel", [3, LARGE])
+def test_streams_are_matched_with_their_own_in_any_order(world, numel):
+    streams = [world.collectives.add_stream(name) for name in ("one", "two", "three")]
+    for turn in range(3):
+        order = [(RANK + turn + place) % 3 for place in range(3)]  # each rank has its own
+        tensors = [torch.full((numel,), 10.0**which) for which in range(3)]
+        works = {which: streams[which].all_reduce(tensors[which]) for which in order}
+        for which in order:
+            works[which].wait()
+        for which, tensor in enumerate(tensors):
+            assert set(tensor.tolist()) == {RANKS * 10.0**which}
+
+
+def test_a_stream_that_waits_does_not_hold_up_another_one(world):
+    one, two = (world.collectives.add_stream(name) for name in ("one", "two"))
+    first, second = torch.ones(LARGE), torch.ones(LARGE)
+    if RANK == 0:  # the others wait for `two` before they call `one`
+        works = [one.all_reduce(first), two.all_reduce(second)]
+        for work in works:
+            work.wait()
+    else:
+        two.all_reduce(second).wait()
+        one.all_reduce(first).wait()
+    assert set(first.tolist()) == set(second.tolist()) == {RANKS}
+
+
+def models():
+    torch.manual_seed(1)
+    return [nn.Linear(11, 30), nn.Linear(11, 30)]
+
+
+def batch(rank, which):
+    return torch.randn(4, 11, generator=torch.Generator().manual_seed(10 * rank + which))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_optimizers_of_two_threads_train_as_one_process_does(world, stage):
+    made = models()
+    optimizers = [world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage) for model in made]
+
+    def train(which):
+        for step in range(3):
+            time.sleep(0.05 * ((RANK + which + step) % 2))  # ranks call in other orders
+            made[which](batch(RANK, which)).square().mean().backward()
+            optimizers[which].step()
+            optimizers[which].zero_grad()
+
+    threads = [threading.Thread(target=train, args=(which,)) for which in (0, 1)]
+    for thread in threads if RANK % 2 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which, (model, alone) in enumerate(zip(made, models(), strict=True)):
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for _ in range(3):
+            losses = [alone(batch(rank, which)).square().mean() for rank in range(RANKS)]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_backward_passes_in_opposite_orders_raise_one_error_since_each_waits(world, stage):
+    made = models()
+    optimizers = [world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage) for model in made]
+
+    def train():
+        for which in [0, 1] if RANK == LAST else [1, 0]:
+            made[which](batch(RANK, which)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    text = refusal(train)
+    assert text.startswith("ranks wait for each other")
+    assert "of optimizer 1 (SGD)), called at" in text
+    assert "of optimizer 2 (SGD)), called at" in text
+
+
+# What must agree: the calls of one stream.
+
+CALLS = {
+    "other sizes": (
+        ["all_reduce of 1000 float32", "all_reduce of 1001 float32"],
+        [lambda c: c.all_reduce(torch.ones(1000)), lambda c: c.all_reduce(torch.ones(1001))],
+    ),
+    "large sizes": (
+        [f"all_reduce of {LARGE} float32", f"all_reduce of {LARGE // 2} float32"],
+        [lambda c: c.all_reduce(torch.ones(LARGE)), lambda c: c.all_reduce(torch.ones(LARGE // 2))],
+    ),
+    "one small": (
+        ["all_reduce of 3 float32", f"all_reduce of {LARGE} float32"],
+        [lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(LARGE))],
+    ),
+    "other verbs": (
+        ["all_reduce of 1000 float32", "all_gather of 1000 float32"],
+        [lambda c: c.all_reduce(torch.ones(1000)), lambda c: c.all_gather(torch.ones(1000))],
+    ),
+    "other dtypes": (
+        ["all_reduce of 1000 float32", "all_reduce of 1000 int32"],
+        [lambda c: c.all_reduce(torch.ones(1000)), lambda c: c.all_reduce(torch.ones(1000).int())],
+    ),
+    "other roots": (
+        ["broadcast of 1000 float32 [", "root 0", "root 1"],
+        [lambda c: c.broadcast(torch.ones(1000), 0), lambda c: c.broadcast(torch.ones(1000), 1)],
+    ),
+    "other bounds": (
+        ["all_gather of 1000 float32 [", "bounds (0, 0", "bounds (0, 1000"],
+        [
+            lambda c: c.all_gather(torch.ones(1000), [0] * RANKS + [1000]),
+            lambda c: c.all_gather(torch.ones(1000), [0] + [1000] * RANKS),
+        ],
+    ),
+    "other wire dtypes": (
+        ["wire dtype bfloat16", "wire dtype that of the tensor"],
+        [
+            lambda c: c.all_reduce(torch.ones(1000), wire=torch.bfloat16),
+            lambda c: c.all_reduce(torch.ones(1000)),
+        ],
+    ),
+    "other purposes": (
+        ["bucket 1: all_reduce of 1000 float32", "bucket 2: all_reduce of 1000 float32"],
+        [
+            lambda c: c.named("bucket 1").all_reduce(torch.ones(1000)),
+            lambda c: c.named("bucket 2").all_reduce(torch.ones(1000)),
+        ],
+    ),
+}
+
+
+def disagree(layout, case):
+    words, calls = CALLS[case]
+    world = make_world("lanes", layout)
+    assert world.sum([1.0]) == [RANKS]
+    number = world._parts.engine.main.begun
+
+    def call():
+        calls[RANK == LAST](world.collectives).wait()
+        world.sum([1.0])  # a broadcast may have ended: its root waits for nobody
+
+    text = refusal(call)
+    assert text.startswith(f"ranks disagree about collective {number} of the world")
+    assert all(word in text for word in words), text
+    assert f"  rank {LAST}: " in text
+    assert text.count(f"called at {__file__}:") == 2
+    with pytest.raises(ValueError, match="ranks disagree"):
+        world.sum([1.0])
+    assert refusal(world.close) == text  # waits for nobody
+    world.close()  # does nothing the second time
+
+
+@pytest.mark.parametrize("layout", VIRTUAL)
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_differ_raise_one_error_on_all_ranks(case, layout):
+    disagree(layout, case)
+
+
+OTHER_PATHS = ("large sizes", "one small", "other verbs")  # the rest is compared alike in both
+SMALL_CALLS = [
+    c if c in OTHER_PATHS else pytest.param(c, marks=pytest.mark.thorough) for c in CALLS
+]
+
+
+@pytest.mark.parametrize("case", SMALL_CALLS)
+def test_small_calls_that_differ_raise_one_error_on_all_ranks(small, case):
+    disagree(None, case)
+
+
+@pytest.mark.parametrize("algorithm", ["naive", "flat", "leader"])
+def test_other_algorithms_do_not_mix_calls_either(algorithm):
+    world = make_world(algorithm)
+    numel = 1000 if RANK else 999
+    text = refusal(lambda: world.collectives.all_reduce(torch.ones(numel)).wait())
+    assert "rank 0: all_reduce of 999 float32" in text
+    assert refusal(world.close) == text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_sum_that_one_rank_alone_calls_in_training_raises_one_error(small, stage):
+    world, model = make_world("lanes"), nn.Linear(11, 30)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+
+    def train():
+        for step in range(3):
+            model(batch(RANK, step)).square().mean().backward()
+            if RANK == LAST and step == 1:
+                world.sum([1.0])
+            optimizer.step()
+            optimizer.zero_grad()
+        world.sum([1.0])
+
+    text = refusal(train)
+    assert f"rank {LAST}: world.sum: all_reduce of 1 float64" in text
+    assert "of optimizer 1 (SGD)" in text
+    assert f"called at {__file__}:" in text
+    assert refusal(world.close) == text
+
+
+def test_a_step_that_one_rank_alone_takes_before_the_end_raises_one_error(small):
+    world, model = make_world("lanes"), nn.Linear(11, 30)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+
+    def train():
+        with world:
+            for step in range(2 + (RANK == LAST)):
+                model(batch(RANK, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    text = refusal(train)
+    assert "rank 0: world.close" in text or "ranks 0, 1" in text
+    assert f"rank {LAST}: gradient bucket 0: " in text
+
+
+@pytest.mark.parametrize("one", [0, LAST])
+def test_a_sum_against_a_close_raises_one_error(small, one):
+    world = make_world("lanes")
+
+    def end():
+        with world:
+            if one == RANK:
+                world.sum([1.0])
+
+    text = refusal(end)
+    assert "world.close, called at" in text
+    assert f"rank {one}: world.sum" in text
+
+
+def test_a_gather_against_a_sum_raises_one_error(world):
+    text = refusal(partial(world.gather, 1) if RANK else partial(world.sum, [1.0]))
+    assert "world.gather, called at" in text
+    assert "rank 0: world.sum: all_reduce of 1 float64, called at" in text
+
+
+def test_ranks_of_a_group_that_disagree_raise_an_error_on_all_ranks():
+    world = make_world("lanes", 1)
+    numel = 1000 if RANK else 999
+    text = refusal(lambda: world.cross_collectives.all_reduce(torch.ones(numel)).wait())
+    assert "of the cross group of rank 0" in text
+    assert refusal(world.close) == text
+
+
+def test_blocking_calls_of_two_streams_in_other_orders_raise_one_error(world):
+    streams = [world.collectives.add_stream(name) for name in ("one", "two")]
+    order = streams if RANK == LAST else streams[::-1]
+
+    def call():
+        for stream in order:
+            stream.all_reduce(torch.ones(LARGE)).wait()
+
+    text = refusal(call)
+    assert text.startswith("ranks wait for each other")
+    assert "(collective 0 of one)" in text
+    assert "(collective 0 of two)" in text
+
+
+# What is no disagreement.
+
+
+@pytest.mark.parametrize("late", [0, LAST])
+def test_a_rank_that_is_late_is_waited_for(world, late):
+    stream = world.collectives.add_stream("one")
+    for turn in range(2):
+        if late == RANK:
+            time.sleep(0.4)  # in which the others report what they call
+        assert world.sum([turn]) == [RANKS * turn]
+        tensor = torch.ones(LARGE)
+        work = stream.all_reduce(tensor)
+        if late == RANK:
+            time.sleep(0.4)
+        work.wait()
+        assert set(tensor.tolist()) == {RANKS}
+
+
+def test_a_root_that_is_ahead_is_no_disagreement(world):
+    tensors = [torch.full((1000,), float(RANK)) for _ in range(20)]
+    if RANK == LAST:
+        time.sleep(0.4)
+    for tensor in tensors:
+        world.collectives.broadcast(tensor, 0).wait()
+    assert all(set(tensor.tolist()) == {0.0} for tensor in tensors)
+
+
+# Threads, worlds and MPI beside each other.
+
+needs_thread_multiple = pytest.mark.skipif(
+    MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="this MPI runs one thread at a time"
+)
+
+
+@needs_thread_multiple
+def test_each_of_several_threads_may_have_a_world_of_its_own():
+    several, wrong = [make_world("lanes") for _ in range(3)], []
+
+    def use(number, world):
+        for turn in range(20):
+            tensor = torch.full((5000 * (number + 1),), float(turn))
+            world.collectives.all_reduce(tensor).wait()
+            if set(tensor.tolist()) != {RANKS * float(turn)} or world.sum([number]) != [
+                RANKS * number
+            ]:
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=use, args=pair) for pair in enumerate(several)]
+    for thread in threads if RANK % 2 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    for world in several:
+        world.close()
+
+
+@needs_thread_multiple
+def test_the_users_own_mpi_calls_do_not_meet_those_of_a_world(world):
+    for turn in range(10):
+        tensors = [torch.ones(LARGE), torch.ones(LARGE)]
+        works = [world.collectives.all_reduce(tensor) for tensor in tensors]
+        assert COMM.allreduce(turn) == RANKS * turn
+        message = COMM.irecv(source=(RANK - 1) % RANKS, tag=turn)
+        COMM.send(turn, (RANK + 1) % RANKS, tag=turn)
+        assert message.wait() == turn
+        for work, tensor in zip(works, tensors, strict=True):
+            work.wait()
+            assert set(tensor.tolist()) == {RANKS}

@@ -1,0 +1,574 @@
+"""Checkpoints, metrics and requests to stop of a user's own loop."""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.optim import lr_scheduler
+from worlds import RANKS, refusal
+
+import mntrain
+from mntrain import AgreedError
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
+
+pytestmark = pytest.mark.mpi
+
+COMM = MPI.COMM_WORLD
+RANK = COMM.rank
+STEPS = 12
+
+
+@pytest.fixture
+def folder():
+    """The same new folder on all ranks."""
+    path = COMM.bcast(tempfile.mkdtemp() if RANK == 0 else None)
+    yield Path(path)
+    meet()
+    if RANK == 0:
+        shutil.rmtree(path)
+
+
+def meet():
+    """Wait for all ranks without keeping a core from those that work."""
+    arrived = COMM.Ibarrier()
+    while not arrived.Test():
+        time.sleep(0.005)
+
+
+@contextmanager
+def world_of(comm=COMM):
+    with mntrain.init(comm, device="cpu", tune=False) as world:
+        yield world
+
+
+def samples(step):
+    """The global batch of a step: inputs and targets, fewer in every third step."""
+    generator = torch.Generator().manual_seed(step)
+    count = 7 if step % 3 == 0 else 12
+    rows = torch.randn(count, 8, generator=generator, dtype=torch.float64)
+    return rows[:, :5], rows[:, 5:]
+
+
+def cosine(optimizer):
+    return lr_scheduler.CosineAnnealingLR(optimizer, 8)  # computes a rate from the last one
+
+
+def one_cycle(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS)
+
+
+class Loop:
+    """A user's own loop of `STEPS` steps. Leaves it after `stop_after`, without a word."""
+
+    def __init__(self, world, run_dir, *, stage=0, dropout=0.0, schedule=cosine, **options):
+        torch.manual_seed(world.rank)
+        self.world, self.dropout = world, dropout
+        self.model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
+        self.optimizer = world.optimizer(self.model, torch.optim.AdamW, lr=0.05, stage=stage)
+        self.scheduler = schedule(self.optimizer)
+        given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.checkpoints = world.checkpoints(run_dir, **given, **{"every": 2, **options})
+        self.metrics = world.metrics(run_dir)
+        self.model.eval()  # running statistics are those of a rank's own samples
+
+    def run(self, stop_after=STEPS):
+        for step in range(self.checkpoints.restore() + 1, stop_after + 1):
+            self.step(step)
+            self.checkpoints.save(step)
+
+    def step(self, step):
+        x, y = samples(step)
+        low, high = (len(x) * (self.world.rank + i) // self.world.size for i in (0, 1))
+        count = high - low
+        out = nn.functional.dropout(self.model(x[low:high]), self.dropout)
+        loss = (out - y[low:high]).square().mean() if count else out.sum()
+        self.optimizer.backward(loss, weight=count) if count else self.optimizer.share(0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        rate = self.scheduler.get_last_lr()[0]
+        self.metrics.log(step, weight=count, loss=loss, lr=rate)
+        self.scheduler.step()
+
+
+def train(run_dir, *, comm=COMM, stop_after=STEPS, **options):
+    """Run the loop on the ranks of comm; the other ranks wait."""
+    if comm != MPI.COMM_NULL:
+        with world_of(comm) as world:
+            loop = Loop(world, run_dir, **options)
+            loop.run(stop_after)
+            if stop_after == STEPS:
+                loop.metrics.close()
+    meet()
+
+
+def on_first(size):
+    """A communicator of the first ranks; COMM_NULL on the others."""
+    return COMM.Split(0 if size > RANK else MPI.UNDEFINED)
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(run_dir, name):
+    return [line[name] for line in lines(run_dir)]
+
+
+def steps_kept(run_dir):
+    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    paths = list_checkpoints(run_dir)
+    for path in paths:
+        verify(path, inspect(path))
+    return [inspect(path).step for path in paths]
+
+
+def summary(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("schedule", [cosine, one_cycle])
+@pytest.mark.parametrize(
+    "stages", [(0, 2), (2, 1), pytest.param((1, 0), marks=pytest.mark.thorough)]
+)
+def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
+    folder, stages, schedule
+):
+    train(folder / "whole", comm=on_first(1), schedule=schedule, every=0)
+    train(folder / "parts", stage=stages[0], schedule=schedule, stop_after=5)
+    assert steps_kept(folder / "parts") == [4, 2]  # step 5 is taken again
+    train(folder / "parts", comm=on_first(max(1, RANKS - 1)), stage=stages[1], schedule=schedule)
+    for name in ("loss", "lr"):
+        expected = column(folder / "whole", name)
+        assert column(folder / "parts", name) == pytest.approx(expected, rel=1e-9)
+    assert column(folder / "parts", "step") == list(range(1, STEPS + 1))
+    found = summary(folder / "parts")
+    assert (found["status"], found["steps"]) == ("completed", STEPS)
+    assert found["resumed_from"].endswith("checkpoints/step-00000004")
+    assert found["checkpoint"].endswith("checkpoints/step-00000012")
+    assert found["final_loss"] == column(folder / "parts", "loss")[-1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [0, 2])
+def test_on_the_same_ranks_losses_are_bitwise_the_same_with_dropout(folder, stage):
+    options = {"stage": stage, "dropout": 0.3}
+    train(folder / "whole", **options)
+    train(folder / "parts", **options, stop_after=7)
+    train(folder / "parts", **options)
+    assert column(folder / "parts", "loss") == column(folder / "whole", "loss")
+
+
+@pytest.mark.thorough
+def test_without_the_learning_rate_of_the_checkpoint_the_losses_would_differ(folder):
+    train(folder / "run", stop_after=4)
+    with world_of() as world:
+        loop = Loop(world, folder / "run")
+        fresh = loop.optimizer.param_groups[0]["lr"]
+        assert loop.checkpoints.restore() == 4
+        assert loop.optimizer.param_groups[0]["lr"] == loop.scheduler.get_last_lr()[0] != fresh
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGINT, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_signal_on_one_rank_stops_all_ranks_after_the_same_step(folder, number):
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=0)
+        with loop.metrics:
+            step = loop.checkpoints.restore()
+            while not world.stop_requested():
+                step += 1
+                loop.step(step)
+                if step == 3 and world.rank == world.size - 1:
+                    os.kill(os.getpid(), number)
+                assert step < 9
+            assert world.stop_requested()  # still
+            loop.checkpoints.save(step, now=True)
+        assert len(set(world.gather(step))) == 1
+        assert step <= 5
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+    found = summary(folder / "run")
+    assert found["status"] == ("interrupted" if number == signal.SIGINT else "preempted")
+    assert found["reason"] == f"{number.name} on rank {RANKS - 1}"
+    assert steps_kept(folder / "run") == [step]
+    train(folder / "run")
+    assert column(folder / "run", "step") == list(range(1, STEPS + 1))
+    assert summary(folder / "run")["status"] == "completed"
+
+
+@pytest.mark.thorough
+def test_a_time_limit_stops_all_ranks_before_it_is_over(folder):
+    with world_of() as world:
+        start, step = time.monotonic(), 0
+        while not world.stop_requested(max_minutes=1 / 60):
+            step += 1
+            time.sleep(0.03)
+        assert time.monotonic() - start < 1
+        assert len(set(world.gather(step))) == 1
+        with world.metrics(folder / "run") as metrics:
+            metrics.log(step)
+    assert summary(folder / "run")["reason"] == "its 0.0166667 minutes are over"
+
+
+def test_no_rank_waits_for_another(folder):
+    if RANKS == 1:
+        pytest.skip("one rank has nobody to wait for")
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every="10min")
+        loop.checkpoints.restore()
+        for step in (1, 2):  # the names of the metrics are known after the second
+            loop.step(step)
+            loop.checkpoints.save(step)
+            world.stop_requested()
+        loop.metrics.flush()
+        world.barrier()
+        if world.rank:
+            time.sleep(0.5)
+        start = time.monotonic()
+        loop.metrics.log(3, loss=1.0, lr=0.1)
+        world.stop_requested()
+        loop.checkpoints.save(3)
+        assert time.monotonic() - start < 0.4
+
+
+def test_metrics_are_exact_means_by_weight(folder):
+    with world_of() as world, world.metrics(folder, config={"lr": 0.1, "a": {"b": None}}) as log:
+        weights, values = range(RANKS), [1.5 * rank + 1 for rank in range(RANKS)]
+        log.log(1, weight=RANK or 0.5, loss=torch.tensor(values[RANK]), lr=0.1)
+        log.log(2, weight=RANK or 0.5, lr=0.1, eval_loss=float(RANK))
+        log.log(5, weight=1.0 if RANK == 0 else 0, loss=1.0 if RANK == 0 else float("nan"))
+        log.log(6, loss=float("inf"))
+    expected = [rank or 0.5 for rank in weights]
+    mean = sum(w * v for w, v in zip(expected, values, strict=True)) / sum(expected)
+    first, second, third, last = lines(folder)
+    assert first["loss"] == pytest.approx(mean, rel=1e-15)
+    assert first["lr"] == second["lr"] == 0.1  # not 0.1 plus the rounding of a sum
+    assert list(second)[:3] == ["step", "lr", "eval_loss"]
+    assert third["loss"] == 1.0
+    assert last["loss"] is None  # not in JSON
+    assert first.keys() - {"step", "loss", "lr"} == {"step_s", "communication", "exposed"}
+    assert (folder / "config.toml").read_text() == 'lr = 0.1\n\n[a]\nb = "none"\n'
+    found = summary(folder)
+    assert (found["status"], found["steps"]) == ("completed", 6)
+    assert found["eval_loss"] == pytest.approx(
+        sum(w * rank for rank, w in enumerate(expected)) / sum(expected)
+    )
+    assert found["world"]["size"] == len(found["ranks"]) == RANKS
+
+
+def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
+    if RANKS == 1:
+        pytest.skip("one rank has nobody to differ from")
+    with world_of() as world:
+        log = world.metrics(folder)
+        log.log(1, loss=1.0)
+        log.log(2, loss=1.0, **({"accuracy": 0.5} if RANK == 1 else {}))
+        said = refusal(log.log, 3, loss=1.0)
+        assert said == (
+            "metrics.log differs: rank 0 gave step 2: loss; rank 1 gave step 2: accuracy, loss"
+        )
+        log.log(4 if RANK == 1 else 3, loss=1.0)
+        assert "rank 1 gave step 4: loss" in refusal(log.close)
+
+
+@pytest.mark.thorough
+def test_wrong_arguments_of_log_are_refused(folder):
+    with world_of() as world:
+        log = world.metrics(folder)
+        log.log(1, loss=1.0)
+        assert "has step 1 already, and has a line for each step" in refusal(log.log, 1, loss=1.0)
+        assert "weight is -1" in refusal(log.log, 2, weight=-1)
+        assert "weight is '9'" in refusal(log.log, 2, weight="9")
+        assert "metrics.log('one'): the step is no number" in refusal(log.log, "one")
+        wrong = {"loss": "low", "norm": torch.ones(2), "accuracy": 0.5}
+        assert "loss, norm is neither a number nor" in refusal(log.log, 2, **wrong)
+        said = refusal(world.stop_requested, "soon")
+        assert said == "max_minutes is 'soon': give a number, or None"
+        assert "step_s is written by the log itself" in refusal(log.log, 2, step_s=1.0)
+        log.log(2, weight=0, loss=1.0)
+        assert refusal(log.log, 3, loss=1.0) == "metrics.log(2): the weights of all ranks are 0"
+        log.close()
+        assert "the log is closed" in refusal(log.log, 4, loss=1.0)
+        assert "has metrics in this world already" in refusal(world.metrics, folder)
+    with world_of() as world:
+        assert "has step 1 already" in refusal(world.metrics(folder).log, 1, loss=1.0)
+
+
+@pytest.mark.thorough
+def test_an_agreed_error_makes_the_run_a_failed_one(folder):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=1)
+
+        def fail():
+            with loop.metrics, loop.checkpoints:
+                loop.run(3)
+                raise AgreedError("no more", world.rank)
+
+        assert refusal(fail) == "no more"
+    assert (summary(folder / "run")["status"], summary(folder / "run")["error"]) == (
+        "failed",
+        "no more",
+    )
+    assert steps_kept(folder / "run")[0] == 3
+
+
+@pytest.mark.thorough
+def test_an_error_on_one_rank_alone_leaves_no_summary(folder):
+    with world_of() as world:
+        log = world.metrics(folder)
+        if RANK == 0:
+            with pytest.raises(KeyError), log:
+                raise KeyError
+        assert not (folder / "summary.json").exists()
+
+
+def test_the_line_of_a_step_is_written_before_its_checkpoint(folder):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=1)
+        loop.run(3)
+        loop.checkpoints.close()
+        loop.step(4)
+        loop.checkpoints.save(4, now=True)
+        world.barrier()  # the master has removed old checkpoints
+        assert steps_kept(folder / "run")[0] == 4
+        assert column(folder / "run", "step") == [1, 2, 3, 4]  # though the log is still open
+        world.barrier()
+
+
+@pytest.mark.thorough
+def test_steps_that_cannot_be_counts_are_refused(folder):
+    with world_of() as world:
+        save = (loop := Loop(world, folder / "run")).checkpoints.save
+        assert refusal(save, 1) == (
+            "checkpoints.save(1): call restore() before: it returns 0 in a new run"
+        )
+        assert loop.checkpoints.restore() == 0
+        assert "give the number of steps taken, 1 after the first" in refusal(save, 0)
+        save(5, now=True)
+        save(5, now=True)  # is saved already
+        assert "step 5 came before: steps only increase" in refusal(save, 4)
+        save(6)
+        assert steps_kept(folder / "run")[-1] == 5
+    with world_of() as world:
+        loop = Loop(world, folder / "run")
+        assert loop.checkpoints.restore() == 6
+        assert "the run began after 6 steps" in refusal(loop.checkpoints.save, 6)
+
+
+@pytest.mark.thorough
+def test_the_same_step_is_saved_once(folder):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=1)
+        loop.checkpoints.restore()
+        loop.step(1)
+        for now in (False, True, True, False):
+            loop.checkpoints.save(1, now=now)
+        loop.checkpoints.close()
+        assert loop.checkpoints.summary()["checkpoints"]["saved"] == 1
+
+
+@pytest.mark.thorough
+def test_minutes_and_auto_are_those_of_the_masters_clock(folder):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every="0.001min", keep=99)
+        loop.checkpoints.restore()
+        for step in range(1, 9):
+            time.sleep(0.04)
+            loop.checkpoints.save(step)
+        loop.checkpoints.close()
+        by_clock = steps_kept(folder / "run")
+        assert 2 <= len(by_clock) <= 6
+        assert world.gather(by_clock) == [by_clock] * RANKS
+        world.barrier()
+        loop = Loop(world, folder / "auto", every="auto")
+        loop.checkpoints.restore()
+        for step in (1, 2, 3):
+            loop.checkpoints.save(step)
+        loop.checkpoints.close()
+        assert steps_kept(folder / "auto") == [2]  # then it waits for minutes
+
+
+def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept(folder):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=5, keep=1)
+        loop.checkpoints.restore()
+        for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, float("nan")), (5, None)]:
+            loop.checkpoints.save(step, eval_loss=loss)
+        said = refusal(loop.checkpoints.save, 5, eval_loss=0.5)
+        assert "save(5) was called before: give eval_loss in the first call" in said
+        loop.checkpoints.save(6, now=True)
+        world.barrier()  # the master has removed old checkpoints
+        assert steps_kept(folder / "run") == [6, 2]
+        if RANKS > 1:
+            said = refusal(loop.checkpoints.save, 7, eval_loss=float(RANK))
+            assert "eval_loss differs between ranks: rank 0 has 0.0, rank 1 has 1.0" in said
+
+
+class Position:
+    """A data position of a user's own."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def bare(world):
+    """A model and its optimizer, as `World.checkpoints` takes them."""
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": world.optimizer(model, torch.optim.SGD, lr=0.1)}
+
+
+@pytest.mark.thorough
+def test_a_position_is_restored_on_the_rank_that_had_it(folder, capfd):
+    with world_of() as world:
+        given = bare(world)
+        common, own = Position(7), Position(10 * RANK)
+        checkpoints = world.checkpoints(folder, **given, common=common, own=own)
+        checkpoints.restore()
+        checkpoints.save(1, now=True)
+    with world_of() as world:
+        common, own = Position(0), Position(-1)
+        checkpoints = world.checkpoints(folder, **bare(world), common=common, own=own)
+        assert checkpoints.restore() == 1
+        assert (common.at, own.at) == (7, 10 * RANK)
+    if RANKS > 1:
+        with world_of(on_half := COMM.Split(RANK)) as world:
+            alone = Path(tempfile.mkdtemp())
+            shutil.copytree(folder / "checkpoints", alone / "checkpoints")
+            checkpoints = world.checkpoints(alone, **bare(world), common=common, own=own)
+            with pytest.raises(AgreedError, match="the state of own differed between the"):
+                checkpoints.restore()
+            shutil.rmtree(alone)
+        on_half.Free()
+    with world_of() as world:
+        capfd.readouterr()
+        assert world.checkpoints(folder, **bare(world), common=common).restore() == 1
+        warned = COMM.gather(capfd.readouterr().err)
+        if RANK == 0:
+            assert warned[0] == "mntrain: warning: step-00000001 also has the state of own\n"
+            assert not any(warned[1:])
+    with world_of() as world:
+        checkpoints = world.checkpoints(folder, **bare(world), data=common)
+        assert "has no state of data (it has that of common, own)" in refusal(checkpoints.restore)
+
+
+@pytest.mark.thorough
+def test_a_scheduler_that_was_not_saved_is_warned_about(folder, capfd):
+    for warned in (False, True):
+        with world_of() as world:
+            given = bare(world)
+            scheduler = cosine(given["optimizer"])
+            both = {} if warned else {"scheduler": scheduler}
+            checkpoints = world.checkpoints(folder, **given, **both)
+            checkpoints.restore()
+            checkpoints.save(1 + warned, now=True)
+        assert ("scheduler of the optimizer begins anew" in capfd.readouterr().err) == (
+            warned and RANK == 0
+        )
+
+
+@pytest.mark.thorough
+def test_wrong_arguments_of_checkpoints_are_refused(folder):
+    with world_of() as world:
+        given = bare(world)
+        torchs = {**given, "optimizer": torch.optim.SGD(given["model"].parameters(), lr=0.1)}
+        for options, message in [
+            (
+                {**given, "every": "often"},
+                "every: must be a number of steps, minutes such as 10min, or auto, not 'often'",
+            ),
+            ({**given, "keep": 0}, "keep: Input should be greater than or equal to 1, not 0"),
+            ({**given, "schedule": "cosine"}, "schedule is a str without state_dict and"),
+            ({**given, "model": nn.Linear(2, 2)}, "optimizer trains parameters that model does"),
+            (torchs, "optimizer is not one that world.optimizer() has made"),
+            ({**given, "data": Position(len)}, r"the state has data.at, a builtin_function"),
+        ]:
+            assert message in refusal(world.checkpoints, folder / "run", **options)
+        world.checkpoints(folder / "run", **given)
+        said = refusal(world.checkpoints, folder / "run", **given)
+        assert "run has checkpoints in this world already" in said
+        if RANKS > 1:
+            every = {"every": 5 + RANK}
+            said = refusal(world.checkpoints, folder / "other", **given, **every)
+            assert "every differs between ranks: rank 0 has 5, rank 1 has 6" in said
+
+
+@pytest.mark.thorough
+def test_a_directory_in_use_and_one_with_a_finished_run_are_refused(folder):
+    with world_of() as world:
+        world.metrics(folder).log(1, loss=2.0)
+        with world_of() as other:
+            assert "is in use by a job (on " in refusal(other.metrics, folder)
+    with world_of() as world:
+        checkpoints = world.checkpoints(folder, **bare(world))
+        assert checkpoints.restore() == 0  # killed before its first checkpoint: begins anew
+        with world.metrics(folder) as metrics:
+            metrics.log(1, loss=3.0)
+    assert column(folder, "loss") == [3.0]
+    with world_of() as world:
+        checkpoints = world.checkpoints(folder, **bare(world))
+        assert "holds a run already: give another run directory" in refusal(checkpoints.restore)
+
+
+@pytest.mark.thorough
+def test_a_save_that_fails_warns_and_the_last_one_raises(folder, capfd):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=1)
+        loop.checkpoints.restore()
+        if RANK == 0:
+            (folder / "run" / "checkpoints").write_text("in the way")
+        world.barrier()
+        for step in (1, 2):
+            loop.step(step)
+            loop.checkpoints.save(step)
+        assert "step-00000003 was not saved: " in refusal(loop.checkpoints.save, 3, now=True)
+        loop.checkpoints.save(4)
+        assert "step-00000004 was not saved: " in refusal(loop.checkpoints.close)
+        loop.checkpoints.close()
+    printed = COMM.gather(capfd.readouterr().err)
+    if RANK == 0:
+        assert printed[0].count(" was not saved: ") == 2
+        assert "step-00000001 was not saved: " in printed[0]
+        assert not any(printed[1:])
+
+
+@pytest.mark.thorough
+def test_a_run_can_be_rolled_back(folder):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=3)
+        loop.run(5)
+        before = column(folder / "run", "loss")[3:]
+        assert loop.checkpoints.restore() == 3
+        assert column(folder / "run", "step") == [1, 2, 3]
+        for step in (4, 5):
+            loop.step(step)
+        loop.metrics.close()
+    assert column(folder / "run", "loss")[3 : 3 + len(before)] == before
+
+
+def test_a_barrier_ends_after_all_ranks_have_come():
+    with world_of() as world:
+        time.sleep(0.05 * RANK)
+        came = time.monotonic()
+        world.barrier()
+        assert time.monotonic() >= max(world.gather(came))

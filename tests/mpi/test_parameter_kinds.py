@@ -1,0 +1,249 @@
+"""Complex and sparse parameters, named groups, and optimizers that cannot be sharded."""
+
+import copy
+import io
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from handmade import DAdapting, Normalized
+from models import Forked, net
+from oracle import ADAMW, MAX_NORM, SGD, Alone, assert_parity, loss_of, mine, modes, samples, train
+from torch import nn
+from worlds import BUT_LAST, EVERY_WORLD, RANKS, refusal
+
+pytestmark = pytest.mark.mpi
+
+
+class Waves(nn.Module):
+    """Complex and real parameters in turn, a complex scalar, and complex rows in another order."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        kind = {"dtype": torch.complex128}
+        self.first = nn.Parameter(torch.randn(16, 5, **kind).T)
+        self.shift = nn.Parameter(torch.randn(16, dtype=torch.float64))
+        self.turn = nn.Parameter(torch.randn((), **kind))
+        self.last = nn.Parameter(torch.randn(16, 3, **kind))
+
+    def forward(self, x):
+        hidden = torch.tanh((x.to(self.first.dtype) @ self.first).abs() + self.shift)
+        return ((hidden * self.turn) @ self.last).abs()
+
+
+def check(world, model, make, optimizer_class=ADAMW, **options):
+    """Train on all ranks and alone: equal weights, norms, and weights after a state is loaded."""
+    alone = Alone(model, optimizer_class, MAX_NORM)
+    optimizer = make(model, optimizer_class, max_grad_norm=MAX_NORM, **options)
+    for step in range(3):
+        ((result, norm),) = train(world, model, optimizer, alone, [step])
+        assert result.grad_norm == pytest.approx(norm, rel=1e-9)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_parity(world, model, alone)
+
+
+@modes
+@pytest.mark.parametrize("optimizer_class", [ADAMW, SGD], ids=["AdamW", "SGD"])
+def test_complex_parameters_train_as_in_torch(world, make, optimizer_class, mode):
+    check(world, Waves(), make, optimizer_class, **mode)
+
+
+@modes
+def test_complex_gradients_are_those_of_torch_before_and_after_clipping(world, make, mode):
+    model = Waves()
+    alone, batch = Alone(model, SGD), samples(12)
+    optimizer = make(model, SGD, **mode)
+    loss_of(alone.model, batch).backward()
+    loss_of(model, mine(world, batch)).backward()
+    for _ in range(2):
+        for ours, theirs in zip(model.parameters(), alone.model.parameters(), strict=True):
+            torch.testing.assert_close(optimizer.full_gradient(ours), theirs.grad)
+        norm = nn.utils.clip_grad_norm_(alone.model.parameters(), MAX_NORM)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(MAX_NORM).double(), norm)
+    optimizer.step()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_complex_parameters_travel_by_every_algorithm(worlds, algorithm, layout, stage):
+    world = worlds(algorithm, layout)
+    made = []
+
+    def make(*args, **options):
+        made.append(world.optimizer(*args, **options))
+        return made[-1]
+
+    check(world, Waves(), make, stage=stage)
+    made[0].close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_complex_gradients_are_not_rounded_to_a_wire_dtype(world, make, stage):
+    check(world, Waves(), make, SGD, stage=stage, comm_hook="uncompressed")
+    model = Waves()
+    model.shift.requires_grad_(False)  # it would be rounded
+    check(world, model, make, SGD, stage=stage, comm_hook="bf16")
+
+
+class Words(nn.Module):
+    """Looks its rows up by the sign of the inputs."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(9)
+        self.embed = nn.Embedding(4, 6, sparse=sparse)
+        self.bag = nn.EmbeddingBag(4, 6, mode="sum", sparse=sparse)
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        words = (x[:, :2] > 0).long() + (x[:, 2:4] > 0).long()
+        return self.head(self.embed(words).mean(1) + self.bag(words))
+
+
+@modes
+def test_sparse_gradients_train_as_dense_ones_and_rank_0_warns(world, make, mode):
+    model, dense = Words(sparse=True), Words(sparse=False)
+    alone = Alone(dense, SGD)
+    optimizer = make(model, SGD, **mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(world, model, optimizer, alone, range(3))
+    texts = [str(w.message) for w in caught if "sparse" in str(w.message)]
+    assert len(texts) == (1 if world.rank == 0 else 0)
+    assert all("bag.weight, embed.weight" in text for text in texts)
+    assert_parity(world, model, alone)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_groups_with_names_train_as_those_without(world, make, stage):
+    def groups(model, named):
+        first = model[0].named_parameters() if named else model[0].parameters()
+        rest = [*model[2].parameters(), *model[3].parameters()]
+        return [{"params": first, "lr": 0.05}, {"params": rest, "weight_decay": 0.3}]
+
+    model = net()
+    alone = Alone(model, ADAMW, groups=partial(groups, named=False))
+    optimizer = make(model, ADAMW, stage=stage, groups=groups(model, named=True))
+    train(world, model, optimizer, alone, range(3))
+    assert_parity(world, model, alone)
+
+
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("kind", [Normalized, DAdapting])
+def test_statistics_over_all_parameters_are_refused_by_all_ranks(world, kind, partition):
+    for stage in (1, 2):
+        said = refusal(world.optimizer, net(), kind, stage=stage, partition=partition)
+        assert said.startswith(f"{kind.__name__} cannot be sharded")
+        assert said.endswith("give stage=0")
+
+
+@pytest.mark.parametrize("kind", [Normalized, DAdapting])
+def test_statistics_over_all_parameters_are_those_of_torch_at_stage_0(world, make, kind):
+    model = net()
+    alone = Alone(model, kind)
+    optimizer = make(model, kind)
+    train(world, model, optimizer, alone, range(3))
+    assert_parity(world, model, alone)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_optimizers_that_no_stage_can_drive_are_refused_by_all_ranks(world, stage):
+    assert "needs a closure" in refusal(world.optimizer, net(), torch.optim.LBFGS, stage=stage)
+    assert "sparse gradients only" in refusal(
+        world.optimizer, net(), torch.optim.SparseAdam, stage=stage
+    )
+
+
+def odd(world, usual, other):
+    return other if world.rank == world.size - 1 else usual
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("usual", "other", "words"),
+    [
+        ({"lr": 0.1}, {"lr": 0.2}, "lr=0.1 in group 0, rank {} has lr=0.2 in group 0"),
+        (
+            {"lr": torch.tensor(0.5)},
+            {"lr": torch.tensor(0.25)},
+            "lr=0.5 in group 0, rank {} has lr=0.25 in group 0",
+        ),
+        (
+            {"betas": (0.9, 0.99)},
+            {"betas": (0.8, 0.99)},
+            "betas=(0.9, 0.99) in group 0, rank {} has betas=(0.8, 0.99) in group 0",
+        ),
+        (
+            {"optimizer_class": torch.optim.Adam},
+            {"optimizer_class": torch.optim.AdamW},
+            "Adam, rank {} has AdamW",
+        ),
+    ],
+    ids=["lr", "tensor lr", "betas", "class"],
+)
+def test_different_optimizers_are_refused_by_all_ranks(world, stage, usual, other, words):
+    given = {"optimizer_class": torch.optim.Adam, **odd(world, usual, other)}
+    said = refusal(world.optimizer, net(), stage=stage, **given)
+    words = words.format(world.size - 1)
+    assert said == f"the optimizer differs between ranks: {BUT_LAST} {words}"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_fewer_parameters_of_one_rank_are_refused_by_all_ranks(world, stage):
+    model = net()
+    groups = [{"params": odd(world, list(model.parameters()), list(model[0].parameters()))}]
+    said = refusal(world.optimizer, model, torch.optim.SGD, stage=stage, lr=0.1, groups=groups)
+    assert said == (
+        f"the optimizer differs between ranks: {BUT_LAST} 2.weight in group 0, "
+        f"rank {world.size - 1} has no more"
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_different_groups_are_refused_by_all_ranks(world, stage):
+    model = net()
+    first, *rest = model.parameters()
+    groups = [{"params": odd(world, [first], rest)}, {"params": odd(world, rest, [first])}]
+    said = refusal(world.optimizer, model, torch.optim.SGD, stage=stage, lr=0.1, groups=groups)
+    last = world.size - 1
+    assert said == (
+        f"the optimizer differs between ranks: {BUT_LAST} 0.weight in group 0, "
+        f"rank {last} has 0.bias in group 0"
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_rank_0_warns_once_of_parameters_that_were_unfrozen(world, make, stage):
+    model = Forked()
+    model.branch.requires_grad_(False)
+    optimizer = make(model, torch.optim.SGD, stage=stage, lr=0.1)
+    model.branch.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(2):
+            model(samples(4, seed, torch.float32)[0], branch=True).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    texts = [str(w.message) for w in caught if "add_param_group" in str(w.message)]
+    assert len(texts) == (1 if world.rank == 0 else 0)
+    assert all("branch.weight, branch.bias" in text for text in texts)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_layer_in_shared_memory_is_saved_without_the_rest(world, make, stage):
+    def saved(module):
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        return len(file.getvalue())
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    make(model, torch.optim.SGD, stage=stage, lr=0.1)
+    assert saved(model[1]) == saved(nn.Linear(64, 1))
+    assert RANKS == 1 or all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())

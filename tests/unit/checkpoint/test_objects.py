@@ -1,0 +1,143 @@
+"""States of schedulers and other small objects, as a checkpoint holds them."""
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lr
+
+from mntrain.checkpoint.objects import encode_objects, merge, select
+
+
+class Holder:
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def through_json(value):
+    return json.loads(json.dumps(value))
+
+
+def restored(state, *, rank=0, size=1):
+    return select(through_json(merge([encode_objects({"it": Holder(state)})])), "it", rank, size)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr.LambdaLR(o, lambda step: 0.9**step),
+    "MultiStepLR": lambda o: lr.MultiStepLR(o, [2, 4, 4], gamma=0.5),
+    "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 7),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.1, total_steps=12),
+    "CyclicLR": lambda o: lr.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "ReduceLROnPlateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
+    "Warmup": lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, 0.1, total_iters=3), lr.CosineAnnealingWarmRestarts(o, 4)], [3]
+    ),
+    "ChainedScheduler": lambda o: lr.ChainedScheduler(
+        [lr.ExponentialLR(o, 0.9), lr.PolynomialLR(o, 8)]
+    ),
+}
+
+
+def step(optimizer, scheduler, times):
+    rates = []
+    for _ in range(times):
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lr.ReduceLROnPlateau) else []))
+        group = optimizer.param_groups[0]
+        rates.append((group["lr"], group.get("momentum")))
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_continue_as_uninterrupted(name):
+    def make():
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+        return optimizer, SCHEDULERS[name](optimizer)
+
+    optimizer, scheduler = make()
+    step(optimizer, scheduler, 4)
+    again, resumed = make()
+    again.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(restored(scheduler.state_dict()))
+    assert step(again, resumed, 5) == step(optimizer, scheduler, 5)
+
+
+def test_containers_numbers_and_tensors_come_back_as_they_were():
+    state = {
+        "type": "dict",
+        "nested": [(1, 2.5), {"a", "b"}, OrderedDict(z=1, a=2), Counter({30: 2})],
+        7: {None: True, (1, 2): "x"},
+        "numbers": [math.inf, -0.0, 2**70, False],
+        "bytes": b"\x00\xff",
+        "scalars": [np.float32(0.1), np.int64(3)],
+    }
+    again = restored(state)
+    assert again == state
+    assert list(map(type, again["nested"])) == [tuple, set, OrderedDict, Counter]
+    assert list(map(type, again["scalars"])) == [np.float32, np.int64]
+    assert math.copysign(1, again["numbers"][1]) == -1
+    assert math.isnan(restored({"x": math.nan})["x"])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.arange(6).view(2, 3).t(),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3),
+        torch.get_rng_state(),
+    ],
+)
+def test_small_tensors_come_back_bit_for_bit(tensor):
+    again = restored({"it": tensor})["it"]
+    assert again.dtype == tensor.dtype
+    assert again.shape == tensor.shape
+    assert torch.equal(again, tensor)
+
+
+def test_arrays_come_back():
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    again = restored({"it": array})["it"]
+    assert again.dtype == array.dtype
+    np.testing.assert_array_equal(again, array)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: 0, r"the state has it\.a\[1\], a function: a checkpoint holds numbers, strings"),
+        (defaultdict(int), r"the state has it\.a\[1\], a defaultdict:"),
+        (torch.zeros(1 << 19), r"it\.a\[1\], of 2\.1 MB: make it a buffer of the model"),
+        (torch.zeros(2, dtype=torch.complex64), r"it\.a\[1\], a Tensor:"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(value, message):
+    with pytest.raises(ValueError, match=message):
+        encode_objects({"it": Holder({"a": [0, value]})})
+
+
+def test_a_state_that_differs_between_ranks_returns_to_its_rank_only():
+    by_rank = [encode_objects({"it": Holder({"x": rank, "y": math.nan})}) for rank in range(3)]
+    merged = through_json(merge(by_rank))
+    assert [select(merged, "it", rank, 3)["x"] for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="between the 3 ranks that saved it, so 2 cannot restore"):
+        select(merged, "it", 0, 2)
+    same = merge([encode_objects({"it": Holder({"y": math.nan})})] * 3)
+    assert math.isnan(select(through_json(same), "it", 6, 7)["y"])
+
+
+def test_an_object_that_the_checkpoint_lacks_is_named():
+    merged = merge([encode_objects({"scheduler": Holder({})})])
+    with pytest.raises(ValueError, match=r"no state of data \(it has that of scheduler\)"):
+        select(merged, "data", 0, 1)

@@ -1,0 +1,181 @@
+"""Checks over the facts of all ranks: facts that pass, that warn, and that fail."""
+
+from dataclasses import replace
+
+import pytest
+
+from mntrain.checks import all_ranks
+from mntrain.checks.facts import RankFacts, collect
+from mntrain.checks.finding import Finding, naming, passed
+
+VERSIONS = {"mntrain": "0.1.0", "torch": "2.6.0", "MPI": "MPICH 5", "mpi4py": "4", "Python": "3.12"}
+
+
+def fact(cores=range(4), **changes):
+    given = {
+        "host": "n1",
+        "host_key": 0,
+        "cores": frozenset(cores),
+        "physical": len(cores),
+        "host_cores": 4,
+        "threads": 0,
+        "gpu": "",
+        "versions": VERSIONS,
+        "clock": (100.0, 100.1),
+        "findings": {"limits": passed("fine")},
+    }
+    return RankFacts(**{**given, **changes})
+
+
+def other_host(**changes):
+    return fact(host="n2", host_key=1, **changes)
+
+
+def names(facts):
+    return {name for name, found in all_ranks.examine(facts).items() if found.status != "pass"}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        [fact()],
+        [fact(), fact(), fact(), fact()],  # not bound
+        [fact([0]), fact([1])],
+        [fact([0, 1]), fact([0, 1]), fact([2, 3]), fact([2, 3])],  # each socket has two
+        [fact([0]), other_host(cores=[0])],  # hosts number their cores alike
+        [fact(threads=4)],
+        [fact([0, 1], threads=2), fact([2, 3], threads=2)],
+        [fact(gpu="a"), fact(gpu="b"), other_host(gpu="a")],
+        [fact(cores=[], host_cores=1, threads=8)] * 2,  # the system does not say which
+    ],
+)
+def test_a_job_in_order_passes_every_check(facts):
+    assert names(facts) == set()
+
+
+def test_more_ranks_than_cores_are_one_warning():
+    facts = [fact([0, 1], host_cores=2)] * 4
+    assert names(facts) == {"cores"}
+    found = all_ranks.cores(facts)
+    assert found.text == "4 ranks share the 2 cores of n1, so each is slower"
+    assert found.fix == "start at most 2 ranks there"
+
+
+def test_ranks_bound_to_fewer_cores_than_the_host_has_can_have_more():
+    facts = [fact([1])] * 2
+    assert names(facts) == {"cores"}
+    assert "the 1 core of n1 that they are bound to (of 4)" in all_ranks.cores(facts).text
+    assert "mpirun --bind-to none" in all_ranks.cores(facts).fix
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ([[0], [0], [1, 2]], "ranks 0, 1 on n1 are bound to the same core 0"),
+        ([[0, 1], [1, 2]], "ranks 0, 1 on n1 are bound to the same core 1"),
+        ([[2, 3], [0, 1, 2, 3]], "ranks 0, 1 on n1 are bound to the same cores 2, 3"),
+    ],
+)
+def test_ranks_on_the_same_cores_are_named_while_others_are_free(sets, words):
+    facts = [fact(cores) for cores in sets]
+    assert names(facts) == {"binding"}
+    assert words in all_ranks.binding(facts).text
+
+
+@pytest.mark.parametrize(
+    ("facts", "rank", "allowed"),
+    [
+        ([fact([0], threads=4), fact([1], threads=4)], 0, 1),
+        ([fact([0, 1], threads=1), fact([2, 3], threads=3)], 1, 2),
+        ([fact(threads=3), fact(threads=3)], 0, 2),
+    ],
+)
+def test_more_threads_than_cores_name_the_rank_and_the_right_number(facts, rank, allowed):
+    assert names(facts) == {"threads"}
+    found = all_ranks.threads(facts)
+    assert found.text.startswith(f"rank {rank} on n1 is set to ")
+    assert f"OMP_NUM_THREADS={allowed}," in found.fix
+
+
+def test_single_threads_of_more_ranks_than_cores_are_no_second_warning():
+    assert names([fact([0, 1], host_cores=2, threads=1)] * 4) == {"cores"}
+
+
+def test_a_shared_gpu_is_reported_with_the_ranks_and_the_fix():
+    facts = [fact(gpu="a"), fact(gpu="b"), other_host(gpu="a"), other_host(gpu="a")]
+    assert names(facts) == {"gpus"}
+    found = all_ranks.gpus(facts)
+    assert found.text.startswith("ranks 2, 3 share a GPU of n2")
+    assert "srun --gpus-per-task=1 or --gpu-bind=none" in found.fix
+
+
+@pytest.mark.parametrize("name", ["mntrain", "torch", "MPI"])
+def test_other_versions_of_what_computes_or_communicates_fail(name):
+    facts = [fact(), fact(), other_host(versions=VERSIONS | {name: "0"})]
+    found = all_ranks.versions(facts)
+    assert found.status == "fail"
+    assert f"{name} differs between ranks: rank 0 on n1 has {VERSIONS[name]}, rank 2" in found.text
+    assert "(the first on n2) has 0" in found.text
+
+
+def test_another_python_is_a_warning():
+    found = all_ranks.versions([fact(), fact(versions=VERSIONS | {"Python": "3.13"})])
+    assert found.status == "warn"
+
+
+@pytest.mark.parametrize(("shift", "word"), [(3600, "ahead of"), (-3600, "behind")])
+def test_a_clock_that_is_off_is_named(shift, word):
+    facts = [fact(), other_host(clock=(100.0 + shift, 100.5 + shift))]
+    found = all_ranks.clocks(facts)
+    assert found.status == "warn"
+    assert (
+        f"the clock of n2 (rank 1) is 3599.{9 if shift > 0 else 5} s or more {word}" in found.text
+    )
+
+
+@pytest.mark.parametrize("clock", [(100.9, 100.95), (60.0, 100.05), (100.05, 160.0), (99.5, 99.6)])
+def test_clocks_that_may_agree_are_no_warning(clock):
+    assert all_ranks.clocks([fact(), other_host(clock=clock)]).status == "pass"
+
+
+def test_a_hosts_own_finding_is_named_by_host():
+    bad = Finding("warn", "few files", "ulimit")
+    facts = [fact(), other_host(findings={"limits": bad}), other_host(findings={"limits": bad})]
+    assert all_ranks.examine(facts)["limits"] == Finding("warn", "n2: few files", "ulimit")
+
+
+def test_every_check_is_in_the_report_by_its_name():
+    assert {check.__name__ for check in all_ranks.CHECKS} < all_ranks.examine([fact()]).keys()
+
+
+@pytest.mark.parametrize(
+    ("facts", "shares"),
+    [
+        ([fact()], [4]),
+        ([fact()] * 3, [1, 1, 1]),
+        ([fact(), other_host()], [4, 4]),
+        ([fact(physical=2)], [2]),  # two logical cores for each physical one
+        ([fact([0]), fact([1, 2, 3])], [1, 3]),
+        ([fact([0])] * 4, [1] * 4),
+    ],
+)
+def test_ranks_share_the_physical_cores(facts, shares):
+    assert [all_ranks.fair_threads(facts, rank) for rank in range(len(facts))] == shares
+
+
+def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    own = collect(host="n", host_key=0, gpu="", library="MPICH 5", size=1, clock=(0.0, 0.0))
+    assert own.versions["mntrain"].startswith("0.1.0 (sources ")
+    assert own.physical <= len(own.cores) <= own.host_cores
+    assert all_ranks.versions([own, own]).status == "pass"
+    assert names([replace(own, findings={}, threads=0)]) == set()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 0, 2, 1], "ranks 0 to 2, 5")],
+)
+def test_numbers_are_written_as_ranges(values, words):
+    assert naming("rank", values) == words

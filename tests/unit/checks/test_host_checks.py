@@ -1,0 +1,158 @@
+"""Checks of a host and of a file system, on real folders, limits and processes."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from mntrain.checks import host, storage
+from mntrain.checks.finding import Finding, passed
+
+MPICH, OPEN_MPI = "MPICH Version:      5.0.2\n", "Open MPI v5.0.11"
+
+
+def test_shared_memory_with_space_passes(tmp_path):
+    assert host.shared_memory(MPICH, 4, folder=tmp_path).status == "pass"
+
+
+@pytest.mark.parametrize(("library", "status"), [(MPICH, "fail"), (OPEN_MPI, "warn")])
+def test_missing_shared_memory_is_fatal_where_mpi_would_end(library, status, tmp_path):
+    found = host.shared_memory(library, 4, folder=tmp_path / "none")
+    assert found.status == status
+    assert "No such file" in found.text
+
+
+def fake_space(monkeypatch, free, size):
+    values = list(os.statvfs("/"))
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(
+        [1, 1, size, free, free, *values[5:8], 0, *values[9:]]
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("free", "size", "creates", "status"),
+    [
+        (5_000_000, 8_000_000, True, "pass"),
+        (3_000_000, 8_000_000, True, "fail"),
+        (3_000_000, 8_000_000, False, "pass"),  # rank 0's segment may lie there already
+        (3_000_000, 3_000_000, False, "fail"),
+    ],
+)
+def test_little_shared_memory_is_refused_without_a_false_alarm(
+    monkeypatch, free, size, creates, status
+):
+    fake_space(monkeypatch, free, size)
+    found = host.shared_memory(MPICH, 4, creates=creates, folder=storage.Path("/"))
+    assert found.status == status
+    if status == "fail":
+        assert "MPI needs 4.4 MB for the 4 ranks of this host" in found.text
+
+
+def segment(folder, name="mpich_shm_1_0", age_s=100):
+    path = folder / name
+    path.write_bytes(bytes(4096))
+    host_now = os.stat(path).st_ctime
+    return path, host_now + age_s
+
+
+def test_only_old_segments_that_no_process_uses_are_left_behind(tmp_path, monkeypatch):
+    dead, now = segment(tmp_path)
+    mapped, _ = segment(tmp_path, "mpich_shm_2_0")
+    opened, _ = segment(tmp_path, "mpich_shm_3_0")
+    (tmp_path / "other").touch()
+    assert host.left_behind(tmp_path) == []  # too new
+    monkeypatch.setattr(host.time, "time", lambda: now)
+    program = (
+        "import mmap, sys\n"
+        "file = open(sys.argv[1], 'r+b')\n"
+        "memory = mmap.mmap(file.fileno(), 0)\n"
+        "file.close()\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        opened.open(),
+        subprocess.Popen([sys.executable, "-c", program, str(mapped)], **pipes) as child,
+    ):
+        child.stdout.readline()
+        assert host.left_behind(tmp_path) == [dead]
+        found = host.segments_left_behind(tmp_path)
+        child.stdin.close()
+    assert found.status == "warn"
+    assert found.fix == f"cd {tmp_path} && rm mpich_shm_1_0"
+    assert host.left_behind(tmp_path) == [dead, mapped, opened]
+
+
+def test_no_segments_pass(tmp_path):
+    assert host.segments_left_behind(tmp_path).status == "pass"
+
+
+def test_too_few_open_files_are_reported():
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert host.open_files(1).status == "pass"
+    if soft == resource.RLIM_INFINITY:
+        pytest.skip("this process may open any number of files")
+    found = host.open_files(soft)
+    assert found.status == "warn"
+    assert f"may open {soft} files" in found.text
+
+
+def test_locked_memory_matters_with_an_rdma_network_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    assert host.locked_memory(tmp_path).status == "pass"
+    (tmp_path / "mlx5_0").mkdir()
+    found = host.locked_memory(tmp_path)
+    assert found.status == "warn"
+    assert "mlx5_0" in found.text
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert host.locked_memory(tmp_path).status == "pass"
+
+
+def test_the_worst_finding_of_all_hosts_counts_and_names_them():
+    warn, fail = Finding("warn", "slow", "faster"), Finding("fail", "gone", "come")
+    assert host.merge([("a", passed("1")), ("b", passed("2"))]) == passed("1")
+    assert host.merge([("a", warn), ("b", fail), ("b", fail), ("c", fail)]) == Finding(
+        "fail", "b, c: gone", "come"
+    )
+    assert host.merge([("a", warn), ("b", warn)]) == warn
+    many = [*((f"n{i}", warn) for i in range(6)), ("n7", passed("fine"))]
+    assert host.merge(many).text == "n0, n1, n2, n3 and 2 others: slow"
+
+
+def test_a_folder_that_works_passes_and_is_left_as_it_was(tmp_path):
+    probe = storage.Probe(tmp_path)
+    assert storage.writing(tmp_path, probe, "").status == "pass"
+    assert storage.is_visible(probe.path, probe.token)
+    probe.close()
+    assert list(tmp_path.iterdir()) == []
+    assert storage.existing_folder(tmp_path / "a" / "b") == tmp_path
+
+
+def test_a_folder_that_cannot_be_written_fails():
+    with pytest.raises(OSError, match=r"Permission|permitted|No such"):
+        storage.Probe(storage.Path("/proc/self"))
+    found = storage.writing(storage.Path("/proc/self"), None, "Operation not permitted")
+    assert found.status == "fail"
+
+
+def test_a_file_with_another_text_is_not_the_one_that_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_SEEN_S", 0.0)
+    (tmp_path / "file").write_text("stale")
+    assert not storage.is_visible(tmp_path / "file", "new")
+    assert not storage.is_visible(tmp_path / "none", "new")
+    found = storage.sharing(tmp_path, ["n2"], 2)
+    assert found.status == "fail"
+    assert found.text.startswith("n2 does not see the files that rank 0 writes")
+    assert storage.sharing(tmp_path, [], 2).status == "pass"
+
+
+def test_little_free_space_is_reported(tmp_path, monkeypatch):
+    fake_space(monkeypatch, 2 * 10**9, 10**10)
+    assert storage.space(tmp_path).status == "pass"
+    fake_space(monkeypatch, 10**8, 10**10)
+    found = storage.space(tmp_path)
+    assert found.status == "warn"
+    assert "has 0.10 GB free" in found.text

@@ -1,0 +1,176 @@
+"""What launchers leave in the environment, against the MPI library and the world that it sees."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mntrain.checks.launcher import (
+    SIZE_VARIABLES,
+    local_size,
+    protocol,
+    world_size,
+)
+
+
+@pytest.mark.parametrize("variable", SIZE_VARIABLES)
+def test_a_launcher_that_started_more_ranks_than_mpi_sees_is_an_error(variable):
+    found = world_size({variable: "4"}, 1)
+    words = str(found)
+    assert found.status == "fail"
+    assert f"the launcher started 4 ranks ({variable}=4), but MPI sees a world of 1" in words
+    assert "use the mpirun of the same MPI" in words
+    assert "srun --mpi=pmix" in words
+    assert f"unset {variable}" in words
+
+
+def test_the_size_variables_are_those_of_the_launchers():
+    assert set(SIZE_VARIABLES) == {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}
+
+
+@pytest.mark.parametrize("variable", SIZE_VARIABLES)
+@pytest.mark.parametrize("started", ["1", "4"])
+def test_as_many_ranks_as_mpi_sees_are_in_order(variable, started):
+    found = world_size({variable: started}, 4)
+    stale = started == "1" and variable != "SLURM_STEP_NUM_TASKS"  # srun -n 1, then mpirun
+    assert found.status == ("warn" if stale else "pass")
+
+
+@pytest.mark.parametrize("value", ["", "4(x2)", "-1", "four"])
+def test_a_variable_that_is_no_number_says_nothing(value):
+    assert world_size({"SLURM_STEP_NUM_TASKS": value}, 1).status == "pass"
+
+
+def test_without_a_launcher_a_world_of_one_is_in_order():
+    assert world_size({"HOME": "/"}, 1).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"),
+        ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+    ],
+)
+def test_the_launcher_within_the_job_knows_better_than_the_job(inner, outer):
+    assert world_size({inner: "2", outer: "8"}, 2).status == "pass"
+    found = world_size({inner: "2", outer: "8"}, 1)
+    assert found.status == "fail"
+    assert re.search(f"started 2 ranks .{inner}=2", str(found))
+
+
+def test_a_pmix_rank_above_the_world_gives_the_mismatch_away():
+    found = world_size({"PMIX_RANK": "3"}, 1)
+    assert found.status == "fail"
+    assert re.search(r"started 4 ranks .PMIX_RANK=3.* unset PMIX", str(found))
+
+
+def test_a_pmix_rank_within_the_world_is_in_order():
+    assert world_size({"PMIX_RANK": "3"}, 4).status == "pass"
+    assert world_size({"PMIX_RANK": "0"}, 1).status == "pass"
+
+
+def test_a_stated_size_counts_for_more_than_a_pmix_rank():
+    assert world_size({"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "3"}, 1).status == "pass"
+
+
+# What Slurm 22.05 sets in an allocation of 4 tasks.
+ALLOCATION = {"SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_TASKS_PER_NODE": "4"}
+BATCH_SHELL = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+INTERACTIVE_STEP = {**BATCH_SHELL, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+STEP = {**BATCH_SHELL, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize("shell", [ALLOCATION, BATCH_SHELL, INTERACTIVE_STEP])
+def test_a_plain_python_in_the_shell_of_an_allocation_is_told_so(shell):
+    found = world_size(shell, 1)
+    assert found.status == "warn"
+    assert "one process in a Slurm allocation of 4 tasks" in found.text
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_one_rank_of_mpirun_in_an_allocation_is_on_purpose(variable):
+    assert world_size({**BATCH_SHELL, variable: "1"}, 1).status == "pass"
+
+
+def test_tasks_of_srun_that_mpi_does_not_join_are_an_error():
+    assert world_size(STEP, 4).status == "pass"
+    found = world_size(STEP, 1)
+    assert found.status == "fail"
+    assert re.search("the launcher started 4 ranks", str(found))
+
+
+# The protocols, before MPI starts. The variables are those that mpirun of MPICH 5.0.2 and Open MPI
+# 5.0.11 and srun of Slurm 22.05 were seen to set.
+
+MPICH = (
+    "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\n"
+    "MPICH configure:    --with-device=ch4:ucx,ofi --with-pm=hydra:gforker\nMPICH CC:    cc\n"
+)
+MPICH_WITH_PMIX = MPICH.replace("--with-pm=hydra:gforker", "--with-pmix=/usr")
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)\n"
+OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
+
+HYDRA = {"PMI_FD": "9", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+PRTE = {"PMIX_NAMESPACE": "prterun-n1-7@1", "PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+SRUN_PMIX = {**SRUN, "SLURM_MPI_TYPE": "pmix", "PMIX_NAMESPACE": "slurm.pmix.1.0", "PMIX_RANK": "1"}
+SRUN_PMI2 = {**SRUN, "SLURM_MPI_TYPE": "pmi2", "PMI_FD": "12", "PMI_SIZE": "2", "PMI_RANK": "1"}
+NOWHERE = Path("/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("environment", "library"),
+    [
+        ({}, MPICH),
+        ({}, OPEN_MPI),
+        (HYDRA, MPICH),
+        (PRTE, OPEN_MPI),
+        (SRUN_PMI2, MPICH),
+        (SRUN_PMIX, OPEN_MPI),
+        (SRUN_PMIX, MPICH_WITH_PMIX),
+        (SRUN_PMIX, CRAY),
+        ({**SRUN_PMIX, **HYDRA}, MPICH),  # mpirun within a step
+        ({**HYDRA, **PRTE}, OPEN_MPI),
+        ({**HYDRA, "PMI_SIZE": "1"}, OPEN_MPI),  # one rank alone is what was asked for
+    ],
+)
+def test_a_library_that_knows_the_launchers_protocol_starts(environment, library):
+    assert protocol(environment, library, NOWHERE).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("environment", "library", "words"),
+    [
+        (SRUN_PMIX, MPICH, "srun --mpi=pmix passes the ranks by PMIx.*(MPICH).*srun --mpi=pmi2"),
+        (SRUN_PMI2, OPEN_MPI, "srun --mpi=pmi2 passes the ranks by PMI,.*srun --mpi=pmix"),
+        (PRTE, MPICH, "this mpirun passes the ranks by PMIx.*with the mpirun of MPICH"),
+        (HYDRA, OPEN_MPI, "this mpirun passes the ranks by PMI,.*with the mpirun of Open MPI"),
+        ({**SRUN_PMIX, **PRTE}, MPICH, "this mpirun passes"),
+    ],
+)
+def test_a_library_that_does_not_know_the_protocol_is_refused(environment, library, words):
+    found = protocol(environment, library, NOWHERE)
+    assert found.status == "fail"
+    assert re.search(words, str(found))
+
+
+def test_the_mpirun_beside_python_is_the_fix(tmp_path):
+    (tmp_path / "mpirun").touch()
+    assert str(tmp_path / "mpirun") in protocol(PRTE, MPICH, tmp_path).fix
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, 1),
+        (HYDRA, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({**SRUN, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, 1),
+        ({**SRUN, "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "1,4(x2)"}, 4),
+        ({**SRUN, "SLURM_NODEID": "9", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 1),
+        ({**SRUN, "SLURM_NODEID": "0"}, 1),
+    ],
+)
+def test_launchers_state_the_ranks_of_this_host(environment, ranks):
+    assert local_size(environment) == ranks

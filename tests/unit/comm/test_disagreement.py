@@ -1,0 +1,146 @@
+"""What reports of ranks say about their agreement, without communication."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mntrain.comm.disagreement import find_disagreement, make_report
+from mntrain.comm.pending import Future, steps_of
+from mntrain.comm.stream import HISTORY, Stream
+from mntrain.comm.ticket import Signature, Ticket, call_site, digest_of
+
+
+def stream(name, calls, ranks=None):
+    made = Stream(name, ranks)
+    for call in calls:
+        made.begin(Ticket(call if isinstance(call, Signature) else Signature(call), "here"))
+    return made
+
+
+def report(waits_in="", **calls):
+    """Of a rank with these calls by stream, the last of which is not finished."""
+    streams = [stream(name, several) for name, several in calls.items()]
+    for each in streams:
+        if each.history:
+            task = Future(steps_of(lambda: None), None)
+            task.ticket, task._test = each.history[-1], lambda: False
+            each.queue.append(task)
+    return make_report(streams, waits_in)
+
+
+def find(*reports):
+    return find_disagreement(dict(enumerate(reports)))
+
+
+def test_equal_calls_are_no_disagreement():
+    assert find(report(a=["x", "y"], b=["z"]), report(a=["x", "y"], b=["z"])) is None
+
+
+def test_a_rank_that_is_behind_or_silent_is_no_disagreement():
+    assert find(report(a=["x", "y"]), report(a=["x"]), report(a=[])) is None
+    assert find_disagreement({2: report(a=["x", "y"])}) is None
+
+
+def test_the_first_difference_counts_and_equal_ranks_are_named_together():
+    found = find(report(a=["x", "y", "w"]), report(a=["x", "z", "w"]), report(a=["x", "y"]))
+    assert found.splitlines()[:3] == [
+        "ranks disagree about collective 1 of a:",
+        "  ranks 0, 2: y, called at here",
+        "  rank 1: z, called at here",
+    ]
+
+
+def test_calls_of_different_streams_are_not_compared():
+    assert find(report(a=["x"], b=["y"]), report(b=["y"], a=["x"])) is None
+
+
+def test_a_call_after_a_difference_differs_too():
+    ours, theirs = (stream("a", [first, "same"]).history[-1] for first in ("x", "y"))
+    assert ours.signature == theirs.signature
+    assert ours.digest != theirs.digest
+
+
+def test_details_are_given_where_the_words_are_alike():
+    calls = [Signature("broadcast", "b", torch.int64, (0, 9), root) for root in (0, 1)]
+    found = find(report(a=[calls[0]]), report(a=[calls[1]]))
+    assert "rank 0: b: broadcast of 9 int64 [bounds (0, 9), root 0, " in found
+    assert "rank 1: b: broadcast of 9 int64 [bounds (0, 9), root 1, " in found
+
+
+def test_only_the_latest_calls_are_kept():
+    long = report(a=[str(number) for number in range(HISTORY + 5)])
+    assert sorted(long.entries["a"]) == list(range(5, HISTORY + 5))
+
+
+def test_ranks_that_wait_for_each_other_disagree():
+    found = find(report("a", a=["x"], b=[]), report("b", a=[], b=["y"]), report(a=[], b=[]))
+    assert found.splitlines()[1:3] == [
+        "  rank 0: x (collective 0 of a), called at here",
+        "  rank 1: y (collective 0 of b), called at here",
+    ]
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        # A rank that computes, or has other threads, may call what the others wait for.
+        [report("a", a=["x"], b=[]), report("", a=[], b=["y"])],
+        # Both wait for a rank that computes.
+        [report("a", a=["x"], b=["y"]), report("b", a=["x"], b=["y"]), report(a=[], b=[])],
+        [report("a", a=["x"], b=[]), report("a", a=["x"], b=[])],
+    ],
+    ids=["a rank computes", "all wait for another", "all are there"],
+)
+def test_ranks_that_may_go_on_do_not_disagree(reports):
+    assert find(*reports) is None
+
+
+def test_a_broadcast_waits_for_its_root_only():
+    call = Signature("broadcast", root=0)
+    waits = report("a", a=[call], b=[])
+    assert find(report("b", a=[call], b=["y"]), waits) is None
+    assert find(report("b", a=[], b=["y"]), waits) is not None
+    assert find(report("", a=[], b=[]), report("b", a=[], b=["y"]), waits) is None
+
+
+def test_the_root_of_a_group_is_named_by_its_rank_in_the_world():
+    group = stream("group", [], ranks=[2, 5])
+    assert group.awaited_rank(Ticket(Signature("broadcast", root=1), "")) == 5
+    assert group.awaited_rank(Ticket(Signature("all_reduce"), "")) is None
+
+
+def test_digests_do_not_depend_on_the_process():
+    signature = Signature("all_reduce", "bucket 1", torch.bfloat16, (0, 5), 0, torch.float16)
+    code = (
+        "import torch; from mntrain.comm.ticket import *;"
+        "print(digest_of(Signature('all_reduce', 'bucket 1', torch.bfloat16, (0, 5), 0, "
+        "torch.float16)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(printed.stdout) == digest_of(signature)
+    assert 0 <= digest_of(signature) < 1 << 63
+
+
+def test_unequal_calls_have_unequal_digests():
+    equal = Signature("all_reduce", "", torch.float32, (0, 4), 0, None, None, False)
+    others = [
+        equal._replace(**{name: value})
+        for name, value in [
+            ("verb", "all_gather"),
+            ("label", "bucket 1"),
+            ("dtype", torch.int32),
+            ("bounds", (0, 5)),
+            ("root", 1),
+            ("wire", torch.float16),
+            ("small", True),
+        ]
+    ]
+    assert len({digest_of(each) for each in [equal, *others]}) == 8
+
+
+def test_the_call_site_is_outside_of_the_library():
+    file, line = call_site().rsplit(":", 1)
+    assert file == __file__
+    assert int(line) > 1

@@ -1,0 +1,198 @@
+"""Cutting of whole batches: which entries are columns, and what is refused."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from sharding import concatenated, epoch_of
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Named:
+    x: torch.Tensor
+    scale: float
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_any_iterable_of_batches_is_sliced(size):
+    source = [
+        (torch.arange(start, stop), -torch.arange(start, stop))
+        for start, stop in [(0, 4), (4, 5), (5, 12)]
+    ]
+    whole = concatenated(source, size)
+    for got, given_ in zip(whole, source, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, given_, strict=True))
+
+
+def test_nested_batches_are_sliced_and_keep_their_types():
+    x = torch.arange(5)
+    batch = {
+        "pair": Pair(x, [x + 1, x.numpy()]),
+        "named": Named(x[:, None], 0.5),
+        "words": ["a", "b", "c", "d", "e"],
+        "scalar": torch.tensor(3.0),
+        "note": "all",
+    }
+    [(got, share)] = epoch_of([batch], rank=1, size=2)
+    assert share == 3
+    assert type(got["pair"]) is Pair
+    assert got["pair"].x.tolist() == got["named"].x[:, 0].tolist() == [2, 3, 4]
+    assert got["pair"].y[0].tolist() == [3, 4, 5]
+    assert isinstance(got["pair"].y[1], np.ndarray)
+    assert got["pair"].y[1].tolist() == [2, 3, 4]
+    assert got["named"].scale == 0.5
+    assert got["words"] == ["c", "d", "e"]
+    assert (got["scalar"].item(), got["note"]) == (3.0, "all")
+    assert len(batch["words"]) == len(batch["pair"].x) == 5
+
+
+def test_a_short_batch_is_sliced_with_a_stand_in():
+    got = [epoch_of([torch.tensor([7, 8])], rank, 3)[0] for rank in range(3)]
+    assert [(batch.tolist(), share) for batch, share in got] == [([7], 0), ([7], 1), ([8], 1)]
+
+
+class Reversed(DataLoader):
+    def __iter__(self):
+        return iter(list(super().__iter__())[::-1])
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (Reversed(Numbers(), batch_size=4), [[9], [6, 7], [2, 3]]),
+        (
+            Reversed(TensorDataset(torch.arange(10), -torch.arange(10)), batch_size=4),
+            [[9], [6, 7], [2, 3]],
+        ),
+        (
+            DataLoader(
+                TensorDataset(torch.arange(6).view(2, 3)), batch_size=None, collate_fn=tuple
+            ),
+            [[1, 2], [4, 5]],
+        ),
+    ],
+    ids=["subclass with its own order", "its columns", "no batch sampler"],
+)
+def test_loaders_that_cannot_be_rebuilt_are_cut(loader, expected):
+    got = [batch for batch, _ in epoch_of(loader, rank=1, size=2)]
+    assert [(x[0] if isinstance(x, tuple | list) else x).tolist() for x in got] == expected
+
+
+class Shuffled:
+    """A hand-written loader, in the style of torch.randperm(n).split(b)."""
+
+    def __iter__(self):
+        return iter(torch.randperm(10).split(4))
+
+
+def test_ranks_agree_on_hand_written_loaders_that_draw():
+    drawn = []
+    for rank in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rank)
+            drawn += [batch for batch, _ in epoch_of(Shuffled(), rank, 2)]
+    assert sorted(torch.cat(drawn).tolist()) == list(range(10))
+
+
+IMAGES = [torch.full((3, 4, 4), float(i)) for i in range(5)]
+WORDS = [{"text": str(i), "ids": torch.arange(i)} for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "lists"),
+    [
+        (IMAGES, "samples"),
+        ([image.numpy() for image in IMAGES], "samples"),
+        (WORDS, None),
+        ([(image, i) for i, image in enumerate(IMAGES)], None),
+        ([list(range(i)) for i in range(5)], None),
+        ([Named(torch.zeros(i), 1.0) for i in range(5)], None),
+        ([torch.tensor(float(i)) for i in range(5)], None),
+        ([None, "a", "b", None, "c"], None),
+        ([0.5, 1, 2, 3, 4], None),
+    ],
+    ids=[
+        "images",
+        "arrays",
+        "dicts",
+        "tuples",
+        "lists",
+        "dataclasses",
+        "scalars",
+        "words",
+        "numbers",
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_list_of_samples_is_cut_by_sample(batch, lists, size):
+    """Also as the only list of a mapping, and beside a tensor with one row a sample."""
+    beside = torch.arange(5)
+    for nest, of in [
+        (batch, lambda part: part),
+        ({"samples": batch, "note": "all"}, lambda part: part["samples"]),
+        ((batch, beside), lambda part: part[0]),
+    ]:
+        parts = [epoch_of([nest], rank, size, lists=lists)[0] for rank in range(size)]
+        together = [sample for part, share in parts if share for sample in of(part)]
+        assert len(together) == 5
+        assert all(one is other for one, other in zip(together, batch, strict=True))
+        assert all(of(part)[0] is batch[0] for part, share in parts if not share)
+
+
+def test_columns_in_a_list_are_cut_by_row():
+    columns = [torch.randn(5, 3), torch.arange(5)]
+    for batch, lists in [(columns, None), ([columns[1], columns[1]], "columns")]:
+        got = [epoch_of([batch], rank, 2, lists=lists)[0] for rank in range(2)]
+        assert [share for _, share in got] == [2, 3]
+        for index, column in enumerate(batch):
+            assert torch.equal(torch.cat([part[index] for part, _ in got]), column)
+
+
+def test_strings_of_torchs_default_collate_are_a_column():
+    class Texts(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return f"text {index}", index
+
+    [batch] = Reversed(Texts(), batch_size=4)
+    [(got, _)] = epoch_of([batch], rank=1, size=2)
+    assert (list(got[0]), got[1].tolist()) == (["text 2", "text 3"], [2, 3])
+
+
+class Graph:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "batch", "message"),
+    [
+        (ValueError, (torch.zeros(4), torch.zeros(3)), r"this tuple have \[3, 4\]"),
+        (ValueError, {"a": 1}, "this dict have none"),
+        (ValueError, torch.zeros(0, 3), "no samples"),
+        (TypeError, IMAGES, "list of 5 tensors may be 5 samples"),
+        (TypeError, {"x": [torch.zeros(8, 1), torch.zeros(8, 1)]}, "pass lists='samples' or"),
+        (TypeError, [torch.zeros(8)], "list of 1 tensors may be"),
+        (TypeError, (torch.zeros(2, 3), (1, 0)), "tuple of 2 numbers"),
+        (TypeError, Graph(), "a batch with a Graph cannot be cut"),
+        (TypeError, {"x": torch.zeros(3), "graph": Graph()}, "a batch with a Graph cannot be cut"),
+        (TypeError, {1, 2, 3}, "a batch with a set cannot be cut"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(error, batch, message):
+    with pytest.raises(error, match=message):
+        epoch_of([batch], 0, 2)

@@ -1,0 +1,493 @@
+"""Sharding of map-style loaders: epochs, shares, digests, positions, evaluation."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from sharding import Log, concatenated, epoch_of, sharded
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    TensorDataset,
+)
+
+from mntrain.data.loader import PassesByDataset
+
+WORKERS = [(0, "spawn"), (2, "fork")]
+SPAWNED = (1, "spawn")  # seconds each: a spawned worker imports torch
+
+
+class Numbers(Dataset):
+    """Item i is i. At module level, for spawned workers."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Counting(Numbers):
+    """Remembers what it was asked for."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.asked = []
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return super().__getitem__(index)
+
+
+def as_list_plus_one(samples):
+    return [int(sample) + 1 for sample in samples]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": True, "drop_last": True}, {}])
+def test_the_parts_of_a_loader_are_the_global_batches(size, options):
+    data = TensorDataset(torch.arange(18), torch.arange(18) * 2)
+    loader = DataLoader(data, batch_size=4, **options)
+    with torch.random.fork_rng(devices=[]):
+        whole = concatenated(loader, size)
+    assert [len(x) for x, _ in whole] == ([4] * 4 if options.get("drop_last") else [4] * 4 + [2])
+    assert all(torch.equal(y, 2 * x) for x, y in whole)
+    drawn = torch.cat([x for x, _ in whole]).tolist()
+    assert len(set(drawn)) == len(drawn)
+    assert (drawn == sorted(drawn)) == ("shuffle" not in options)
+
+
+@pytest.mark.parametrize(("workers", "start_method"), [*WORKERS, SPAWNED])
+def test_the_ranks_agree_though_their_random_states_differ(workers, start_method):
+    data = TensorDataset(torch.arange(10), torch.arange(10))
+    loader = DataLoader(
+        data,
+        batch_size=4,
+        shuffle=True,
+        num_workers=workers,
+        multiprocessing_context=start_method if workers else None,
+    )
+    drawn = []
+    for rank in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rank)
+            before = torch.get_rng_state()
+            drawn.append([x for (x, _), _ in epoch_of(loader, rank, 2, seed=7)])
+            assert torch.equal(torch.get_rng_state(), before)
+    assert [len(x) for x in drawn[0]] == [len(x) for x in drawn[1]] == [2, 2, 1]
+    assert sorted(torch.cat([*drawn[0], *drawn[1]]).tolist()) == list(range(10))
+
+
+def test_each_iteration_is_an_epoch_with_an_order_of_its_own():
+    loader = DataLoader(Numbers(20), batch_size=20, shuffle=True)
+    parts = sharded(loader)
+    first, second = [[batch.tolist() for batch in parts] for _ in range(2)]
+    assert first != second
+    parts.epoch = 1
+    assert [batch.tolist() for batch in parts] == second
+    assert [batch.tolist() for batch, _ in epoch_of(loader, 0, 1, epoch=0)] == first
+    assert [batch.tolist() for batch, _ in epoch_of(loader, 0, 1, seed=1)] != first
+
+
+def test_a_rank_loads_only_its_own_samples():
+    data = Counting(12)
+    for batch, share in epoch_of(DataLoader(data, batch_size=5), rank=1, size=2):
+        assert len(batch) == share
+    assert data.asked == [2, 3, 4, 7, 8, 9, 11]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stand_in_comes_with_a_share_of_zero(workers):
+    loader = DataLoader(
+        Numbers(7),
+        batch_size=5,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+    got = epoch_of(loader, rank=0, size=4)
+    assert [(batch.tolist(), share) for batch, share in got] == [([0], 1), ([5], 0)]
+    got = epoch_of(loader, rank=1, size=4)
+    assert [(batch.tolist(), share) for batch, share in got] == [([1], 1), ([5], 1)]
+
+
+def test_the_share_matches_the_yielded_batch_while_workers_load_ahead():
+    loader = DataLoader(
+        Numbers(31),
+        batch_sampler=UnevenBatches(),
+        num_workers=2,
+        prefetch_factor=4,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    log = Log()
+    parts = sharded(loader, 0, 2, log)
+    for _ in range(2):  # the second time after one broken off
+        for batch in parts:
+            assert len(batch) == log.shares[-1]
+            if len(log.shares) == 2:
+                break
+    assert log.shares == [1, 2, *(n // 2 for n in UnevenBatches.SIZES)]
+    assert [total for _, total, _ in log.expected[2:]] == list(UnevenBatches.SIZES)
+
+
+class UnevenBatches(Sampler):
+    SIZES = (2, 4, 10, 6, 8)
+
+    def __iter__(self):
+        start = 0
+        for n in self.SIZES:
+            yield range(start, start + n)
+            start += n
+
+    def __len__(self):
+        return len(self.SIZES)
+
+
+class RandomDraws(Sampler):
+    """Draws at each step, unlike torch's RandomSampler, which seeds itself at the first."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        for _ in range(self.n):
+            yield int(torch.randint(self.n, (1,)))
+
+    def __len__(self):
+        return self.n
+
+
+def test_a_sampler_that_draws_lazily_continues_its_own_random_stream():
+    loader = DataLoader(Numbers(50), batch_sampler=BatchSampler(RandomDraws(50), 5, False))
+    drawn = []
+    for rank in range(2):
+        values = []
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rank)
+            for batch, _ in epoch_of(loader, 0, 1):
+                values.append(batch.tolist())
+                torch.rand(1 + rank)  # what training draws in between
+        drawn.append(values)
+    assert drawn[0] == drawn[1]
+    assert len({tuple(batch) for batch in drawn[0]}) > 1
+
+
+def test_the_loaders_own_collate_function_is_kept():
+    loader = DataLoader(Numbers(4), batch_size=4, collate_fn=as_list_plus_one)
+    assert epoch_of(loader, rank=1, size=2) == [([3, 4], 2)]
+
+
+def test_length_is_the_loaders():
+    loader = DataLoader(Numbers(10), batch_size=4)
+    assert len(sharded(loader, 0, 3)) == 3
+    assert len(sharded([torch.zeros(2)] * 5, 0, 3)) == 5
+    with pytest.raises(TypeError):
+        len(sharded(iter([torch.zeros(2)]), 0, 3))
+
+
+def test_a_loader_that_is_sharded_already_is_refused():
+    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
+    for options in ({"sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 2, False)}):
+        with pytest.raises(ValueError, match="DistributedSampler"):
+            sharded(DataLoader(Numbers(8), **options), 0, 2)
+
+
+def test_weighted_shares_and_stand_ins_give_the_exact_mean():
+    data = TensorDataset(torch.randn(7, 3, generator=torch.Generator().manual_seed(0)))
+    loader = DataLoader(data, batch_size=5)
+    whole = [batch.mean() for (batch,) in loader]
+    size = 4
+    ranks = [epoch_of(loader, rank, size) for rank in range(size)]
+    for mean, parts in zip(whole, zip(*ranks, strict=True), strict=True):
+        weighed = sum(batch.mean() * share for (batch,), share in parts)
+        torch.testing.assert_close(weighed / sum(share for _, share in parts), mean)
+
+
+# ---- epochs ----
+
+
+def drawn(parts):
+    return [batch.tolist() for batch in parts]
+
+
+def test_epochs_advance_also_with_a_new_shard_or_loader_for_each_pass():
+    data = Numbers(20)
+    loader = DataLoader(data, batch_size=20, shuffle=True)
+    parts = sharded(loader)
+    expected = [drawn(parts) for _ in range(4)]
+    assert len({str(epoch) for epoch in expected}) == 4
+
+    passes = PassesByDataset()
+    got = [drawn(sharded(loader, passes=passes.of(loader))) for _ in range(2)]
+    for _ in range(2):
+        another = DataLoader(data, batch_size=20, shuffle=True)
+        got.append(drawn(sharded(another, passes=passes.of(another))))
+    assert got == expected
+    parts.epoch = 1
+    assert drawn(parts) == expected[1]
+
+
+def test_the_passes_over_a_dataset_are_forgotten_with_it():
+    passes = PassesByDataset()
+    for _ in range(3):
+        loader = DataLoader(Numbers(4), shuffle=True)
+        assert passes.of(loader).epoch == 0
+        drawn(sharded(loader, passes=passes.of(loader)))
+        assert passes.of(loader).epoch == 1
+        del loader
+    assert not passes._passes
+    listed = DataLoader([1, 2], batch_size=2)  # a list takes no weak references
+    assert passes.of(listed) is passes.of(listed)
+    assert passes.of([1]).epoch == 0
+
+
+class Augmented(Numbers):
+    def __getitem__(self, index):
+        return torch.rand(()), random.random(), np.random.random()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_augment_each_epoch_and_rank_differently(persistent):
+    loader = DataLoader(
+        Augmented(4),
+        batch_size=4,
+        num_workers=1,
+        multiprocessing_context="fork",
+        persistent_workers=persistent,
+    )
+    seen = []
+    for rank in range(2):
+        parts = sharded(loader, rank, 2)
+        seen += [str(batch) for _ in range(2) for batch in parts]
+    assert len(set(seen)) == 4
+
+
+# ---- what the optimizers are told ----
+
+
+def test_a_batch_that_is_drawn_ahead_keeps_its_share():
+    log = Log()
+    batches = iter(sharded(DataLoader(Numbers(7), batch_size=5), 1, 2, log))
+    assert [len(next(batches)), len(next(batches))] == [3, 1]
+    with pytest.raises(StopIteration):
+        next(batches)
+    assert log.shares == [3, 1]
+    assert (log.forgotten, log.ended) == (0, 1)
+
+
+def test_batches_of_a_pass_that_was_left_are_forgotten_when_the_next_begins():
+    log = Log()
+    parts = sharded(DataLoader(Numbers(6), batch_size=2), 0, 1, log)
+    batch = next(iter(parts))  # its iterator is gone, but the batch may still be trained
+    assert (len(batch), log.shares, log.forgotten) == (2, [2], 0)
+    batches = iter(parts)
+    assert (log.shares, log.forgotten) == ([2], 1)
+    next(batches)
+    assert (log.shares, log.forgotten) == ([2, 2], 1)
+    assert len(list(batches)) == 2
+    assert (len(list(parts)), log.forgotten) == (3, 1)
+
+
+def test_a_weight_takes_the_place_of_the_number_of_samples():
+    tokens = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+    loader = DataLoader(TensorDataset(tokens), batch_size=3)
+    told = []
+    for rank in range(2):
+        log = Log()
+        parts = sharded(loader, rank, 2, log, weight=lambda batch: batch[0].sum())
+        told.append([(batch[0].tolist(), *log.expected[-1][:2]) for batch in parts])
+    assert told == [
+        [([[1, 1, 0]], 2, 3), ([[0, 0, 0]], 0, 1)],
+        [([[1, 0, 0], [1, 1, 1]], 4, 3), ([[0, 0, 0]], 0, 1)],
+    ]
+
+
+def test_a_stand_in_is_not_weighed_and_a_bad_weight_is_refused():
+    loader = DataLoader(Numbers(1))
+    log = Log()
+    list(sharded(loader, 0, 2, log, weight=lambda batch: 1 / 0))
+    assert log.shares == [0]
+    for bad in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="weight"):
+            list(sharded(loader, 1, 2, weight=lambda batch, bad=bad: bad))
+
+
+class Draws(Sampler):
+    """Draws its indices from one of the default generators."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __iter__(self):
+        return (self.draw() for _ in range(12))
+
+    def __len__(self):
+        return 12
+
+
+GENERATORS = {
+    "torch": lambda: int(torch.randint(50, (1,))),
+    "python": lambda: random.randrange(50),
+    "numpy": lambda: int(np.random.randint(50)),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_ranks_agree_on_samplers_that_draw_from_any_default_generator(name):
+    draw = GENERATORS[name]
+    loader = DataLoader(Numbers(50), batch_size=4, sampler=Draws(draw))
+    ranks = []
+    for rank in range(2):
+        random.seed(rank)
+        np.random.seed(rank)
+        torch.manual_seed(rank)
+        before = [draw() for _ in range(3)]
+        random.seed(rank)
+        np.random.seed(rank)
+        torch.manual_seed(rank)
+        log = Log()
+        after = [draw() for _ in sharded(loader, rank, 2, log)]
+        assert after == before  # the caller's draws are as without a loader
+        ranks.append(log.expected)
+    assert ranks[0] == ranks[1]
+    assert len({digest for _, _, digest in ranks[0]}) == 3
+
+
+class Anything(Numbers):
+    def __getitem__(self, index):
+        return 0
+
+
+def test_the_digest_tells_batches_of_other_indices_apart():
+    batches = [[1, 2], [2, 1], [1, 2, 3], list(torch.tensor([1, 2])), ["a", "a"], [(1,), (2, 3)]]
+    log = Log()
+    list(sharded(DataLoader(Anything(9), batch_sampler=batches), 0, 2, log))
+    [one, order, longer, tensors, words, unknown] = [digest for _, _, digest in log.expected]
+    assert one == tensors
+    assert unknown is None
+    assert len({one, order, longer, words, unknown}) == 5
+
+
+def test_the_digest_tells_a_sampler_with_a_generator_of_its_own():
+    logs = [Log(), Log()]
+    for rank, log in enumerate(logs):
+        own = np.random.default_rng(rank)
+        sampler = Draws(lambda own=own: int(own.integers(50)))
+        list(sharded(DataLoader(Numbers(50), batch_size=4, sampler=sampler), rank, 2, log))
+    for one, other in zip(logs[0].expected, logs[1].expected, strict=True):
+        assert one[:2] == other[:2]
+        assert one[2] != other[2]
+
+
+# ---- evaluation ----
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["rebuilt", "cut"])
+def test_an_evaluation_sees_each_sample_once(kind, workers):
+    loader = DataLoader(
+        Numbers(5),
+        batch_size=4,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+    if kind == "cut":
+        loader = list(loader)
+    for size, counts in [(2, [2, 3]), (3, [1, 1, 3]), (7, [0, 1, 0, 1, 0, 1, 2])]:
+        ranks = []
+        for rank in range(size):
+            log = Log()
+            with torch.no_grad():
+                ranks.append(
+                    [
+                        sample
+                        for batch in sharded(loader, rank, size, log)
+                        for sample in batch.tolist()
+                    ]
+                )
+            assert not log.expected
+        assert sorted(sample for samples in ranks for sample in samples) == list(range(5))
+        assert [len(samples) for samples in ranks] == counts
+
+
+# ---- positions ----
+
+
+class Shuffles:
+    """A hand-written loader, in the style of torch.randperm(n).split(b)."""
+
+    def __iter__(self):
+        return iter(torch.randperm(20).split(3))
+
+
+def own_generator():
+    return DataLoader(
+        Numbers(20), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
+
+
+def lazily():
+    return DataLoader(Numbers(50), batch_size=3, sampler=Draws(GENERATORS["numpy"]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: DataLoader(Numbers(20), batch_size=3, shuffle=True), own_generator, lazily, Shuffles],
+    ids=["shuffling", "own generator", "lazy sampler", "cut"],
+)
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 9])
+def test_a_resumed_job_continues_behind_the_last_batch_on_any_number_of_ranks(make, done):
+    def batches(parts, epochs=4):
+        return [batch.tolist() for _ in range(epochs) for batch in parts]
+
+    expected = batches(sharded(make()))
+    before = sharded(make())
+    drawn, state = 0, before.state_dict()
+    while drawn < done:
+        for _ in before:
+            drawn += 1
+            state = before.state_dict()
+            if drawn == done:
+                break
+    for size in (1, 3):
+        ranks = []
+        for rank in range(size):
+            parts = sharded(make(), rank, size)
+            parts.load_state_dict(state)
+            assert parts.state_dict() == state
+            epochs = 4 - parts.epoch
+            ranks.append(batches(parts, epochs))
+        for index, whole in enumerate(expected[done:]):
+            together = [n for part in ranks for n in part[index]] if len(whole) >= size else whole
+            assert together == whole
+        assert len(ranks[0]) == len(expected) - done
+
+
+def test_a_position_is_that_of_training_and_does_not_follow_evaluations():
+    parts = sharded(DataLoader(Numbers(6), batch_size=2, shuffle=True))
+    training = iter(parts)
+    next(training)
+    state = parts.state_dict()
+    with torch.no_grad():
+        list(parts)
+    assert parts.state_dict() == state
+    list(training)
+    assert (parts.state_dict()["epoch"], parts.state_dict()["batches"]) == (1, 0)
+    parts.load_state_dict(state)
+    parts.epoch = 7
+    assert (parts.state_dict()["epoch"], parts.state_dict()["batches"]) == (7, 0)
+
+
+def test_a_resumed_job_does_not_load_the_batches_that_are_done():
+    data = Counting(12)
+    parts = sharded(DataLoader(data, batch_size=4))
+    parts.load_state_dict({"epoch": 0, "batches": 2, "stream": None, "generator": None})
+    assert len(list(parts)) == 1
+    assert data.asked == [8, 9, 10, 11]

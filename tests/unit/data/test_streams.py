@@ -1,0 +1,396 @@
+"""Loaders over an IterableDataset: each sample goes to one rank, whatever workers read it."""
+
+import itertools
+import random
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from sharding import Log, alone, in_turns, sharded
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+SIZES = [1, 2, 3]
+WORKERS = [0, 1, 2]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+class Whole(IterableDataset):
+    """Yields all samples, whoever asks; shuffles by a default generator."""
+
+    def __init__(self, n, shuffle=False):
+        self.n, self.shuffle = n, shuffle
+
+    def __iter__(self):
+        order = torch.randperm(self.n).tolist() if self.shuffle else range(self.n)
+        return iter(order)
+
+
+class Stateful(Whole):
+    """Continues where its state says, and counts what it reads."""
+
+    start = at = read = 0
+
+    def __iter__(self):
+        first, self.start = self.start, 0
+        for sample in range(first, self.n):
+            self.read, self.at = self.read + 1, sample + 1
+            yield sample
+
+    def state_dict(self):
+        return {"next": self.at}
+
+    def load_state_dict(self, state):
+        self.start = state["next"]
+
+
+class Own(Whole):
+    """Yields its worker's samples: every n-th, and of the first `long` ones the first worker's."""
+
+    long = 0
+
+    def samples(self):
+        info = get_worker_info()
+        here, of = (info.id, info.num_workers) if info else (0, 1)
+        rest = range(self.long + here, self.n, of)
+        return [*range(self.long if here == 0 else 0), *rest]
+
+    def __iter__(self):
+        return iter(self.samples())
+
+
+class OwnStateful(Own):
+    start = at = 0
+
+    def __iter__(self):
+        first, self.start = self.start, 0
+        for at, sample in enumerate(self.samples()[first:], first + 1):
+            self.at = at
+            yield sample
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+
+class Uneven(Own):
+    long = 9
+
+
+class Empty(Own):
+    """Only the last reader has samples."""
+
+    def samples(self):
+        info = get_worker_info()
+        return range(self.n) if info.id == info.num_workers - 1 else []
+
+
+class Ranged(Whole):
+    """Yields a range that a worker_init_fn cuts, as in torch's documentation."""
+
+    def __iter__(self):
+        first, last = getattr(self, "bounds", (0, self.n))
+        return iter(range(first, last))
+
+
+def cut_range(worker):
+    info = get_worker_info()
+    assert info.id == worker
+    n = info.dataset.n
+    info.dataset.bounds = n * info.id // info.num_workers, n * (info.id + 1) // info.num_workers
+
+
+class Batches(Whole):
+    """Yields whole batches, of unequal sizes."""
+
+    def __iter__(self):
+        bounds = itertools.accumulate(itertools.cycle([4, 1, 3]), initial=0)
+        for low, high in itertools.pairwise(bounds):
+            if low >= self.n:
+                return
+            yield torch.arange(low, min(high, self.n))
+
+
+def loader(dataset, workers=0, batch_size=4, **options):
+    method = {"multiprocessing_context": "fork"} if workers else {}
+    return DataLoader(dataset, batch_size=batch_size, num_workers=workers, **method, **options)
+
+
+def run(make, size, body):
+    """What body(parts, log) gives on each of the ranks."""
+
+    def rank_body(rank, gather):
+        log = Log()
+        return body(sharded(make(), rank, size, log, gather=gather), log)
+
+    return in_turns(size, rank_body)
+
+
+def epoch(parts, log):
+    """The samples and the shares of an epoch's batches."""
+    start = len(log.expected)
+    got = [batch.tolist() for batch in parts]
+    return [
+        (part, own, total) for part, (own, total, _) in zip(got, log.expected[start:], strict=True)
+    ]
+
+
+def global_batches(ranks):
+    """The batches of all ranks together; checks that shares are what ranks have."""
+    whole = []
+    for parts in zip(*ranks, strict=True):
+        assert all(len(part) == own or own == 0 for part, own, _ in parts)
+        together = [sample for part, own, _ in parts if own for sample in part]
+        assert {total for _, _, total in parts} == {len(together)}
+        whole.append(together)
+    return whole
+
+
+def evaluate(parts, log):
+    with torch.no_grad():
+        return [sample for batch in parts for sample in batch.tolist()]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_whole_streams_make_the_same_global_batches_everywhere(size, workers, drop_last):
+    expected = [list(range(low, min(low + 4, 13))) for low in range(0, 13, 4)]
+    make = partial(loader, Whole(13), workers, drop_last=drop_last)
+    assert global_batches(run(make, size, epoch)) == expected[: 3 if drop_last else 4]
+    seen = [sample for samples in run(make, size, evaluate) for sample in samples]
+    assert sorted(seen) == list(range(12 if drop_last else 13))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_of_whole_batches_are_cut(size, workers):
+    make = partial(loader, Batches(11), workers, batch_size=None)
+    expected = [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9, 10]]
+    assert global_batches(run(make, size, epoch)) == expected
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent):
+    if persistent and not workers:
+        return
+
+    def two_epochs(parts, log):
+        random.seed(parts._context.rank)
+        torch.manual_seed(parts._context.rank)
+        before = torch.get_rng_state()
+        epochs = epoch(parts, log), epoch(parts, log)
+        assert torch.equal(torch.get_rng_state(), before) or workers
+        return epochs
+
+    options = {"persistent_workers": True} if persistent else {}
+    orders = []
+    for size in (1, 2):
+        make = partial(loader, Whole(10, shuffle=True), workers, **options)
+        ranks = run(make, size, two_epochs)
+        orders.append([global_batches(epochs) for epochs in zip(*ranks, strict=True)])
+    assert orders[0] == orders[1]
+    first, second = [list(chain(*batches)) for batches in orders[0]]
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(10))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [Own, Uneven, Empty, OwnStateful])
+def test_streams_of_their_own_give_each_sample_once(size, workers, kind):
+    make = partial(loader, kind(23), workers)
+    ranks = run(make, size, epoch)
+    assert len({len(parts) for parts in ranks}) == 1
+    assert sorted(chain(*global_batches(ranks))) == list(range(23))
+    assert all(part for parts in ranks for part, _, _ in parts)  # stand-ins, too
+    seen = [sample for samples in run(make, size, evaluate) for sample in samples]
+    assert sorted(seen) == list(range(23))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_worker_init_fn_may_cut_the_stream(size, workers):
+    make = partial(loader, Ranged(23), workers, worker_init_fn=cut_range)
+    assert sorted(chain(*global_batches(run(make, size, epoch)))) == list(range(23))
+
+
+def seed_by_reader(worker):
+    np.random.seed(get_worker_info().seed % 2**32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_worker_init_fn_that_only_seeds_does_not_cut_the_stream(size):
+    make = partial(loader, Whole(23), 1, worker_init_fn=seed_by_reader)
+    whole = list(chain(*global_batches(run(make, size, epoch))))
+    assert whole == list(range(23))
+
+
+class Buffered(Own):
+    """Shuffles by a buffer, with a default generator."""
+
+    def __iter__(self):
+        buffer = []
+        for sample in self.samples():
+            buffer.append(sample)
+            if len(buffer) > 5:
+                yield buffer.pop(random.randrange(len(buffer)))
+        random.shuffle(buffer)
+        yield from buffer
+
+
+@pytest.mark.parametrize("done", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_shuffled_stream_of_its_own_is_resumed_where_it_was(size, done):
+    def parts_of_pass(parts, log):
+        whole = [batch.tolist() for batch in parts]
+        parts.epoch = 0
+        training = iter(parts)
+        first = [next(training).tolist() for _ in range(done)]
+        state = parts.state_dict()
+        training.close()
+        parts.load_state_dict(state)
+        return whole, first + [batch.tolist() for batch in parts]
+
+    for whole, resumed in run(partial(loader, Buffered(40)), size, parts_of_pass):
+        assert resumed == whole
+
+
+def test_streams_that_have_all_ended_at_once_end_the_epoch():
+    assert run(partial(loader, Own(0)), 3, epoch) == [[], [], []]
+    assert run(partial(loader, Whole(0), 2), 3, epoch) == [[], [], []]
+
+
+class Late(Whole):
+    def __iter__(self):
+        yield 0
+        assert get_worker_info().id is not None
+        yield 1
+
+
+def test_a_dataset_that_asks_late_for_its_worker_is_refused():
+    with pytest.raises(RuntimeError, match="Late read get_worker_info\\(\\) after its first"):
+        list(sharded(loader(Late(2)), gather=alone))
+
+
+def test_an_outer_worker_info_is_seen_again_between_samples():
+    for _ in sharded(loader(Own(4), batch_size=2), gather=alone):
+        assert get_worker_info() is None
+
+
+class Augmented(Whole):
+    """Draws from every default generator; with a stream of its own if it reads the id."""
+
+    def __init__(self, n, own):
+        super().__init__(n)
+        self.own = own
+
+    def __iter__(self):
+        info = get_worker_info()
+        assert info is not None
+        here = info.id if self.own else 0
+        for _ in range(self.n):
+            yield here, random.random(), np.random.random(), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_readers_of_their_own_streams_draw_unlike_random_numbers(workers):
+    def batches(parts, log):
+        return [
+            tuple(sample)
+            for batch in parts
+            for sample in zip(*[c.tolist() for c in batch], strict=True)
+        ]
+
+    def collate(samples):
+        return torch.tensor(samples, dtype=torch.float64).unbind(1)
+
+    ranks = run(partial(loader, Augmented(6, own=True), workers, collate_fn=collate), 2, batches)
+    drawn = [sample[1:] for samples in ranks for sample in samples]
+    # The first sample of a stream is drawn before it is known to be one.
+    assert len(set(drawn)) == len(drawn) - (2 * max(1, workers) - 1)
+
+
+def continued(make, size, done, batches_before):
+    """Train `done` batches, and return what a resumed job trains, and what it read."""
+
+    def before(parts, log):
+        states = [parts.state_dict()]
+        got = []
+        for batch in itertools.islice(parts, done):
+            got.append(batch.tolist())
+            states.append(parts.state_dict())
+        return states[-1]
+
+    states = run(make, batches_before, before)
+    assert all(state == states[0] for state in states)
+
+    def after(parts, log):
+        parts.load_state_dict(states[0])
+        return epoch(parts, log)
+
+    return global_batches(run(make, size, after))
+
+
+@pytest.mark.parametrize("kind", [Whole, Stateful])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 3)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_whole_stream_is_resumed_behind_the_last_batch(kind, sizes, workers):
+    expected = [list(range(low, min(low + 4, 30))) for low in range(0, 30, 4)]
+    for done in (0, 1, 2, 5, 8):
+        got = continued(partial(loader, kind(30), workers), sizes[1], done, sizes[0])
+        assert got == expected[done:]
+
+
+def test_a_stateful_stream_is_not_read_again():
+    data = Stateful(30)
+    parts = sharded(loader(data))
+    list(itertools.islice(parts, 3))
+    fresh = Stateful(30)
+    resumed = sharded(loader(fresh))
+    resumed.load_state_dict(parts.state_dict())
+    got = [batch.tolist() for batch in resumed]
+    assert got[0] == [12, 13, 14, 15]
+    assert fresh.read == 18
+    assert next(iter(resumed)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [Uneven, OwnStateful])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_of_their_own_are_resumed_behind_the_last_batch(kind, workers):
+    make = partial(loader, kind(29), workers)
+    expected = global_batches(run(make, 2, epoch))
+    for done in (0, 1, 3, len(expected) - 1, len(expected)):
+        assert continued(make, 2, done, 2) == expected[done:]
+
+
+def test_streams_of_their_own_are_resumed_by_as_many_readers():
+    state = run(
+        partial(loader, Own(30), 1), 2, lambda parts, log: [next(iter(parts)), parts.state_dict()]
+    )[0][1]
+    for size, workers in ((1, 1), (2, 2)):
+        parts = sharded(loader(Own(30), workers), 0, size)
+        parts.load_state_dict(state)
+        with pytest.raises(ValueError, match=f"of 2 ranks with 1 readers .* {size} with {workers}"):
+            next(iter(parts))
+
+
+def test_passes_over_one_stream_do_not_mix():
+    parts = sharded(loader(Whole(8)))
+    first, second = iter(parts), iter(parts)
+    assert next(first).tolist() == next(second).tolist() == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="another pass over this stream has begun"):
+        next(first)
+    assert [batch.tolist() for batch in second] == [[4, 5, 6, 7]]
+
+
+@pytest.mark.thorough
+def test_spawned_workers_read_streams():
+    parts = sharded(
+        DataLoader(Whole(6), batch_size=4, num_workers=1, multiprocessing_context="spawn"), 1, 2
+    )
+    assert [batch.tolist() for batch in parts] == [[2, 3], [5]]

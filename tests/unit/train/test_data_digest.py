@@ -1,0 +1,201 @@
+"""Digests of samples and of files: what makes a difference, and what does not."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from mntrain.train.data_digest import describe_files, describe_samples, digest_sample
+
+FLOATS = torch.linspace(-1, 1, 3000)
+
+
+@dataclass
+class Item:
+    image: torch.Tensor
+    label: int
+
+
+DIFFERENT = [
+    (torch.arange(5), torch.arange(5).roll(1)),
+    (torch.arange(6), torch.arange(6).reshape(2, 3)),
+    (torch.arange(5), torch.arange(5, dtype=torch.int32)),
+    (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
+    (FLOATS, FLOATS * 1.01),
+    (torch.tensor(1.0), torch.tensor(float("nan"))),
+    (torch.tensor(True), torch.tensor(False)),
+    (np.arange(3), np.arange(1, 4)),
+    (np.float32(1), np.float32(2)),
+    (np.array([1 + 2j]), np.array([1 + 3j])),
+    (1, 2),
+    (1.0, 2.0),
+    (True, 1),
+    (None, 0),
+    ("a", "b"),
+    (b"a", b"b"),
+    (["ab", "c"], ["a", "bc"]),
+    ((1, 2), (1, 2, 3)),
+    ({"x": torch.ones(2)}, {"x": torch.zeros(2)}),
+    ({"x": 1}, {"y": 1}),
+    ({1, 2}, {1, 3}),
+    (Item(torch.ones(1), 1), Item(torch.ones(1), 2)),
+    (object(), [object()]),
+]
+SAME = [
+    (FLOATS, FLOATS * (1 + 1e-6)),  # rounded by another processor
+    (torch.tensor(float("nan")), torch.tensor(float("nan"))),
+    (torch.zeros(2), torch.zeros(2)),
+    (torch.tensor([]), torch.tensor([])),
+    (torch.arange(6).reshape(2, 3).T, torch.tensor([[0, 3], [1, 4], [2, 5]])),
+    ({2, 1, "a"}, {"a", 1, 2}),
+    (
+        {"x": 1.0, "y": 2.0},
+        {"y": 2.0, "x": 1.0},
+    ),  # made from a set, of another order in each process
+    (Path("/node1/data/a.png"), Path("/elsewhere/a.png")),
+    ("/node1/data/a.png", "/elsewhere/a.png"),
+    (object(), object()),
+    (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),  # of its content nothing is read
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_samples_that_differ_have_other_digests(one, other):
+    assert digest_sample(one) != digest_sample(other)
+    assert str(digest_sample(one)) != str(digest_sample(other))
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_samples_that_are_the_same_have_equal_digests(one, other):
+    assert digest_sample(one) == digest_sample(other)
+
+
+class Numbers(Dataset):
+    """So many numbers; it notes those that were drawn, and holds what an access opens."""
+
+    def __init__(self, count, draw=lambda index: index):
+        self.count, self.draw, self.drawn = count, draw, []
+        self.own = random.Random(1), np.random.default_rng(1)
+        self.generator = random.Random(1)
+        self.torchs = torch.Generator().manual_seed(1)
+        self.file = None
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.drawn.append(index)
+        self.file = object()
+        self.generator.random()
+        torch.rand(1, generator=self.torchs)
+        return self.draw(index)
+
+
+@pytest.mark.parametrize(
+    ("count", "indices"), [(0, []), (1, [0]), (2, [0, 1]), (5, [0, 2, 4]), (10**9, [0, 5 * 10**8])]
+)
+def test_three_samples_are_drawn_at_most(count, indices):
+    dataset = Numbers(count)
+    told = describe_samples("training", dataset)
+    drawn = [*indices, *([count - 1] if count > 5 else [])]
+    assert dataset.drawn == drawn
+    assert list(told) == [f"sample {index} of the training data" for index in drawn]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda d: d,
+        lambda d: Subset(d, range(4)),
+        lambda d: ConcatDataset([d, TensorDataset(FLOATS)]),
+    ],
+    ids=["bare", "subset", "concatenated"],
+)
+def test_drawing_leaves_the_dataset_and_the_default_generators_as_they_were(wrapped):
+    dataset = Numbers(4, lambda index: (random.random(), np.random.rand(), torch.rand(1)))
+    states = random.getstate(), dataset.generator.getstate()
+    torchs = torch.get_rng_state(), dataset.torchs.get_state()
+    numpys = np.random.get_state()[1].tolist()
+    told = describe_samples("training", wrapped(dataset))
+    assert dataset.drawn
+    assert dataset.file is None
+    assert (random.getstate(), dataset.generator.getstate()) == states
+    assert torch.equal(torch.get_rng_state(), torchs[0])
+    assert torch.equal(dataset.torchs.get_state(), torchs[1])
+    assert np.random.get_state()[1].tolist() == numpys
+    random.random()
+    assert describe_samples("training", wrapped(dataset)) == told  # random, and yet the same
+
+
+def test_a_sample_that_cannot_be_drawn_counts_as_its_exception():
+    def draw(index):
+        raise FileNotFoundError(f"/node1/{index}.png")
+
+    told = describe_samples("training", Numbers(1, draw))["sample 0 of the training data"]
+    assert told.value == "FileNotFoundError"
+    assert "/node1/0.png" in str(told)
+
+
+def test_a_dataset_that_cannot_be_copied_has_no_samples_to_compare():
+    class Whole(Numbers):
+        def __copy__(self):
+            raise TypeError("there is one of me")
+
+    assert describe_samples("training", Whole(3)) == {}
+
+
+def write(folder, contents):
+    paths = {name: folder / name for name in contents}
+    for name, content in contents.items():
+        paths[name].write_bytes(content)
+    return paths
+
+
+def test_no_files_are_no_entries():
+    assert describe_files({}) == {}
+
+
+def test_files_differ_by_name_by_size_and_by_content(tmp_path):
+    told = [
+        describe_files(write(folder, contents))
+        for number, contents in enumerate(
+            [
+                {"a": b"one", "b": b"two"},
+                {"a": b"one", "b": b"twO"},
+                {"a": b"one", "b": b"two "},
+                {"a": b"one", "c": b"two"},
+            ]
+        )
+        for folder in [tmp_path / str(number)]
+        if folder.mkdir() is None
+    ]
+    usual, *others = told
+    assert usual == describe_files({name: tmp_path / "0" / name for name in "ab"})
+    names = [[n for n in usual | o if usual.get(n) != o.get(n)] for o in others]
+    assert names[0] == ["the content of b"]
+    assert names[1] == ["the content of b"]
+    assert names[2][0] == "the list of the data's files"
+
+
+@pytest.mark.parametrize("place", [0, 2**21, 2**22 - 1])
+def test_of_a_large_file_blocks_from_the_first_byte_to_the_last_are_read(tmp_path, place):
+    content = bytearray(2**22)
+    before = describe_files(write(tmp_path, {"large": content}))
+    content[place] = 1
+    changed = describe_files(write(tmp_path, {"large": content})) != before
+    assert changed or place == 2**21  # between two blocks
+
+
+def test_of_many_files_all_names_and_some_contents_are_read(tmp_path):
+    paths = write(tmp_path, {f"{number:04}": b"x" * (number % 7) for number in range(2500)})
+    told = describe_files(paths)
+    assert len(told) <= 1025
+    del paths["1234"]
+    assert (
+        describe_files(paths)["the list of the data's files"]
+        != told["the list of the data's files"]
+    )

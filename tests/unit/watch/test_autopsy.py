@@ -1,0 +1,201 @@
+"""The command on folders of recordings, and what it learns from Slurm and the kernel."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mntrain.watch import autopsy, autopsy_facts
+from mntrain.watch.recorder import Recorder, own_oom_kills
+from mntrain.watch.recording import read, recordings
+
+
+def write(folder, ranks, job="job", size=None):
+    """Leave recordings of ranks that closed, in a folder."""
+    for rank in ranks:
+        recorder = Recorder(rank, size or len(ranks))
+        assert recorder.open(folder, job) == ""
+        recorder.close()
+
+
+def test_a_folder_without_recordings_is_bad_input(tmp_path, capsys):
+    assert autopsy.run([str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"no recordings of ranks (rank-*.bin) in {tmp_path}/recorder" in said
+    (tmp_path / "recorder").mkdir()
+    (tmp_path / "recorder" / "rank-00000.bin").write_text("something else")
+    assert autopsy.run([str(tmp_path)]) == 2
+    assert "is no recording of this version" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        autopsy.run([])
+    assert end.value.code == 2
+
+
+def test_files_of_an_earlier_job_with_more_ranks_do_not_count(tmp_path, capsys):
+    write(tmp_path / "recorder", range(4), "old")
+    future = replace(read(tmp_path / "recorder" / "rank-00003.bin").header, wall=9e9).to_bytes()
+    with (tmp_path / "recorder" / "rank-00003.bin").open("r+b") as file:
+        file.write(future)  # of a host whose clock is wrong
+    write(tmp_path / "recorder", range(2), "new")
+    assert autopsy.run([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 ranks on 1 host")
+    assert "The job ended well" in said
+    assert "note      2 files are of earlier jobs" in said
+
+
+def test_an_unreadable_file_counts_as_a_missing_rank(tmp_path, capsys):
+    write(tmp_path / "recorder", range(3))
+    (tmp_path / "recorder" / "rank-00001.bin").write_bytes(b"cut")
+    assert autopsy.run([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "missing   no recording of rank 1" in said
+    assert "rank-00001.bin is no recording" in said
+
+
+def test_files_on_local_disks_are_found_by_config_toml_and_as_copies(tmp_path, capsys):
+    run, local, copies = tmp_path / "run", tmp_path / "local", tmp_path / "from node 1"
+    run.mkdir()
+    (run / "config.toml").write_text(f"[run]\nrecorder = {str(local)!r}\n")
+    write(recordings(run, local), [0], size=2)
+    write(copies, [1], size=2)
+    assert autopsy.run([str(run)]) == 1
+    assert "no recording of rank 1" in capsys.readouterr().out
+    assert autopsy.run([str(run), str(copies)]) == 0
+
+
+def test_two_runs_of_one_name_have_recordings_of_their_own(tmp_path):
+    local = tmp_path / "local"
+    assert recordings(tmp_path / "x" / "run", local) != recordings(tmp_path / "y" / "run", local)
+
+
+def test_a_large_job_fits_a_screen(tmp_path, capsys):
+    for rank in range(64):
+        recorder = Recorder(rank, 64)
+        recorder.open(tmp_path / "recorder", "job")
+        recorder.begin_phase("forward", rank)
+        recorder.leave_to_parent()
+    assert autopsy.run([str(tmp_path)]) == 1
+    assert len(capsys.readouterr().out.splitlines()) < 40
+
+
+def program(folder, name, text):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def slurm_header(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    (tmp_path / "bin").mkdir()
+    write(tmp_path / "recorder", [0])
+    return read(tmp_path / "recorder" / "rank-00000.bin").header
+
+
+def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(tmp_path, slurm_header):
+    def state():
+        return autopsy_facts.gather_facts(tmp_path, [slurm_header]).scheduler
+
+    program(tmp_path / "bin", "sacct", "echo '17|RUNNING'; echo '17.2|OUT_OF_MEMORY'")
+    program(tmp_path / "bin", "scontrol", "echo 'JobId=17 JobState=TIMEOUT Reason=None'")
+    assert state() == "OUT_OF_MEMORY"
+    program(tmp_path / "bin", "sacct", "echo '17|CANCELLED by 1000'; echo '17.0|FAILED'")
+    assert state() == "CANCELLED"
+    program(tmp_path / "bin", "sacct", "exit 1")
+    assert state() == "TIMEOUT"
+    program(tmp_path / "bin", "scontrol", "exit 1")
+    assert state() == ""
+
+
+def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path, slurm_header, monkeypatch):
+    monkeypatch.setattr(autopsy_facts, "_SLURM_TIMEOUT_S", 0.2)
+    for name in ("sacct", "scontrol"):
+        program(tmp_path / "bin", name, "exec sleep 60")
+    start = time.monotonic()
+    assert autopsy_facts.gather_facts(tmp_path, [slurm_header]).scheduler == ""
+    assert time.monotonic() - start < 30
+
+
+def test_kills_in_the_cgroup_count_since_the_start_and_of_the_same_cgroup_only(tmp_path):
+    write(tmp_path, [0])
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom 3\noom_kill 5\n")
+    inode = counter.stat().st_ino
+    header = replace(
+        read(tmp_path / "rank-00000.bin").header,
+        oom_file=str(counter),
+        oom_inode=inode,
+        oom_kills=3,
+    )
+    assert autopsy_facts.gather_facts(tmp_path, [header]).oom_kills == {0: 2}
+    for other in (replace(header, oom_inode=inode + 1), replace(header, host="another")):
+        assert autopsy_facts.gather_facts(tmp_path, [other]).oom_kills == {}
+
+
+TOO_LARGE = """
+import os, sys
+from pathlib import Path
+from mntrain.watch.recorder import Recorder
+
+Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
+recorder = Recorder(0, 1)
+recorder.open(Path(sys.argv[1]), "job")
+recorder.begin_phase("forward", 3)
+taken = [bytearray(os.urandom(1 << 20)) for _ in range(1000)]
+"""
+
+
+@pytest.fixture
+def small_cgroup():
+    """A cgroup of 64 MiB, of either version."""
+    file, _, _ = own_oom_kills()
+    folder = Path(file).parent / f"test-{os.getpid()}"
+    limit = "memory.max" if file.endswith("memory.events") else "memory.limit_in_bytes"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(64 << 20))
+    except OSError:
+        pytest.skip("needs root and a memory cgroup")
+    yield folder
+    folder.rmdir()
+
+
+def test_an_out_of_memory_kill_is_told(tmp_path, small_cgroup, capsys):
+    command = [sys.executable, "-c", TOO_LARGE, tmp_path / "recorder", small_cgroup]
+    done = subprocess.run(command, timeout=100, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert autopsy.run([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "in forward of step 3" in said
+    assert "1 out-of-memory kill, says" in said
+    assert "cause     the kernel killed for lack of memory" in said
+    assert "--train.micro-batch-size" in said
+
+
+def test_processes_are_judged_on_their_own_host_and_boot_only(tmp_path):
+    write(tmp_path, [0])
+    own = read(tmp_path / "rank-00000.bin").header
+    assert autopsy_facts.gather_facts(tmp_path, [own]).processes == {0: "runs"}
+    reused = replace(own, process_start="1")  # another process has the number now
+    assert autopsy_facts.gather_facts(tmp_path, [reused]).processes == {0: "gone"}
+    for other in (replace(own, boot="another"), replace(own, pid_namespace="another")):
+        assert autopsy_facts.gather_facts(tmp_path, [other]).processes == {}
+
+
+def test_the_summary_of_an_earlier_job_does_not_count(tmp_path):
+    write(tmp_path, [0])
+    header = read(tmp_path / "rank-00000.bin").header
+    summary = tmp_path / "summary.json"
+    summary.write_text('{"status": "failed"}')
+    assert autopsy_facts.gather_facts(tmp_path, [header]).summary == {"status": "failed"}
+    os.utime(summary, (header.wall - 100, header.wall - 100))
+    assert autopsy_facts.gather_facts(tmp_path, [header]).summary == {}

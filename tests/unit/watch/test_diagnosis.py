@@ -1,0 +1,102 @@
+"""Who waits for whom, from made-up statuses."""
+
+import dataclasses
+
+from mntrain.watch.diagnosis import Evidence, details, find_culprits, headline, stacks
+from mntrain.watch.rank_status import RankStatus, StalledWait
+
+
+def status(rank, begun, wait=None, *, debugged=False):
+    return RankStatus(
+        rank=rank,
+        host="ab"[rank % 2],
+        pid=100 + rank,
+        begun=begun,
+        wait=wait,
+        stack=f'  File "train.py", line {rank}, in main\n',
+        place=f"train.py:{rank} in main",
+        debugged=debugged,
+    )
+
+
+def wait(stream, number, seconds=60.0, awaited_rank=None):
+    return StalledWait(
+        stream, number, "all_reduce of 8 float32", "train.py:7", seconds, awaited_rank
+    )
+
+
+def evidence(*statuses, size=None, left=(), silent=None):
+    size = size or len(statuses)
+    hosts = ["ab"[rank % 2] for rank in range(size)]
+    return Evidence(size, {s.rank: s for s in statuses}, hosts, left, silent or {})
+
+
+def test_the_rank_that_has_not_begun_is_waited_for():
+    found = evidence(
+        status(0, {"w": 5}, wait("w", 4)), status(1, {"w": 4}), status(2, {"w": 5}, wait("w", 4))
+    )
+    assert find_culprits(found) == ({0, 2}, {1})
+    assert headline(found) == "ranks 0, 2 on a have waited 60 s for rank 1 on b"
+    text = details(found)
+    assert (
+        "ranks 0, 2 on a: in all_reduce of 8 float32 (collective 4 of w), called at train.py:7"
+        in text
+    )
+    assert "rank 1 on b (process 101): in no collective, at train.py:1 in main" in text
+    assert stacks(found).count("stack of") == 2
+
+
+def test_a_rank_that_waits_for_another_one_is_no_culprit():
+    # 0 waits for 1 in w, and 1 waits in v for 2, which computes.
+    found = evidence(
+        status(0, {"w": 5, "v": 2}, wait("w", 4)),
+        status(1, {"w": 4, "v": 2}, wait("v", 1)),
+        status(2, {"w": 4, "v": 1}),
+    )
+    assert find_culprits(found) == ({0, 1}, {2})
+
+
+def test_ranks_that_wait_for_each_other_are_all_named():
+    found = evidence(
+        status(0, {"w": 5, "v": 1}, wait("w", 4)), status(1, {"w": 4, "v": 2}, wait("v", 1))
+    )
+    assert find_culprits(found) == ({0, 1}, {0, 1})
+
+
+def test_a_rank_outside_of_a_stream_is_not_waited_for():
+    found = evidence(status(0, {"g": 3}, wait("g", 2)), status(1, {}), status(2, {"g": 2}))
+    assert find_culprits(found)[1] == {2}
+
+
+def test_only_the_root_of_a_broadcast_is_waited_for():
+    found = evidence(
+        status(0, {"w": 1}), status(1, {"w": 2}, wait("w", 1, awaited_rank=2)), status(2, {"w": 1})
+    )
+    assert find_culprits(found)[1] == {2}
+
+
+def test_ranks_without_an_answer_and_those_that_left_are_waited_for():
+    found = evidence(
+        status(0, {"w": 2}, wait("w", 1)), size=3, left=[1], silent={2: "stopped by a signal"}
+    )
+    assert find_culprits(found)[1] == {1, 2}
+    assert "rank 1 on b: has left the world, or ended its script" in details(found)
+    assert "rank 2 on a: does not answer: stopped by a signal" in details(found)
+
+
+def test_messages_that_do_not_arrive_are_told_from_ranks_that_do_not_come():
+    found = evidence(status(0, {"w": 2}, wait("w", 1)), status(1, {"w": 2}, wait("w", 1)))
+    assert find_culprits(found) == ({0, 1}, set())
+    assert "what all ranks have begun: messages between them do not arrive" in headline(found)
+
+
+def test_a_debugger_is_named():
+    found = evidence(status(0, {"w": 2}, wait("w", 1)), status(1, {"w": 1}, debugged=True))
+    assert "in no collective, in a debugger, at train.py:1" in details(found)
+
+
+def test_a_status_survives_its_message():
+    for original in (status(1, {"w": 3}, wait("w", 2)), status(0, {})):
+        message = original.to_message()
+        assert RankStatus.from_message(message) == original
+        assert message == dataclasses.asdict(original)

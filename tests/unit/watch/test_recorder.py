@@ -1,0 +1,269 @@
+"""The file of a rank's last events: what it holds, what survives, and what never happens."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mntrain.watch.recorder import Recorder, read_oom_kills
+from mntrain.watch.recording import (
+    CAPACITY,
+    FILE_BYTES,
+    HEADER_BYTES,
+    NUMBER,
+    RECORD_BYTES,
+    Kind,
+    read,
+)
+
+
+@pytest.fixture
+def recorder():
+    recorder = Recorder(3, 5)
+    yield recorder
+    recorder.close()
+
+
+def test_events_from_before_and_after_the_file_are_in_it(recorder, tmp_path):
+    recorder.begin_phase("start")
+    assert recorder.open(tmp_path / "recorder", "job") == ""
+    recorder.collective_begins("the world", 7, "gather", "train.py:12", 2)
+    recorder.collective_ends("the world", 7)
+    recorder.signal_arrived(signal.SIGTERM)
+    found = read(tmp_path / "recorder" / "rank-00003.bin")
+    header = found.header
+    assert (header.rank, header.size, header.job, header.pid) == (3, 5, "job", os.getpid())
+    assert abs(header.wall - time.time()) < 20
+    kinds = [Kind.PHASE_BEGINS, Kind.COLLECTIVE_BEGINS, Kind.COLLECTIVE_ENDS, Kind.SIGNAL]
+    assert [event.kind for event in found.events] == kinds
+    begun = found.events[1]
+    assert (begun.name, begun.number, begun.text) == ("the world", 7, "gather")
+    assert (begun.site, begun.awaited) == ("train.py:12", 2)
+    assert found.events[3].text == "SIGTERM"
+    assert found.events[0].time < 0 <= begun.time <= found.events[2].time
+    assert found.complete
+
+
+def test_the_newest_events_replace_the_oldest(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    for number in range(2 * CAPACITY + 5):
+        recorder.collective_ends("s", number)
+    found = read(tmp_path / "rank-00003.bin")
+    assert [event.number for event in found.events] == list(range(CAPACITY + 5, 2 * CAPACITY + 5))
+    assert not found.complete
+    assert (tmp_path / "rank-00003.bin").stat().st_size == FILE_BYTES
+
+
+def test_long_texts_are_cut_where_they_tell_least(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    recorder.collective_begins("n" * 100, 1, "é" * 200 + "\udcff", "/long" * 50 + "/train.py:123")
+    (event,) = read(tmp_path / "rank-00003.bin").events
+    assert event.name == "n" * 30
+    assert event.text.startswith("é" * 49)
+    assert event.site.endswith("/long/train.py:123")
+
+
+def test_a_torn_record_is_left_out(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    for number in (1, 2, 3):
+        recorder.collective_ends("s", number)
+    path = tmp_path / "rank-00003.bin"
+    data = bytearray(path.read_bytes())
+    NUMBER.pack_into(data, HEADER_BYTES + 2 * RECORD_BYTES, 0)  # as while event 2 is written
+    path.write_bytes(data)
+    assert [event.number for event in read(path).events] == [1, 3]
+
+
+def test_many_threads_write_without_loss(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    each = CAPACITY // 4
+
+    def write(name):
+        for number in range(each):
+            recorder.collective_ends(name, number)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = read(tmp_path / "rank-00003.bin").events
+    for name in "abcd":
+        assert [e.number for e in events if e.name == name] == list(range(each))
+
+
+def test_a_reader_of_a_file_that_is_being_written_sees_whole_records_only(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    done = threading.Event()
+
+    def write():
+        number = 0
+        while not done.is_set():
+            recorder.collective_begins(f"s{number}", number, f"t{number}", f"l{number}")
+            number += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(20):
+            for event in read(tmp_path / "rank-00003.bin").events:
+                n = event.number
+                assert (event.name, event.text, event.site) == (f"s{n}", f"t{n}", f"l{n}")
+    finally:
+        done.set()
+        thread.join()
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from mntrain.watch.recorder import Recorder
+
+recorder = Recorder(0, 1)
+recorder.open(Path(sys.argv[1]), "job")
+if os.fork() == 0:
+    recorder.leave_to_parent()
+    recorder.collective_ends("of the child", 1)
+    os._exit(0)
+os.wait()
+recorder.begin_phase("forward", 4)
+time.sleep(1.5)  # this line
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_events_and_the_last_line_survive_sigkill_and_a_forked_child_writes_none(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    done = subprocess.run([sys.executable, script, tmp_path], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    found = read(tmp_path / "rank-00000.bin")
+    assert [(e.kind, e.name, e.number) for e in found.events] == [(Kind.PHASE_BEGINS, "forward", 4)]
+    assert found.sign is not None
+    line = KILLED[: KILLED.index("# this line")].count("\n") + 1
+    assert found.sign.site == f"{script}:{line}"
+
+
+def test_the_end_of_the_interpreter_is_a_clean_end(tmp_path):
+    script = (
+        "from pathlib import Path; from mntrain.watch.recorder import Recorder\n"
+        f"recorder = Recorder(0, 1); recorder.open(Path({str(tmp_path)!r}), 'job')"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+    assert [e.kind for e in read(tmp_path / "rank-00000.bin").events] == [Kind.END]
+
+
+def test_nothing_is_recorded_after_the_end(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    recorder.close()
+    recorder.begin_phase("forward")
+    assert [e.kind for e in read(tmp_path / "rank-00003.bin").events] == [Kind.END]
+
+
+def test_an_error_has_the_innermost_line_of_the_user(tmp_path):
+    recorder = Recorder(0, 1, internal=(str(Path(__file__).parent / "no such folder"),))
+    recorder.open(tmp_path, "job")
+    try:
+        Path("/no/such/file").read_text()  # raises in the standard library
+    except OSError as error:
+        recorder.error_raised(error)
+        line = error.__traceback__.tb_lineno
+    (event,) = read(tmp_path / "rank-00000.bin").events
+    assert event.kind == Kind.ERROR
+    assert event.text.startswith("FileNotFoundError: [Errno 2]")
+    assert event.site == f"{__file__}:{line}"[-96:]
+
+
+def test_a_phase_that_raises_does_not_end(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    with recorder.phase("data", 1):
+        pass
+    with pytest.raises(KeyError), recorder.phase("forward", 1):
+        raise KeyError
+    kinds = [(e.kind, e.name) for e in read(tmp_path / "rank-00003.bin").events]
+    assert kinds == [
+        (Kind.PHASE_BEGINS, "data"),
+        (Kind.PHASE_ENDS, "data"),
+        (Kind.PHASE_BEGINS, "forward"),
+    ]
+
+
+def test_a_folder_that_cannot_hold_the_file_is_told_and_recording_goes_on_in_memory(
+    recorder, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in recorder.open(tmp_path / "file" / "recorder", "job")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Recorder(3, 5).open(tmp_path, "earlier job")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "No space left" in recorder.open(tmp_path, "job")
+    recorder.begin_phase("forward")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # and none of an earlier job
+
+
+def test_a_full_disk_does_not_end_the_process(tmp_path):
+    """On a real file system without space, where writing to a hole would be SIGBUS."""
+    script = (
+        "from pathlib import Path; from mntrain.watch.recorder import Recorder; import sys\n"
+        "recorder = Recorder(0, 1); said = recorder.open(Path(sys.argv[1]), 'job')\n"
+        "[recorder.begin_phase('x') for _ in range(2000)]; print(said)"
+    )
+    mount = (
+        f'mount -t tmpfs -o size=64k tmpfs {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("needs root")
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stdout
+
+
+def test_a_new_job_replaces_the_file_of_an_earlier_one_that_still_writes(tmp_path):
+    old, new = Recorder(0, 1), Recorder(0, 1)
+    old.open(tmp_path, "old")
+    new.open(tmp_path, "new")
+    old.begin_phase("of the old")
+    found = read(tmp_path / "rank-00000.bin")
+    assert (found.header.job, found.events) == ("new", ())
+    old.close()
+    new.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no recording", b"mntrain recording 1\n" + b"\xff" * 999]
+)
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "rank-00000.bin").write_bytes(content)
+    with pytest.raises(ValueError, match="is no recording"):
+        read(tmp_path / "rank-00000.bin")
+
+
+def test_a_damaged_header_is_refused(recorder, tmp_path):
+    recorder.open(tmp_path, "job")
+    path = tmp_path / "rank-00003.bin"
+    path.write_bytes(path.read_bytes().replace(b'"rank"', b'"tank"'))
+    with pytest.raises(ValueError, match="damaged header"):
+        read(path)
+
+
+def test_out_of_memory_kills_are_read_from_both_versions_of_cgroups(tmp_path):
+    one, two = tmp_path / "memory.oom_control", tmp_path / "memory.events"
+    one.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    two.write_text("low 0\nhigh 0\nmax 0\noom 1\noom_kill 2\noom_group_kill 0\n")
+    assert [read_oom_kills(path)[1] for path in (one, two)] == [3, 2]
+    assert read_oom_kills(tmp_path / "none") is None

@@ -1,0 +1,254 @@
+"""Named groups, parameters that are unfrozen later, sparse gradients, complex parameters."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from first_of_two import FirstOfTwo
+from torch import nn
+from torch.nn import functional
+
+from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
+from zero.norms import FiniteCheck
+from zero.param_groups import name_parameters
+from zero.precision import master_dtype, narrower
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def zero(model, optimizer_class=torch.optim.SGD, world=SingleProcessCollectives, **options):
+    return ZeroOptimizer(
+        model.named_parameters(), optimizer_class, world(), model=model, **{"lr": 0.1, **options}
+    )
+
+
+def named(groups):
+    return [[name for name, _ in group["params"]] for group in groups]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        lambda part: part.parameters(),
+        lambda part: part.named_parameters(),
+        lambda part: list(part.named_parameters("whatever")),
+        lambda part: dict(part.named_parameters()).items(),
+    ],
+    ids=["plain", "named", "named otherwise", "items"],
+)
+def test_groups_may_have_names_and_get_those_of_the_model(params):
+    model = net()
+    groups = [
+        {"params": params(model[0])},
+        {"params": params(model[2]), "lr": 0.2, "name": "head"},
+    ]
+    found = name_parameters(model, groups)
+    assert named(found) == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+    assert all(p is model.get_parameter(name) for group in found for name, p in group["params"])
+    assert (found[1]["lr"], found[1]["name"]) == (0.2, "head")
+    assert named(name_parameters(model, params(model[2]))) == [["2.weight", "2.bias"]]
+
+
+def test_groups_of_another_optimizer_of_torch_may_be_given():
+    model = net()
+    plain = torch.optim.SGD(model.named_parameters(), lr=0.3)
+    (found,) = name_parameters(model, plain.param_groups)
+    assert "param_names" not in found
+    assert found["lr"] == 0.3
+    assert named([found]) == [[name for name, _ in model.named_parameters()]]
+
+
+@pytest.mark.parametrize("stranger", [nn.Parameter(torch.ones(1)), ("0.weight", torch.ones(1))])
+def test_a_tensor_of_no_part_of_the_model_is_refused_with_or_without_a_name(stranger):
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        name_parameters(net(), [{"params": [stranger]}])
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@STAGES
+def test_parameters_that_are_unfrozen_later_are_named_once(stage):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = zero(model, stage=stage)
+    step(model, optimizer)  # nothing to warn of
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"not trained: 0.weight, 0.bias, .*add_param_group"):
+        step(model, optimizer)
+    step(model, optimizer)
+
+
+@STAGES
+def test_unfrozen_parameters_that_were_added_train_without_a_warning(stage):
+    model, reference = net(), net()
+    for either in (model, reference):
+        either[0].requires_grad_(False)
+    optimizer = zero(model, stage=stage)
+    plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)
+    for unfreeze in (False, True, False):
+        if unfreeze:
+            for either in (model, reference):
+                either[0].requires_grad_(True)
+            pairs = [(f"0.{name}", p) for name, p in model[0].named_parameters()]
+            optimizer.add_param_group({"params": pairs})
+            plain.add_param_group({"params": reference[0].parameters()})
+        step(model, optimizer)
+        step(reference, plain)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_only_given_parameters_are_watched_and_also_those_of_later_groups():
+    model = net().requires_grad_(False)
+    model[2].bias.requires_grad_(True)
+    optimizer = ZeroOptimizer(
+        [("2.bias", model[2].bias)], torch.optim.SGD, SingleProcessCollectives(), lr=0.1
+    )
+    model[0].bias.requires_grad_(True)
+    step(model, optimizer)
+    optimizer.add_param_group({"params": [("2.weight", model[2].weight)]})  # still frozen
+    step(model, optimizer)
+    model[2].weight.requires_grad_(True)
+    with pytest.warns(UserWarning, match="not trained: 2.weight, which"):
+        step(model, optimizer)
+
+
+def test_only_rank_0_warns():
+    class SecondOfTwo(FirstOfTwo):
+        rank = 1
+
+    model = nn.Sequential(nn.Embedding(3, 3, sparse=True), net())
+    model[1].requires_grad_(False)
+    optimizer = zero(model, world=SecondOfTwo)
+    model[1].requires_grad_(True)
+    model(torch.tensor([0, 2])).square().mean().backward()
+    optimizer.step()
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.bag = nn.Embedding(7, 3), nn.EmbeddingBag(7, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        words = nn.functional.embedding(x, self.embed.weight, sparse=self.bag.sparse)
+        return self.head(words.mean(1) + self.bag(x))
+
+
+@STAGES
+def test_sparse_gradients_count_as_dense_ones_with_one_warning(stage):
+    model = Words()
+    reference = copy.deepcopy(model)
+    reference.bag.sparse = False
+    optimizer = zero(model, torch.optim.Adam, stage=stage, max_grad_norm=0.1)
+    plain = torch.optim.Adam(reference.parameters(), lr=0.1)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for last in (False, True):
+            x = torch.randint(7, (4, 5), generator=generator)
+            reference(x).square().mean().backward()
+            if last:
+                model(x).square().mean().backward()
+            else:
+                with optimizer.no_sync():
+                    model(x).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            result = optimizer.step()
+        texts = [str(w.message) for w in warned if w.filename == __file__]
+        assert len(texts) == len(warned) == (seed == 0)
+        assert all("gradients of bag.weight, embed.weight are made dense" in t for t in texts)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_complex_numbers_are_never_rounded_to_a_real_dtype():
+    for dtype in (torch.complex64, torch.complex128):
+        assert narrower(torch.bfloat16, dtype) is None
+        assert master_dtype(dtype, torch.bfloat16) is None
+
+
+class Waves(nn.Module):
+    """Complex and real parameters, in turn; one of them in another order of dimensions."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+
+        def normal(*shape):
+            return torch.randn(shape, dtype=dtype, generator=generator)
+
+        self.first, self.shift = nn.Parameter(normal(5, 3).T), nn.Parameter(normal(5).real.clone())
+        self.turn, self.last = nn.Parameter(normal()), nn.Parameter(normal(5, 2))
+
+    def forward(self, x):
+        hidden = functional.tanh((x.to(self.first.dtype) @ self.first).abs() + self.shift)
+        return ((hidden * self.turn) @ self.last).abs()
+
+
+@STAGES
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_complex_parameters_train_as_in_torch(dtype, kind, stage, norm_type):
+    model, reference = Waves(dtype), Waves(dtype)
+    options = {"max_grad_norm": 0.1, "norm_type": norm_type}
+    optimizer = zero(model, kind, stage=stage, bucket_bytes=100, **options)
+    plain = kind(reference.parameters(), lr=0.1)
+    tolerance = 1e-4 if dtype == torch.complex64 else 1e-6  # the norm's squares are fp32
+    for seed in range(4):
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        reference(x).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
+        assert optimizer.step().grad_norm == pytest.approx(float(norm), rel=tolerance)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert optimizer.memory() == optimizer.expected_memory()
+
+
+@STAGES
+@pytest.mark.parametrize("bad", [complex(math.nan, 1), complex(1, math.inf)])
+def test_complex_gradients_that_are_not_finite_are_found(stage, bad):
+    model = Waves(torch.complex64)
+    optimizer = zero(model, stage=stage)
+    (model(torch.ones(1, 3)).sum() + (model.last * bad).real.sum()).backward()
+    with pytest.raises(NonFiniteGradientError, match="not finite in last, on rank 0"):
+        optimizer.step()
+    check = FiniteCheck(enabled=True)
+    check.add(torch.ones(3) + 1j)
+    assert check
+    check.add(torch.ones(3) * bad)
+    assert not check
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.int64])
+def test_other_dtypes_are_refused(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of complex32
+        parameter = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+    parameter = type("Trained", (nn.Parameter,), {"requires_grad": True})(parameter, False)
+    with pytest.raises(ValueError, match="only real floats, complex64 and complex128 train"):
+        ZeroOptimizer([("p", parameter)], torch.optim.SGD, SingleProcessCollectives())

@@ -1,0 +1,281 @@
+"""Which optimizers may be sharded, and how: found by a trial, not by name."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from handmade import DAdapting, Decaying, Lamb, Lion, Normalized
+from torch import nn, optim
+
+from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.partition_trial import check_partition
+
+ELEMENTWISE = {
+    **{
+        kind.__name__: kind
+        for kind in [
+            *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+            *(optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
+            *(Lion, Decaying),
+        ]
+    },
+    "Adam amsgrad": partial(optim.Adam, amsgrad=True, maximize=True),
+    "AdamW foreach": partial(optim.AdamW, foreach=True),
+    "AdamW fused": partial(optim.AdamW, fused=True),
+    "AdamW lr=0": partial(optim.AdamW, lr=0.0),
+    "AdamW lr=1e-9": partial(optim.AdamW, lr=1e-9),
+    "AdamW tensor lr": partial(optim.AdamW, lr=torch.tensor(0.01)),
+    "SGD nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "RMSprop centered": partial(optim.RMSprop, momentum=0.5, centered=True),
+}
+BY_PARAMETER = {
+    "Adafactor": optim.Adafactor,
+    "Muon": optim.Muon,
+    "Lamb": Lamb,
+    "Lamb lr=0": partial(Lamb, lr=0.0),
+    "Lamb tensor lr=0": partial(Lamb, lr=torch.tensor(0.0)),
+}
+OVER_ALL = {
+    "Normalized": Normalized,
+    "DAdapting": DAdapting,
+    "DAdapting lr=1e-3": partial(DAdapting, lr=1e-3),
+}
+
+
+def groups(*shapes, **options):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    named = [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
+    return [{"params": named, **options}]
+
+
+ALL_SHAPES = groups((), (3,), (2, 3), (2, 3, 4), (2, 2, 2, 2), (1, 2, 1, 2, 1))
+
+
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_an_elementwise_optimizer_may_be_cut(make, partition):
+    check_partition(make, ALL_SHAPES, partition)
+
+
+@pytest.mark.parametrize("make", BY_PARAMETER.values(), ids=BY_PARAMETER)
+def test_one_that_needs_whole_parameters_may_only_be_dealt_them(make):
+    given = groups((2, 3))  # Muon takes matrices only
+    check_partition(make, given, "parameter")
+    with pytest.raises(ValueError, match=r'with partition "element": .*give partition="parameter"'):
+        check_partition(make, given, "element")
+
+
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("make", OVER_ALL.values(), ids=OVER_ALL)
+def test_one_with_statistics_over_all_parameters_is_refused(make, partition):
+    with pytest.raises(ValueError, match=r"parts get other .* than the whole; give stage=0"):
+        check_partition(make, ALL_SHAPES, partition)
+
+
+def test_the_refusal_names_what_differs():
+    with pytest.raises(ValueError, match="other option top"):
+        check_partition(DAdapting, groups((3,)), "element")
+    with pytest.raises(ValueError, match="state row_var"):
+        check_partition(optim.Adafactor, groups((3, 3)), "element")
+
+
+def test_an_elementwise_statistic_of_vectors_does_not_excuse_that_of_matrices():
+    check_partition(optim.Adafactor, groups((), lr=0.1), "element")
+    with pytest.raises(ValueError, match="Adafactor"):
+        check_partition(optim.Adafactor, groups((), (3, 3), lr=0.1), "element")
+
+
+class Chosen(optim.SGD):
+    """Normalizes the gradients of those groups that say so."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"] if group.get("normalize") else ():
+                p.grad.div_(p.grad.norm())
+        super().step()
+
+
+@pytest.mark.parametrize("options", [{"normalize": True}, {"normalize": 2.5}])
+def test_the_options_of_every_group_count(options):
+    plain = groups((3,), normalize=False)
+    check_partition(Chosen, plain, "element")
+    check_partition(Chosen, [*plain, *groups((3,), normalize=False, lr=0.2)], "element")
+    with pytest.raises(ValueError, match="Chosen"):
+        check_partition(Chosen, [*plain, *groups((3,), **options)], "element")
+
+
+class Noisy(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(torch.randn_like(p))
+        super().step()
+
+
+class Sleeping(optim.SGD):
+    def step(self, closure=None):
+        pass
+
+
+class Overflowing(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.div_(0)
+
+
+class Narrow(optim.Adam):
+    """Knows fp32 only, as some fused kernels do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert all(p.dtype == torch.float32 for g in self.param_groups for p in g["params"])
+        super().step()
+
+
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Noisy, "random numbers"),
+        (Sleeping, "updates nothing"),
+        (Overflowing, "infinite or NaN"),
+        (partial(optim.Adam, differentiable=True), "a trial on small tensors fails"),
+    ],
+)
+def test_what_a_trial_cannot_tell_is_refused(make, reason, partition):
+    with pytest.raises(ValueError, match=rf"{reason}.*; give stage=0"):
+        check_partition(make, groups((3,)), partition)
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-5])
+def test_an_optimizer_of_one_dtype_is_tried_in_fp32(lr):
+    check_partition(partial(Narrow, lr=lr), groups((3,), (3, 3)), "element")
+
+
+class Limited(optim.SGD):
+    """Clips elements to a limit that a group states, and has an infinite state."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.clamp_(-group["limit"], group["limit"])
+                self.state[p]["best"] = torch.full_like(p, math.inf)
+        super().step()
+
+
+@pytest.mark.parametrize("limit", [0.5, math.inf, math.nan])
+def test_infinite_options_are_no_difference(limit):
+    if math.isnan(limit):
+        with pytest.raises(ValueError, match="infinite or NaN"):
+            check_partition(Limited, groups((3,), limit=limit), "element")
+    else:
+        check_partition(Limited, groups((3,), limit=limit), "element")
+
+
+def test_the_default_device_and_dtype_do_not_matter():
+    given = groups((3,), (3, 3))
+    with torch.device("meta"):
+        check_partition(partial(optim.Adam, lr=0.7), given, "element")
+
+
+def test_complex_parameters_are_tried_as_such():
+    check_partition(optim.Adam, [{"params": [("z", nn.Parameter(torch.ones(3) + 1j))]}], "element")
+    with pytest.raises(ValueError, match="Lamb"):
+        check_partition(Lamb, [{"params": [("z", nn.Parameter(torch.ones(3) + 1j))]}], "element")
+
+
+def test_errors_of_the_constructor_are_raised_as_they_are():
+    with pytest.raises(ValueError, match=r"^Invalid learning rate: -1$"):
+        check_partition(partial(optim.Adam, lr=-1), groups((3,)), "element")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        check_partition(partial(optim.Adam, speed=1), groups((3,)), "element")
+
+
+def test_random_numbers_of_the_caller_stay_the_same():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    with pytest.raises(ValueError, match="Noisy"):
+        check_partition(partial(Noisy, lr=0.3), groups((3,)), "element")
+    assert torch.rand(1) == expected
+
+
+def test_a_trial_is_made_once_for_a_class_and_its_options():
+    made = []
+
+    class Counted(optim.SGD):
+        def __init__(self, params, **options):
+            super().__init__(params, **options)
+            made.append(self)
+
+    def trials(make, *given):
+        made.clear()
+        check_partition(make, *(given or (groups((3,)), "element")))
+        return len(made)
+
+    assert trials(partial(Counted, lr=0.1)) > 1
+    assert trials(partial(Counted, lr=0.1)) == 0
+    assert trials(partial(Counted, lr=0.1, momentum=0.5)) > 1
+    assert trials(partial(Counted, lr=0.1), groups((3, 3)), "element") > 1
+    assert trials(partial(Counted, lr=0.1), groups((3,)), "parameter") > 1
+    unhashable = partial(Counted, lr=0.1, betas=[])
+    with pytest.raises(TypeError, match="betas"):
+        trials(unhashable)
+
+
+def test_what_a_function_makes_is_tried_every_time():
+    chosen = SimpleNamespace(kind=optim.Adam)
+
+    def make(params):
+        return chosen.kind(params)
+
+    check_partition(make, groups((3,)), "element")
+    chosen.kind = Lamb
+    with pytest.raises(ValueError, match="Lamb"):
+        check_partition(make, groups((3,)), "element")
+
+
+REASONS = {
+    optim.LBFGS: "LBFGS needs a closure that it runs several times",
+    optim.SparseAdam: "SparseAdam takes sparse gradients only",
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_no_stage_can_drive_is_refused_with_the_reason(kind, stage):
+    model = nn.Linear(2, 2)
+    before = [p.data_ptr() for p in model.parameters()]
+
+    def made(params):
+        return kind(params)
+
+    for make in (kind, partial(kind, lr=0.1), made):
+        with pytest.raises(ValueError, match=REASONS[kind]):
+            ZeroOptimizer(model.named_parameters(), make, SingleProcessCollectives(), stage=stage)
+    assert [p.data_ptr() for p in model.parameters()] == before
+
+
+def test_a_group_that_comes_later_is_tried_with_the_others():
+    model = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer(
+        [("bias", model.bias)],
+        optim.Adafactor,
+        SingleProcessCollectives(),
+        stage=1,
+        partition="parameter",
+    )
+    optimizer.add_param_group({"params": [("weight", model.weight)]})
+    other = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer([("bias", other.bias)], Chosen, SingleProcessCollectives(), stage=1)
+    with pytest.raises(ValueError, match="Chosen"):
+        optimizer.add_param_group({"params": [("weight", other.weight)], "normalize": True})
+    assert len(optimizer.param_groups) == 1

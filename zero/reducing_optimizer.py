@@ -1,0 +1,167 @@
+"""The gradients of an optimizer: their weights, their reduction by backward, and access to them."""
+
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero.collectives import Collectives
+from zero.kernels import Kernels
+from zero.norms import global_norm
+from zero.precision import LossScale
+from zero.reduction import StepReduction
+from zero.sharded_optimizer import ShardedOptimizer
+from zero.step_weights import BatchSource
+
+
+class ReducingOptimizer(ShardedOptimizer):
+    """The part of `ZeroOptimizer` between two steps: what backward leaves, and changes to it."""
+
+    _collectives: Collectives
+    _kernels: Kernels
+    _reduction: StepReduction
+    _scale: LossScale
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks over which the current step is averaged."""
+        return self._reduction.group
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far in which backward and `step` finished reductions of gradients."""
+        return self._reduction.waited_s
+
+    def share(self, count: float | None) -> None:
+        """State that the gradient of the coming backward is a mean over `count` samples. Local.
+
+        A count of 0 makes this rank's gradient zero, whatever its values. None takes back a
+        statement that no backward has followed. Shares of accumulated micro-batches add up: that is
+        exact if they are equal and the gradient is their mean; `backward` is exact for any.
+        """
+        self._reduction.weight.state(count)
+
+    def expect_batch(
+        self,
+        own: float,
+        total: float,
+        digest: int | None = None,
+        source: BatchSource | None = None,
+    ) -> None:
+        """State that a batch was drawn, of which this rank has `own` of `total` samples. Local.
+
+        It weighs the backward passes that follow, until one follows the next batch. An `own` of 0
+        is a stand-in, which counts nothing. `share` and `backward` state another weight. If batches
+        that differ were drawn ahead, backward raises RuntimeError. `digest`: of the samples of the
+        whole batch, in 16 bits; ranks with different ones raise RuntimeError. A `source` tells
+        several optimizers of its batches, and counts them in `drawn` before.
+        """
+        self._reduction.weight.expect(own, total, digest, source)
+
+    def forget_batches(self, *, drawn: bool = True) -> None:
+        """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""
+        self._reduction.weight.forget(drawn=drawn)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss times the loss scale, for a call of its `backward`. Local."""
+        return loss if self._scale.value == 1.0 else loss * self._scale.value
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Run backward of a loss that is a mean over `weight` samples or tokens, scaled if needed.
+
+        Collective outside of `no_sync`. Called once a micro-batch, all but the last under
+        `no_sync`. A rank without samples in a step calls `share(0)` instead. The loss is multiplied
+        by a factor, for other optimizers too; if it trains several, call `share` of each.
+        """
+        self._reduction.begin_weighted()
+        factor = self._reduction.weight.add(weight)
+        if not factor:  # the mean over no samples is NaN, and 0 * NaN is NaN
+            self._reduction.pass_backward()
+            return
+        try:
+            self.scale(loss * factor).backward()
+        except BaseException:
+            self._reduction.buckets.interrupt()
+            raise
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Enclose the backward passes of an accumulation but the last.
+
+        Gradients only accumulate; at stage 2 they are reduced, and their owners accumulate them.
+        """
+        return self._reduction.buckets.no_sync()
+
+    def synchronize(self) -> None:
+        """Make sure that the gradients are means over ranks. Collective.
+
+        Backward has done so, except on a rank that had none since the last step. Such a rank calls
+        this, or `step`, while the others run backward.
+        """
+        self._reduction.synchronize()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradient in place so that its norm is at most `max_norm`. Collective.
+
+        Returns the norm before, of the whole model, as a 0-dim fp64 tensor on the CPU. The same as
+        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm is {max_norm!r}: give 0 or a number above")
+        self._prepare()
+        norm = self._agreed_norm(norm_type)
+        if max_norm < norm < math.inf:  # otherwise `step` stops or skips
+            self._owned.gradients.scale_(max_norm / (norm + 1e-6))
+        return torch.tensor(norm, dtype=torch.float64)
+
+    @torch.no_grad()
+    def scale_gradients_(self, factor: float) -> None:
+        """Multiply the gradient in place. Collective, with the same factor on every rank."""
+        self._prepare()
+        self._owned.gradients.scale_(factor)
+
+    @torch.no_grad()
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return a copy of a parameter's whole gradient, the same on every rank. Collective.
+
+        In the parameter's shape, in fp32 or wider, without the loss scale. None if it has none.
+        Raises ValueError for a parameter that this optimizer does not train.
+        """
+        name = next((name for name, p in self._named.items() if p is parameter), None)
+        if name is None:
+            raise ValueError("the tensor is no parameter of this optimizer")
+        if name in self._prepare():
+            return None
+        return self._owned.full_gradient(name, parameter).div_(self._scale.value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard all gradients: those of parameters become None, or zeros without `set_to_none`.
+
+        None stays None; from stage 1 on, only `full_gradient` shows the zeros. Without a call, the
+        next backward adds to what `step` has used, as in torch. Local; waits for reductions in
+        flight.
+        """
+        self._reduction.clear(set_to_none)
+
+    def _prepare(self) -> frozenset[str]:
+        """Make sure that the gradients are means, with the user's changes. Collective.
+
+        Returns the names of parameters without a gradient.
+        """
+        self._reduction.synchronize()
+        return self._owned.gradients.collect()
+
+    def _agreed_norm(self, norm_type: float) -> float:
+        """Return the norm of the mean gradient of this rank's group. Collective.
+
+        Not finite if that of any group is not, so that all ranks skip or stop together.
+        """
+        shards = [shard for _, shard in self._owned.shards()]
+        norm = global_norm(self.group, shards, norm_type, self._kernels) / self._scale.value
+        if self.group.size == self._collectives.size:
+            return norm
+        total = torch.tensor([norm], dtype=torch.float64)
+        self._collectives.all_reduce(total).wait()
+        return norm if math.isfinite(total) else float(total)

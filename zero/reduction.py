@@ -1,0 +1,194 @@
+"""The reduction of a step's gradients over ranks."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import Parameter
+
+from zero.buckets import GradientBuckets
+from zero.collectives import Collectives, CompletedWork, Work
+from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.layout import Bucket
+from zero.master_weights import OptimizerShard
+from zero.norms import FiniteCheck
+from zero.step_weights import BatchWeight
+from zero.sync_schedule import SyncSchedule
+
+
+class StepReduction:
+    """The reduction of gradients: buckets, batch weights, and the consensus on them.
+
+    A small all-reduce of the ranks' weights ends a reduction. At stage 2 every micro-batch is
+    reduced by itself, and ranks may have different numbers of them. So a rank announces each one by
+    the same all-reduce, and ranks that have finished contribute zeros until every rank is done:
+
+        rank 0   announce   buckets   announce   buckets   done
+        rank 1   announce   buckets   done       zeros     done
+    """
+
+    def __init__(
+        self, owned: OptimizerShard, hook: CommHook, schedule: SyncSchedule, *, alone: bool
+    ) -> None:
+        self._gradients, self._hook, self._schedule = owned.gradients, hook, schedule
+        self._sharded, every_micro_batch = owned.sharded, owned.stage == 2
+        self.steps = 0  # taken, skipped ones included
+        self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
+        self.weight = BatchWeight(
+            self._counted_ranks, every_micro_batch=every_micro_batch, alone=alone
+        )
+        self.finite = FiniteCheck(enabled=not alone)  # of this rank's gradients
+        announce = self._announce if every_micro_batch else None
+        self.buckets = GradientBuckets(
+            self._gradients,
+            self.weight,
+            self.finite,
+            reduce=self._reduce,
+            announce=announce,
+            finish=self.finish,
+        )
+        self._names: list[str] = []
+        self._finished_weight: float | None = None  # of what was reduced since the last step
+        self.waited_s = 0.0  # in `finish`
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks over which the current step is averaged."""
+        return self._schedule.group(self.steps)
+
+    @property
+    def _counted_ranks(self) -> int:
+        return 1 if self._small_range else self.group.size
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Add buckets of parameters by name. Collective, between steps."""
+        self.buckets.add(buckets, parameters)
+        self._names.extend(parameters)
+        if any(bucket.dtype == torch.float16 for bucket in buckets) and not self._small_range:
+            self._small_range = True
+            self.weight.begin_group(1)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Launch the remaining buckets, wait for all, and make means of the sums. Collective.
+
+        Raises ValueError if the weights of all ranks sum to 0, and RuntimeError if their batches
+        differ.
+        """
+        start = time.perf_counter()
+        try:
+            self._finish()
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+    def _finish(self) -> None:
+        self.weight.finish()
+        self.buckets.begin()
+        self.buckets.launch_remaining()
+        weight, divisor, missing, late = self._totals()
+        unused = self._unused() if missing else frozenset()
+        if not divisor > 0:
+            self.clear(set_to_none=True)
+            raise ValueError(f"the ranks' weights sum to {weight}: at least one needs a sample")
+        self._gradients.finish(self.weight.unit / divisor, unused)
+        self.buckets.end(again=bool(late))
+        if late:
+            self._finish()
+            return
+        self._finished_weight = (self._finished_weight or 0.0) + weight
+        self.weight.reset(usual=divisor / self.group.size)
+
+    def synchronize(self) -> None:
+        """Finish, unless backward has done so since the last step or `zero_grad`. Collective.
+
+        Raises RuntimeError if the last backward was interrupted.
+        """
+        self.buckets.check_ended()
+        self.buckets.forget_dropped()
+        if self._finished_weight is None or self.buckets.begun or not self._gradients.exist:
+            self.finish()
+
+    def begin_weighted(self) -> None:
+        """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
+        self.buckets.forget_dropped()
+        if self.buckets.begun:
+            return
+        if self._gradients.exist and not self._gradients.held:
+            raise RuntimeError(
+                "a gradient was assigned before optimizer.backward(loss, weight=...), which would "
+                "weigh it too: call share(n) and loss.backward()"
+            )
+        if not self._sharded:
+            self._gradients.collect()
+            self._gradients.set_aside()
+
+    def pass_backward(self) -> None:
+        """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
+        self.buckets.begin()
+        self.weight.begin_backward()
+        if self.buckets.syncing:
+            self.finish()
+
+    def clear(self, set_to_none: bool) -> None:
+        """Discard all gradients."""
+        self.buckets.clear(set_to_none)
+        self._finished_weight = None
+
+    def end_step(self) -> float:
+        """Begin another step; return the weight of this one, in samples. Local."""
+        weight, self._finished_weight = self._finished_weight or 0.0, None
+        group = self.group
+        self.steps += 1
+        if self.group is not group:  # units must be the same on all of its ranks
+            self.weight.begin_group(self._counted_ranks)
+        self.weight.end_step()
+        self.finite.reset()
+        return weight
+
+    def _reduce(self, index: int, layout: Bucket) -> Work:
+        """Start the communication hook on a bucket, which owns its memory until it has finished."""
+        group = self.group
+        if group.size == 1:
+            return CompletedWork()
+        flat = self._gradients.flat(index)
+        return self._hook(ReducibleBucket(index, layout, flat, group, self._sharded))
+
+    def _announce(self) -> None:
+        """Announce a micro-batch. Collective; does not wait."""
+        if self.group.size > 1:
+            self.group.all_reduce(torch.tensor([1.0, *[0.0] * 7], dtype=torch.float64))
+
+    def _totals(self) -> tuple[float, float, float, float]:
+        """Wait until all ranks have finished, and return four sums over them. Collective.
+
+        The samples, the divisor of the sum of gradients, the parameters without a gradient, and the
+        gradients that need another reduction.
+        """
+        own_weight, digest = self.weight, float(self.weight.digest)
+        checked = float(own_weight.has_digest)
+        figures = [own_weight.weight, own_weight.divisor, self.buckets.missing, self.buckets.late]
+        if self.group.size == 1:
+            weight, divisor, missing, late = figures
+            return weight, divisor, missing, late
+        own = [0.0, *figures, checked, digest, digest * digest]
+        while True:
+            counts = torch.tensor(own, dtype=torch.float64)
+            self.group.all_reduce(counts).wait()
+            running, weight, divisor, missing, late, ranks, total, squares = counts.tolist()
+            if running:
+                self.buckets.contribute_zeros()
+                continue
+            if ranks * squares != total * total:
+                raise RuntimeError(
+                    "the ranks drew different samples for one global batch: seed the sampler "
+                    "alike on all ranks"
+                )
+            return weight, divisor, missing, late
+
+    def _unused(self) -> frozenset[str]:
+        """Return the names of parameters that no rank has used. Collective."""
+        flags = torch.tensor([n in self.buckets.used for n in self._names], dtype=torch.float64)
+        if self.group.size > 1:
+            self.group.all_reduce(flags).wait()
+        by_name = zip(self._names, flags.tolist(), strict=True)
+        return frozenset(name for name, ranks in by_name if not ranks)
