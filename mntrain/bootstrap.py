@@ -38,7 +38,7 @@ from mntrain.kernels import DeviceKernels
 from mntrain.rank_info import Place, Usage, device_memory, peak_memory
 from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS
-from mntrain.watch.recorder import Recorder
+from mntrain.watch.recorder import Recorder, pid_namespace
 from mntrain.watch.side_channel import SideChannel, listen
 from mntrain.watch.watchdog import Watchdog
 from zero.layout import MIB
@@ -253,7 +253,8 @@ def _start_engine(parts: WorldParts) -> None:
     """Start the communication thread, which makes all MPI calls from here on."""
     rank, comm = parts.comm.rank, parts.comm
     listener, address = listen() if rank in MONITORS and comm.size > 1 else (None, None)
-    own = Member(parts.watch.host, os.getpid()), address, secrets.token_bytes(32)
+    member = Member(parts.watch.host, parts.hosts[rank], os.getpid(), pid_namespace())
+    own = member, address, secrets.token_bytes(32)
     members, addresses, keys = zip(*comm.gather_objects(own), strict=True)
     parts.resources.callback(lambda: parts.watchdog.close())  # noqa: PLW0108 - it is not made yet
     engine = parts.engine = ProgressEngine()

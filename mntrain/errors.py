@@ -189,7 +189,7 @@ class ExceptionWatch:
 
     def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
         installed_here = self._process == os.getpid()
-        if installed_here:
+        if installed_here and (self.size == 1 or isinstance(error, OF_ALL_RANKS)):
             self.on_error(error)
         if installed_here and isinstance(error, AgreedError):
             error.report()

@@ -216,16 +216,17 @@ class World:
         """
         return self._own_loop.metrics(run_dir, config)
 
-    def stop_requested(self, max_minutes: float | None = None) -> bool:
+    def stop_requested(self, max_minutes: float | None = None, *, grace: float = 30.0) -> bool:
         """Return True if any rank was asked to end before the previous call. Collective.
 
         The same on all ranks, which call it once a step; no rank waits for another. Requests are
         SIGINT, SIGTERM, SIGUSR1 and SIGUSR2, which from the first call on do not end the process (a
-        second SIGINT does), the end of the batch job, and `max_minutes` of the first call
-        since the world was made; the last two leave time for a step and a checkpoint. Raises
-        AgreedError if `max_minutes` of the first call is no number.
+        second SIGINT does), the end of the batch job, and `max_minutes`; the last two leave time
+        for a step and a checkpoint. A job whose ranks have not agreed `grace` seconds after a
+        signal is ended with a report: give more than two of the longest steps take. The arguments
+        of the first call since the world was made count. Raises AgreedError if they are no numbers.
         """
-        return self._own_loop.stop_requested(max_minutes)
+        return self._own_loop.stop_requested(max_minutes, grace)
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Collective."""
@@ -299,12 +300,12 @@ class World:
         self._parts.resources.pop_all()  # frees collectively
         self._parts.comm.abandon()  # ends a blocking wait in the communication thread
         self._parts.engine.abandon()
+        self._own_loop.close()
         self._parts.watchdog.close()
         for optimizer in self._optimizers:
             with suppress(RuntimeError, AgreedError):  # of parameters that were still in flight
                 optimizer.close()
         self._parts.watch.uninstall()
-        self._own_loop.close()
 
     def __enter__(self) -> Self:
         return self

@@ -43,7 +43,7 @@ class Stream:
     """
 
     def __init__(self, name: str, ranks: Sequence[int] | None = None) -> None:
-        self.name, self._ranks = name, ranks
+        self.name, self.ranks = name, None if ranks is None else tuple(ranks)
         self.queue: deque[Future[Any]] = deque()
         self.active: deque[PendingCollective[Any]] = deque()
         self.begun = 0
@@ -69,17 +69,26 @@ class Stream:
 
     @property
     def oldest(self) -> Ticket | None:
-        """The ticket of the oldest collective that has begun and not finished."""
-        if self.active:
+        """The ticket of the oldest collective that has begun and not finished.
+
+        Safe from any thread.
+        """
+        try:
             return self.active[0].ticket
-        return self.queue[0].ticket if self.queue and self.queue[0].started else None
+        except IndexError:
+            pass
+        try:
+            first = self.queue[0]
+        except IndexError:
+            return None
+        return first.ticket if first.started else None
 
     def awaited_rank(self, ticket: Ticket) -> int | None:
         """Return the only rank of the world that a collective waits for; None if it is all."""
         signature = ticket.signature
         if signature.verb != "broadcast":
             return None
-        return signature.root if self._ranks is None else self._ranks[signature.root]
+        return signature.root if self.ranks is None else self.ranks[signature.root]
 
     def begin(self, ticket: Ticket) -> None:
         """Number a collective that begins."""
@@ -89,7 +98,7 @@ class Stream:
         if self.observer is not None:
             awaited = self.awaited_rank(ticket)
             if awaited is None:
-                awaited = -1 if self._ranks is None else -2
+                awaited = -1 if self.ranks is None else -2
             text = text_of(ticket.signature)
             self.observer.collective_begins(self.name, ticket.number, text, ticket.site, awaited)
 

@@ -5,6 +5,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from mntrain.metrics.files import json_text, open_metrics, write_summary
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.ranks import Ranks
 from mntrain.run.delayed import DelayedSum
-from mntrain.run.directory import RunDirectory
+from mntrain.run.directory import RunDirectory, write_early_end
 from mntrain.run.means import to_float, weight_problem
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
@@ -63,6 +64,8 @@ class MetricsLog:
         self._last: dict[str, float] = {}
         self._start = time.perf_counter()
         self._timer = StepTimer(world.collectives)
+        self._early_end = partial(write_early_end, directory.path)
+        world.watchdog.at_end.append(self._early_end)
         self._open = True
 
     def log(self, step: int, *, weight: float = 1.0, **values: float | Tensor) -> None:
@@ -115,6 +118,8 @@ class MetricsLog:
 
     def abandon(self) -> None:
         """Close metrics.jsonl without waiting for other ranks. Local."""
+        if self._open:
+            self._world.watchdog.at_end.remove(self._early_end)
         self._open = False
         if self._file is not None:
             self._file.close()

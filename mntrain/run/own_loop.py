@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from mntrain.ranks import Ranks
 from mntrain.run.checkpointing import SaveInterval
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.comparison import compare_config
-from mntrain.run.directory import CONFIG_FILE, RunDirectory, start_recording, write_early_end
+from mntrain.run.directory import CONFIG_FILE, RunDirectory, start_recording
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.resources import resources
 from mntrain.run.signals import Deadline, StopRequests
@@ -93,18 +92,19 @@ class OwnLoop:
                 (directory.path / CONFIG_FILE).write_text(toml_text(config))
         made = MetricsLog(self._world, directory, lambda: self._describe(directory))
         self._logs[directory] = made
-        self._world.watchdog.at_end.append(partial(write_early_end, directory.path))
         return made
 
-    def stop_requested(self, max_minutes: float | None) -> bool:
+    def stop_requested(self, max_minutes: float | None, grace: float) -> bool:
         """Return True if the job is to end, on all ranks. Collective. See `World`."""
         if self._stop is None:
             environment = os.environ if self._world.master else {}
             with self._world.agreement():
                 if not (max_minutes is None or isinstance(max_minutes, Real)):
                     raise ValueError(f"max_minutes is {max_minutes!r}: give a number, or None")
+                if not (isinstance(grace, Real) and grace > 0):
+                    raise ValueError(f"grace is {grace!r}: give seconds above 0")
                 deadline = Deadline(max_minutes, environment, self._start)
-            self._stop = StopRequests(self._world, deadline, self._longest_save_s)
+            self._stop = StopRequests(self._world, deadline, self._longest_save_s, grace)
         return self._stop.poll()
 
     def settle(self) -> None:

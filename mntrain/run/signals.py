@@ -28,7 +28,6 @@ PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SPARE_FRACTION = 0.05
 _MAX_SPARE_S = 30.0
 _MIN_ALLOCATION_SPARE_S = 5.0
-GRACE_S = 30.0  # after a signal, for the step to end
 
 
 class SignalRequests:
@@ -36,16 +35,19 @@ class SignalRequests:
 
     A second SIGINT raises KeyboardInterrupt, except inside `deferred`. With a watchdog, the job
     ends `grace_s` seconds after the first signal unless `agreed` is called before; and with several
-    ranks, at the second signal. `on_signal` is called with the number of every signal.
+    ranks, at the second signal. `option` is what the user sets the seconds with. `on_signal` is
+    called with the number of every signal.
     """
 
     def __init__(
         self,
         watchdog: Watchdog | None = None,
-        grace_s: float = GRACE_S,
+        grace_s: float = math.inf,
+        option: str = "",
         on_signal: Callable[[int], None] = lambda number: None,
     ) -> None:
-        self._watchdog, self._grace_s, self._on_signal = watchdog, grace_s, on_signal
+        self._watchdog, self._on_signal = watchdog, on_signal
+        self._grace_s, self._option = grace_s, option
         self._second_interrupts = True
         self.first: signal.Signals | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
@@ -65,8 +67,9 @@ class SignalRequests:
     def __enter__(self) -> Self:
         signals = (INTERRUPT, *PREEMPT)
         self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
-        if self._watchdog is not None and self._watchdog.expect_signals(signals, self._grace_s):
-            self._second_interrupts = self._watchdog.alone
+        watchdog = self._watchdog
+        if watchdog is not None and watchdog.expect_signals(signals, self._grace_s, self._option):
+            self._second_interrupts = watchdog.alone
         return self
 
     def agreed(self) -> None:
@@ -143,17 +146,23 @@ class StopRequests:
     """Requests to end a job, agreed over all ranks one `poll` after they arrive.
 
     Signals are noted from construction to `close`. Only the master's deadline counts, since clocks
-    of nodes may differ. `longest_save_s` returns the seconds that a save has taken so far.
+    of nodes may differ. `longest_save_s` returns the seconds that a save has taken so far. A job
+    whose ranks do not agree within `grace_s` seconds after a signal is ended.
     """
 
     def __init__(
-        self, world: Ranks, deadline: Deadline, longest_save_s: Callable[[], float]
+        self,
+        world: Ranks,
+        deadline: Deadline,
+        longest_save_s: Callable[[], float],
+        grace_s: float,
     ) -> None:
         self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
         on_signal = world.recorder.signal_arrived
-        self._signals = SignalRequests(world.watchdog, on_signal=on_signal)
+        option = "grace of world.stop_requested"
+        self._signals = SignalRequests(world.watchdog, grace_s, option, on_signal)
         self._signals.__enter__()
         self._sum = DelayedSum(world.collectives)
         self._longest_step_s, self._last_poll = 0.0, time.monotonic()

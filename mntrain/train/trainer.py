@@ -66,8 +66,9 @@ class Trainer:
         self._model, self._optimizer = job.model, job.optimizer
         self._checkpointing, self._reporter = job.checkpointing, job.reporter
         on_signal = world.recorder.signal_arrived
-        self._signals = SignalRequests(world.watchdog, config.run.grace, on_signal)
-        world.watchdog.at_end.append(partial(write_early_end, job.run_dir))
+        self._signals = SignalRequests(world.watchdog, config.run.grace, "--run.grace", on_signal)
+        self._early_end = partial(write_early_end, job.run_dir)
+        world.watchdog.at_end.append(self._early_end)
         self._means = MeanAccumulator(world.rank)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
@@ -98,6 +99,7 @@ class Trainer:
             if result.status in EXIT_CODES:
                 result.reason = stop_reason(self._world, signals, self._job.deadline)
             reporter.finish(summarize(self._world, self._config, self._job, result))
+            self._world.watchdog.at_end.remove(self._early_end)
         if result.error:
             raise result.error
         return EXIT_CODES.get(result.status, 0)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from mntrain.watch.rank_status import RankStatus, StalledWait
 
+UNCONNECTED = "there is no connection to it"
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -31,25 +33,32 @@ def name(ranks: Collection[int], hosts: Sequence[str]) -> str:
 
 
 def awaited_by(wait: StalledWait, evidence: Evidence) -> set[int]:
-    """Return the ranks that have not begun the collective for which a rank waits."""
+    """Return the ranks that have not begun the collective for which a rank waits.
+
+    Of a broadcast, only the root counts, until it has begun.
+    """
     awaited = set(evidence.left) | set(evidence.silent)
     for rank, status in evidence.statuses.items():
         if status.begun.get(wait.stream, wait.number + 1) <= wait.number:
             awaited.add(rank)
-    return awaited if wait.awaited_rank is None else awaited & {wait.awaited_rank}
+    if wait.ranks is not None:
+        awaited &= set(wait.ranks)
+    return {wait.awaited_rank} if wait.awaited_rank in awaited else awaited
 
 
 def find_culprits(evidence: Evidence) -> tuple[set[int], set[int]]:
     """Return the ranks that wait for others, and those that these wait for in the end.
 
-    A rank that is waited for and waits itself is no culprit, unless all do. The second set is empty
-    where every rank has begun what it waits for: then messages do not arrive.
+    A rank that is waited for and waits itself is no culprit, unless all do; nor is one of which
+    nothing is known, unless there is no other. The second set is empty where every rank has begun
+    what it waits for: then messages do not arrive.
     """
     waits = {r: s.wait for r, s in evidence.statuses.items() if s.wait is not None}
     awaited: set[int] = set()
     for wait in waits.values():
         awaited |= awaited_by(wait, evidence)
-    return set(waits), (awaited - set(waits)) or awaited
+    unknown = {rank for rank, why in evidence.silent.items() if why == UNCONNECTED}
+    return set(waits), (awaited - set(waits) - unknown) or (awaited - set(waits)) or awaited
 
 
 def headline(evidence: Evidence) -> str:

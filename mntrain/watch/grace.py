@@ -4,11 +4,14 @@ import signal
 import time
 
 _SENDERS_S = 1.0  # in which a launcher and a scheduler may both pass on one signal
-_ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of these ends a job
+_ENDING = (signal.SIGINT, signal.SIGTERM)  # one of these ends a job that has had a signal
 
 
 class Grace:
-    """The time that is left after one of some signals. `second_ends`: a second one ends it."""
+    """The time that is left after one of some signals.
+
+    `second_ends`: a second one ends it. `option` is what the user sets the seconds with.
+    """
 
     def __init__(
         self,
@@ -16,8 +19,10 @@ class Grace:
         seconds: float = 0.0,
         *,
         second_ends: bool = False,
+        option: str = "",
     ) -> None:
         self.numbers, self._seconds, self._second_ends = numbers, seconds, second_ends
+        self._option = option
         self._first_at: float | None = None
         self.deadline: float | None = None
         self.reason = ""
@@ -32,7 +37,7 @@ class Grace:
             self._first_at, self.deadline = now, now + self._seconds
             self.reason = (
                 f"{name} on rank {rank}: the step has not ended within {self._seconds:g} s "
-                "(--run.grace)"
+                f"({self._option})"
             )
             self.interrupt = number == signal.SIGINT
         elif self._second_ends and number in _ENDING and now > self._first_at + _SENDERS_S:

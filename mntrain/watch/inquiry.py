@@ -1,10 +1,9 @@
 """A question of a monitor to all ranks, why something takes so long, and their answers."""
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from mntrain.watch.diagnosis import Evidence
+from mntrain.watch.diagnosis import UNCONNECTED, Evidence
 from mntrain.watch.rank_status import RankStatus, process_state
 
 ANSWER_S = 3.0  # for the ranks to answer
@@ -14,8 +13,14 @@ ANSWER_S = 3.0  # for the ranks to answer
 class Member:
     """A rank's process, as all ranks know it from the start."""
 
-    host: str
+    host: str  # by name, which several may have
+    host_key: int  # of its memory, the same only for ranks that share it
     pid: int
+    pid_namespace: str
+
+    def sees(self, other: "Member") -> bool:
+        """Return whether the other one's process has the same number here."""
+        return (self.host_key, self.pid_namespace) == (other.host_key, other.pid_namespace)
 
 
 @dataclass
@@ -29,7 +34,7 @@ class Inquiry:
     reason: str
     code: int
     asked: set[int]
-    since: float = field(default_factory=time.monotonic)
+    since: float  # on the monotonic clock
     statuses: dict[int, RankStatus] = field(default_factory=dict)
 
     def over(self, now: float) -> bool:
@@ -42,10 +47,10 @@ class Inquiry:
         for rank, member in enumerate(members):
             if rank in self.statuses or rank in left:
                 continue
-            if member.host == hosts[monitor]:
+            if members[monitor].sees(member):
                 silent[rank] = process_state(member.pid)
             elif rank in self.asked:
                 silent[rank] = "its node does, so its process is stopped, or held in C code"
             else:
-                silent[rank] = "there is no connection to it"
+                silent[rank] = UNCONNECTED
         return Evidence(len(members), self.statuses, hosts, left, silent)

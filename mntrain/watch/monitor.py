@@ -1,9 +1,11 @@
 """The part of the watchdog on ranks 0 and 1: finds out who waits for whom, and who was lost."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from mntrain.watch import diagnosis
@@ -13,7 +15,8 @@ from mntrain.watch.side_channel import Closed, Message, SideChannel
 
 MONITORS = (0, 1)
 TAKE_OVER_S = 5.0  # until rank 1 acts in the place of rank 0
-CONNECT_S = 30.0  # until ranks without a connection are named
+CONNECT_S = 60.0  # until ranks without a connection are named, which try several times
+ANSWERED_S = 1.0  # a message of rank 0 may arrive this much before one that it has answered
 
 
 class EndJob(Protocol):
@@ -47,18 +50,19 @@ class Monitor:
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
         self._connected: set[int] = set()  # at any time so far
+        self._failed: set[int] = set()  # ranks that wait until the others have left
         self._inquiry: Inquiry | None = None
-        self._take_over_at: float | None = None
-        self._take_over_ends = False
+        self._take_over: _TakeOver | None = None  # on rank 1, while rank 0 owes an answer
+        self._answered_at = {"waiting": -math.inf, "late": -math.inf}  # by rank 0
         self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
         self._name_unconnected_at: float | None = time.monotonic() + CONNECT_S
 
     def look(self, now: float) -> None:
         """Act on what is due by the clock."""
         self._connected |= set(self._channel.peers)
-        if self._take_over_at is not None and now > self._take_over_at:
-            self._take_over_at = None
-            self._ask(ends=self._take_over_ends)
+        if self._take_over is not None and now > self._take_over.at:
+            due, self._take_over = self._take_over, None
+            self._ask(ends=due.ends, reason=due.reason, code=due.code)
         if self._inquiry is not None and self._inquiry.over(now):
             inquiry, self._inquiry = self._inquiry, None
             self._conclude(inquiry)
@@ -69,18 +73,18 @@ class Monitor:
     def on_message(self, peer: int, message: Message) -> None:
         """Act on a message of a rank, which may be this one."""
         match message["kind"]:
-            case "waiting":
-                self._on_waiting(ends=bool(message["ends"]))
-            case "late" if self._acts:
-                self._ask(ends=True, reason=message["reason"], code=int(message["code"]))
-            case "handled":
-                self._take_over_at = None
+            case "waiting" | "late" as kind:
+                self._on_request(kind, message)
+            case "answered":
+                self._answered_at[message["what"]] = time.monotonic()
+                self._take_over = None
             case "status" if self._inquiry is not None:
                 self._inquiry.statuses[peer] = RankStatus.from_message(message["status"])
             case "left":
                 self._on_left(peer)
             case "failed" if peer == message["report"]["rank"]:
                 self.left.add(peer)
+                self._failed.add(peer)
                 for other in set(self._channel.peers) - {peer}:
                     self._channel.send(other, message)
 
@@ -89,10 +93,11 @@ class Monitor:
         if peer in self.left or not (self._acts or peer == 0):
             return
         hosts = [member.host for member in self._members]
+        keys = [member.host_key for member in self._members]
         if closed.error is None:
             lost, how = [peer], "its process has ended without a word (was it killed?)"
         else:
-            lost = [r for r, host in enumerate(hosts) if host == hosts[peer] and r not in self.left]
+            lost = [r for r, key in enumerate(keys) if key == keys[peer] and r not in self.left]
             how = f"the node, or the network to it, does not answer ({closed.error.strerror})"
         verb = "is" if len(lost) == 1 else "are"
         reason = f"{diagnosis.name(lost, hosts)} {verb} lost: {how}"
@@ -106,14 +111,22 @@ class Monitor:
         gone = 0 in self._connected and 0 not in self._channel.peers
         return self._rank == 0 or gone
 
-    def _on_waiting(self, *, ends: bool) -> None:
-        if self._acts and (ends or time.monotonic() > self._quiet_until):
-            self._ask(ends=ends)
-        elif not self._acts and self._take_over_at is None:
-            self._take_over_at = time.monotonic() + TAKE_OVER_S
-            self._take_over_ends = ends
-        elif not self._acts:
-            self._take_over_ends |= ends
+    def _on_request(self, kind: str, message: Message) -> None:
+        """Act if it is this rank's turn; else prepare to act unless rank 0 answers."""
+        now = time.monotonic()
+        if self._acts:
+            if self._rank == 0:
+                self._channel.send(1, {"kind": "answered", "what": kind})
+            if kind == "late":
+                self._ask(ends=True, reason=message["reason"], code=int(message["code"]))
+            elif message["ends"] or now > self._quiet_until:
+                self._ask(ends=bool(message["ends"]))
+        elif now > self._answered_at[kind] + ANSWERED_S:
+            due = self._take_over or _TakeOver(now + TAKE_OVER_S)
+            due.ends |= kind == "late" or bool(message["ends"])
+            if kind == "late":
+                due.reason, due.code = message["reason"], int(message["code"])
+            self._take_over = due
 
     def _ask(self, *, ends: bool, reason: str = "", code: int = 1) -> None:
         """Ask all ranks for their status; if they are being asked, let the answers count for it."""
@@ -122,9 +135,7 @@ class Monitor:
                 self._inquiry.ends, self._inquiry.code = True, code
                 self._inquiry.reason = reason or self._inquiry.reason
             return
-        if self._rank == 0:
-            self._channel.send(1, {"kind": "handled"})
-        self._inquiry = Inquiry(ends, reason, code, set(self._channel.peers))
+        self._inquiry = Inquiry(ends, reason, code, set(self._channel.peers), time.monotonic())
         self._inquiry.statuses[self._rank] = self._own_status()
         for peer in self._channel.peers:
             self._channel.send(peer, {"kind": "ask"})
@@ -155,7 +166,7 @@ class Monitor:
         """Let ranks that run but do not answer print their stacks, on order of a neighbour."""
         for rank in inquiry.asked - inquiry.statuses.keys():
             member = self._members[rank]
-            near = [r for r in inquiry.statuses if self._members[r].host == member.host]
+            near = [r for r in inquiry.statuses if self._members[r].sees(member)]
             if self._rank in near:
                 print_stack(member.pid)
             elif near:
@@ -163,9 +174,8 @@ class Monitor:
 
     def _on_left(self, peer: int) -> None:
         self.left.add(peer)
-        everyone = set(range(len(self._members)))
-        for failed in self.left:
-            if self.left | {self._rank} >= everyone:
+        if len(self.left) == len(self._members):
+            for failed in self._failed:
                 self._channel.send(failed, {"kind": "others left"})
 
     def _name_unconnected(self) -> None:
@@ -176,6 +186,16 @@ class Monitor:
                 f"{len(missing)} ranks on {', '.join(hosts)} have no TCP connection to rank 0: a "
                 "hang or a loss there will not be explained; allow TCP between the hosts of the job"
             )
+
+
+@dataclass
+class _TakeOver:
+    """What rank 1 asks in the place of rank 0, at a time."""
+
+    at: float
+    ends: bool = False
+    reason: str = ""
+    code: int = 1
 
 
 def print_stack(pid: int) -> None:

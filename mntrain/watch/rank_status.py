@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,8 +17,10 @@ from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.ticket import INTERNAL
 
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
+_LIBRARIES = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")]
 _MAX_FRAMES = 30
 _COMM = str(Path(engine.__file__).parent)
+START = "a call that all ranks make at the start of a world"
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """Lets a rank print its stack, also while the interpreter is held in C code."""
 
@@ -32,6 +35,7 @@ class StalledWait:
     site: str  # file:line of the call
     seconds: float  # without any progress
     awaited_rank: int | None  # None: all ranks of the stream
+    ranks: tuple[int, ...] | None = None  # of the stream; None: all of the world
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class RankStatus:
     begun: Mapping[str, int]  # collectives, by stream
     wait: StalledWait | None
     stack: str  # of the training thread, innermost call last
-    place: str  # of its innermost frame outside of the package and torch: "file:line in function"
+    place: str  # of its innermost frame outside of libraries: "file:line in function"
     debugged: bool  # whether a debugger holds the training thread
 
     def to_message(self) -> dict[str, Any]:
@@ -56,7 +60,10 @@ class RankStatus:
         """Return the status of a JSON object. Raises KeyError and TypeError for another one."""
         values = {name: message[name] for name in cls.__dataclass_fields__}
         wait = values["wait"]
-        return cls(**{**values, "wait": None if wait is None else StalledWait(**wait)})
+        if wait is not None:
+            ranks = wait["ranks"]
+            values["wait"] = StalledWait(**{**wait, "ranks": None if ranks is None else (*ranks,)})
+        return cls(**values)
 
 
 def own_status(rank: int, progress: ProgressEngine, thread: int, stalled_s: float) -> RankStatus:
@@ -69,7 +76,7 @@ def own_status(rank: int, progress: ProgressEngine, thread: int, stalled_s: floa
     own = [frame for frame, name in zip(frames, names, strict=True) if _is_users(name)]
     innermost, wait = (own or frames)[-1:], _wait_of(progress, stalled_s)
     frames = [frame for frame in frames if not frame.f_code.co_filename.startswith("<frozen")]
-    while wait is not None and frames[-1].f_code.co_filename.startswith(_COMM):
+    while wait is not None and frames and frames[-1].f_code.co_filename.startswith(_COMM):
         frames.pop()
     return RankStatus(
         rank=rank,
@@ -90,7 +97,10 @@ def process_state(pid: int) -> str:
     words = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended"}
     words |= {"D": "blocked in the kernel, for example in file access", "X": "ended"}
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        text = (
+            Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+        )  # a name is any bytes
+        state = text.rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return "ended"
     except (OSError, IndexError):
@@ -100,12 +110,13 @@ def process_state(pid: int) -> str:
 
 def _wait_of(progress: ProgressEngine, stalled_s: float) -> StalledWait | None:
     awaited = progress.awaited()
-    ticket = awaited[0].oldest if awaited else None
-    if awaited is None or ticket is None:
+    if awaited is None:
         return None
-    stream, what = awaited[0], str(ticket.signature)
-    rank = stream.awaited_rank(ticket)
-    return StalledWait(stream.name, ticket.number, what, ticket.site, stalled_s, rank)
+    stream = awaited[0]
+    if (ticket := stream.oldest) is None:  # of the start of the world, which the stack shows
+        return StalledWait(stream.name, stream.begun, START, "", stalled_s, None, stream.ranks)
+    what, rank = str(ticket.signature), stream.awaited_rank(ticket)
+    return StalledWait(stream.name, ticket.number, what, ticket.site, stalled_s, rank, stream.ranks)
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
@@ -121,4 +132,4 @@ def _summary(frames: list[FrameType]) -> traceback.StackSummary:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((*INTERNAL, "<")) and "importlib" not in filename
+    return not filename.startswith((*INTERNAL, *_LIBRARIES, "<"))

@@ -8,7 +8,12 @@ Every rank connects to the monitors, ranks 0 and 1. The state of a connection te
 
 since a kernel acknowledges for a stopped process (keep-alive: RFC 1122, 4.2.3.6; user timeout: RFC
 5482). Messages are JSON objects, one a line. Both ends prove first that they know the secret of the
-job (HMAC-SHA256 of the other's challenge), which the ranks exchange over MPI.
+job (HMAC-SHA256 of the other's challenge), which the ranks exchange over MPI:
+
+    monitor     {"challenge": C}
+    rank        {"rank": R, "proof": of C, "challenge": D}
+    monitor     {"proof": of D}
+    rank        {"joined": true}    only now the monitor counts the rank as connected
 """
 
 import fcntl
@@ -18,6 +23,7 @@ import secrets
 import selectors
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -26,6 +32,7 @@ Message = dict[str, Any]
 
 LOST_S = 20  # until a node without a network counts as lost
 CONNECT_S = 3.0  # per address
+_GREETING_S = 10.0  # for the rest of the greeting, which a busy host takes long for
 _MAX_LINE = 1 << 20
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
@@ -76,7 +83,7 @@ class SideChannel:
     def connect(self, monitor: int, address: Address) -> None:
         """Connect to a monitor, by the first of its addresses that answers as such.
 
-        Raises OSError if none does.
+        Raises OSError if none does; then it may be tried again.
         """
         candidates = [*address.addresses]
         if address.host == socket.gethostname():
@@ -107,19 +114,22 @@ class SideChannel:
             elif key.fileobj is self._wake_reader:
                 for number in self._read_wakes():
                     yield self._rank, {"kind": "signal", "number": number}
-            else:
+            elif key.data.socket.fileno() >= 0:  # not replaced a moment ago
                 yield from self._receive(key.data)
+        for stranger in [s for s in self._strangers if s.since < time.monotonic() - _GREETING_S]:
+            self._drop(stranger)
 
     def wake(self) -> None:
         """End the current `poll`. Safe from any thread and from a signal handler."""
         with suppress(OSError):
             self._wake_writer.send(b"\0")
 
-    def close(self) -> None:
-        """Close all connections, also in a forked child."""
+    def close(self, *, in_child: bool = False) -> None:
+        """Close all connections; in a forked child, without a word to the peers."""
         connections = [*self._connections.values(), *self._strangers]
         for connection in connections:
-            connection.flush()
+            if not in_child:
+                connection.flush()
             connection.socket.close()
         self._connections.clear()
         self._strangers.clear()
@@ -131,14 +141,16 @@ class SideChannel:
     def _connect(self, monitor: int, where: tuple[str, int]) -> "_Connection":
         own = socket.create_connection(where, CONNECT_S)
         try:
+            own.settimeout(_GREETING_S)
             connection = _Connection(own)
             challenge = secrets.token_hex(16)
             theirs = connection.read_line()["challenge"]
             proof = self._proof("rank", self._rank, theirs)
             connection.send({"rank": self._rank, "proof": proof, "challenge": challenge})
-            answer = connection.read_line().get("proof", "")
-            if not hmac.compare_digest(answer, self._proof("monitor", monitor, challenge)):
-                raise OSError(f"{where} is no monitor of this job")
+            answer = connection.read_line()["proof"]
+            if not _equal(answer, self._proof("monitor", monitor, challenge)):
+                raise ValueError("another secret")
+            connection.send({"joined": True})
         except (KeyError, ValueError) as error:
             own.close()
             raise OSError(f"{where} is no monitor of this job") from error
@@ -149,45 +161,55 @@ class SideChannel:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with suppress(OSError):
+        try:
             own, _ = self._listener.accept()
-            connection = _Connection(own)
-            own.setblocking(False)
-            connection.challenge = secrets.token_hex(16)
-            connection.send({"challenge": connection.challenge})
-            self._strangers.append(connection)
-            self._selector.register(own, selectors.EVENT_READ, connection)
+        except OSError:  # the peer has gone, or no descriptor is free
+            time.sleep(0.01)
+            return
+        own.setblocking(False)
+        connection = _Connection(own)
+        connection.challenge = secrets.token_hex(16)
+        connection.send({"challenge": connection.challenge})
+        self._strangers.append(connection)
+        self._selector.register(own, selectors.EVENT_READ, connection)
 
     def _receive(self, connection: "_Connection") -> Iterator[tuple[int, Message | Closed]]:
         messages, closed = connection.receive()
-        if connection in self._strangers and messages:
-            first = messages.pop(0)
-            if not self._admit(connection, first):
-                closed = Closed(None)
-        known = connection.rank is not None
-        if connection.rank is not None:
-            for message in messages:
+        for message in messages:
+            if connection.rank is not None:
                 yield connection.rank, message
+            elif not self._greet(connection, message):
+                closed = Closed(None)
+                break
         if closed is not None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-            if known and connection.rank is not None:
-                self._connections.pop(connection.rank, None)
+            self._drop(connection)
+            if connection.rank is not None:
                 yield connection.rank, closed
-            elif connection in self._strangers:
-                self._strangers.remove(connection)
 
-    def _admit(self, connection: "_Connection", hello: Message) -> bool:
-        """Let a rank in that proves to know the secret; return whether it does."""
-        rank, challenge = hello.get("rank"), hello.get("challenge")
+    def _drop(self, connection: "_Connection") -> None:
+        """Close one connection."""
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if connection.rank is None:
+            self._strangers.remove(connection)
+        else:
+            del self._connections[connection.rank]
+
+    def _greet(self, connection: "_Connection", message: Message) -> bool:
+        """Go on with the greeting of a stranger; return False if it does not know the secret."""
+        if connection.proven is not None:
+            self._strangers.remove(connection)
+            if earlier := self._connections.get(connection.proven):  # which the rank gave up
+                self._drop(earlier)
+            connection.rank = connection.proven
+            self._connections[connection.rank] = connection
+            return True
+        rank, challenge = message.get("rank"), message.get("challenge")
         if not isinstance(rank, int) or not isinstance(challenge, str):
             return False
-        expected = self._proof("rank", rank, connection.challenge)
-        if not hmac.compare_digest(str(hello.get("proof")), expected):
+        if not _equal(message.get("proof"), self._proof("rank", rank, connection.challenge)):
             return False
-        self._strangers.remove(connection)
-        connection.rank = rank
-        self._connections[rank] = connection
+        connection.proven = rank
         connection.send({"proof": self._proof("monitor", self._rank, challenge)})
         return True
 
@@ -198,7 +220,7 @@ class SideChannel:
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
     def _proof(self, role: str, rank: int, challenge: str) -> str:
-        text = f"{role} {rank} {challenge}".encode()
+        text = f"{role} {rank} {challenge}".encode(errors="replace")
         return hmac.new(self._secret, text, "sha256").hexdigest()
 
     def _read_wakes(self) -> list[int]:
@@ -214,8 +236,10 @@ class _Connection:
 
     def __init__(self, own: socket.socket) -> None:
         self.socket = own
-        self.rank: int | None = None
-        self.challenge = ""
+        self.since = time.monotonic()
+        self.challenge = ""  # that the peer must answer
+        self.proven: int | None = None  # the peer's rank, once it has answered
+        self.rank: int | None = None  # the same, once it has joined
         self._received = b""
         self._unsent = b""
         options = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 3, "USER_TIMEOUT": 1000 * LOST_S}
@@ -295,8 +319,15 @@ def _own_addresses() -> list[str]:
     )
 
 
+def _equal(given: object, expected: str) -> bool:
+    return hmac.compare_digest(str(given).encode(errors="replace"), expected.encode())
+
+
 def _parse(line: bytes) -> Message:
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("a message is too deep") from error
     if not isinstance(message, dict):
         raise ValueError("a message is a JSON object")
     return message

@@ -9,6 +9,7 @@ MPI_Abort; a rank that is still there after some seconds ends itself.
 
 import atexit
 import faulthandler
+import math
 import os
 import queue
 import signal
@@ -29,6 +30,9 @@ from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, own_status
 from mntrain.watch.side_channel import Address, Closed, Message, SideChannel
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
+PRINT_S = 2.0  # for the report and the summary, of which a hung file system keeps neither back
+RECONNECT_S = 10.0  # between attempts to connect to a monitor
+ATTEMPTS = 4
 MAX_TICK_S = 1.0
 REPEAT_S = 10.0  # until the end of a job that hangs is asked for again
 
@@ -57,7 +61,8 @@ class Watchdog:
         self._channel, self._monitors, self._fail = channel, monitors, fail
         self._timeout, self._warn_after = timeout, warn_after
         self.at_end: list[Callable[[str, str], None]] = []
-        """Called on rank 0 before the job ends, with the status and the reason of its end."""
+        """Called on rank 0 before the job ends, with the status and the reason of its end; by
+        another thread. Who appends one removes it when the run is over."""
         self._thread_of_training = threading.main_thread().ident or 0
         self._monitor: Monitor | None = None
         if rank in MONITORS:
@@ -71,6 +76,7 @@ class Watchdog:
                 warn=lambda text: _print(f"warning: {text}"),
                 end_job=self._end_job,
             )
+        self._connect_at, self._attempts = -math.inf, 0
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
         self._left: set[int] = set()  # peers
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
@@ -113,17 +119,18 @@ class Watchdog:
         """True in a world of one."""
         return self._size == 1
 
-    def expect_signals(self, numbers: Collection[int], grace_s: float) -> bool:
+    def expect_signals(self, numbers: Collection[int], grace_s: float, option: str) -> bool:
         """End the job some seconds after one of these signals, or at the second. Local.
 
-        It works while the main thread is held in C code, too. Returns False if it cannot, since the
-        interpreter's wakeup descriptor is in use. Called by the main thread.
+        `option` is what the user sets the seconds with. It works while the main thread is held in C
+        code, too. Returns False if it cannot, since the interpreter's wakeup descriptor is in use.
+        Called by the main thread.
         """
         previous = signal.set_wakeup_fd(self._channel.wake_descriptor, warn_on_full_buffer=False)
         if previous != -1:
             signal.set_wakeup_fd(previous)
             return False
-        self._grace = Grace(frozenset(numbers), grace_s, second_ends=not self.alone)
+        self._grace = Grace(frozenset(numbers), grace_s, second_ends=not self.alone, option=option)
         return True
 
     def ignore_signals(self) -> None:
@@ -141,12 +148,9 @@ class Watchdog:
 
     def _run(self) -> None:
         channel = self._channel
-        for monitor, address in self._monitors.items():
-            if monitor < self._rank and not self._closed:
-                with suppress(OSError):  # rank 0 names those that it does not hear of
-                    channel.connect(monitor, address)
         try:
             while not self._closed:
+                self._connect(time.monotonic())
                 for peer, message in channel.poll(self._tick):
                     if isinstance(message, Closed):
                         self._on_closed(peer, message)
@@ -159,6 +163,22 @@ class Watchdog:
                 channel.send(peer, {"kind": "left"})
         finally:
             channel.close()
+
+    def _connect(self, now: float) -> None:
+        """Connect to the monitors below this rank, in a few attempts."""
+        if self._attempts == ATTEMPTS or now < self._connect_at:
+            return
+        missing = [m for m in self._monitors if m < self._rank and m not in self._channel.peers]
+        self._attempts, self._connect_at = self._attempts + 1, now + RECONNECT_S
+        failed = False
+        for monitor in missing:
+            if not self._closed:
+                try:
+                    self._channel.connect(monitor, self._monitors[monitor])
+                except OSError:  # rank 0 names those that it does not hear of
+                    failed = True
+        if not failed:
+            self._attempts = ATTEMPTS
 
     def _look(self, now: float) -> None:
         """Compare the times with their limits."""
@@ -226,24 +246,30 @@ class Watchdog:
             self._monitor.on_closed(peer, closed)
         elif peer not in self._left and not self._channel.peers:
             reason = f"rank {self._rank} has lost its connections to ranks 0 and 1"
-            self._end_job(reason, reason=reason, status="lost", code=1)
+            if self._timeout is None:
+                _print(f"warning: {reason}")
+            else:
+                self._end_job(reason, reason=reason, status="lost", code=1)
 
     def _end_job(self, report: str, *, reason: str, status: str, code: int) -> None:
         """Print a report, and end the job."""
-        _print(f"error: {report}")
-        for call in self.at_end if self._rank == 0 else []:
-            try:
-                call(status, reason)
-            except Exception as error:
-                _print(f"warning: the summary cannot be written: {error}")
+
+        def tell() -> None:
+            _print(f"error: {report}")
+            for call in [*self.at_end] if self._rank == 0 else []:
+                try:
+                    call(status, reason)
+                except Exception as error:
+                    _print(f"warning: the summary cannot be written: {error}")
+
         for peer in self._channel.peers:
             self._channel.send(peer, {"kind": "end", "code": code})
+        _call_for(PRINT_S, tell)
         self._leave_job(code, aborts=True)
 
     def _leave_job(self, code: int, *, aborts: bool) -> None:
         """Abort, or be aborted; end this process if nothing else does. Does not return."""
-        with suppress(Exception):
-            sys.stdout.flush()
+        _call_for(PRINT_S, sys.stdout.flush)
         if aborts:
             time.sleep(0.3)  # the launcher may drop what it has not forwarded before an abort
             threading.Thread(target=mpi.abort, args=(code,), daemon=True).start()
@@ -256,7 +282,19 @@ class Watchdog:
             with suppress(ValueError):
                 signal.set_wakeup_fd(-1)
         self._closed = True
-        self._channel.close()
+        self._channel.close(in_child=True)
+
+
+def _call_for(seconds: float, function: Callable[[], object]) -> None:
+    """Call a function in a thread of its own, and wait for some seconds at most."""
+
+    def call() -> None:
+        with suppress(Exception):
+            function()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _print(text: str) -> None:

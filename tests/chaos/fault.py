@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import mntrain
 
@@ -31,13 +33,31 @@ class Loader:
 
     def __init__(self, kind, faulty):
         self.kind, self.faulty = kind, faulty
+        if kind in WORKERS:
+            samples = Samples(WORKERS[kind] if faulty else lambda: None)
+            self.batches = iter(DataLoader(samples, batch_size=4, num_workers=1))
 
     def batch(self, step):
         """One batch; in the faulty step of the faulty rank, what the kind says."""
         if self.faulty and step == STEP:
             stamp()
             FAULTS.get(self.kind, lambda: None)()
-        return torch.randn(4, 32)
+        return next(self.batches) if self.kind in WORKERS else torch.randn(4, 32)
+
+
+class Samples(Dataset):
+    """Samples that a worker process makes, in whose third batch it acts."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index == 4 * STEP + 1:
+            self.act()
+        return torch.randn(32)
 
 
 def stamp():
@@ -68,6 +88,25 @@ def pause(seconds):
     os.kill(parent, signal.SIGSTOP)
 
 
+def run_out_of_memory():
+    """Take more memory than a cgroup of this process allows, which a child removes afterwards."""
+    group, parent = MEMORY / f"mntrain-fault-{os.getpid()}", os.getpid()
+    group.mkdir()
+    if os.fork() == 0:
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        while group.exists():
+            try:
+                group.rmdir()
+            except OSError:
+                time.sleep(0.1)
+        os._exit(0)
+    (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    (group / "cgroup.procs").write_text(str(parent))
+    bytearray(os.urandom(1 << 20)) * 1024
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")  # version 1
 BUG = "a bug of one rank"
 FAULTS = {
     "hang": lambda: time.sleep(1000),
@@ -77,11 +116,19 @@ FAULTS = {
     "raises": lambda: fail(KeyError(BUG)),
     "memory": lambda: fail(MemoryError(BUG)),
     "exits": lambda: sys.exit(3),
+    "exits with 0": lambda: sys.exit(0),
+    "out of memory": run_out_of_memory,
     "vanishes": lambda: os._exit(1),
     "held": lambda: ctypes.PyDLL(None).sleep(1000),  # C code that keeps the interpreter
     "spins": spin,
     "slow": lambda: time.sleep(6),
     "paused": lambda: pause(seconds=4),  # by another process, as a debugger or a scheduler does
+}
+
+WORKERS = {  # what a process of a DataLoader does
+    "dead worker": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stuck worker": lambda: time.sleep(1000),
+    "slow worker": lambda: time.sleep(6),
 }
 
 
@@ -140,6 +187,9 @@ def extra_collectives(world, kind, *, now):
         first, second = second, first
     world.collectives.all_reduce(first).wait()
     world.collectives.all_reduce(second).wait()
+    if now and kind == "late to a broadcast":
+        time.sleep(1000)
+    world.collectives.broadcast(torch.ones(100_000)).wait()
     if now and kind == "one more":
         world.sum([1.0])
 

@@ -135,13 +135,15 @@ def mpirun(
     cwd: Path | None = None,
     cluster: Launcher | None = None,
     per_rank: bool = False,
+    cleanup: bool = True,
 ) -> Result:
     """Run `command` on `ranks` ranks and return what it left; afterwards no process of it lives.
 
     After `timeout` seconds every Python process of it writes its stacks, and all are killed. `env`
     adds to the environment; on a `cluster` the ranks run on its nodes, as many as it declares.
     With `per_rank` each rank writes to a file of its own; without, mpirun's stdout and stderr hold
-    what all ranks print.
+    what all ranks print. Without `cleanup`, MPICH's mpirun does not end the other ranks itself when
+    one has ended badly; Open MPI's always does.
     """
     words = [*(["sh", "-c", REDIRECT, "sh"] if per_rank else []), *map(str, command)]
     settings: Mapping[str, str] = {}
@@ -149,6 +151,7 @@ def mpirun(
         words, settings = cluster.mpirun(words)
     else:
         options = OPEN_MPI_OPTIONS if is_open_mpi() else []
+        options = options if cleanup or is_open_mpi() else ["-disable-auto-cleanup"]
         words = [find_mpirun(), "-n", str(ranks), *options, *words]
     with tempfile.TemporaryDirectory(prefix="mpirun-") as name:
         folder, start = Path(name), time.time()

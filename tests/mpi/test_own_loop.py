@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,8 @@ def test_wrong_arguments_of_log_are_refused(folder):
         assert "loss, norm is neither a number nor" in refusal(log.log, 2, **wrong)
         said = refusal(world.stop_requested, "soon")
         assert said == "max_minutes is 'soon': give a number, or None"
+        wrong_grace = partial(world.stop_requested, grace=0)
+        assert refusal(wrong_grace) == "grace is 0: give seconds above 0"
         assert "step_s is written by the log itself" in refusal(log.log, 2, step_s=1.0)
         log.log(2, weight=0, loss=1.0)
         assert refusal(log.log, 3, loss=1.0) == "metrics.log(2): the weights of all ranks are 0"

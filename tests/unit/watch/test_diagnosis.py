@@ -1,8 +1,9 @@
 """Who waits for whom, from made-up statuses."""
 
 import dataclasses
+import json
 
-from mntrain.watch.diagnosis import Evidence, details, find_culprits, headline, stacks
+from mntrain.watch.diagnosis import UNCONNECTED, Evidence, details, find_culprits, headline, stacks
 from mntrain.watch.rank_status import RankStatus, StalledWait
 
 
@@ -19,9 +20,9 @@ def status(rank, begun, wait=None, *, debugged=False):
     )
 
 
-def wait(stream, number, seconds=60.0, awaited_rank=None):
+def wait(stream, number, seconds=60.0, awaited_rank=None, ranks=None):
     return StalledWait(
-        stream, number, "all_reduce of 8 float32", "train.py:7", seconds, awaited_rank
+        stream, number, "all_reduce of 8 float32", "train.py:7", seconds, awaited_rank, ranks
     )
 
 
@@ -75,6 +76,34 @@ def test_only_the_root_of_a_broadcast_is_waited_for():
     assert find_culprits(found)[1] == {2}
 
 
+def test_the_root_of_a_broadcast_waits_for_the_rank_that_does_not_come():
+    found = evidence(
+        status(0, {"w": 2}, wait("w", 1, awaited_rank=0)),
+        status(1, {"w": 1}),
+        status(2, {"w": 2}, wait("w", 1, awaited_rank=0)),
+    )
+    assert find_culprits(found) == ({0, 2}, {1})
+
+
+def test_a_rank_outside_of_a_group_is_not_waited_for_there_though_it_has_left():
+    found = evidence(
+        status(0, {"g": 2}, wait("g", 1, ranks=(0, 1))),
+        status(1, {"g": 1}),
+        size=4,
+        left=[2],
+        silent={3: "stopped by a signal"},
+    )
+    assert find_culprits(found) == ({0}, {1})
+
+
+def test_a_rank_of_which_nothing_is_known_is_named_only_if_there_is_no_other():
+    waits = status(0, {"w": 2}, wait("w", 1))
+    found = evidence(waits, status(1, {"w": 1}), size=3, silent={2: UNCONNECTED})
+    assert find_culprits(found) == ({0}, {1})
+    found = evidence(waits, status(1, {"w": 2}, wait("w", 1)), size=3, silent={2: UNCONNECTED})
+    assert find_culprits(found) == ({0, 1}, {2})
+
+
 def test_ranks_without_an_answer_and_those_that_left_are_waited_for():
     found = evidence(
         status(0, {"w": 2}, wait("w", 1)), size=3, left=[1], silent={2: "stopped by a signal"}
@@ -96,7 +125,8 @@ def test_a_debugger_is_named():
 
 
 def test_a_status_survives_its_message():
-    for original in (status(1, {"w": 3}, wait("w", 2)), status(0, {})):
-        message = original.to_message()
+    waits = (wait("w", 2), wait("g", 0, ranks=(1, 2)), None)
+    for original in (status(1, {"w": 3}, own) for own in waits):
+        assert original.to_message() == dataclasses.asdict(original)
+        message = json.loads(json.dumps(original.to_message()))
         assert RankStatus.from_message(message) == original
-        assert message == dataclasses.asdict(original)

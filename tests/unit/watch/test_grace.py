@@ -10,13 +10,13 @@ SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
 
 
 def test_the_first_signal_begins_the_time():
-    left = Grace(SIGNALS, 5.0, second_ends=True)
+    left = Grace(SIGNALS, 5.0, second_ends=True, option="--run.grace")
     now = time.monotonic()
     assert not left.over(now + 1000)
     left.arrived(signal.SIGTERM, 2)
     assert not left.over(now + 4)
     assert left.over(now + 6)
-    assert "SIGTERM on rank 2: the step has not ended within 5 s" in left.reason
+    assert "SIGTERM on rank 2: the step has not ended within 5 s (--run.grace)" in left.reason
     assert not left.interrupt
 
 

@@ -1,5 +1,6 @@
 """The connections between ranks: messages, strangers, and what the end of one means."""
 
+import hmac
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from mntrain.watch import side_channel
 from mntrain.watch.side_channel import Closed, SideChannel, listen
 
 SECRET = b"s" * 32
@@ -40,6 +42,8 @@ def connected(monitor, rank=1, secret=SECRET):
     if errors:
         other.close()
         raise errors[0]
+    while rank not in channel.peers:
+        assert not list(channel.poll(0.05))
     return other
 
 
@@ -93,7 +97,15 @@ def test_a_rank_with_another_secret_is_not_let_in(monitor):
 
 @pytest.mark.parametrize(
     "line",
-    [b"nonsense\n", b"[1]\n", b'{"rank": 1, "proof": "00", "challenge": "11"}\n', b"x" * 2000],
+    [
+        b"nonsense\n",
+        b"[1]\n",
+        b"[" * 100_000 + b"\n",
+        b'{"rank": 1, "proof": "00", "challenge": "11"}\n',
+        '{"rank": 1, "proof": "\u00e9", "challenge": "\u00e9"}\n'.encode(),
+        b'{"rank": 1, "proof": "\\ud800", "challenge": "\\ud800"}\n',
+        b"x" * 2000,
+    ],
 )
 def test_a_stranger_gets_no_further_and_disturbs_nobody(monitor, line):
     other = connected(monitor)
@@ -108,6 +120,69 @@ def test_a_stranger_gets_no_further_and_disturbs_nobody(monitor, line):
     assert monitor[0].peers == [1]
     other.send(0, {"kind": "still here"})
     assert received(monitor[0]) == [(1, {"kind": "still here"})]
+    other.close()
+
+
+def half_greeted(monitor, rank):
+    """A socket on which a rank has proved that it knows the secret, and has not joined."""
+    stranger = socket.create_connection(("127.0.0.1", monitor[1].port))
+    while not monitor[0]._strangers:
+        list(monitor[0].poll(0.05))
+    challenge = json.loads(stranger.recv(1000))["challenge"]
+    proof = hmac.new(SECRET, f"rank {rank} {challenge}".encode(), "sha256").hexdigest()
+    hello = {"rank": rank, "proof": proof, "challenge": "11"}
+    stranger.sendall(json.dumps(hello).encode() + b"\n")
+    assert not list(monitor[0].poll(5))
+    assert json.loads(stranger.recv(1000)).keys() == {"proof"}
+    return stranger
+
+
+def test_a_rank_that_gives_up_its_greeting_is_not_lost_and_can_try_again(monitor):
+    half_greeted(monitor, 1).close()
+    for _ in range(5):
+        assert not list(monitor[0].poll(0.05))
+    assert monitor[0].peers == []
+    other = connected(monitor)
+    assert monitor[0].peers == [1]
+    other.close()
+
+
+def test_the_newest_connection_of_a_rank_replaces_the_earlier_one(monitor):
+    earlier, newer = connected(monitor), connected(monitor)
+    newer.send(0, {"kind": "new"})
+    assert received(monitor[0]) == [(1, {"kind": "new"})]
+    earlier.close()
+    for _ in range(5):
+        assert not list(monitor[0].poll(0.05))
+    newer.send(0, {"kind": "still here"})
+    assert received(monitor[0]) == [(1, {"kind": "still here"})]
+    newer.close()
+
+
+def test_a_stranger_that_says_nothing_is_dropped(monitor, monkeypatch):
+    monkeypatch.setattr(side_channel, "_GREETING_S", 0.2)
+    with socket.create_connection(("127.0.0.1", monitor[1].port)) as stranger:
+        for _ in range(10):
+            list(monitor[0].poll(0.1))
+        stranger.settimeout(20)
+        assert json.loads(stranger.recv(1000)).keys() == {"challenge"}
+        assert stranger.recv(1000) == b""
+
+
+def test_a_forked_child_says_nothing(monitor):
+    other = connected(monitor)
+    message = {"kind": "one", "text": "x" * 900_000}  # more than the kernel takes at once
+    other.send(0, message)
+    child = os.fork()
+    if child == 0:
+        other.close(in_child=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = []
+    while not found:
+        list(other.poll(0))
+        found += monitor[0].poll(0.05)
+    assert found == [(1, message)]
     other.close()
 
 

@@ -1,0 +1,221 @@
+"""When a monitor asks, warns and ends the job, by messages that tests make up."""
+
+import errno
+import time
+from functools import partial
+
+import pytest
+
+from mntrain.watch import monitor as monitors
+from mntrain.watch.inquiry import ANSWER_S, Member
+from mntrain.watch.monitor import CONNECT_S, TAKE_OVER_S, Monitor
+from mntrain.watch.rank_status import RankStatus, StalledWait
+from mntrain.watch.side_channel import Closed
+
+
+class Channel:
+    """Keeps what is sent."""
+
+    def __init__(self, peers):
+        self.peers, self.sent = list(peers), []
+
+    def send(self, peer, message):
+        if peer in self.peers:
+            self.sent.append((peer, message))
+
+    def taken(self, kind):
+        """The peers to which messages of a kind were sent, which are forgotten."""
+        found = [peer for peer, message in self.sent if message["kind"] == kind]
+        self.sent = [entry for entry in self.sent if entry[1]["kind"] != kind]
+        return found
+
+
+class World:
+    """One monitor of three ranks, and what it has done."""
+
+    def __init__(self, clock, rank, limit=100.0, hosts="aab", keys=(0, 0, 1)):
+        self.clock = clock
+        self.channel = Channel({0, 1, 2} - {rank})
+        self.warnings, self.ends = [], []
+        self.waits = {}  # by rank: seconds
+        members = [Member(hosts[r], keys[r], 100 + r, "") for r in range(3)]
+        self.monitor = Monitor(
+            rank,
+            members,
+            self.channel,
+            limit=limit,
+            warning_limit=10.0,
+            own_status=lambda: self.status(rank),
+            warn=self.warnings.append,
+            end_job=lambda report, **how: self.ends.append((report, how)),
+        )
+        self.pass_time(0.0)
+
+    def status(self, rank):
+        """A rank's status: in collective 4, or before it."""
+        wait = None
+        if rank in self.waits:
+            wait = StalledWait("w", 4, "all_reduce of 8", "a.py:1", self.waits[rank], None)
+        return RankStatus(rank, "a", 100, {"w": 5 if wait else 4}, wait, "stack\n", "a.py:2", False)
+
+    def hear(self, peer, kind, **content):
+        """Let a message arrive."""
+        self.monitor.on_message(peer, {"kind": kind, **content})
+
+    def answer(self, *ranks):
+        """Let ranks answer the monitor's question."""
+        assert set(self.channel.taken("ask")) >= set(ranks)
+        for rank in ranks:
+            self.hear(rank, "status", status=self.status(rank).to_message())
+        self.pass_time(0.0)
+
+    def pass_time(self, seconds):
+        """Let time pass."""
+        self.clock[0] += seconds
+        self.monitor.look(self.clock[0])
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Makes a world whose clock the test sets."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    return partial(World, clock)
+
+
+def test_a_wait_is_one_warning_and_then_one_report(make):
+    world = make(0)
+    world.waits = {0: 10.0, 1: 10.0}
+    world.hear(0, "waiting", ends=False)
+    world.hear(1, "waiting", ends=False)
+    world.answer(1, 2)
+    assert len(world.warnings) == 1
+    assert world.warnings[0].startswith("ranks 0, 1 on a have waited 10 s for rank 2 on b\n")
+    assert "the job ends after 100 s (--comm.timeout)" in world.warnings[0]
+    world.hear(1, "waiting", ends=False)  # a moment later
+    assert world.channel.taken("ask") == []
+    world.waits = {0: 100.0, 1: 100.0}
+    world.hear(0, "waiting", ends=True)
+    world.answer(1, 2)
+    ((report, how),) = world.ends
+    assert report.startswith("ranks 0, 1 on a have waited 100 s for rank 2 on b\n")
+    assert how == {"reason": report.splitlines()[0], "status": "stalled", "code": 1}
+    assert len(world.warnings) == 1
+
+
+def test_a_wait_that_is_over_when_the_answers_come_is_nothing(make):
+    world = make(0)
+    world.hear(1, "waiting", ends=True)
+    world.waits = {1: 3.0}
+    world.answer(1, 2)
+    assert (world.warnings, world.ends) == ([], [])
+
+
+def test_a_rank_that_does_not_answer_is_named_after_some_seconds(make, monkeypatch):
+    monkeypatch.setattr(monitors, "print_stack", lambda pid: None)
+    world = make(0, keys=(0, 1, 2))
+    world.waits = {0: 100.0, 1: 100.0}
+    world.hear(0, "waiting", ends=True)
+    world.answer(1)
+    assert world.ends == []
+    world.pass_time(ANSWER_S + 0.1)
+    assert "rank 2 on b: does not answer: its node does" in world.ends[0][0]
+
+
+def test_rank_1_leaves_it_to_rank_0_that_answers_whatever_the_order(make):
+    world = make(1)
+    world.hear(1, "waiting", ends=False)
+    world.hear(0, "answered", what="waiting")
+    world.hear(2, "waiting", ends=False)  # which rank 0 has answered already
+    world.pass_time(TAKE_OVER_S + 1)
+    assert world.channel.taken("ask") == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_rank_1_acts_for_a_rank_0_that_does_not_answer(make, ends):
+    world = make(1)
+    world.waits = {1: 100.0, 2: 100.0}
+    world.hear(2, "waiting", ends=False)
+    world.hear(1, "waiting", ends=ends)
+    assert world.channel.taken("ask") == []
+    world.pass_time(TAKE_OVER_S + 0.1)
+    world.answer(2)
+    world.pass_time(ANSWER_S + 0.1)
+    assert (len(world.warnings), len(world.ends)) == ((0, 1) if ends else (1, 0))
+
+
+def test_rank_1_ends_a_job_after_a_signal_if_rank_0_does_not_answer(make):
+    world = make(1)
+    world.waits = {1: 5.0}
+    world.hear(0, "answered", what="waiting")  # of another question: it does not count
+    world.hear(2, "late", reason="SIGTERM on rank 2: too late", code=1)
+    world.hear(1, "waiting", ends=False)
+    world.pass_time(TAKE_OVER_S + 0.1)
+    world.answer(2)
+    world.pass_time(ANSWER_S + 0.1)
+    ((report, how),) = world.ends
+    assert report.startswith("SIGTERM on rank 2: too late; rank 1 on a has waited 5 s for ")
+    assert how["code"] == 1
+
+
+def test_rank_0_tells_rank_1_of_every_answer_and_ends_a_job_after_a_signal(make):
+    world = make(0)
+    world.hear(2, "waiting", ends=False)
+    world.hear(1, "late", reason="SIGINT on rank 1: too late", code=130)
+    assert world.channel.taken("answered") == [1, 1]
+    world.answer(1, 2)
+    ((report, how),) = world.ends
+    assert report.startswith("SIGINT on rank 1: too late")
+    assert how["code"] == 130
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(100.0, 1), (None, 0)])
+def test_a_lost_rank_ends_the_job_if_there_is_a_limit(make, limit, ends):
+    world = make(0, limit=limit)
+    world.monitor.on_closed(2, Closed(None))
+    assert (len(world.ends), len(world.warnings)) == (ends, 1 - ends)
+    text = world.ends[0][0] if ends else world.warnings[0]
+    assert text.startswith("rank 2 on b is lost: its process has ended without a word")
+
+
+def test_all_ranks_of_a_lost_node_are_named_but_not_those_of_a_namesake(make):
+    world = make(0, hosts="aaa", keys=(0, 1, 1))
+    world.monitor.on_closed(2, Closed(OSError(errno.ETIMEDOUT, "Connection timed out")))
+    assert world.ends[0][0].startswith("ranks 1, 2 on a are lost: the node, or the network to it")
+    assert world.ends[0][1]["status"] == "lost"
+
+
+def test_a_rank_that_left_is_not_lost(make):
+    world = make(0)
+    world.hear(2, "left")
+    world.monitor.on_closed(2, Closed(None))
+    assert (world.ends, world.warnings) == ([], [])
+
+
+def test_rank_1_acts_once_rank_0_is_gone_but_not_before_it_was_there(make):
+    world = make(1)
+    world.monitor.on_closed(2, Closed(None))
+    assert world.ends == []  # rank 0 sees the same
+    world.channel.peers.remove(0)
+    world.monitor.on_closed(2, Closed(None))
+    assert len(world.ends) == 1
+
+
+def test_a_failed_rank_learns_when_all_others_have_left(make):
+    world = make(0)
+    world.hear(2, "failed", report={"rank": 2})
+    assert world.channel.taken("failed") == [1]
+    world.hear(1, "left")
+    assert world.channel.taken("others left") == []
+    world.hear(0, "left")
+    assert world.channel.taken("others left") == [2]
+
+
+def test_ranks_that_never_connect_are_named_once(make):
+    world = make(0)
+    world.channel.peers = [1]
+    world.monitor._connected = {1}
+    world.pass_time(CONNECT_S + 1)
+    world.pass_time(CONNECT_S + 1)
+    ((warning,),) = [world.warnings]
+    assert warning.startswith("1 ranks on b have no TCP connection to rank 0")
