@@ -1,13 +1,14 @@
 """Inject faults into jobs, and count those whose report names the right rank and cause.
 
-    python benchmarks/faults.py [--seed 0] [--count 100] [--timeout 6]
+    python benchmarks/faults.py [--seed 0] [--count 100] [--timeout 6] [--jobs 3]
 
 Each job trains a small model on 2 to 4 ranks; one rank does something wrong in its third step
 (tests/chaos/kinds.py has the kinds and what must be said of each). A job is right if it ends by
 itself, with an exit code that is not 0 unless it can go on, and its report names the rank and the
 cause. The time to the end runs from the fault, or for faults that make other ranks wait, from the
-end of their time limit. The benchmark also looks for processes and shared memory that jobs leave.
-Writes docs/results/faults.md. Takes about 10 s per fault.
+end of their time limit, to the end of mpirun; several jobs at a time share the machine. The
+benchmark also looks for processes and shared memory that jobs leave. Writes docs/results/faults.md,
+or faults-openmpi.md.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -43,6 +46,7 @@ class Outcome:
     rank: int
     ended: bool  # by itself
     right: bool  # rank, cause and exit code
+    left: list[str]  # processes and shared memory
     seconds: float | None  # from the fault, or the time limit, to the end
 
 
@@ -52,26 +56,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=option_types.count, default=100)
     parser.add_argument("--timeout", type=option_types.positive, default=6.0, help="seconds")
+    parser.add_argument("--jobs", type=option_types.count, default=3, help="at a time")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
     options = parser.parse_args()
-    source, before = random.Random(options.seed), shared_memory()
-    outcomes = []
-    for number in range(options.count):
-        kind, ranks = source.choice(list(KINDS)), source.randint(2, 4)
-        rank, stage = source.randrange(ranks), source.randrange(3)
-        outcome, text = inject(kind, rank, ranks, stage, options.timeout)
-        outcomes.append(outcome)
-        verdict = "right" if outcome.right else f"WRONG\n{text}"
-        print(f"{number}: {kind}, rank {rank} of {ranks}, stage {stage}: {verdict}", flush=True)
-    left = sorted(shared_memory() - before)
-    page = render(outcomes, left, options)
-    (options.output / "faults.md").write_text(page)
+    source, faults = random.Random(options.seed), []
+    for _ in range(options.count):
+        ranks = source.randint(2, 4)
+        faults.append(
+            (source.choice(list(KINDS)), source.randrange(ranks), ranks, source.randrange(3))
+        )
+    start = time.monotonic()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = list(pool.map(partial(inject, options.timeout), range(options.count), faults))
+    page = render(outcomes, (time.monotonic() - start) / 60, options)
+    (options.output / f"faults{'-openmpi' * is_open_mpi()}.md").write_text(page)
     print(page)
     return 0
 
 
-def inject(kind: str, rank: int, ranks: int, stage: int, timeout: float) -> tuple[Outcome, str]:
-    """Run one job; return its outcome and its report."""
+def inject(timeout: float, number: int, fault: tuple[str, int, int, int]) -> Outcome:
+    """Run one job with a fault: kind, rank, number of ranks, and stage. Print its result."""
+    kind, rank, ranks, stage = fault
     expected = KINDS[kind]
     limit = timeout if expected.waits else 10 * timeout
     script = ROOT / "tests" / "chaos" / "fault.py"
@@ -79,25 +84,26 @@ def inject(kind: str, rank: int, ranks: int, stage: int, timeout: float) -> tupl
     with tempfile.TemporaryDirectory() as folder:
         stamp = Path(folder, "stamp")
         environment = {"FAULT_STAMP": str(stamp)}
-        result = mpirun(ranks, [*command, "--timeout", str(limit)], timeout=JOB_S, env=environment)
-        end = time.time()
-        fault = float(stamp.read_text()) if stamp.exists() else None
+        command += ["--timeout", str(limit)]
+        start = time.time()
+        result = mpirun(
+            ranks, command, timeout=JOB_S, env=environment, cleanup=False, patience_s=10
+        )
+        happened = float(stamp.read_text()) if stamp.exists() else None
     found = re.search(expected.report.format(rank=rank), result.stderr) is not None
     completed = "completed" in result.stdout and result.returncode == 0
-    failed = result.returncode not in (0, None) or is_open_mpi()
+    failed = result.returncode in expected.codes or is_open_mpi()
     right = found and (completed if expected.completes else failed) and not result.timed_out
     seconds = None
-    if fault is not None and not expected.completes:
-        seconds = end - fault - (limit if expected.waits else 0)
-    return Outcome(kind, rank, not result.timed_out, right, seconds), result.report()
+    if happened is not None and not expected.completes and not result.timed_out:
+        seconds = start + result.seconds - happened - (limit if expected.waits else 0)
+    left = f", left {result.left}" if result.left else ""
+    verdict = f"right{left}" if right else f"WRONG{left}\n{result.report()}"
+    print(f"{number}: {kind}, rank {rank} of {ranks}, stage {stage}: {verdict}", flush=True)
+    return Outcome(kind, rank, not result.timed_out, right, result.left, seconds)
 
 
-def shared_memory() -> set[str]:
-    """Return the names of what lies in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
-
-
-def render(outcomes: list[Outcome], left: list[str], options: argparse.Namespace) -> str:
+def render(outcomes: list[Outcome], minutes: float, options: argparse.Namespace) -> str:
     """Return the page."""
     by_kind: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -105,14 +111,15 @@ def render(outcomes: list[Outcome], left: list[str], options: argparse.Namespace
     right = sum(outcome.right for outcome in outcomes)
     ended = sum(outcome.ended for outcome in outcomes)
     times = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
-    library = "Open MPI" if is_open_mpi() else "MPICH"
+    library = "Open MPI" if is_open_mpi() else "MPICH, with mpirun -disable-auto-cleanup"
+    left = sorted({name for outcome in outcomes for name in outcome.left})
     lines = [
         "# Jobs with injected faults",
         "",
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, {library}, Python "
         f"{platform.python_version()}, torch {torch.__version__}. Command: `python "
         f"benchmarks/faults.py --seed {options.seed} --count {options.count} --timeout "
-        f"{options.timeout:g}`.",
+        f"{options.timeout:g} --jobs {options.jobs}` ({minutes:.0f} min).",
         "In each job, one of 2 to 4 ranks does something wrong in its third step, at a random "
         "stage. The time runs from the fault, or for ranks that make others wait from the end of "
         "the time limit, to the end of mpirun.",
@@ -120,7 +127,8 @@ def render(outcomes: list[Outcome], left: list[str], options: argparse.Namespace
         f"- Faults: {len(outcomes)}. Jobs that ended by themselves: {ended}.",
         f"- Jobs whose exit code and report were right, with the rank and the cause: {right}.",
         f"- Time to the end: median {median(times):.1f} s, at most {max(times):.1f} s.",
-        f"- Left in /dev/shm: {', '.join(left) or 'nothing'}.",
+        "- Processes, and files of MPICH in /dev/shm, left 10 s after the end: "
+        f"{', '.join(left) or 'none'}.",
         "",
         "| kind | faults | right | median, s | most, s |",
         "|---|--:|--:|--:|--:|",

@@ -40,6 +40,7 @@ from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS
 from mntrain.watch.recorder import Recorder, pid_namespace
 from mntrain.watch.side_channel import SideChannel, listen
+from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S, limited_start
 from mntrain.watch.watchdog import Watchdog
 from zero.layout import MIB
 
@@ -64,8 +65,8 @@ class WorldSettings:
     wire_dtype: str = "fp32"
     gather_dtype: str = "fp32"
     transport: str = "auto"
-    timeout: float | None = 600.0
-    warn_after: float = 60.0
+    timeout: float | None = TIMEOUT_S
+    warn_after: float = WARN_AFTER_S
 
     @property
     def bucket_bytes(self) -> int:
@@ -142,6 +143,8 @@ def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldPar
     start, or the launcher started more ranks than MPI sees. Any other exception leaves an
     ExceptionWatch installed, which ends the job if nobody catches the exception.
     """
+    meeting = ExitStack()
+    meeting.enter_context(limited_start(settings.timeout))
     world, library = start_mpi(comm)
     watch = ExceptionWatch(world.rank, world.size, socket.gethostname())
     watch.install()
@@ -157,7 +160,10 @@ def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldPar
     try:
         for step in STEPS:
             step(parts)
+            if step is _start_engine:
+                meeting.close()  # from here on the watchdog watches
     except AgreedError:
+        meeting.close()
         resources.close()
         watch.install()  # lets rank 0 alone print the error if nobody catches it
         raise
@@ -195,6 +201,8 @@ def _find_topology(parts: WorldParts) -> None:
     before = time.time()
     parts.hosts = comm.node_keys()
     parts.met = before, time.time()
+    if comm.size == mpi.job_size():
+        mpi.unlink_segments()
     with agreement(comm.gather_objects, comm.rank):
         settings.check()
         parts.topology = Topology.from_hosts(parts.hosts, settings.ranks_per_node)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mntrain.bootstrap import WorldSettings
 from mntrain.checks.finding import print_warnings
+from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S
 from mntrain.world import World
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ def init(
     wire_dtype: str = "fp32",
     gather_dtype: str = "fp32",
     transport: str = "auto",
-    timeout: float | None = 600.0,
-    warn_after: float = 60.0,
+    timeout: float | None = TIMEOUT_S,
+    warn_after: float = WARN_AFTER_S,
 ) -> World:
     """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
 

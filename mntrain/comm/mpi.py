@@ -7,9 +7,12 @@ deferred to `start`.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -255,8 +258,13 @@ def _import_started() -> ModuleType:
     if not MPI.Is_initialized():
         check_before_mpi(MPI.Get_library_version())
         levels = {name: number for number, name in THREADS.items()}
-        MPI.Init_thread(levels.get(rc.thread_level, MPI.THREAD_MULTIPLE))
+        level = levels.get(rc.thread_level, MPI.THREAD_MULTIPLE)
+        _wait_until_all_ranks_have_started_mpi(MPI, level)
     return MPI
+
+
+def _wait_until_all_ranks_have_started_mpi(MPI: ModuleType, level: int) -> None:  # noqa: N803
+    MPI.Init_thread(level)  # its name is for the stack of a rank that waits too long
 
 
 def import_unstarted() -> ModuleType:
@@ -279,6 +287,19 @@ def import_unstarted() -> ModuleType:
 def barrier() -> None:
     """Wait for every rank of the job; start MPI unless it runs. Collective. Raises StartError."""
     _import_started().COMM_WORLD.Barrier()
+
+
+def unlink_segments() -> None:
+    """Remove the names of the files in which MPICH's ranks of a host share memory. Local.
+
+    All ranks of the job have started MPI, so they have mapped them: the kernel frees the memory
+    with the last process, however the job ends. MPICH itself removes them only at a clean end.
+    """
+    with suppress(OSError):  # no Linux; or another rank was faster
+        for name in re.findall(
+            r"/dev/shm/mpich_shm_\w+$", Path("/proc/self/maps").read_text(), re.M
+        ):
+            Path(name).unlink(missing_ok=True)
 
 
 def job_size() -> int:

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from mntrain.bootstrap import start_mpi
 from mntrain.cli import RefusedOptionsError, named_options, options_in_file
-from mntrain.config import MAY_DIFFER, RANK_OPTIONS, flag_of, words_of
+from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of, words_of
 from mntrain.errors import AgreedError, Given, agreement, compare
 from mntrain.ranks import Ranks
+from mntrain.watch.start_timer import TIMEOUT_S, limited_start
 
 T = TypeVar("T")
 
@@ -24,6 +25,11 @@ def agree_on_options(parsed: T | RefusedOptionsError) -> T:
     start, and if the launcher started more ranks than MPI sees. Versions and sources of packages
     are compared by the checks of the world (`mntrain.checks.all_ranks`).
     """
+    with limited_start(parsed.comm.timeout if isinstance(parsed, Config) else TIMEOUT_S):
+        return _agree(parsed)
+
+
+def _agree(parsed: T | RefusedOptionsError) -> T:
     comm, _ = start_mpi()
     try:
         with agreement(comm.gather_objects, comm.rank):

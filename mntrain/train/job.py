@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain import checkpoint, tasks
+from mntrain.checks.storage import existing_folder
 from mntrain.config import Config, OptimConfig
 from mntrain.data import sampling
 from mntrain.data.randomness import mixed_seed
@@ -136,12 +137,27 @@ class TrainingJob:
         with world.agreement():
             if self.saves:
                 saver.check()
+        if self.saves:
+            self._warn_of_little_space(world, sharded=config.zero.stage > 0 and world.size > 1)
         if resumed:
             self.checkpointing.continue_from(resumed)
             options = run_directory.JOB_OPTIONS
             checkpoint.load(resumed, self.model, self.optimizer, world, kept_options=options)
         # This configuration's schedule counts, even if the checkpoint was made with another.
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.train.steps, self.done)
+
+    def _warn_of_little_space(self, world: World, *, sharded: bool) -> None:
+        """Warn if a checkpoint will not fit on the disk. Collective."""
+        memory = self.optimizer.expected_memory()
+        own = memory.state + memory.master
+        nbytes = world.sum([own])[0] if sharded else own
+        nbytes += sum(tensor.nbytes for tensor in self.model.state_dict().values())
+        folder = existing_folder(self.run_dir)
+        if world.master and (free := shutil.disk_usage(folder).free) < nbytes:
+            self.reporter.warn(
+                f"a checkpoint takes about {nbytes / 1e6:.1f} MB, and {folder} has "
+                f"{free / 1e6:.1f} MB free: free space, or give another --run.dir"
+            )
 
 
 class JobData:

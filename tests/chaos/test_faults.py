@@ -16,8 +16,9 @@ QUICK = {("stopped", 0), ("killed", 1), ("continues", 0)}
 def run(kind, rank, *, timeout, ranks=3, stage=0):
     command = [sys.executable, FAULT, kind, rank, "--timeout", timeout, "--stage", stage]
     # MPICH's mpirun may otherwise kill all ranks before one of them can report.
-    result = mpirun(ranks, command, timeout=110, cleanup=False)
+    result = mpirun(ranks, command, timeout=110, cleanup=False, patience_s=10)
     assert not result.timed_out, result.report()
+    assert result.left == [], result.report()
     return result
 
 

@@ -86,6 +86,7 @@ class Result:
     outputs: list[str]  # by rank, stdout and stderr together; empty without `per_rank`
     stacks: dict[str, str]  # after a time limit: "rank 1, process 4711" -> the stack of each thread
     timed_out: bool
+    left: list[str]  # processes and shared memory that outlive mpirun, unless it was timed out
     seconds: float
 
     def report(self) -> str:
@@ -136,6 +137,7 @@ def mpirun(
     cluster: Launcher | None = None,
     per_rank: bool = False,
     cleanup: bool = True,
+    patience_s: float = 0.0,
 ) -> Result:
     """Run `command` on `ranks` ranks and return what it left; afterwards no process of it lives.
 
@@ -143,7 +145,8 @@ def mpirun(
     adds to the environment; on a `cluster` the ranks run on its nodes, as many as it declares.
     With `per_rank` each rank writes to a file of its own; without, mpirun's stdout and stderr hold
     what all ranks print. Without `cleanup`, MPICH's mpirun does not end the other ranks itself when
-    one has ended badly; Open MPI's always does.
+    one has ended badly; Open MPI's always does. After mpirun's end, processes have `patience_s` to
+    end, too.
     """
     words = [*(["sh", "-c", REDIRECT, "sh"] if per_rank else []), *map(str, command)]
     settings: Mapping[str, str] = {}
@@ -151,11 +154,13 @@ def mpirun(
         words, settings = cluster.mpirun(words)
     else:
         options = OPEN_MPI_OPTIONS if is_open_mpi() else []
+        # UCX ends MPI_Init if an interface that it found vanishes, as those of emulated nodes do.
+        settings = {} if is_open_mpi() else {"UCX_NET_DEVICES": "lo"}
         options = options if cleanup or is_open_mpi() else ["-disable-auto-cleanup"]
         words = [find_mpirun(), "-n", str(ranks), *options, *words]
     with tempfile.TemporaryDirectory(prefix="mpirun-") as name:
         folder, start = Path(name), time.time()
-        stacks, timed_out = {}, False
+        stacks, timed_out, left = {}, False, []
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
                 words,
@@ -168,11 +173,15 @@ def mpirun(
             )
             try:
                 process.wait(timeout)
+                end_time = time.time()
+                left = leftovers(folder, start, patience_s)
             except subprocess.TimeoutExpired:
+                end_time = time.time()
                 stacks, timed_out = collect_stacks(folder), True
             finally:
                 end(process, folder)
-                remove_orphaned_segments(start)
+                for segment in orphaned_segments(start):
+                    segment.unlink(missing_ok=True)
         outputs = [f"rank {rank}.output" for rank in range(ranks)] if per_rank else []
         return Result(
             command=["mpirun", "-n", str(ranks), *map(str, command)],
@@ -182,7 +191,8 @@ def mpirun(
             outputs=[read(folder / output) for output in outputs],
             stacks=stacks,
             timed_out=timed_out,
-            seconds=time.time() - start,
+            left=left,
+            seconds=end_time - start,
         )
 
 
@@ -247,8 +257,16 @@ def kill_all(folder: Path, spared: int | None = None) -> None:
         time.sleep(0.02)
 
 
-def remove_orphaned_segments(since: float) -> None:
-    """Remove what MPICH leaves in shared memory when its ranks do not reach MPI_Finalize.
+def leftovers(folder: Path, start: float, patience_s: float) -> list[str]:
+    """Return processes of a launch that ended, after some seconds, and its shared memory."""
+    deadline = time.monotonic() + patience_s
+    while (living := processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [f"process {pid}" for pid in living] + [str(path) for path in orphaned_segments(start)]
+
+
+def orphaned_segments(since: float) -> set[Path]:
+    """Return what MPICH leaves in shared memory when its ranks do not reach MPI_Finalize.
 
     The names tell nothing about the job, so: files newer than `since` that no process uses.
     """
@@ -263,8 +281,7 @@ def remove_orphaned_segments(since: float) -> None:
             files -= {line.split(maxsplit=5)[-1] for line in read(entry / "maps").splitlines()}
         except OSError:  # it ended meanwhile, or is another user's
             continue
-    for file in files:
-        Path(file).unlink(missing_ok=True)
+    return {Path(file) for file in files}
 
 
 def send(pid: int, number: int) -> None:

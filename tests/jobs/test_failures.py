@@ -201,6 +201,24 @@ def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder,
     assert summary(folder)["status"] == "stalled"
 
 
+@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, time\n"
+        "rank = os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+        f"time.sleep(1000 if rank == '{late}' else 0)\n"
+        "import mntrain\n"
+        "mntrain.init(timeout=3, warn_after=1)\n"
+    )
+    result = mpirun(3, [sys.executable, script], timeout=60)
+    assert result.returncode != 0
+    assert not result.timed_out
+    assert result.stderr.count("Timeout (0:00:0") == 1, result.report()
+    assert "in _wait_until_all_ranks_have_started_mpi" in result.stderr
+    assert f'File "{script}", line 5 in <module>' in result.stderr
+
+
 def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(

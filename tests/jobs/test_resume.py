@@ -167,6 +167,21 @@ def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_pa
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.parametrize(("room", "warnings"), [(400_000, 1), (700_000, 0)])
+def test_too_little_space_for_a_checkpoint_is_a_warning_at_the_start(tmp_path, room, warnings):
+    small = tmp_path / "run"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", small], check=True)
+    try:
+        result = train(2, tmp_path, "--zero.stage", "2", "--checkpoint.every", "2")
+    finally:
+        subprocess.run(["umount", small], check=True)
+    said = result.stderr.count("warning: a checkpoint takes about 0.5 MB, and ")
+    assert said == warnings, result.report()
+
+
+@pytest.mark.thorough
 def test_a_job_that_cannot_save_fails(tmp_path):
     corpus = write_corpus(tmp_path)
     (tmp_path / "run").mkdir()

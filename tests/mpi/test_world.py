@@ -1,6 +1,7 @@
 """Attributes, small collectives and agreed errors of a world."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ def combined(words, last):
 
 
 # Topology and places.
+
+
+def test_a_kill_would_leave_no_shared_memory_of_mpich(world):
+    world.barrier()
+    files = re.findall("/dev/shm/mpich_shm_.*", Path("/proc/self/maps").read_text())
+    assert files or RANKS == 1 or "MPICH" not in world.library.build
+    assert all(file.endswith(" (deleted)") for file in files)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
