@@ -52,13 +52,20 @@ def write_corpus(folder: Path, windows: int = 60) -> Path:
 
 
 def train(
-    ranks: int, folder: Path, *options: str, timeout: float = 100, env=None, cluster=None
+    ranks: int,
+    folder: Path,
+    *options: str,
+    timeout: float = 100,
+    env=None,
+    cluster=None,
+    cleanup=True,
 ) -> Result:
     """Run `python -m mntrain` on a small model and corpus; the run directory is folder/run."""
     corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
     words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
     command = [sys.executable, "-m", "mntrain", *words]
-    return mpirun(ranks, command, timeout=timeout, env=env, cwd=folder, cluster=cluster)
+    settings = {"timeout": timeout, "env": env, "cluster": cluster, "cleanup": cleanup}
+    return mpirun(ranks, command, cwd=folder, **settings)
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def test_an_exit_on_one_rank_ends_the_job(folder):
 
 @pytest.mark.thorough
 def test_a_killed_rank_ends_the_job(folder):
-    result = train(3, folder, "--task", "broken:Killed")
+    result = train(3, folder, "--task", "broken:Killed", cleanup=False)
     assert not result.timed_out, result.report()
     assert result.returncode not in (0, None)
     assert "rank 1 on" in result.stderr or is_open_mpi()
