@@ -121,15 +121,15 @@ class WorldParts:
 
     def usage(self) -> Usage:
         """Return the resources that this rank has used so far. Local."""
-        traffic = self.comm.traffic
+        traffic, busy_s = self.comm.traffic, self.collectives.busy_s
         return Usage(
             peak_memory=peak_memory(),
             node_messages=traffic.messages["node"],
             node_bytes=traffic.bytes["node"],
             cross_messages=traffic.messages["cross"],
             cross_bytes=traffic.bytes["cross"],
-            communication_s=self.collectives.busy_s,
-            exposed_s=self.collectives.waited_s,
+            communication_s=busy_s,
+            exposed_s=min(self.collectives.waited_s, busy_s),
             pinned_memory=self.collectives.pinned_bytes,
             **device_memory(self.device),
         )

@@ -63,7 +63,7 @@ class DataConfig:
     )
     glob: str = Field(default="**/*", description="pattern of the files to read in a folder.")
     valid_fraction: float = Field(
-        default=0.05, gt=0, lt=1, description="fraction of the data kept for validation."
+        default=0.05, ge=0, lt=1, description="fraction of the data kept for validation. 0: none."
     )
     workers: int = Field(
         default=0, ge=0, description="data-loader processes per rank. 0: load in the rank itself."

@@ -83,6 +83,9 @@ class Others(Protocol):
     def leave(self) -> None:
         """Tell the others that this rank leaves."""
 
+    def end_run(self, status: str, reason: str) -> None:
+        """Let the run's summary say how it ended, on rank 0."""
+
 
 class ExceptionWatch:
     """Hooks for uncaught exceptions, which abort the whole job. One per world.
@@ -135,8 +138,12 @@ class ExceptionWatch:
         sys.stdout.flush()
         sys.stderr.flush()
         if self.others is not None:
-            if not isinstance(error, RemoteRankError | KeyboardInterrupt):
-                self.others.tell_failure(self._describe(error))
+            own = f"{self._place} failed with {type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, RemoteRankError) else own
+            if not isinstance(error, KeyboardInterrupt):
+                self.others.end_run("crashed", text.partition("\n")[0])
+                if not isinstance(error, RemoteRankError):
+                    self.others.tell_failure(self._describe(error))
             self.others.leave()
         if isinstance(error, RemoteRankError):
             time.sleep(REMOTE_ABORT_S)

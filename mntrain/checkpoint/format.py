@@ -175,6 +175,7 @@ class Manifest:
     loss_scale: dict[str, Any]
     parameter_states: dict[str, ParameterState]
     checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
+    data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the run's data
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
 
     @property

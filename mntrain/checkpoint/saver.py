@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ class RunProgress:
     samples: int
     skipped_steps: int
     eval_loss: float | None
+    data: Mapping[str, Any] = field(default_factory=dict)  # fingerprint
 
 
 @dataclass(frozen=True)

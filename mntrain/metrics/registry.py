@@ -84,7 +84,7 @@ class StepRecord:
     communication: Annotated[float, Metric("master", "s")]
     """Time in which a collective was in progress."""
     exposed: Annotated[float, Metric("master", "s")]
-    """Time in which the master waited for a collective: communication that did not overlap."""
+    """The part of it in which the master waited: communication that did not overlap."""
     metrics: Annotated[dict[str, float], Metric("mean", named=True, row="line")]
     """The task's further means, from `Loss.metrics`."""
     skipped: Annotated[bool, Metric("same")] = False
@@ -154,9 +154,10 @@ class StepTimer:
 
     def times(self) -> dict[str, float]:
         """Return the times since the step began, by field of `StepRecord`."""
+        busy_s = self._collectives.busy_s - self._busy_s
         return {
             "step_s": time.perf_counter() - self._start,
-            "communication": self._collectives.busy_s - self._busy_s,
-            "exposed": self._collectives.waited_s - self._waited_s,
+            "communication": busy_s,
+            "exposed": min(self._collectives.waited_s - self._waited_s, busy_s),
             **self._phases,
         }

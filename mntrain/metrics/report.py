@@ -154,6 +154,11 @@ class Reporter:
             shown = "  ".join(f"{label} {text}" for label, text in evaluation)
             self.note(f"step {record.step}  {shown}", "bold")
 
+    def failed_step(self, step: int, reason: str) -> None:
+        """Append a line to metrics.jsonl for a step that was not completed."""
+        if self._metrics is not None:
+            self._metrics.write(json_text({"step": step, "error": reason}) + "\n")
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Print the result, memory and traffic; write summary.json last, atomically."""
         if not self._master:
@@ -218,7 +223,8 @@ class Reporter:
                 named = value if metric.named else {metric.summary.replace("_", " "): value}
                 facts += [(name, metric.format(item)) for name, item in named.items()]
         facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
-        facts.append(("items/s", count_text(summary["tokens_per_s"])))
+        rates = (count_text(summary[key]) for key in ("tokens_per_s", "step_tokens_per_s"))
+        facts.append(("items/s", "{}; in a step, without evaluation and saves, {}".format(*rates)))
         if flops := summary["model_flops_per_s"]:
             share, dtype = summary["utilisation"], summary["computes_in"]
             of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
@@ -252,8 +258,7 @@ def _traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
 
 def _overlap(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Return the median rank's time in communication, and its time waiting for it, as a text."""
-    # A rank may also wait for a collective that is not in progress yet.
-    busy = statistics.median(max(rank["communication_s"], rank["exposed_s"]) for rank in ranks)
+    busy = statistics.median(rank["communication_s"] for rank in ranks)
     waited = statistics.median(rank["exposed_s"] for rank in ranks)
     return f"communication {busy:.1f} s, of which exposed {waited:.1f} s"
 

@@ -25,7 +25,8 @@ from mntrain.ranks import Ranks
 from mntrain.watch.recording import recordings
 
 CONFIG_FILE = "config.toml"
-EARLY_ENDS = ("stalled", "lost")  # statuses of jobs that hung, or lost a rank
+# Statuses of jobs that hung, lost a rank, or ended by an exception of one rank.
+EARLY_ENDS = ("stalled", "lost", "crashed")
 
 
 def make_new(run_dir: Path) -> Path:
@@ -133,8 +134,8 @@ class RunDirectory:
 def expect_startable(run_dir: Path, *, saves: bool) -> None:
     """Raise ValueError unless the run in a directory may be started over.
 
-    It may if it was killed, or ended by the watchdog, before its first checkpoint, and the job that
-    starts it over `saves`.
+    It may if it was killed, or ended by a hang or an exception, before its first checkpoint, and
+    the job that starts it over `saves`.
     """
     if not saves or _has_result(run_dir) or list_checkpoints(run_dir):
         raise ValueError(f"{run_dir} holds a run already: give another run directory")

@@ -48,7 +48,7 @@ class MetricsLog:
 
     A context manager. At its end, or in `close`, it writes summary.json with the status
     "completed", "preempted" or "interrupted" (if `World.stop_requested` has returned True), or
-    "failed" (after an AgreedError). An exception on one rank alone leaves no summary.json.
+    "failed" (after an AgreedError). An exception on one rank alone makes it "crashed".
     """
 
     def __init__(
@@ -118,8 +118,6 @@ class MetricsLog:
 
     def abandon(self) -> None:
         """Close metrics.jsonl without waiting for other ranks. Local."""
-        if self._open:
-            self._world.watchdog.at_end.remove(self._early_end)
         self._open = False
         if self._file is not None:
             self._file.close()
@@ -151,6 +149,7 @@ class MetricsLog:
             with self._world.agreement():
                 if self._world.master:
                     write_summary(self._directory.path, summary)
+            self._world.watchdog.at_end.remove(self._early_end)
         finally:
             self.abandon()
 

@@ -52,8 +52,11 @@ class Task(ABC):
         """Return a new model, on the CPU. Torch's seed before the call is equal on all ranks."""
 
     @abstractmethod
-    def dataset(self, split: Split) -> Dataset[Any]:
-        """Return the map-style dataset (`len` and indexing) of a split, picklable for workers."""
+    def dataset(self, split: Split) -> Dataset[Any] | None:
+        """Return the map-style dataset (`len` and indexing) of a split, picklable for workers.
+
+        None or an empty one for "valid": no validation.
+        """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -126,4 +129,28 @@ def load(name: str, config: Config) -> Task:
         )
     if missing := sorted(found.__abstractmethods__):
         raise ValueError(f"task {name!r}: {class_name} lacks {', '.join(missing)}")
-    return found(config)
+    task = found(config)
+    if task.collate is not None and not inspect.signature(task.collate).parameters:
+        raise ValueError(
+            f"task {name!r}: collate of {class_name} gets the list of samples, but has no argument "
+            "for it: make it a @staticmethod"
+        )
+    return task
+
+
+def check_loss(loss: object, task: str) -> None:
+    """Raise TypeError with what to return unless a task's `loss` has returned a `Loss`. Local."""
+    fix = "return mntrain.tasks.Loss(mean, count, metrics)"
+    if not isinstance(loss, Loss):
+        raise TypeError(f"loss() of --task {task} returned a {type(loss).__name__}: {fix}")
+    for name, value in {"mean": loss.mean, **loss.metrics}.items():
+        if not isinstance(value, Tensor) or value.dim():
+            given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(
+                f"loss() of --task {task}: {name} is {given}, and must be a tensor of no dimension"
+            )
+    if not isinstance(loss.count, int) or loss.count < 0:
+        raise TypeError(
+            f"loss() of --task {task}: count is {loss.count!r}, and must be the number of items "
+            "that the mean is over, an int"
+        )

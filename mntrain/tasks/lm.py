@@ -167,8 +167,8 @@ class Windows(Dataset[Tensor]):
 class LanguageModel(Task):
     """Next-token prediction over bytes or token ids, by a small transformer.
 
-    The last `data.valid_fraction` of the windows, at least one, are the validation split. Raises
-    ValueError for data that is missing, malformed or too short.
+    The last `data.valid_fraction` of the windows, at least one unless it is 0, are the validation
+    split. Raises ValueError for data that is missing, malformed or too short.
     """
 
     def __init__(self, config: Config) -> None:
@@ -176,17 +176,22 @@ class LanguageModel(Task):
         data, context = config.data, config.model.context
         self._corpus_files = find_files(data.path, data.glob)
         tokens = Corpus(self._corpus_files)
-        if len(tokens) <= 2 * context:
+        both = data.valid_fraction > 0
+        needed = (1 + both) * context + 1
+        if len(tokens) < needed:
+            who = (
+                "training and validation need a window each" if both else "training needs a window"
+            )
             raise ValueError(
-                f"the data has {len(tokens)} tokens, but training and validation need a "
-                f"window each, {2 * context + 1} tokens with --model.context {context}: "
-                "give more data, or a shorter context"
+                f"the data has {len(tokens)} tokens, but {who}, {needed} tokens with "
+                f"--model.context {context}: give more data, or a shorter context"
             )
         self._is_text = tokens.is_text
         self._vocab = _vocabulary(tokens, config.model.vocab)
         self._windows = Windows(tokens, context, self._vocab)
         count = len(self._windows)
-        self._split = count - min(max(round(count * data.valid_fraction), 1), count - 1)
+        valid = min(max(round(count * data.valid_fraction), 1), count - 1)
+        self._split = count - (valid if data.valid_fraction else 0)
 
     def model(self) -> Transformer:
         """Return a new transformer of the configured size."""

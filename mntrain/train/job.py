@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
 
 from mntrain import checkpoint, tasks
 from mntrain.checks.storage import existing_folder
@@ -29,7 +31,8 @@ from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
 from mntrain.run.signals import Deadline
 from mntrain.train import run_directory
-from mntrain.train.task_comparison import compare_task
+from mntrain.train.fingerprint import differences
+from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -88,7 +91,7 @@ class TrainingJob:
         with world.agreement():
             self.task = tasks.load(config.task, config)
             self.data = JobData(world, config, self.task)
-        compare_task(world, self.task, self.data.datasets)
+        self.fingerprint = compare_task(world, self.task, self.data.datasets)
         with world.agreement():
             torch.manual_seed(config.run.seed)
             self.model = self.task.model().to(world.device, self.precision.parameters)
@@ -146,6 +149,13 @@ class TrainingJob:
         # This configuration's schedule counts, even if the checkpoint was made with another.
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.train.steps, self.done)
 
+    def changed_data(self) -> list[str]:
+        """Return what of the data differs from that of the checkpoint, by name. Local."""
+        if self.resumed is None:
+            return []
+        random = partial(find_random, self.data.datasets)
+        return differences(self.resumed.manifest.data, self.fingerprint, random)
+
     def _warn_of_little_space(self, world: World, *, sharded: bool) -> None:
         """Warn if a checkpoint will not fit on the disk. Collective."""
         memory = self.optimizer.expected_memory()
@@ -164,16 +174,14 @@ class JobData:
     """The samples of a task: the batches of this rank, and those it validates on. Local."""
 
     def __init__(self, world: World, config: Config, task: tasks.Task) -> None:
-        self._train, self._valid = task.dataset("train"), task.dataset("valid")
-        self.datasets = {"training": self._train, "validation": self._valid}
-        for name, dataset in self.datasets.items():
-            if not hasattr(dataset, "__len__"):
-                raise ValueError(
-                    f"the {name} data of --task {config.task} is a {type(dataset).__name__} "
-                    "without a length: give a dataset with __len__ and __getitem__, or use "
-                    "world.shard in a loop of your own for streams"
-                )
-        self._valid_subset = sampling.spread(self._valid, config.train.eval_samples)
+        self._train = _sized(task.dataset("train"), "training", config.task)
+        self.datasets: dict[str, Dataset[Any]] = {"training": self._train}
+        self._valid: Dataset[Any] | None = None
+        if (valid := task.dataset("valid")) is not None:
+            sized = _sized(valid, "validation", config.task)
+            if len(cast(Sized, sized)):
+                self._valid = sampling.spread(sized, config.train.eval_samples)
+                self.datasets["validation"] = sized
         self.samples = len(cast(Sized, self._train))
         self._plan = sampling.SamplingPlan(self.samples, config.train.batch_size, config.run.seed)
         self._options = sampling.LoaderOptions(
@@ -189,13 +197,29 @@ class JobData:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`."""
         return sampling.batches(self._train, self._plan, self._options, range(done, last_step))
 
+    @property
+    def validates(self) -> bool:
+        """True if there are validation samples."""
+        return self._valid is not None
+
     def validation_batches(self) -> Iterator[Any]:
-        """Yield this rank's micro-batches of validation samples."""
-        return sampling.validation_batches(self._valid_subset, self._options)
+        """Yield this rank's micro-batches of validation samples, if there are any."""
+        return sampling.validation_batches(self._valid, self._options) if self._valid else iter(())
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
         return len(self._plan.indices(step - 1))
+
+
+def _sized(dataset: Any, name: str, task: str) -> Dataset[Any]:
+    """Return a dataset that has a length. Raises ValueError for one without."""
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"the {name} data of --task {task} is a {type(dataset).__name__} without a length: "
+            "give a dataset with __len__ and __getitem__, or use world.shard in a loop of your own "
+            "for streams"
+        )
+    return cast(Dataset[Any], dataset)
 
 
 def resolve_optimizer(

@@ -96,6 +96,20 @@ def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples
         )
 
 
+def changed_options(found: FoundCheckpoint, config: Config) -> list[str]:
+    """Return the options that a resumed run has changed, in words. Local.
+
+    Those of the job rather than of the run, and those that the checkpoint does not know, are left
+    out.
+    """
+    before, now = _options(found.manifest.config), _options(to_json(config))
+    return [
+        f"{flag_of(name)} was {before[name]}, is {value}"
+        for name, value in now.items()
+        if not name.startswith(("run.", "data.path")) and before.get(name, value) != value
+    ]
+
+
 def prepare(
     world: World, config: Config, run_dir: Path, found: FoundCheckpoint | None, *, saves: bool
 ) -> TextIO | None:
@@ -127,8 +141,13 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def _fixed_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the options in `FIXED`, by dotted name."""
-    options = {"task": config["task"]}
+    return {n: value for n, value in _options(config).items() if n.startswith(FIXED)}
+
+
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of options by dotted name."""
+    options = {"task": config.get("task")}
     for section, values in config.items():
         if isinstance(values, Mapping):
             options |= {f"{section}.{name}": value for name, value in values.items()}
-    return {name: value for name, value in options.items() if name.startswith(FIXED)}
+    return options

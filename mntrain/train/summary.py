@@ -12,6 +12,7 @@ from mntrain.errors import AgreedError
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.run.resources import resources
 from mntrain.train.job import TrainingJob
+from mntrain.train.run_directory import changed_options
 from mntrain.world import World
 
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
@@ -42,6 +43,7 @@ class JobResult:
     skipped_steps: int  # earlier jobs of the run included
     status: str = "running"  # until the end
     last: StepRecord | None = None  # the last completed step of this job, if any
+    evaluated: StepRecord | None = None  # the last one after which there was an evaluation
     error: AgreedError | None = None
     reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
@@ -97,6 +99,13 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             f"resumed after step {resumed.manifest.step}, from {resumed.path} "
             f"(saved by {resumed.manifest.writers})"
         )
+        if changes := changed_options(resumed, config):
+            reporter.note(f"changed since then: {'; '.join(changes)}")
+        if others := job.changed_data():
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            reporter.warn(
+                f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
+            )
 
 
 def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:
@@ -112,12 +121,15 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
         "steps": last.step if last else 0,
         "skipped_steps": result.skipped_steps,
         **{
-            metric.summary: getattr(last, name) if last else None
+            metric.summary: getattr(
+                result.evaluated if metric.row == "evaluation" else last, name, None
+            )
             for name, metric in METRICS.items()
             if metric.summary
         },
         "wall_s": result.seconds,
         "tokens_per_s": result.items / result.seconds,
+        "step_tokens_per_s": result.items_per_s,
         "model_flops_per_s": flops_per_s,
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,

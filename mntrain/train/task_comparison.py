@@ -10,31 +10,37 @@ from mntrain.run.comparison import FIX
 from mntrain.run.source_files import describe_sources
 from mntrain.tasks import Task
 from mntrain.train.data_digest import describe_files, describe_samples, random_samples
+from mntrain.train.fingerprint import fingerprint
 from mntrain.world import World
 
 
-def compare_task(world: World, task: Task, datasets: Mapping[str, Dataset[Any]]) -> None:
+def compare_task(world: World, task: Task, datasets: Mapping[str, Dataset[Any]]) -> dict[str, Any]:
     """Compare the task's source files, and its data by sizes and samples. Collective.
 
-    `datasets` have a length and are named. Raises AgreedError on all ranks for a difference. If
-    samples differ between ranks, they are drawn again: those that a rank then finds changed are
-    random, and are not compared.
+    `datasets` have a length and are named. Returns the fingerprint of the data. Raises AgreedError
+    on all ranks for a difference. If samples differ between ranks, they are drawn again: those that
+    a rank then finds changed are random, and are not compared.
     """
     with world.agreement():
+        files = describe_files(task.compared_files())
         told = {
             **describe_sources(type(task)),
             **{f"the number of {n} samples": len(cast(Any, d)) for n, d in datasets.items()},
-            **describe_files(task.compared_files()),
+            **files,
         }
     compare(world.gather, told, world.rank, FIX)
     samples = _draw(datasets)
-    if same_digests(world.gather, samples):
-        return
+    if not same_digests(world.gather, samples):
+        random = set[str]().union(*world.gather(find_random(datasets)))
+        stable = {name: value for name, value in samples.items() if name not in random}
+        expect_same(world.gather(stable), world.rank, FIX)
+    return fingerprint(files, samples)
+
+
+def find_random(datasets: Mapping[str, Dataset[Any]]) -> set[str]:
+    """Return the names of compared samples that are not the same when drawn again. Local."""
     changing = [random_samples(name, dataset) for name, dataset in datasets.items()]
-    random = set[str]().union(*changing)
-    random = random.union(*world.gather(random))
-    stable = {name: value for name, value in samples.items() if name not in random}
-    expect_same(world.gather(stable), world.rank, FIX)
+    return set[str]().union(*changing)
 
 
 def _draw(datasets: Mapping[str, Dataset[Any]]) -> dict[str, Given]:

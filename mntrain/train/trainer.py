@@ -98,6 +98,8 @@ class Trainer:
             result.seconds = time.perf_counter() - start
             if result.status in EXIT_CODES:
                 result.reason = stop_reason(self._world, signals, self._job.deadline)
+            elif result.error:
+                result.reason = str(result.error)
             reporter.finish(summarize(self._world, self._config, self._job, result))
             self._world.watchdog.at_end.remove(self._early_end)
         if result.error:
@@ -121,6 +123,7 @@ class Trainer:
                 result.last, flags = self.train_step(step)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
+                self._reporter.failed_step(step, str(error))
                 return
             self._reporter.step(result.last)
             result.status = self._status(step, flags)
@@ -172,6 +175,7 @@ class Trainer:
         dtype = precision.autocast
         with torch.autocast(on.type, dtype=dtype) if dtype else nullcontext():
             loss = self._job.task.loss(self._model, moved)
+        tasks.check_loss(loss, self._config.task)
         self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
         return loss
 
@@ -240,11 +244,15 @@ class Trainer:
         train = self._config.train
         if _due(train.check_every, record.step):
             self._check_replicas(record.step)
+        if not self._job.data.validates:
+            return record
         if record.step != train.steps and not _due(train.eval_every, record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step):
             means = self.evaluate()
-        return replace(record, eval_loss=means.loss, eval_metrics=means.metrics)
+        record = replace(record, eval_loss=means.loss, eval_metrics=means.metrics)
+        self._result.evaluated = record
+        return record
 
     @torch.no_grad()
     def evaluate(self) -> GlobalMeans:
@@ -302,6 +310,7 @@ class Trainer:
             samples=self._job.data.samples,
             skipped_steps=self._result.skipped_steps,
             eval_loss=record.eval_loss,
+            data=self._job.fingerprint,
         )
 
     def _stopped(self, reason: str) -> TrainingStoppedError:

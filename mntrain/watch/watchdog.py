@@ -62,7 +62,7 @@ class Watchdog:
         self._timeout, self._warn_after = timeout, warn_after
         self.at_end: list[Callable[[str, str], None]] = []
         """Called on rank 0 before the job ends, with the status and the reason of its end; by
-        another thread. Who appends one removes it when the run is over."""
+        any thread. Who appends one removes it when the run is over."""
         self._thread_of_training = threading.main_thread().ident or 0
         self._monitor: Monitor | None = None
         if rank in MONITORS:
@@ -113,6 +113,14 @@ class Watchdog:
     def leave(self) -> None:
         """Tell the others that this rank will be of no more use. Local."""
         self._tell({"kind": "left"})
+
+    def end_run(self, status: str, reason: str) -> None:
+        """Call those of `at_end` on rank 0; an error of theirs is printed. Local."""
+        for call in [*self.at_end] if self._rank == 0 else []:
+            try:
+                call(status, reason)
+            except Exception as error:
+                _print(f"warning: the summary cannot be written: {error}")
 
     @property
     def alone(self) -> bool:
@@ -256,11 +264,7 @@ class Watchdog:
 
         def tell() -> None:
             _print(f"error: {report}")
-            for call in [*self.at_end] if self._rank == 0 else []:
-                try:
-                    call(status, reason)
-                except Exception as error:
-                    _print(f"warning: the summary cannot be written: {error}")
+            self.end_run(status, reason)
 
         for peer in self._channel.peers:
             self._channel.send(peer, {"kind": "end", "code": code})

@@ -63,6 +63,8 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
     assert "KeyError: 'a bug of rank one'" in result.stderr
     assert "in broken" in result.stderr
     assert len(metrics(folder)) < 6
+    assert summary(folder)["status"] == "crashed"
+    assert "failed with KeyError: 'a bug of rank one'" in summary(folder)["reason"]
 
 
 @pytest.mark.thorough
@@ -92,7 +94,8 @@ def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
     assert result.stderr.count(said) == 1, result.report()
     assert "Traceback" not in result.stderr
     assert summary(folder)["status"] == "failed"
-    assert said in summary(folder)["error"]
+    assert said in summary(folder)["error"] == summary(folder)["reason"]
+    assert metrics(folder)[-1] == {"step": 2, "error": summary(folder)["error"]}
 
 
 def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):

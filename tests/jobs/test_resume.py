@@ -167,6 +167,19 @@ def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_pa
 
 
 @pytest.mark.thorough
+def test_a_resumed_run_says_which_options_and_data_have_changed(tmp_path):
+    train(2, tmp_path, "--run.stop-after", "2")
+    same = completed(train(2, tmp_path, "--run.stop-after", "2"))
+    assert "changed since then" not in same.stdout
+    assert "is not that of the checkpoint" not in same.stderr
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_bytes(corpus.read_bytes()[::-1])
+    other = completed(train(3, tmp_path, "--optim.lr", "0.001"))
+    assert "changed since then: --optim.lr was 0.003, is 0.001\n" in other.stdout
+    assert other.stderr.count("the data is not that of the checkpoint: the content of") == 1
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 @pytest.mark.parametrize(("room", "warnings"), [(400_000, 1), (700_000, 0)])
 def test_too_little_space_for_a_checkpoint_is_a_warning_at_the_start(tmp_path, room, warnings):

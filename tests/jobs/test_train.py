@@ -28,6 +28,7 @@ def test_a_run_leaves_its_records(tmp_path):
     wanted = ["step", "loss", "lr", "grad_norm", "clip_coef", "samples", "tokens_per_s", "step_s"]
     assert all(set(wanted + PHASES) <= set(line) for line in lines)
     assert all(sum(line[phase] for phase in PHASES) <= line["step_s"] for line in lines)
+    assert all(0 <= line["exposed"] <= line["communication"] for line in lines)
     assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
     whole = summary(tmp_path)
     assert (whole["status"], whole["steps"], whole["skipped_steps"]) == ("completed", 6, 0)
@@ -38,6 +39,8 @@ def test_a_run_leaves_its_records(tmp_path):
     assert all(rank["peak_memory"] > 50e6 for rank in whole["ranks"])
     assert all(rank["node_bytes"] > 0 and rank["cross_bytes"] > 0 for rank in whole["ranks"])
     assert whole["model_flops_per_s"] > 0
+    assert all(rank["exposed_s"] <= rank["communication_s"] for rank in whole["ranks"])
+    assert whole["tokens_per_s"] < whole["step_tokens_per_s"]  # the first includes evaluations
     assert (whole["utilisation"], whole["computes_in"]) == (None, "fp32")  # of a CPU: unknown
     assert "FLOP/s of the model" in result.stdout
     memory = whole["memory"]
@@ -53,6 +56,20 @@ def test_a_run_leaves_its_records(tmp_path):
     assert "optimizer state" in result.stdout
     assert "\nsample\n" in result.stdout
     assert result.stdout.strip().endswith(str(tmp_path / "run"))
+
+
+def test_a_run_needs_no_validation(tmp_path):
+    completed(train(2, tmp_path, "--data.valid-fraction", "0", "--train.eval-every", "1"))
+    assert not any("eval_loss" in line for line in metrics(tmp_path))
+    assert (summary(tmp_path)["status"], summary(tmp_path)["eval_loss"]) == ("completed", None)
+
+
+@pytest.mark.thorough
+def test_the_summary_of_a_run_that_stops_has_its_last_evaluation(tmp_path):
+    completed(train(2, tmp_path, "--train.eval-every", "2", "--run.stop-after", "3"))
+    evaluated = [line for line in metrics(tmp_path) if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [2]
+    assert summary(tmp_path)["eval_loss"] == evaluated[0]["eval_loss"]
 
 
 @pytest.mark.thorough

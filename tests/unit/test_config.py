@@ -26,7 +26,7 @@ def test_number_is_finite_and_no_other_type(value):
 @pytest.mark.parametrize(
     ("section", "name", "bad"),
     [
-        (DataConfig, "valid_fraction", 0),
+        (DataConfig, "valid_fraction", -0.1),
         (DataConfig, "workers", -1),
         (DataConfig, "worker_start", "thread"),
         (DataConfig, "glob", ""),

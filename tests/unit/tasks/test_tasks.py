@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mntrain.config import Config
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches
-from mntrain.tasks import Loss, Task, lm, load
+from mntrain.tasks import Loss, Task, check_loss, lm, load
 from mntrain.tasks.lm import Corpus, find_files
 from mntrain.tasks.transformer import RMSNorm, Transformer
 
@@ -337,6 +337,15 @@ def test_data_that_cannot_be_trained_on_is_refused(tmp_path, write, message):
         load("lm", small(write(tmp_path), context=4))
 
 
+def test_without_validation_all_windows_are_for_training(tmp_path):
+    (tmp_path / "text").write_bytes(b"12345")
+    task = load("lm", small(tmp_path / "text", context=4, valid_fraction=0))
+    assert [len(task.dataset(split)) for split in ("train", "valid")] == [1, 0]
+    (tmp_path / "text").write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"has 4 tokens, but training needs a window, 5 tokens"):
+        load("lm", small(tmp_path / "text", context=4, valid_fraction=0))
+
+
 def test_nine_tokens_are_two_windows_of_four(tmp_path):
     (tmp_path / "text").write_bytes(b"123456789")
     task = load("lm", small(tmp_path / "text", context=4))
@@ -607,3 +616,44 @@ def test_digits_without_scikit_learn_name_the_package_to_install(modules, monkey
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"need scikit-learn: pip install 'mntrain\[examples\]'"):
         load("digits:Digits", Config())
+
+
+# ---- what a task returns ----
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (torch.tensor(1.0), "returned a Tensor: return mntrain.tasks.Loss"),
+        (None, "returned a NoneType"),
+        (Loss(1.0, 3), "mean is 1.0, and must be a tensor of no dimension"),
+        (Loss(torch.ones(2), 3), r"mean is of shape \(2,\)"),
+        (Loss(torch.tensor(1.0), 3.0), "count is 3.0, and must be the number of items"),
+        (Loss(torch.tensor(1.0), -1), "count is -1"),
+        (Loss(torch.tensor(1.0), 3, {"accuracy": 0.5}), "accuracy is 0.5"),
+    ],
+)
+def test_a_wrong_loss_is_refused_with_what_to_return(loss, words):
+    with pytest.raises(TypeError, match=f"loss.. of --task mine:Task.*{words}"):
+        check_loss(loss, "mine:Task")
+
+
+def test_a_right_loss_is_taken():
+    check_loss(Loss(torch.tensor(1.0), 0, {"accuracy": torch.tensor(0.5)}), "mine:Task")
+
+
+def test_a_collate_that_takes_no_samples_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "collating.py").write_text(
+        "from mntrain.tasks.lm import LanguageModel\n"
+        "class Wrong(LanguageModel):\n"
+        "    def collate(samples):\n"
+        "        return samples\n"
+        "class Right(Wrong):\n"
+        "    collate = staticmethod(Wrong.collate)\n"
+    )
+    (tmp_path / "text").write_bytes(b"0123456789" * 10)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"collate of Wrong .* make it a @staticmethod"):
+        load("collating:Wrong", small(tmp_path / "text"))
+    load("collating:Right", small(tmp_path / "text"))
