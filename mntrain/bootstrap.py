@@ -2,8 +2,7 @@
 
 MPI -> topology -> devices -> checks and threads -> engine -> transport -> collectives -> placements
 
-Every step is collective. `bootstrap` can be called again over a smaller communicator, for example
-after a world was abandoned because a rank was lost.
+Every step is collective. After a world was abandoned, `bootstrap` can be called over fewer ranks.
 """
 
 import math
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -143,31 +143,29 @@ def bootstrap(comm: "MPI.Intracomm | None", settings: WorldSettings) -> WorldPar
     start, or the launcher started more ranks than MPI sees. Any other exception leaves an
     ExceptionWatch installed, which ends the job if nobody catches the exception.
     """
-    meeting = ExitStack()
-    meeting.enter_context(limited_start(settings.timeout))
-    world, library = start_mpi(comm)
-    watch = ExceptionWatch(world.rank, world.size, socket.gethostname())
-    watch.install()
-    recorder = Recorder(world.rank, world.size, INTERNAL)
-    call_in_child(recorder.leave_to_parent)
-    watch.on_error = recorder.error_raised
-    resources = ExitStack()
-    resources.callback(recorder.close)
-    resources.callback(watch.uninstall)
-    resources.callback(world.free)
-    parts = WorldParts(settings, world, library, watch, recorder, resources)
-    resources.enter_context(parts.groups)
-    try:
-        for step in STEPS:
-            step(parts)
-            if step is _start_engine:
-                meeting.close()  # from here on the watchdog watches
-    except AgreedError:
-        meeting.close()
-        resources.close()
-        watch.install()  # lets rank 0 alone print the error if nobody catches it
-        raise
-    return parts
+    with ExitStack() as meeting:
+        meeting.enter_context(limited_start(settings.timeout))
+        world, library = start_mpi(comm)
+        watch = ExceptionWatch(world.rank, world.size, socket.gethostname())
+        watch.install()
+        recorder = Recorder(world.rank, world.size, INTERNAL)
+        call_in_child(recorder.leave_to_parent)
+        watch.on_error = recorder.error_raised
+        resources = ExitStack()
+        for callback in (recorder.close, watch.uninstall, world.free):
+            resources.callback(callback)
+        parts = WorldParts(settings, world, library, watch, recorder, resources)
+        resources.enter_context(parts.groups)
+        try:
+            for step in STEPS:
+                step(parts)
+                if step is _start_engine:
+                    meeting.close()  # from here on the watchdog watches
+        except AgreedError:
+            resources.close()
+            watch.install()  # lets rank 0 alone print the error if nobody catches it
+            raise
+        return parts
 
 
 def start_mpi(
@@ -201,8 +199,7 @@ def _find_topology(parts: WorldParts) -> None:
     before = time.time()
     parts.hosts = comm.node_keys()
     parts.met = before, time.time()
-    if comm.size == mpi.job_size():
-        mpi.unlink_segments()
+    mpi.unlink_segments(comm.size)
     with agreement(comm.gather_objects, comm.rank):
         settings.check()
         parts.topology = Topology.from_hosts(parts.hosts, settings.ranks_per_node)
@@ -277,9 +274,7 @@ def _start_engine(parts: WorldParts) -> None:
         monitors={r: at for r, at in enumerate(addresses) if at is not None},
         fail=lambda report: engine.stop(RemoteRankError(**report)),
     )
-    engine.watch = DisagreementWatch(
-        parts.comm, engine.streams, lambda text: AgreedError(text, rank)
-    )
+    engine.watch = DisagreementWatch(parts.comm, engine.streams, partial(AgreedError, rank=rank))
     parts.resources.callback(engine.close)
     parts.devices = transport.make_devices(parts.device, parts.kernels, parts.engine)
 

@@ -140,14 +140,13 @@ class ExceptionWatch:
         if self.others is not None:
             own = f"{self._place} failed with {type(error).__name__}: {error}"
             text = str(error) if isinstance(error, RemoteRankError) else own
+            if not isinstance(error, RemoteRankError | KeyboardInterrupt):
+                self.others.tell_failure(self._describe(error))
             if not isinstance(error, KeyboardInterrupt):
                 self.others.end_run("crashed", text.partition("\n")[0])
-                if not isinstance(error, RemoteRankError):
-                    self.others.tell_failure(self._describe(error))
             self.others.leave()
         if isinstance(error, RemoteRankError):
             time.sleep(REMOTE_ABORT_S)
-        time.sleep(0.3)  # the launcher may drop what it has not forwarded before an abort
         mpi.abort(code)
         raise SystemExit(code)  # if the abort returned
 

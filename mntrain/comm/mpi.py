@@ -6,9 +6,13 @@ deferred to `start`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import sys
+import termios
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
 # MPI-3 counts are 32-bit ints: a longer message is sent as several of this many bytes.
 MESSAGE_BYTES = 1 << 30
+FORWARD_S, MAX_FORWARD_S = 0.5, 3.0  # for launchers to read and forward output before an abort
 CHUNK_TAGS = 1 << 10  # consecutive chunks of a communicator whose tags differ
 
 
@@ -289,17 +294,19 @@ def barrier() -> None:
     _import_started().COMM_WORLD.Barrier()
 
 
-def unlink_segments() -> None:
+def unlink_segments(met: int) -> None:
     """Remove the names of the files in which MPICH's ranks of a host share memory. Local.
 
-    All ranks of the job have started MPI, so they have mapped them: the kernel frees the memory
-    with the last process, however the job ends. MPICH itself removes them only at a clean end.
+    Unless there are more ranks than those that have met, all have started MPI and mapped them. Then
+    the kernel frees the memory with the last process, however the job ends. MPICH itself removes
+    them only at a clean end.
     """
+    if met < job_size():
+        return
     with suppress(OSError):  # no Linux; or another rank was faster
-        for name in re.findall(
-            r"/dev/shm/mpich_shm_\w+$", Path("/proc/self/maps").read_text(), re.M
-        ):
-            Path(name).unlink(missing_ok=True)
+        maps = Path("/proc/self/maps").read_bytes()
+        for name in re.findall(rb"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE):
+            Path(os.fsdecode(name)).unlink(missing_ok=True)
 
 
 def job_size() -> int:
@@ -310,7 +317,23 @@ def job_size() -> int:
 
 
 def abort(code: int) -> None:
-    """End every rank of the job immediately with an exit code."""
+    """End every rank of the job with an exit code, once the launcher has read the output so far.
+
+    What it has not forwarded before an abort may be lost.
+    """
     from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
 
+    deadline = time.monotonic() + MAX_FORWARD_S
+    while (_unread(1) or _unread(2)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(FORWARD_S)
     MPI.COMM_WORLD.Abort(code)
+
+
+def _unread(descriptor: int) -> int:
+    """Return the bytes in a pipe; 0 for what is none."""
+    try:
+        found = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(found, sys.byteorder)

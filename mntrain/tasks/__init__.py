@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,12 +131,20 @@ def load(name: str, config: Config) -> Task:
     if missing := sorted(found.__abstractmethods__):
         raise ValueError(f"task {name!r}: {class_name} lacks {', '.join(missing)}")
     task = found(config)
-    if task.collate is not None and not inspect.signature(task.collate).parameters:
+    if task.collate is not None and not _takes_arguments(task.collate):
         raise ValueError(
             f"task {name!r}: collate of {class_name} gets the list of samples, but has no argument "
             "for it: make it a @staticmethod"
         )
     return task
+
+
+def _takes_arguments(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes any argument; True if its signature is not known."""
+    try:
+        return bool(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of some functions in C
+        return True
 
 
 def check_loss(loss: object, task: str) -> None:
@@ -149,7 +158,7 @@ def check_loss(loss: object, task: str) -> None:
             raise TypeError(
                 f"loss() of --task {task}: {name} is {given}, and must be a tensor of no dimension"
             )
-    if not isinstance(loss.count, int) or loss.count < 0:
+    if not isinstance(loss.count, Integral) or loss.count < 0:
         raise TypeError(
             f"loss() of --task {task}: count is {loss.count!r}, and must be the number of items "
             "that the mean is over, an int"

@@ -6,7 +6,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -162,12 +162,13 @@ class TrainingJob:
         own = memory.state + memory.master
         nbytes = world.sum([own])[0] if sharded else own
         nbytes += sum(tensor.nbytes for tensor in self.model.state_dict().values())
-        folder = existing_folder(self.run_dir)
-        if world.master and (free := shutil.disk_usage(folder).free) < nbytes:
-            self.reporter.warn(
-                f"a checkpoint takes about {nbytes / 1e6:.1f} MB, and {folder} has "
-                f"{free / 1e6:.1f} MB free: free space, or give another --run.dir"
-            )
+        with suppress(OSError):
+            folder = existing_folder(self.run_dir)
+            if world.master and (free := shutil.disk_usage(folder).free) < nbytes:
+                self.reporter.warn(
+                    f"a checkpoint takes about {nbytes / 1e6:.1f} MB, and {folder} has "
+                    f"{free / 1e6:.1f} MB free: free space, or give another --run.dir"
+                )
 
 
 class JobData:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -127,7 +127,7 @@ def prepare(
             if exists and not continued:
                 expect_startable(run_dir, saves=saves)
             lock = make_and_lock(run_dir)
-            (run_dir / CONFIG_FILE).write_text(to_toml(config))
+            (run_dir / CONFIG_FILE).write_text(to_toml(_with_absolute_data(config)))
             if exists:
                 rewind(run_dir, found.manifest.step if found and continued else 0)
     return lock
@@ -137,6 +137,14 @@ def to_json(config: Config) -> dict[str, Any]:
     """Return a configuration as a JSON object."""
     content: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return content
+
+
+def _with_absolute_data(config: Config) -> Config:
+    """Return a configuration that finds the data from any folder."""
+    path = config.data.path
+    return (
+        config if path is None else replace(config, data=replace(config.data, path=path.absolute()))
+    )
 
 
 def _fixed_options(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,8 +89,11 @@ class Monitor:
                     self._channel.send(other, message)
 
     def on_closed(self, peer: int, closed: Closed) -> None:
-        """End the job if a rank was lost; without a limit, only warn."""
-        if peer in self.left or not (self._acts or peer == 0):
+        """End the job if a rank was lost; without a limit, only warn.
+
+        After a failure ranks end one after the other: the one that failed ends the job.
+        """
+        if self._failed or peer in self.left or not (self._acts or peer == 0):
             return
         hosts = [member.host for member in self._members]
         keys = [member.host_key for member in self._members]
@@ -121,7 +124,7 @@ class Monitor:
                 self._ask(ends=True, reason=message["reason"], code=int(message["code"]))
             elif message["ends"] or now > self._quiet_until:
                 self._ask(ends=bool(message["ends"]))
-        elif now > self._answered_at[kind] + ANSWERED_S:
+        elif now > max(self._answered_at[kind] + ANSWERED_S, self._quiet_until):
             due = self._take_over or _TakeOver(now + TAKE_OVER_S)
             due.ends |= kind == "late" or bool(message["ends"])
             if kind == "late":

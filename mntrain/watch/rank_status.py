@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from mntrain.comm.ticket import INTERNAL
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
 _LIBRARIES = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")]
 _MAX_FRAMES = 30
+READ_S = 1.0  # for the files of source code, whose file system may be what hangs
 _COMM = str(Path(engine.__file__).parent)
 START = "a call that all ranks make at the start of a world"
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -84,7 +86,7 @@ def own_status(rank: int, progress: ProgressEngine, thread: int, stalled_s: floa
         pid=os.getpid(),
         begun={stream.name: stream.begun for stream in progress.streams},
         wait=wait,
-        stack="".join(traceback.format_list(_summary(frames[-_MAX_FRAMES:]))),
+        stack=_text(frames[-_MAX_FRAMES:]),
         place="".join(
             f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}" for f in innermost
         ),
@@ -127,8 +129,19 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
     return frames[::-1]
 
 
-def _summary(frames: list[FrameType]) -> traceback.StackSummary:
-    return traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
+def _text(frames: list[FrameType]) -> str:
+    """Return a stack with lines of source code, or without if their files cannot be read soon."""
+    lines = [(frame, frame.f_lineno) for frame in frames]
+    found: list[str] = []
+
+    def read() -> None:
+        found.append("".join(traceback.format_list(traceback.StackSummary.extract(iter(lines)))))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(READ_S)
+    names = ((f.f_code.co_filename, line, f.f_code.co_name) for f, line in lines)
+    return found[0] if found else "".join('  File "{}", line {}, in {}\n'.format(*n) for n in names)
 
 
 def _is_users(filename: str) -> bool:

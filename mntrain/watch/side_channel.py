@@ -80,24 +80,16 @@ class SideChannel:
         """A descriptor that ends `poll` when it is written to, as by `signal.set_wakeup_fd`."""
         return self._wake_writer.fileno()
 
-    def connect(self, monitor: int, address: Address) -> None:
-        """Connect to a monitor, by the first of its addresses that answers as such.
+    def connect(self, monitor: int, where: tuple[str, int]) -> None:
+        """Connect to a monitor at an address and port. Takes up to CONNECT_S and the greeting.
 
-        Raises OSError if none does; then it may be tried again.
+        Raises OSError if it does not answer as such; then it may be tried again.
         """
-        candidates = [*address.addresses]
-        if address.host == socket.gethostname():
-            candidates.insert(0, "127.0.0.1")
-        error = OSError(f"no address of {address.host} is known")
-        for candidate in candidates:
-            try:
-                connection = self._connect(monitor, (candidate, address.port))
-            except OSError as failure:
-                error = failure
-                continue
-            self._add(monitor, connection)
-            return
-        raise error
+        connection = self._connect(monitor, where)
+        connection.rank = monitor
+        connection.socket.setblocking(False)
+        self._connections[monitor] = connection
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message to a connected rank; do nothing if it is not connected. Never blocks."""
@@ -213,12 +205,6 @@ class SideChannel:
         connection.send({"proof": self._proof("monitor", self._rank, challenge)})
         return True
 
-    def _add(self, rank: int, connection: "_Connection") -> None:
-        connection.rank = rank
-        connection.socket.setblocking(False)
-        self._connections[rank] = connection
-        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-
     def _proof(self, role: str, rank: int, challenge: str) -> str:
         text = f"{role} {rank} {challenge}".encode(errors="replace")
         return hmac.new(self._secret, text, "sha256").hexdigest()
@@ -300,6 +286,12 @@ def listen() -> tuple[socket.socket, Address]:
     listener = socket.create_server(("", 0), backlog=1024)
     port = listener.getsockname()[1]
     return listener, Address(socket.gethostname(), _own_addresses(), port)
+
+
+def places(address: Address) -> list[tuple[str, int]]:
+    """Return the addresses and ports at which a monitor may be reached from here."""
+    here = ["127.0.0.1"] if address.host == socket.gethostname() else []
+    return [(candidate, address.port) for candidate in [*here, *address.addresses]]
 
 
 def _own_addresses() -> list[str]:

@@ -9,6 +9,8 @@ from numbers import Real
 from mntrain.checks.launcher import RANK_VARIABLES, SIZE_VARIABLES, first_number
 
 TIMEOUT_S, WARN_AFTER_S = 600.0, 60.0  # the defaults of a world
+LEAST_S = 60.0  # imports from a cold file system may take so long on one rank
+_MOST_S = 1e8
 _APART_S, _APART = 2.0, 4  # between the ends of the first ranks: one report ends the job
 
 
@@ -16,15 +18,16 @@ _APART_S, _APART = 2.0, 4  # between the ends of the first ranks: one report end
 def limited_start(timeout: float | None = TIMEOUT_S) -> Iterator[None]:
     """End this process if the block, in which ranks meet, takes longer than the timeout. Local.
 
-    `timeout` is in seconds, as of `mntrain.init`; None is none, and for what is no number the
-    default counts. The first rank of the launcher that is here prints its stack; nobody knows yet
-    which rank is late. The timer is that of `faulthandler`, the only one that works while MPI_Init
-    keeps the interpreter: it replaces one that the user has set.
+    `timeout` is in seconds, as of `mntrain.init`, and counts as at least LEAST_S; None is none, and
+    for what is no number the default counts. The first rank of the launcher that is here prints its
+    stack; nobody knows yet which rank is late. The timer is that of `faulthandler`, the only one
+    that works while MPI_Init keeps the interpreter: it replaces one that the user has set.
     """
     if timeout is None or (first_number(os.environ, SIZE_VARIABLES) or 1) == 1:
         yield
         return
-    seconds = float(timeout) if isinstance(timeout, Real) and timeout > 0 else TIMEOUT_S
+    given = float(timeout) if isinstance(timeout, Real) and timeout > 0 else TIMEOUT_S
+    seconds = min(max(given, LEAST_S), _MOST_S)
     seconds += _APART_S * min(first_number(os.environ, RANK_VARIABLES) or 0, _APART)
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,7 +28,7 @@ from mntrain.watch.grace import Grace
 from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS, Monitor, print_stack
 from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, own_status
-from mntrain.watch.side_channel import Address, Closed, Message, SideChannel
+from mntrain.watch.side_channel import Address, Closed, Message, SideChannel, places
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
 PRINT_S = 2.0  # for the report and the summary, of which a hung file system keeps neither back
@@ -73,16 +74,18 @@ class Watchdog:
                 limit=timeout,
                 warning_limit=warn_after,
                 own_status=self._own_status,
-                warn=lambda text: _print(f"warning: {text}"),
+                warn=lambda text: _call_for(PRINT_S, lambda: _print(f"warning: {text}")),
                 end_job=self._end_job,
             )
         self._connect_at, self._attempts = -math.inf, 0
+        self._untried: deque[tuple[int, tuple[str, int]]] = deque()  # addresses of monitors
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
         self._left: set[int] = set()  # peers
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
         self._others_left = threading.Event()
         self._closed = False
+        self._ending = threading.Lock()  # taken by the first that says how the run ends
         self._grace = Grace()
         self._looked_at = time.monotonic()
         self._tick = min(MAX_TICK_S, warn_after / 8, (timeout or warn_after) / 8)
@@ -115,8 +118,9 @@ class Watchdog:
         self._tell({"kind": "left"})
 
     def end_run(self, status: str, reason: str) -> None:
-        """Call those of `at_end` on rank 0; an error of theirs is printed. Local."""
-        for call in [*self.at_end] if self._rank == 0 else []:
+        """Call those of `at_end` on rank 0, once; an error of theirs is printed. Local."""
+        first = self._ending.acquire(blocking=False)
+        for call in [*self.at_end] if first and self._rank == 0 else []:
             try:
                 call(status, reason)
             except Exception as error:
@@ -159,7 +163,7 @@ class Watchdog:
         try:
             while not self._closed:
                 self._connect(time.monotonic())
-                for peer, message in channel.poll(self._tick):
+                for peer, message in channel.poll(0 if self._untried else self._tick):
                     if isinstance(message, Closed):
                         self._on_closed(peer, message)
                     else:
@@ -173,20 +177,19 @@ class Watchdog:
             channel.close()
 
     def _connect(self, now: float) -> None:
-        """Connect to the monitors below this rank, in a few attempts."""
-        if self._attempts == ATTEMPTS or now < self._connect_at:
-            return
-        missing = [m for m in self._monitors if m < self._rank and m not in self._channel.peers]
-        self._attempts, self._connect_at = self._attempts + 1, now + RECONNECT_S
-        failed = False
-        for monitor in missing:
-            if not self._closed:
-                try:
-                    self._channel.connect(monitor, self._monitors[monitor])
-                except OSError:  # rank 0 names those that it does not hear of
-                    failed = True
-        if not failed:
-            self._attempts = ATTEMPTS
+        """Try the next address of a monitor below this rank, in a few rounds."""
+        if not self._untried:
+            missing = [m for m in self._monitors if m < self._rank and m not in self._channel.peers]
+            if not missing or self._attempts == ATTEMPTS or now < self._connect_at:
+                return
+            self._attempts += 1
+            self._untried += [(m, where) for m in missing for where in places(self._monitors[m])]
+        if self._untried:
+            monitor, where = self._untried.popleft()
+            if monitor not in self._channel.peers:
+                with suppress(OSError):  # rank 0 names those that it does not hear of
+                    self._channel.connect(monitor, where)
+        self._connect_at = time.monotonic() + RECONNECT_S
 
     def _look(self, now: float) -> None:
         """Compare the times with their limits."""
@@ -236,6 +239,9 @@ class Watchdog:
                 self._channel.send(peer, {"kind": "status", "status": status})
             case "failed" if message["report"]["rank"] != self._rank:
                 self._fail(message["report"])
+                reason = "rank {rank} on {host} failed with {kind}: {message}"
+                reason = reason.format(**message["report"]).partition("\n")[0]
+                _call_for(PRINT_S, lambda: self.end_run("crashed", reason))
             case "others left":
                 self._others_left.set()
             case "stack":
@@ -261,21 +267,16 @@ class Watchdog:
 
     def _end_job(self, report: str, *, reason: str, status: str, code: int) -> None:
         """Print a report, and end the job."""
-
-        def tell() -> None:
-            _print(f"error: {report}")
-            self.end_run(status, reason)
-
         for peer in self._channel.peers:
             self._channel.send(peer, {"kind": "end", "code": code})
-        _call_for(PRINT_S, tell)
+        _call_for(PRINT_S, lambda: _print(f"error: {report}"))
+        _call_for(PRINT_S, lambda: self.end_run(status, reason))
         self._leave_job(code, aborts=True)
 
     def _leave_job(self, code: int, *, aborts: bool) -> None:
         """Abort, or be aborted; end this process if nothing else does. Does not return."""
         _call_for(PRINT_S, sys.stdout.flush)
         if aborts:
-            time.sleep(0.3)  # the launcher may drop what it has not forwarded before an abort
             threading.Thread(target=mpi.abort, args=(code,), daemon=True).start()
         time.sleep(ABORT_S)
         os._exit(code)

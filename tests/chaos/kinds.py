@@ -9,14 +9,13 @@ class Kind(NamedTuple):
     """What must appear on stderr, as a regular expression with {rank} for the faulty rank.
 
     `waits`: whether the report comes when ranks have waited for the time limit; else at once.
-    `completes`: whether the job goes on to its end. `codes`: exit codes that the
-    job may have; mpirun may give the signal of the rank that was killed.
+    `completes`: whether the job goes on to its end. `code`: the exit code of the job.
     """
 
     report: str
     waits: bool = False
     completes: bool = False
-    codes: tuple[int, ...] = (1,)
+    code: int = 1
 
 
 WAITED = r"error: rank.* waited \d+ s for rank {rank} on "
@@ -33,18 +32,18 @@ KINDS = {
     "late to a broadcast": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in extra_collectives", waits=True),
     "stopped": Kind(WAITED + r"(.*\n)*.*stopped by a signal", waits=True),
     "held": Kind(WAITED + r"(.*\n)*.*held in C code", waits=True),
-    "killed": Kind(LOST, codes=(1, 9)),
-    "segfault": Kind(LOST, codes=(1, 11)),
+    "killed": Kind(LOST),
+    "segfault": Kind(LOST),
     "vanishes": Kind(LOST),
     "raises": Kind(FAILED),
     "memory": Kind(FAILED),
     "raises in backward": Kind(FAILED),
     "raises after backward": Kind(FAILED),
-    "exits": Kind(r"rank {rank} of \d+ on \S+ left the job with exit code 3", codes=(3,)),
+    "exits": Kind(r"rank {rank} of \d+ on \S+ left the job with exit code 3", code=3),
     "exits with 0": Kind(DISAGREE),
     "dead worker": Kind(WORKER),
     "stuck worker": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in batch", waits=True),
-    "out of memory": Kind(LOST, codes=(1, 9)),
+    "out of memory": Kind(LOST),
     "continues": Kind(DISAGREE),
     "stops early": Kind(DISAGREE),
     "another shape": Kind(DISAGREE),

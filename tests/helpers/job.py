@@ -58,13 +58,13 @@ def train(
     timeout: float = 100,
     env=None,
     cluster=None,
-    cleanup=True,
+    outlived=False,
 ) -> Result:
     """Run `python -m mntrain` on a small model and corpus; the run directory is folder/run."""
     corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
     words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
     command = [sys.executable, "-m", "mntrain", *words]
-    settings = {"timeout": timeout, "env": env, "cluster": cluster, "cleanup": cleanup}
+    settings = {"timeout": timeout, "env": env, "cluster": cluster, "outlived": outlived}
     return mpirun(ranks, command, cwd=folder, **settings)
 
 

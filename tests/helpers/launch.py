@@ -30,6 +30,8 @@ FOLDER = "MPI_LAUNCH_FOLDER"
 
 REDIRECT = f'exec "$@" >"${FOLDER}/rank ${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}}.output" 2>&1'
 
+OUTLIVE = '"$@" && exit; code=$?; sleep 30; exit $code'
+
 OPEN_MPI_OPTIONS = ["--oversubscribe", "--bind-to", "none"]
 OPEN_MPI_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -136,7 +138,7 @@ def mpirun(
     cwd: Path | None = None,
     cluster: Launcher | None = None,
     per_rank: bool = False,
-    cleanup: bool = True,
+    outlived: bool = False,
     patience_s: float = 0.0,
 ) -> Result:
     """Run `command` on `ranks` ranks and return what it left; afterwards no process of it lives.
@@ -144,11 +146,12 @@ def mpirun(
     After `timeout` seconds every Python process of it writes its stacks, and all are killed. `env`
     adds to the environment; on a `cluster` the ranks run on its nodes, as many as it declares.
     With `per_rank` each rank writes to a file of its own; without, mpirun's stdout and stderr hold
-    what all ranks print. Without `cleanup`, MPICH's mpirun does not end the other ranks itself when
-    one has ended badly; Open MPI's always does. After mpirun's end, processes have `patience_s` to
-    end, too.
+    what all ranks print. With `outlived`, a shell outlives each rank that fails, so that mpirun
+    does not notice its end, and kill the others before they can report it. After mpirun's end,
+    processes have `patience_s` to end, too.
     """
     words = [*(["sh", "-c", REDIRECT, "sh"] if per_rank else []), *map(str, command)]
+    words = [*(["sh", "-c", OUTLIVE, "sh"] if outlived else []), *words]
     settings: Mapping[str, str] = {}
     if cluster is not None:
         words, settings = cluster.mpirun(words)
@@ -156,7 +159,6 @@ def mpirun(
         options = OPEN_MPI_OPTIONS if is_open_mpi() else []
         # UCX ends MPI_Init if an interface that it found vanishes, as those of emulated nodes do.
         settings = {} if is_open_mpi() else {"UCX_NET_DEVICES": "lo"}
-        options = options if cleanup or is_open_mpi() else ["-disable-auto-cleanup"]
         words = [find_mpirun(), "-n", str(ranks), *options, *words]
     with tempfile.TemporaryDirectory(prefix="mpirun-") as name:
         folder, start = Path(name), time.time()

@@ -77,7 +77,7 @@ def test_an_exit_on_one_rank_ends_the_job(folder):
 
 @pytest.mark.thorough
 def test_a_killed_rank_ends_the_job(folder):
-    result = train(3, folder, "--task", "broken:Killed", cleanup=False)
+    result = train(3, folder, "--task", "broken:Killed", outlived=True)
     assert not result.timed_out, result.report()
     assert result.returncode not in (0, None)
     assert "rank 1 on" in result.stderr or is_open_mpi()
@@ -212,6 +212,7 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
         "rank = os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
         f"time.sleep(1000 if rank == '{late}' else 0)\n"
         "import mntrain\n"
+        "from mntrain.watch import start_timer; start_timer.LEAST_S = 0\n"
         "mntrain.init(timeout=3, warn_after=1)\n"
     )
     result = mpirun(3, [sys.executable, script], timeout=60)
@@ -219,7 +220,7 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
     assert not result.timed_out
     assert result.stderr.count("Timeout (0:00:0") == 1, result.report()
     assert "in _wait_until_all_ranks_have_started_mpi" in result.stderr
-    assert f'File "{script}", line 5 in <module>' in result.stderr
+    assert f'File "{script}", line 6 in <module>' in result.stderr
 
 
 def test_the_error_of_a_library_user_is_printed_once(tmp_path):

@@ -256,7 +256,7 @@ def test_report_shows_equal_failures_once():
     )
     passed = "test_a.py::test_a PASSED [ 50%]\n"
     outputs = [passed + failure.format("0.51s"), "other\n", failure.format("61.20s (0:01:01)")]
-    result = Result(["mpirun"], 1, "", "", outputs, {}, False, 1.0)
+    result = Result(["mpirun"], 1, "", "", outputs, {}, False, [], 1.0)
     assert result.report().splitlines() == [
         "mpirun",
         "exited with 1 after 1.0 s",

@@ -640,6 +640,7 @@ def test_a_wrong_loss_is_refused_with_what_to_return(loss, words):
 
 def test_a_right_loss_is_taken():
     check_loss(Loss(torch.tensor(1.0), 0, {"accuracy": torch.tensor(0.5)}), "mine:Task")
+    check_loss(Loss(torch.tensor(1.0), np.int64(3)), "mine:Task")
 
 
 def test_a_collate_that_takes_no_samples_is_refused(tmp_path, monkeypatch):
@@ -650,10 +651,13 @@ def test_a_collate_that_takes_no_samples_is_refused(tmp_path, monkeypatch):
         "        return samples\n"
         "class Right(Wrong):\n"
         "    collate = staticmethod(Wrong.collate)\n"
+        "class InC(Wrong):\n"
+        "    collate = max\n"
     )
     (tmp_path / "text").write_bytes(b"0123456789" * 10)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"collate of Wrong .* make it a @staticmethod"):
         load("collating:Wrong", small(tmp_path / "text"))
-    load("collating:Right", small(tmp_path / "text"))
+    for right in ("Right", "InC"):
+        load(f"collating:{right}", small(tmp_path / "text"))

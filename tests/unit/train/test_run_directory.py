@@ -1,5 +1,8 @@
 """Whether a checkpoint is of the run that a job continues."""
 
+import tomllib
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +11,7 @@ import pytest
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.errors import AgreedError
-from mntrain.train.run_directory import check_same_run, to_json
+from mntrain.train.run_directory import changed_options, check_same_run, prepare, to_json
 
 WORLD = SimpleNamespace(rank=0)
 
@@ -38,6 +41,22 @@ def test_a_configuration_without_sections_is_refused_by_name(config, missing):
     with pytest.raises(AgreedError) as error:
         check_same_run(WORLD, found(config), Config(), 7)
     assert f"its configuration has no {missing}; give another --run.dir" in str(error.value)
+
+
+def test_the_saved_configuration_finds_its_data_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    world = SimpleNamespace(rank=0, master=True, agreement=nullcontext)
+    given = replace(Config(), data=replace(Config().data, path=Path("corpus")))
+    prepare(world, given, tmp_path / "run", None, saves=False).close()
+    saved = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert saved["data"]["path"] == str(tmp_path / "corpus")
+
+
+def test_changed_options_are_named_but_not_those_of_the_job():
+    config = to_json(Config())
+    config["optim"]["lr"], config["run"]["grace"] = 5.0, 7.0
+    del config["comm"]["timeout"]  # which the version of the checkpoint did not have
+    assert changed_options(found(config), Config()) == ["--optim.lr was 5.0, is 0.003"]
 
 
 def test_options_that_differ_are_named():

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from mntrain.watch import side_channel
-from mntrain.watch.side_channel import Closed, SideChannel, listen
+from mntrain.watch.side_channel import Closed, SideChannel, listen, places
 
 SECRET = b"s" * 32
 
@@ -31,7 +31,7 @@ def connected(monitor, rank=1, secret=SECRET):
 
     def connect():
         try:
-            other.connect(0, address)
+            other.connect(0, ("127.0.0.1", address.port))
         except OSError as error:
             errors.append(error)
 
@@ -78,7 +78,7 @@ def test_a_closed_connection_and_a_killed_process_are_told(monitor):
     child = os.fork()
     if child == 0:
         own = SideChannel(2, SECRET, None)
-        own.connect(0, monitor[1])
+        own.connect(0, ("127.0.0.1", monitor[1].port))
         time.sleep(100)
     while 2 not in monitor[0].peers:
         list(monitor[0].poll(0.05))
@@ -191,7 +191,7 @@ def test_an_address_where_nobody_listens_is_an_error():
     listener.close()
     channel = SideChannel(1, SECRET, None)
     with pytest.raises(ConnectionRefusedError):
-        channel.connect(0, address)
+        channel.connect(0, places(address)[0])
     channel.close()
 
 
