@@ -1,0 +1,127 @@
+"""Watchdogs of three ranks in one process, over real connections."""
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from mntrain.watch import watchdog as watchdogs
+from mntrain.watch.inquiry import Member
+from mntrain.watch.side_channel import SideChannel, listen
+from mntrain.watch.watchdog import Watchdog
+
+SECRET = b"s" * 32
+REPORT = {"rank": 2, "host": "a", "kind": "KeyError", "message": "of one\nrank", "traceback": ""}
+
+
+class Job:
+    """The watchdogs by rank, and the reports of failures that each has heard of."""
+
+    def __init__(self, *, timeout=100.0, addresses=lambda found: found):
+        listeners = {rank: listen() for rank in (0, 1)}
+        members = [Member("a", 0, os.getpid(), "") for _ in range(3)]
+        monitors = {rank: addresses(address) for rank, (_, address) in listeners.items()}
+        engine = SimpleNamespace(awaited=lambda: None, streams=[])
+        self.heard = {rank: [] for rank in range(3)}
+        self.ranks = []
+        for rank in range(3):
+            channel = SideChannel(rank, SECRET, listeners[rank][0] if rank in listeners else None)
+            options = {"channel": channel, "monitors": monitors, "fail": self.heard[rank].append}
+            self.ranks.append(
+                Watchdog(rank, members, engine, timeout=timeout, warn_after=1.0, **options)
+            )
+
+    def connected(self):
+        """Whether the monitors have a connection to each other rank."""
+        return all(len(self.ranks[rank]._channel.peers) == 2 for rank in (0, 1))
+
+    def close(self):
+        """Close all."""
+        for rank in self.ranks:
+            rank.close()
+
+
+def wait_for(condition):
+    """Wait until a condition holds."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def job():
+    made = Job()
+    yield made
+    made.close()
+
+
+def test_a_failure_is_heard_by_all_others_and_waits_until_they_left(job):
+    wait_for(job.connected)
+    ends = []
+    job.ranks[0].at_end.append(lambda status, reason: ends.append((status, reason)))
+    telling = threading.Thread(target=job.ranks[2].tell_failure, args=(REPORT,))
+    start = time.monotonic()
+    telling.start()
+    wait_for(lambda: job.heard[0] and job.heard[1])
+    assert telling.is_alive()
+    for rank in (0, 1):
+        job.ranks[rank].leave()
+    telling.join(20)
+    assert time.monotonic() - start < watchdogs.ABORT_S  # at which it no longer waits
+    assert job.heard[2] == []
+    assert all(report == REPORT for rank in (0, 1) for report in job.heard[rank])
+    wait_for(lambda: ends)
+    job.ranks[0].end_run("lost", "a rank that ends after it")
+    assert ends == [("crashed", "rank 2 on a failed with KeyError: of one")]
+
+
+def test_only_rank_0_says_how_a_run_ends(job):
+    ends = []
+    for rank in job.ranks:
+        rank.at_end.append(lambda status, reason: ends.append(status))
+    for rank in reversed(job.ranks):
+        rank.end_run("stalled", "")
+    assert ends == ["stalled"]
+
+
+def test_an_error_of_a_summary_is_printed_and_the_next_is_written(job, capsys):
+    ends = []
+    job.ranks[0].at_end += [lambda status, reason: 1 / 0, lambda *how: ends.append(how)]
+    job.ranks[0].end_run("lost", "why")
+    assert ends == [("lost", "why")]
+    assert "the summary cannot be written: division by zero" in capsys.readouterr().err
+
+
+def test_an_address_that_does_not_answer_is_passed_over():
+    job = Job(addresses=lambda found: found._replace(host="b", addresses=["127.0.0.2", "::"]))
+    try:
+        wait_for(job.connected)
+    finally:
+        job.close()
+
+
+def test_a_monitor_that_comes_late_is_tried_again(monkeypatch):
+    monkeypatch.setattr(watchdogs, "RECONNECT_S", 0.2)
+    job = Job(addresses=lambda found: found._replace(host="b", addresses=[]))
+    try:
+        time.sleep(0.3)
+        assert not job.connected()
+        for rank in job.ranks:
+            rank._monitors = {
+                monitor: address._replace(addresses=["127.0.0.1"])
+                for monitor, address in rank._monitors.items()
+            }
+        wait_for(job.connected)
+    finally:
+        job.close()
+
+
+def test_a_rank_that_leaves_is_not_lost(job, capsys):
+    wait_for(job.connected)
+    job.ranks[2].close()
+    wait_for(lambda: job.ranks[0]._channel.peers == [1])
+    assert job.ranks[0]._monitor.left == {2}
+    assert capsys.readouterr().err == ""
