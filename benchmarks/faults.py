@@ -6,7 +6,7 @@ Each job trains a small model on 2 to 4 ranks; one rank does something wrong in 
 (tests/chaos/kinds.py has the kinds and what must be said of each). A job is right if it ends by
 itself, with an exit code that is not 0 unless it can go on, and its report names the rank and the
 cause. The time to the end runs from the fault, or for faults that make other ranks wait, from the
-end of their time limit, to the end of mpirun. A shell outlives each rank that fails: mpirun would
+end of their time limit, to the end of mpirun. A shell outlives each rank that dies: mpirun would
 otherwise kill the others, often before they have reported a rank that was killed. Several jobs at a
 time share the machine. The benchmark also looks for processes and shared memory that jobs leave.
 Writes docs/results/faults.md, or faults-openmpi.md.
@@ -88,7 +88,7 @@ def inject(timeout: float, number: int, fault: tuple[str, int, int, int]) -> Out
         environment = {"FAULT_STAMP": str(stamp)}
         command += ["--timeout", str(limit)]
         start = time.time()
-        options: dict[str, Any] = {"env": environment, "outlived": True, "patience_s": 10}
+        options: dict[str, Any] = {"env": environment, "outlived": expected.dies, "patience_s": 10}
         result = mpirun(ranks, command, timeout=JOB_S, **options)
         happened = float(stamp.read_text()) if stamp.exists() else None
     found = re.search(expected.report.format(rank=rank), result.stderr) is not None
@@ -123,8 +123,8 @@ def render(outcomes: list[Outcome], minutes: float, options: argparse.Namespace)
         f"{options.timeout:g} --jobs {options.jobs}` ({minutes:.0f} min).",
         "In each job, one of 2 to 4 ranks does something wrong in its third step, at a random "
         "stage. The time runs from the fault, or for ranks that make others wait from the end of "
-        "the time limit, to the end of mpirun, which does not "
-        "notice itself that a rank has ended: a shell outlives it.",
+        "the time limit, to the end of mpirun, which does not notice itself that a rank has died: a "
+        "shell outlives it.",
         "",
         f"- Faults: {len(outcomes)}. Jobs that ended by themselves: {ended}.",
         f"- Jobs whose exit code and report were right, with the rank and the cause: {right}.",

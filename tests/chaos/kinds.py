@@ -9,13 +9,15 @@ class Kind(NamedTuple):
     """What must appear on stderr, as a regular expression with {rank} for the faulty rank.
 
     `waits`: whether the report comes when ranks have waited for the time limit; else at once.
-    `completes`: whether the job goes on to its end. `code`: the exit code of the job.
+    `completes`: whether the job goes on to its end. `code`: the exit code of the job. `dies`: whether
+    the rank's process ends without a word.
     """
 
     report: str
     waits: bool = False
     completes: bool = False
     code: int = 1
+    dies: bool = False
 
 
 WAITED = r"error: rank.* waited \d+ s for rank {rank} on "
@@ -32,9 +34,9 @@ KINDS = {
     "late to a broadcast": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in extra_collectives", waits=True),
     "stopped": Kind(WAITED + r"(.*\n)*.*stopped by a signal", waits=True),
     "held": Kind(WAITED + r"(.*\n)*.*held in C code", waits=True),
-    "killed": Kind(LOST),
-    "segfault": Kind(LOST),
-    "vanishes": Kind(LOST),
+    "killed": Kind(LOST, dies=True),
+    "segfault": Kind(LOST, dies=True),
+    "vanishes": Kind(LOST, dies=True),
     "raises": Kind(FAILED),
     "memory": Kind(FAILED),
     "raises in backward": Kind(FAILED),
@@ -43,7 +45,7 @@ KINDS = {
     "exits with 0": Kind(DISAGREE),
     "dead worker": Kind(WORKER),
     "stuck worker": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in batch", waits=True),
-    "out of memory": Kind(LOST),
+    "out of memory": Kind(LOST, dies=True),
     "continues": Kind(DISAGREE),
     "stops early": Kind(DISAGREE),
     "another shape": Kind(DISAGREE),

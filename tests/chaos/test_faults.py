@@ -15,7 +15,7 @@ QUICK = {("stopped", 0), ("killed", 1), ("continues", 0)}
 
 def run(kind, rank, *, timeout, ranks=3, stage=0):
     command = [sys.executable, FAULT, kind, rank, "--timeout", timeout, "--stage", stage]
-    result = mpirun(ranks, command, timeout=110, outlived=True, patience_s=10)
+    result = mpirun(ranks, command, timeout=110, outlived=KINDS[kind].dies, patience_s=10)
     assert not result.timed_out, result.report()
     assert result.left == [], result.report()
     return result
