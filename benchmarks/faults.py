@@ -123,8 +123,8 @@ def render(outcomes: list[Outcome], minutes: float, options: argparse.Namespace)
         f"{options.timeout:g} --jobs {options.jobs}` ({minutes:.0f} min).",
         "In each job, one of 2 to 4 ranks does something wrong in its third step, at a random "
         "stage. The time runs from the fault, or for ranks that make others wait from the end of "
-        "the time limit, to the end of mpirun, which does not notice itself that a rank has died: a "
-        "shell outlives it.",
+        "the time limit, to the end of mpirun, which does not notice itself that a rank has "
+        "died: a shell outlives it.",
         "",
         f"- Faults: {len(outcomes)}. Jobs that ended by themselves: {ended}.",
         f"- Jobs whose exit code and report were right, with the rank and the cause: {right}.",

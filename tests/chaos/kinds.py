@@ -9,8 +9,8 @@ class Kind(NamedTuple):
     """What must appear on stderr, as a regular expression with {rank} for the faulty rank.
 
     `waits`: whether the report comes when ranks have waited for the time limit; else at once.
-    `completes`: whether the job goes on to its end. `code`: the exit code of the job. `dies`: whether
-    the rank's process ends without a word.
+    `completes`: whether the job goes on to its end. `code`: the exit code of the job. `dies`:
+    whether the rank's process ends without a word.
     """
 
     report: str
