@@ -59,6 +59,7 @@ class BatchWeight:
         self._current: float | None = None  # what the latest statement or batch says
         self._batch: DrawnBatch | None = None  # of the latest backward
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
+        self._over = False  # a pass over batches has ended, and all of them were used
         self._source = BatchSource()  # of batches whose source is not stated
         self._begun = False  # a backward of this mean has begun
         self._weighted = False  # the loss of the coming backward was multiplied by its weight
@@ -140,6 +141,7 @@ class BatchWeight:
         if source is None:
             source = self._source
             source.drawn += 1
+        self._over = False
         self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
         self._drawn.append(DrawnBatch(own, total, digest, source, source.drawn))
 
@@ -148,7 +150,11 @@ class BatchWeight:
         self._drawn = [batch for batch in self._drawn if batch.number >= batch.source.used]
 
     def forget(self, *, drawn: bool) -> None:
-        """Forget the batch of the latest backward; with `drawn` also those not used yet."""
+        """Forget the batch of the latest backward; with `drawn` also those not used yet.
+
+        Without `drawn`, the next backward must follow a batch or a statement.
+        """
+        self._over = not drawn and (self._over or self._batch is not None)
         self._batch = self._current = None
         if drawn:
             self._drawn.clear()
@@ -160,9 +166,16 @@ class BatchWeight:
                 "loss.backward() follows optimizer.backward(loss, weight=...) in one accumulation: "
                 "use one of them for all of its micro-batches"
             )
-        self._begun, self._weighted = True, False
         self._drop_outdated()
         fresh = bool(self._drawn)
+        if self._over and not (self._alone or fresh or self._states_weight):
+            raise RuntimeError(
+                "this backward follows no batch, since the pass over world.shard has ended: batches"
+                " that were kept from it (by itertools.cycle, or a cache) have lost their weights. "
+                "Iterate over the shard anew, or state the weight by optimizer.share(n); before a "
+                "loss of other data, call optimizer.forget_batches()"
+            )
+        self._begun, self._weighted = True, False
         if fresh:
             implied = self._stated is None and self._added is None
             if implied and len({(drawn.own, drawn.total) for drawn in self._drawn}) > 1:
@@ -196,10 +209,14 @@ class BatchWeight:
                 self.digest = (self.digest * 31 + batch.digest) % (1 << DIGEST_BITS)
                 self.has_digest = True
 
+    @property
+    def _states_weight(self) -> bool:
+        return bool(self._statements) or self._stated is not None or self._added is not None
+
     def finish(self) -> None:
         """Note that nothing more is added to this mean: a rank may have had no backward in it."""
         if not self._begun or self._stated is not None:
-            self._weighted = True
+            self._weighted, self._over = True, False
             self.begin_backward()
 
     def begin_group(self, ranks: int) -> None:

@@ -335,6 +335,41 @@ def test_a_batch_is_forgotten(stage, world):
     assert optimizer.step().weight == 1.0
 
 
+def after_a_pass(stage, world):
+    """A model and its optimizer, which has taken a step on the only batch of a pass."""
+    model, optimizer = linear(stage, world)
+    optimizer.expect_batch(7, 14)
+    mean(model, 3.0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.forget_batches(drawn=False)
+    return model, optimizer
+
+
+def test_a_batch_that_was_kept_after_its_pass_is_refused_unless_there_is_one_rank():
+    model, _ = after_a_pass(0, SingleProcessCollectives)
+    mean(model, 3.0).backward()
+    model, _ = after_a_pass(0, FirstOfTwo)
+    with pytest.raises(RuntimeError, match=r"by itertools.cycle, or a cache\) have lost their"):
+        mean(model, 3.0).backward()
+
+
+@stages
+def test_after_a_pass_weights_may_be_stated_and_other_data_counts_alike(stage, world):
+    model, optimizer = after_a_pass(stage, world)
+    optimizer.share(2)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 2.0
+    model, optimizer = after_a_pass(stage, world)
+    optimizer.forget_batches()
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 1.0
+    model, optimizer = after_a_pass(stage, world)
+    optimizer.expect_batch(5, 14)
+    mean(model, 3.0).backward()
+    assert optimizer.step().weight == 5.0
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("launched", [False, True])
 def test_after_a_backward_that_failed_nothing_goes_on_by_itself(stage, launched):
