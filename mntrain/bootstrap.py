@@ -40,7 +40,7 @@ from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS
 from mntrain.watch.recorder import Recorder, pid_namespace
 from mntrain.watch.side_channel import SideChannel, listen
-from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S, limited_start
+from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S, is_positive, limited_start
 from mntrain.watch.watchdog import Watchdog
 from zero.layout import MIB
 
@@ -83,11 +83,10 @@ class WorldSettings:
             if (dtype := getattr(self, name)) not in TRAVEL_DTYPES:
                 raise ValueError(f"{name} {dtype!r} is unknown: choose {', '.join(TRAVEL_DTYPES)}")
         transport.expect_known(self.transport)
-        if not (self.warn_after > 0 and (self.timeout is None or self.timeout > 0)):
-            raise ValueError(
-                f"timeout is {self.timeout}, and warn_after {self.warn_after}: give seconds above "
-                "0, or timeout=None"
-            )
+        limits = self.warn_after, 1.0 if self.timeout is None else self.timeout
+        if not all(map(is_positive, limits)):
+            given = f"timeout is {self.timeout}, and warn_after {self.warn_after}"
+            raise ValueError(f"{given}: give seconds above 0, or timeout=None")
 
 
 @dataclass

@@ -14,6 +14,11 @@ _MOST_S = 1e8
 _APART_S, _APART = 2.0, 4  # between the ends of the first ranks: one report ends the job
 
 
+def is_positive(limit: object) -> bool:
+    """Return whether a time limit is a number above 0."""
+    return isinstance(limit, Real) and float(limit) > 0
+
+
 @contextmanager
 def limited_start(timeout: float | None = TIMEOUT_S) -> Iterator[None]:
     """End this process if the block, in which ranks meet, takes longer than the timeout. Local.
@@ -26,8 +31,8 @@ def limited_start(timeout: float | None = TIMEOUT_S) -> Iterator[None]:
     if timeout is None or (first_number(os.environ, SIZE_VARIABLES) or 1) == 1:
         yield
         return
-    given = float(timeout) if isinstance(timeout, Real) and timeout > 0 else TIMEOUT_S
-    seconds = min(max(given, LEAST_S), _MOST_S)
+    given = timeout if is_positive(timeout) else TIMEOUT_S
+    seconds = min(max(float(given), LEAST_S), _MOST_S)
     seconds += _APART_S * min(first_number(os.environ, RANK_VARIABLES) or 0, _APART)
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:

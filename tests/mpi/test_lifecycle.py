@@ -35,6 +35,12 @@ LAST = RANKS - 1
         ({"bucket_mb": float("inf")}, "bucket_mb is inf: "),
         ({"device": "tpu"}, "device 'tpu' is unknown: choose auto, cpu or cuda"),
         ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown: choose fp32, bf16, fp16"),
+        (
+            {"timeout": 0.0},
+            "timeout is 0.0, and warn_after 60.0: give seconds above 0, or timeout=None",
+        ),
+        ({"timeout": "soon"}, "timeout is soon, and warn_after 60.0: give seconds above 0"),
+        ({"warn_after": None}, "timeout is 600.0, and warn_after None: give seconds above 0"),
         ({"gather_dtype": "int8"}, "gather_dtype 'int8' is unknown: choose fp32, bf16, fp16"),
     ],
     ids=str,
