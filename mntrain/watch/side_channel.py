@@ -96,6 +96,12 @@ class SideChannel:
         if connection := self._connections.get(peer):
             connection.send(message)
 
+    def send_to_all(self, message: Message) -> None:
+        """Send a message to all ranks, those included that are about to join. Never blocks."""
+        joining = [stranger for stranger in self._strangers if stranger.proven is not None]
+        for connection in [*self._connections.values(), *joining]:
+            connection.send(message)
+
     def poll(self, seconds: float) -> Iterator[tuple[int, Message | Closed]]:
         """Wait up to some seconds for messages, and yield each with the rank that it comes from."""
         for connection in self._connections.values():

@@ -171,8 +171,7 @@ class Watchdog:
                 while not self._outbox.empty():
                     self._tell_monitors(self._outbox.get())
                 self._look(time.monotonic())
-            for peer in channel.peers:
-                channel.send(peer, {"kind": "left"})
+            channel.send_to_all({"kind": "left"})
         finally:
             channel.close()
 
@@ -267,8 +266,7 @@ class Watchdog:
 
     def _end_job(self, report: str, *, reason: str, status: str, code: int) -> None:
         """Print a report, and end the job."""
-        for peer in self._channel.peers:
-            self._channel.send(peer, {"kind": "end", "code": code})
+        self._channel.send_to_all({"kind": "end", "code": code})
         _call_for(PRINT_S, lambda: _print(f"error: {report}"))
         _call_for(PRINT_S, lambda: self.end_run(status, reason))
         self._leave_job(code, aborts=True)

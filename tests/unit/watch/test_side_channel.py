@@ -147,6 +147,20 @@ def test_a_rank_that_gives_up_its_greeting_is_not_lost_and_can_try_again(monitor
     other.close()
 
 
+def test_a_rank_that_is_about_to_join_hears_what_all_hear(monitor):
+    """Such as that the monitor leaves: else it would take the monitor for lost."""
+    other, address = SideChannel(1, SECRET, None), ("127.0.0.1", monitor[1].port)
+    thread = threading.Thread(target=other.connect, args=(0, address))
+    thread.start()
+    while not any(stranger.proven for stranger in monitor[0]._strangers):
+        assert not list(monitor[0].poll(0.001))
+    monitor[0].send_to_all({"kind": "left"})
+    monitor[0].close()
+    thread.join()
+    assert received(other, 2) == [(0, {"kind": "left"}), (0, Closed(None))]
+    other.close()
+
+
 def test_the_newest_connection_of_a_rank_replaces_the_earlier_one(monitor):
     earlier, newer = connected(monitor), connected(monitor)
     newer.send(0, {"kind": "new"})
