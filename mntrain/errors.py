@@ -138,17 +138,21 @@ class ExceptionWatch:
         sys.stdout.flush()
         sys.stderr.flush()
         if self.others is not None:
-            own = f"{self._place} failed with {type(error).__name__}: {error}"
-            text = str(error) if isinstance(error, RemoteRankError) else own
             if not isinstance(error, RemoteRankError | KeyboardInterrupt):
                 self.others.tell_failure(self._describe(error))
-            if not isinstance(error, KeyboardInterrupt):
-                self.others.end_run("crashed", text.partition("\n")[0])
+            self.end_run(error)
             self.others.leave()
         if isinstance(error, RemoteRankError):
             time.sleep(REMOTE_ABORT_S)
         mpi.abort(code)
         raise SystemExit(code)  # if the abort returned
+
+    def end_run(self, error: BaseException) -> None:
+        """Let the run's summary say that `error` has ended it. Local."""
+        if self.others is not None and not isinstance(error, KeyboardInterrupt):
+            own = f"{self._place} failed with {type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, RemoteRankError) else own
+            self.others.end_run("crashed", text.partition("\n")[0])
 
     @property
     def _place(self) -> str:
@@ -241,8 +245,7 @@ def compare(
 ) -> None:
     """Raise AgreedError on all ranks unless they give equal values under each name. Collective.
 
-    `gather` returns every rank's object, by rank. A digest travels first, and the values only if
-    the digests differ. Message as in `expect_same`.
+    A digest travels first, and the values only if digests differ. Message as in `expect_same`.
     """
     if not same_digests(gather, values):
         expect_same(gather(values), rank, fix)

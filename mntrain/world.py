@@ -315,8 +315,10 @@ class World:
         if not self._open:
             return
         first = self._parts.engine.error or error  # other errors follow from the first
-        if first is not None and not errors.raised_by_all(first) and self.size > 1:
-            self._parts.watch.end_job(first)
+        if first is not None and not errors.raised_by_all(first):
+            if self.size > 1:
+                self._parts.watch.end_job(first)
+            self._parts.watch.end_run(first)
         if first is not None and not isinstance(first, SystemExit):
             self.recorder.error_raised(first)
         self._close()

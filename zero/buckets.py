@@ -126,6 +126,10 @@ class GradientBuckets:
         """Note that a backward raised."""
         self._tasks.add(-1)
 
+    def resume(self) -> None:
+        """Take what an interrupted backward has left for its whole result."""
+        self._tasks.clear()
+
     def check_ended(self) -> None:
         """Raise RuntimeError if the last backward was interrupted."""
         if self._tasks:

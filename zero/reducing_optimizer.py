@@ -101,6 +101,14 @@ class ReducingOptimizer(ShardedOptimizer):
         """
         self._reduction.synchronize()
 
+    def finish_interrupted(self) -> None:
+        """Let other ranks end the backward that raised an exception on this one. Collective.
+
+        Takes part in its remaining collectives, outside of `no_sync`. All ranks must discard the
+        gradients afterwards: no sum has a meaning.
+        """
+        self._reduction.finish_interrupted()
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradient in place so that its norm is at most `max_norm`. Collective.

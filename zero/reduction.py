@@ -108,6 +108,14 @@ class StepReduction:
         if self._finished_weight is None or self.buckets.begun or not self._gradients.exist:
             self.finish()
 
+    def finish_interrupted(self) -> None:
+        """Finish a backward that raised an exception, with gradients of any values. Collective."""
+        self.buckets.resume()
+        if self._finished_weight is None or self.buckets.begun:
+            self.weight.discard()
+            self.weight.state(1.0)  # the sum over ranks must not be 0
+            self.finish()
+
     def begin_weighted(self) -> None:
         """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
         self.buckets.forget_dropped()

@@ -9,6 +9,7 @@ from mntrain.checkpoint.reader import (
     set_aside,
 )
 from mntrain.checkpoint.saver import RunProgress, SavedCheckpoint, Saver
+from mntrain.checkpoint.shards import random_states, set_random_states
 
 __all__ = [
     "FoundCheckpoint",
@@ -18,6 +19,8 @@ __all__ = [
     "list_checkpoints",
     "load",
     "newest",
+    "random_states",
     "restore_randomness",
     "set_aside",
+    "set_random_states",
 ]

@@ -75,7 +75,7 @@ class CheckpointShard:
         self._rank, self._size = world.rank, world.size
         self._model: dict[str, Tensor] = dict(model.state_dict())
         self._slices = list(self._own_slices(optimizer))
-        self._random = _random_states(world.device)
+        self._random = random_states(world.device)
         self._objects = objects
 
     def outline(self) -> ShardOutline:
@@ -237,8 +237,8 @@ def _after(event: torch.cuda.Event, ranges: Iterable[TensorRange]) -> Iterator[T
     yield from ranges
 
 
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of the generators of torch, Python and numpy as bytes, by source."""
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return copies of the states of this process's random generators as bytes, by source."""
     version, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)

@@ -14,7 +14,7 @@ from mntrain.errors import AgreedError, expect_same, raised_by_all
 from mntrain.ranks import Ranks
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.delayed import DelayedSum
-from mntrain.run.directory import RunDirectory
+from mntrain.run.directory import RunDirectory, expect_shared
 from zero.optimizer import ZeroOptimizer
 
 
@@ -45,6 +45,7 @@ class Checkpoints:
         self._world, self._directory = world, directory
         self._model, self._optimizer, self._objects = model, optimizer, objects
         self._interval, self._flush_metrics = interval, flush_metrics
+        expect_shared(world, directory.path)
         self._saver = Saver(world, model, optimizer, directory.path, keep, objects=objects)
         with world.agreement():
             self._saver.check()

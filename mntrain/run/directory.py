@@ -14,11 +14,12 @@ import os
 import secrets
 import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TextIO
 
 from mntrain.checkpoint import list_checkpoints, set_aside
+from mntrain.checks.storage import Probe, existing_folder, is_visible
 from mntrain.errors import combined_refusals
 from mntrain.metrics.files import METRICS_FILE, SUMMARY_FILE, write_summary
 from mntrain.ranks import Ranks
@@ -76,6 +77,33 @@ def make_and_lock(run_dir: Path) -> TextIO:
     file.write(f"on {socket.gethostname()}, process {os.getpid()}")
     file.flush()
     return file
+
+
+def expect_shared(world: Ranks, run_dir: Path) -> None:
+    """Raise AgreedError unless all ranks see what the master writes where a run's directory lies.
+
+    Collective. Makes nothing that stays. Takes some seconds where a rank does not see it.
+    """
+    if world.size == 1:
+        return
+    with ExitStack() as stack:
+        place = Path(), ""
+        with world.agreement():
+            if world.master:
+                folder = existing_folder(run_dir)
+                try:
+                    probe = stack.enter_context(closing(Probe(folder)))
+                except OSError as error:
+                    raise _unwritable(folder, error) from error
+                place = probe.path, probe.token
+        path, token = world.gather(place)[0]
+        with world.agreement():
+            if not is_visible(path, token):
+                raise ValueError(
+                    f"{path.parent} is not the folder that rank 0 sees, and a checkpoint is "
+                    "written by all ranks: give a run directory on a file system that all nodes "
+                    "share"
+                )
 
 
 def _unwritable(run_dir: Path, error: OSError) -> ValueError:

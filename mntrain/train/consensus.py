@@ -21,7 +21,7 @@ class GlobalMeans:
 
     loss: float
     metrics: dict[str, float]  # the task's further means
-    count: int  # items that the means are over, at least 1
+    count: int  # items that the means are over; 0 if a rank failed
     values: dict[str, float]  # the other values, reduced
     nonfinite: str  # "nan on rank 1" if the loss is not finite, else ""
 
@@ -54,8 +54,9 @@ class MeanAccumulator:
         """Return the means over all ranks of the group, and start anew. Collective in the group.
 
         `local_values`, under the same names on every rank, travel in the same message. Each is
-        reduced as its metric declares; those that are no metrics are summed. Raises
-        TrainingStoppedError, which names `where`, if no rank has counted any item.
+        reduced as its metric declares; those that are no metrics are summed. If the sum of "failed"
+        is above 0, there are no means, only values. Raises TrainingStoppedError, which names
+        `where`, if no rank has counted any item.
         """
         if not self._names:
             by_rank = gather_objects(group, list(self._sums))
@@ -72,6 +73,8 @@ class MeanAccumulator:
             name: max(islice(totals, group.size)) if _is_maximum(name) else next(totals)
             for name in local_values or {}
         }
+        if values.get("failed"):
+            return GlobalMeans(math.nan, {}, 0, values, "")
         if not count:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._rank

@@ -15,6 +15,7 @@ from mntrain.config import Config, flag_of
 from mntrain.errors import AgreedError
 from mntrain.run.directory import (
     CONFIG_FILE,
+    expect_shared,
     expect_startable,
     make_and_lock,
     make_new,
@@ -117,8 +118,11 @@ def prepare(
 
     A job that saves may start over a run that was killed before its first checkpoint. Returns, on
     the master, a file whose lock keeps other jobs out until it is closed. Raises AgreedError if the
-    directory holds a run that this job does not continue, or is in use by another job.
+    directory holds a run that this job does not continue, or is in use by another job, or if a job
+    that saves has ranks that do not see it.
     """
+    if saves:
+        expect_shared(world, run_dir)
     lock = None
     with world.agreement():
         if world.master:

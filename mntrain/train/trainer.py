@@ -25,6 +25,7 @@ from mntrain.run.directory import write_early_end
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.start import init
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
+from mntrain.train.failed_step import FailedStep
 from mntrain.train.job import TrainingJob, uncompiled
 from mntrain.train.run_directory import to_json
 from mntrain.train.summary import JobResult, describe_job, summarize
@@ -70,6 +71,7 @@ class Trainer:
         self._early_end = partial(write_early_end, job.run_dir)
         world.watchdog.at_end.append(self._early_end)
         self._means = MeanAccumulator(world.rank)
+        self._failed_step = FailedStep(world, job.optimizer)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._longest_step_s = 0.0
@@ -137,16 +139,21 @@ class Trainer:
     def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
         """Take one step, 1 for the first; return its record and the summed flags. Collective.
 
-        Raises TrainingStoppedError. Between the update and the next forward, only checks and
+        Raises TrainingStoppedError; an exception before the update is raised when the run is saved
+        as it was before the step. Between the update and the next forward, only checks and
         evaluations communicate: all else would wait behind the parameters that are being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        with timer("data"):
-            micro_batches = next(self._job.batches)
-        self._forward_backward(micro_batches, timer)
+        self._failed_step.begin_step()
+        with self._failed_step.caught():
+            with timer("data"):
+                micro_batches = next(self._job.batches)
+            self._forward_backward(micro_batches, timer)
         with timer("reduce_wait"):
             self._optimizer.synchronize()
             means = self._reduce_means(step)
+        if means.values["failed"]:
+            self._failed_step.end_job(step, self._save_last_step)
         lr = float(self._job.scheduler.get_last_lr()[0])
         with timer("optimizer"):
             update = self._update(step)
@@ -196,6 +203,7 @@ class Trainer:
         """Return this rank's flags and metrics that are reduced over ranks in every step. Local."""
         near = self._job.deadline.near(self._longest_step_s, self._checkpointing.longest_s)
         return {
+            "failed": self._failed_step.flag,
             "interrupted": float(self._signals.interrupted),
             "preempted": float(self._signals.preempted or near),
             **self._checkpointing.local_flags(),
@@ -244,9 +252,8 @@ class Trainer:
         train = self._config.train
         if _due(train.check_every, record.step):
             self._check_replicas(record.step)
-        if not self._job.data.validates:
-            return record
-        if record.step != train.steps and not _due(train.eval_every, record.step):
+        due = record.step == train.steps or _due(train.eval_every, record.step)
+        if not (due and self._job.data.validates):
             return record
         with self._world.recorder.phase("evaluate", record.step):
             means = self.evaluate()
@@ -302,6 +309,17 @@ class Trainer:
                 self._reporter.warn(str(error))
             else:
                 result.status, result.error = "failed", self._stopped(str(error))
+
+    def _save_last_step(self) -> None:
+        """Save the last completed step, if wanted, before an exception ends the job. Collective."""
+        last = self._result.last
+        if last is None or not self._job.saves or self._checkpointing.has(last.step):
+            self._checkpointing.wait(last.step if last else self._job.done)
+            return
+        try:
+            self._checkpointing.save_now(self._progress(last))
+        except AgreedError as error:
+            self._reporter.warn(str(error))
 
     def _progress(self, record: StepRecord) -> RunProgress:
         return RunProgress(

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 import mntrain
 
 STEP = 2  # in which it happens
+NODES = {"node lost", "link cut", "link cut for 30 s", "link cut for 3 s"}
+HEALED_S = 12.0  # until a job whose network comes back has gone on for long enough
 
 
 def parse():
@@ -60,10 +62,10 @@ class Samples(Dataset):
         return torch.randn(32)
 
 
-def stamp():
+def stamp(suffix=""):
     """Note the time of the fault in the file that the environment names."""
     if name := os.environ.get("FAULT_STAMP"):
-        with open(name, "w", encoding="ascii") as file:
+        with open(name + suffix, "w", encoding="ascii") as file:
             file.write(str(time.time()))
 
 
@@ -146,6 +148,47 @@ class Bug(torch.autograd.Function):
         raise KeyError(BUG)
 
 
+class NotingReports:
+    """A stderr that notes when an error was reported."""
+
+    def write(self, text):
+        """Write, and note."""
+        if "error: " in text:
+            stamp(".reported")
+        return sys.__stderr__.write(text)
+
+    def flush(self):
+        """Flush."""
+        sys.__stderr__.flush()
+
+
+def prepare(kind, rank):
+    """Do what a faulty rank does before the job starts."""
+    own = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+    if kind in NODES:
+        sys.stderr = NotingReports()
+    elif kind == "clock shifted" and own == rank:
+        right = time.time
+        time.time = lambda: right() + 120
+    elif kind == "same core" and own in {rank, rank - 1 if rank else 1}:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def train_on_nodes(world):
+    """Steps until a while after the first: a node or the network is lost meanwhile."""
+    model = nn.Linear(32, 8)
+    optimizer = world.optimizer(model, torch.optim.AdamW, stage=1)
+    start, goes_on = time.monotonic(), True
+    while goes_on:
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if world.master and not os.path.exists(os.environ["FAULT_STAMP"]):
+            stamp()
+        goes_on = world.sum([time.monotonic() - start < HEALED_S])[0] == world.size
+        time.sleep(0.02)
+
+
 def train(world, options):
     """Six steps, of which the faulty rank takes one in another way."""
     kind, faulty = options.kind, world.rank == options.rank
@@ -197,11 +240,15 @@ def extra_collectives(world, kind, *, now):
 def main():
     """Run the job, and print what this rank has seen."""
     options = parse()
+    prepare(options.kind, options.rank)
     with mntrain.init(
         device="cpu", timeout=options.timeout, warn_after=options.warn_after, tune=False
     ) as world:
         try:
-            train(world, options)
+            if options.kind in NODES:
+                train_on_nodes(world)
+            else:
+                train(world, options)
         except mntrain.RemoteRankError as error:
             text = error.traceback.strip().splitlines()[-1]
             print(f"rank {world.rank} learns of rank {error.rank}: {text}", flush=True)

@@ -1,8 +1,12 @@
-"""The kinds of faults of `fault.py`, and what the job must say of each."""
+"""The kinds of faults, and what a job must say of each."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
+
+from launch import is_open_mpi
+from nodes import available
 
 
 class Kind(NamedTuple):
@@ -10,7 +14,9 @@ class Kind(NamedTuple):
 
     `waits`: whether the report comes when ranks have waited for the time limit; else at once.
     `completes`: whether the job goes on to its end. `code`: the exit code of the job. `dies`:
-    whether the rank's process ends without a word.
+    whether the rank's process ends without a word. `script`: of this folder. `nodes`: whether it
+    needs emulated nodes. `shell`: what is done first in a mount namespace of the job. `most`: the
+    ranks of the job at most.
     """
 
     report: str
@@ -18,13 +24,29 @@ class Kind(NamedTuple):
     completes: bool = False
     code: int = 1
     dies: bool = False
+    script: str = "fault.py"
+    nodes: bool = False
+    shell: str = ""
+    most: int = 4
+
+    @property
+    def moves(self) -> bool:
+        """Whether it may happen on emulated nodes, too: there each node starts its ranks."""
+        return not (self.shell or self is WRONG_MPIRUN or self.script != "fault.py")
 
 
 WAITED = r"error: rank.* waited \d+ s for rank {rank} on "
 LOST = r"error: rank {rank} on \S+ is lost: its process has ended"
+NODE_LOST = r"error: ranks? (\d+, )*{rank}\b[ ,\d]* on n\d (is|are) lost"
 FAILED = r"mntrain: rank {rank} of \d+ on \S+ failed:\n(.*\n)*.*a bug of one rank"
 WORKER = r"mntrain: rank {rank} of \d+ on \S+ failed:\n(.*\n)*.*DataLoader worker .* is killed"
 DISAGREE = r"error: ranks (disagree|wait for each other)(.*\n)*  rank {rank}: "
+DIFFERS = r"%s differs between ranks: .*ranks? (\d+, )*{rank}\b"
+BOUND = r"warning: ranks .*{rank}.* are bound to the same core"
+JOB = {"script": "job_fault.py"}
+REFUSED = {**JOB, "code": 2}
+WRONG_MPIRUN = Kind("error: .* does not know: ")
+SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
 
 KINDS = {
     "none": Kind("", completes=True),
@@ -56,7 +78,43 @@ KINDS = {
     "slow": Kind(r"warning: .*for rank {rank} on ", completes=True),
     "slow worker": Kind(r"warning: .*for rank {rank} on ", completes=True),
     "paused": Kind(r"", completes=True),
+    "clock shifted": Kind(r"warning: the clock of \S+ \(rank \d\) is 1\d\d\.\d s", completes=True),
+    "same core": Kind(BOUND, completes=True, most=2),
+    "other option": Kind(DIFFERS % "--optim.lr", **REFUSED),
+    "other task": Kind(DIFFERS % r"the source own_task\.py", **REFUSED),
+    "other data": Kind(DIFFERS % "the content of --data.path", **REFUSED),
+    "other version": Kind(DIFFERS % "torch", **REFUSED),
+    "read-only run directory": Kind(r"error: .*Read-only file system", **REFUSED),
+    "run directory not shared": Kind(
+        r"error: .*rank {rank}: .* is not the folder that rank 0", **REFUSED
+    ),
+    "full disk": Kind(r"error: .* was not saved: .*No space left on device: it needs", **JOB),
+    "full shared memory": Kind("/dev/shm has 1.0 MB free, and MPI needs", shell=SMALL_SHM),
+    "wrong mpirun": WRONG_MPIRUN,
+    "node lost": Kind(NODE_LOST, nodes=True),
+    "link cut": Kind(NODE_LOST, nodes=True),
+    "link cut for 30 s": Kind(NODE_LOST, nodes=True),
+    "link cut for 3 s": Kind("", completes=True, nodes=True),
 }
 
-if not os.access(Path("/sys/fs/cgroup/memory/cgroup.procs"), os.W_OK):
-    del KINDS["out of memory"]  # that of fault.py needs root, and version 1
+NAMES = tuple(KINDS)
+
+ROOT = [
+    "read-only run directory",
+    "run directory not shared",
+    "full disk",
+    "full shared memory",
+]
+MISSING = {
+    "root": ROOT if os.geteuid() else [],
+    "a cgroup of version 1": []
+    if os.access(Path("/sys/fs/cgroup/memory/cgroup.procs"), os.W_OK)
+    else ["out of memory"],
+    "emulated nodes": [name for name, kind in KINDS.items() if kind.nodes] if available() else [],
+    # Open MPI does without /dev/shm; its mpirun ends the job itself when the agent of a node ends.
+    "MPICH": ["full shared memory", "node lost"] if is_open_mpi() else [],
+    "two MPI libraries": [] if shutil.which("mpirun.openmpi") else ["wrong mpirun"],
+}
+for names in MISSING.values():
+    for name in names:
+        KINDS.pop(name, None)

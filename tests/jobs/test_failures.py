@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from job import LATE, SMALL, completed, metrics, summary, train, write_corpus
+from job import LATE, SMALL, completed, losses, metrics, summary, train, write_corpus
 from launch import (
     OPEN_MPI_ENVIRONMENT,
     OPEN_MPI_OPTIONS,
@@ -34,6 +34,22 @@ class NotANumber(Late):
     def broken(self, model, batch):
         loss = LanguageModel.loss(self, model, batch)
         return Loss(loss.mean * float("nan"), loss.count)
+
+class InBackward(Late):
+    def broken(self, model, batch):
+        list(model.parameters())[2].register_hook(self.bug)
+        return LanguageModel.loss(self, model, batch)
+
+    def bug(self, gradient):
+        raise KeyError("a bug of rank one")
+
+class Everywhere(LanguageModel):
+    calls = 0
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 3 and not FIXED:
+            raise KeyError("a bug of every rank")
+        return super().loss(model, batch)
 
 class Slow(LanguageModel):
     def loss(self, model, batch):
@@ -65,6 +81,37 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
     assert len(metrics(folder)) < 6
     assert summary(folder)["status"] == "crashed"
     assert "failed with KeyError: 'a bug of rank one'" in summary(folder)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "task", "stage"),
+    [
+        (3, "InBackward", 2),
+        pytest.param(3, "Raises", 0, marks=pytest.mark.thorough),
+        pytest.param(3, "Raises", 1, marks=pytest.mark.thorough),
+        pytest.param(3, "InBackward", 0, marks=pytest.mark.thorough),
+        pytest.param(4, "Everywhere", 1, marks=pytest.mark.thorough),
+        pytest.param(1, "Everywhere", 0, marks=pytest.mark.thorough),
+    ],
+)
+def test_an_exception_loses_no_complete_step(folder, ranks, task, stage):
+    common = ["--task", f"broken:{task}", "--zero.stage", str(stage), "--comm.bucket-mb", "0.01"]
+    common += ["--checkpoint.every", "100"]
+    batch = ["--train.batch-size", "4"] if ranks != 3 else []  # so that it is in the third step
+    crashed = train(ranks, folder, *common, *batch)
+    assert crashed.returncode != 0
+    assert crashed.stderr.count("Traceback (most recent call last)") == 1, crashed.report()
+    assert summary(folder)["status"] == "crashed"
+    done = len(metrics(folder))
+    assert done >= 1
+    kept = [path.name for path in (folder / "run" / "checkpoints").iterdir()]
+    assert kept == [f"step-{done:08d}"], crashed.report()
+    completed(train(ranks, folder, *common, *batch, env={"FIXED": "1"}))
+    whole = folder / "whole"
+    whole.mkdir()
+    (whole / "broken.py").write_text(TASKS)
+    completed(train(ranks, whole, *common, *batch, env={"FIXED": "1"}))
+    assert losses(folder) == losses(whole)
 
 
 @pytest.mark.thorough
