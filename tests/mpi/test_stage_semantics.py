@@ -71,6 +71,42 @@ def test_any_number_of_micro_batches_of_any_size(worlds, algorithm, layout, mode
 
 
 @modes
+@pytest.mark.parametrize("at", ["no_sync", "the first gradient", "the last gradient", "forward"])
+def test_a_backward_that_one_rank_cannot_end_changes_no_later_step(world, make, mode, at):
+    model = net()
+    alone = Alone(model, ADAMW, MAX_NORM)
+    optimizer = make(model, ADAMW, **mode, max_grad_norm=MAX_NORM)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parameter = trained[0 if at == "the last gradient" else -1]
+
+    def fail(gradient):
+        raise KeyError(at)
+
+    def hook(*, wanted):
+        return parameter.register_hook(fail) if wanted else nullcontext()
+
+    def backward(batch, *, fails):
+        with hook(wanted=fails and at == "no_sync"), optimizer.no_sync():
+            optimizer.backward(loss_of(model, rows(batch, 0, 1)), 1)
+        if fails and at == "forward":
+            fail(None)
+        with hook(wanted=fails):
+            optimizer.backward(loss_of(model, rows(batch, 1, 4)), 3)
+
+    for step in range(4):
+        batch, fails = samples(4, seed=step), step == 1 and world.rank == LAST
+        with pytest.raises(KeyError) if fails else nullcontext():
+            backward(batch, fails=fails)
+        if fails:
+            optimizer.finish_interrupted()
+        if step != 1:
+            norm = alone.step(loss_of(alone.model, batch))
+            assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-10)
+        optimizer.zero_grad()
+    assert_parity(world, model, alone)
+
+
+@modes
 def test_shares_of_a_loader_add_up_over_micro_batches(world, make, mode):
     model = net()
     alone = Alone(model, SGD)
