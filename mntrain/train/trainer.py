@@ -313,8 +313,8 @@ class Trainer:
     def _save_last_step(self) -> None:
         """Save the last completed step, if wanted, before an exception ends the job. Collective."""
         last = self._result.last
+        self._checkpointing.wait(last.step if last else self._job.done)  # it may be of this step
         if last is None or not self._job.saves or self._checkpointing.has(last.step):
-            self._checkpointing.wait(last.step if last else self._job.done)
             return
         try:
             self._checkpointing.save_now(self._progress(last))

@@ -84,28 +84,30 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
 
 
 @pytest.mark.parametrize(
-    ("ranks", "task", "stage"),
+    ("ranks", "task", "stage", "every"),
     [
-        (3, "InBackward", 2),
-        pytest.param(3, "Raises", 0, marks=pytest.mark.thorough),
-        pytest.param(3, "Raises", 1, marks=pytest.mark.thorough),
-        pytest.param(3, "InBackward", 0, marks=pytest.mark.thorough),
-        pytest.param(4, "Everywhere", 1, marks=pytest.mark.thorough),
-        pytest.param(1, "Everywhere", 0, marks=pytest.mark.thorough),
+        (3, "InBackward", 2, 100),
+        pytest.param(3, "Raises", 0, 100, marks=pytest.mark.thorough),
+        pytest.param(3, "Raises", 1, 1, marks=pytest.mark.thorough),
+        pytest.param(3, "InBackward", 0, 100, marks=pytest.mark.thorough),
+        pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.thorough),
+        pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.thorough),
     ],
 )
-def test_an_exception_loses_no_complete_step(folder, ranks, task, stage):
+def test_an_exception_loses_no_complete_step(folder, ranks, task, stage, every):
     common = ["--task", f"broken:{task}", "--zero.stage", str(stage), "--comm.bucket-mb", "0.01"]
-    common += ["--checkpoint.every", "100"]
+    common += ["--checkpoint.every", str(every)]
     batch = ["--train.batch-size", "4"] if ranks != 3 else []  # so that it is in the third step
     crashed = train(ranks, folder, *common, *batch)
     assert crashed.returncode != 0
     assert crashed.stderr.count("Traceback (most recent call last)") == 1, crashed.report()
     assert summary(folder)["status"] == "crashed"
+    assert "was not saved" not in crashed.stderr, crashed.report()
     done = len(metrics(folder))
     assert done >= 1
-    kept = [path.name for path in (folder / "run" / "checkpoints").iterdir()]
-    assert kept == [f"step-{done:08d}"], crashed.report()
+    kept = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    saved = range(1, done + 1) if every == 1 else [done]
+    assert kept == [f"step-{step:08d}" for step in saved], crashed.report()
     completed(train(ranks, folder, *common, *batch, env={"FIXED": "1"}))
     whole = folder / "whole"
     whole.mkdir()
