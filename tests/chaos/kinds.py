@@ -42,7 +42,8 @@ FAILED = r"mntrain: rank {rank} of \d+ on \S+ failed:\n(.*\n)*.*a bug of one ran
 WORKER = r"mntrain: rank {rank} of \d+ on \S+ failed:\n(.*\n)*.*DataLoader worker .* is killed"
 DISAGREE = r"error: ranks (disagree|wait for each other)(.*\n)*  rank {rank}: "
 DIFFERS = r"%s differs between ranks: .*ranks? (\d+, )*{rank}\b"
-BOUND = r"warning: ranks .*{rank}.* are bound to the same core"
+UNSEEN = r"error: (rank {rank}|ranks? 1\b.*): .* is not the folder that rank 0 sees"
+BOUND = r"warning: 2 ranks share the 1 core of \S+ that they are bound to"
 JOB = {"script": "job_fault.py"}
 REFUSED = {**JOB, "code": 2}
 WRONG_MPIRUN = Kind("error: .* does not know: ")
@@ -85,9 +86,7 @@ KINDS = {
     "other data": Kind(DIFFERS % "the content of --data.path", **REFUSED),
     "other version": Kind(DIFFERS % "torch", **REFUSED),
     "read-only run directory": Kind(r"error: .*Read-only file system", **REFUSED),
-    "run directory not shared": Kind(
-        r"error: .*rank {rank}: .* is not the folder that rank 0", **REFUSED
-    ),
+    "run directory not shared": Kind(UNSEEN, **REFUSED),
     "full disk": Kind(r"error: .* was not saved: .*No space left on device: it needs", **JOB),
     "full shared memory": Kind("/dev/shm has 1.0 MB free, and MPI needs", shell=SMALL_SHM),
     "wrong mpirun": WRONG_MPIRUN,
