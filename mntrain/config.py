@@ -4,34 +4,15 @@ An option is declared once. Its name in a file, its command-line flag, its help 
 (`mntrain.cli`) follow from the field. Constructors raise pydantic's ValidationError, a ValueError.
 """
 
-import re
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.comm import algorithms
-
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
-
-
-def _parse_none(value: Any) -> Any:
-    return None if value == "none" else value
-
-
-def _parse_path(value: Any) -> Any:
-    if value == "":
-        raise ValueError("must be a path or none")
-    return Path(value) if isinstance(value, str) and value != "none" else _parse_none(value)
-
-
-def _parse_interval(value: Any) -> Any:
-    text = str(value) if type(value) is int else value  # a file may hold a number of steps
-    if not isinstance(text, str) or not re.fullmatch(r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", text):
-        raise ValueError("must be a number of steps, minutes such as 10min, or auto")
-    return text
-
+from mntrain.option_types import STRICT, Interval, OptionalPath, OrNone, Table
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -46,10 +27,6 @@ MAY_DIFFER = {
 # Options of own loops that are not compared either: by their names, they are of one rank or node.
 RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostname", "gpu"}
 
-T = TypeVar("T")
-OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
-OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
-Interval = Annotated[str, BeforeValidator(_parse_interval)]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -98,9 +75,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimConfig:
-    """The optimizer and its learning-rate schedule: linear warm-up, then cosine decay."""
+    """The optimizer and its learning-rate schedule, unless the task brings its own."""
 
-    name: str = Field(default="AdamW", description="name of a class of torch.optim.")
+    name: str = Field(
+        default="AdamW",
+        description='a class of torch.optim, or "package.module:Class" for another.',
+    )
+    options: Table = Field(
+        default={}, description="further arguments of the class, such as 'betas = [0.9, 0.95]'."
+    )
     lr: float = Field(default=3e-3, gt=0, description="peak learning rate.")
     weight_decay: float = Field(default=0.1, ge=0, description="weight decay of the optimizer.")
     max_grad_norm: OrNone[float] = Field(
@@ -110,9 +93,20 @@ class OptimConfig:
         default="stop",
         description="action on an infinite or NaN gradient. skip: continue without the step.",
     )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine",
+        description="learning rate after a linear warm-up. wsd: constant, then a linear decay over "
+        "--optim.decay-fraction of the run.",
+    )
     warmup_steps: int = Field(default=20, ge=0, description="number of warm-up steps.")
+    decay_fraction: float = Field(
+        default=0.2, gt=0, le=1, description="part of the run's steps that wsd decays over."
+    )
     min_lr_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="final learning rate as a fraction of lr."
+        default=0.1,
+        ge=0,
+        le=1,
+        description="final learning rate as a fraction of lr, except for constant.",
     )
 
 
@@ -291,4 +285,6 @@ def words_of(value: Any) -> list[str]:
     """Return the command-line words of an option's value."""
     if isinstance(value, tuple | list):
         return list(map(str, value))
+    if isinstance(value, Mapping):
+        return [", ".join(f"{n} = {json.dumps(item)}" for n, item in value.items()) or "none"]
     return ["none" if value is None else str(value)]

@@ -1,19 +1,21 @@
 """Tasks: a model, its datasets and its loss. `load` imports one by name."""
 
-import importlib
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from mntrain.config import Config
+from mntrain.tasks.importing import import_class
 
 __all__ = ["Loss", "Split", "Task", "load"]
 
@@ -67,6 +69,23 @@ class Task(ABC):
         tensors have the dtype of the parameters.
         """
 
+    def optimizer(self, model: nn.Module) -> "partial[Optimizer] | None":
+        """Return an optimizer class with its groups and options, or None for that of --optim.
+
+        As `functools.partial(torch.optim.SGD, groups, lr=0.1, momentum=0.9)`, called by every rank
+        for its shard of the parameters. Groups are what torch's optimizers take; without them, all
+        parameters form one.
+        """
+        return None
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return a scheduler of torch for the optimizer, or None for that of --optim.schedule.
+
+        It steps after every training step; a ReduceLROnPlateau after every evaluation, with the
+        loss. Checkpoints hold its state.
+        """
+        return None
+
     def compared_files(self) -> Mapping[str, Path]:
         """Return files of the data, by a name that is the same on all nodes.
 
@@ -104,37 +123,22 @@ class Task(ABC):
 def load(name: str, config: Config) -> Task:
     """Return a new task by name: "lm", or "package.module:Class" for one of your own.
 
-    The current directory is added to sys.path, as `python -m` does, and stays there: data-loader
-    workers import the class again. Raises ValueError for a name that is not of a task. Exceptions
-    of the task's constructor are not caught.
+    Raises ValueError for a name that is not of a task (see `import_class`). Exceptions of the
+    task's constructor are not caught.
     """
     full_name = "mntrain.tasks.lm:LanguageModel" if name == "lm" else name
-    module_name, _, class_name = full_name.partition(":")
-    if not module_name or not class_name or module_name.startswith("."):
-        raise ValueError(f'task {name!r} is neither "lm" nor of the form "package.module:Class"')
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(
-            f"task {name!r}: module {module_name!r} does not import: "
-            f"{type(error).__name__}: {error} (searched from {folder})"
-        ) from error
-    found = getattr(module, class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, Task)):
-        raise ValueError(
-            f"task {name!r}: module {module_name!r} has no class {class_name!r} that derives from "
-            "mntrain.tasks.Task"
-        )
+    if ":" not in full_name:
+        raise ValueError(f'--task {name}: is neither "lm" nor of the form "package.module:Class"')
+    found = import_class("--task", full_name)
+    if not issubclass(found, Task):
+        raise ValueError(f"--task {name}: {found.__name__} does not derive from mntrain.tasks.Task")
     if missing := sorted(found.__abstractmethods__):
-        raise ValueError(f"task {name!r}: {class_name} lacks {', '.join(missing)}")
-    task = found(config)
+        raise ValueError(f"--task {name}: {found.__name__} lacks {', '.join(missing)}")
+    task: Task = found(config)
     if task.collate is not None and not _takes_arguments(task.collate):
         raise ValueError(
-            f"task {name!r}: collate of {class_name} gets the list of samples, but has no argument "
-            "for it: make it a @staticmethod"
+            f"--task {name}: collate of {found.__name__} gets the list of samples, but has no "
+            "argument for it: make it a @staticmethod"
         )
     return task
 

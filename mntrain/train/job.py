@@ -1,14 +1,11 @@
 """Setup of a training job: its precision, data, model, optimizer and checkpointing."""
 
-import inspect
-import math
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +13,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from mntrain import checkpoint, tasks
 from mntrain.checks.storage import existing_folder
-from mntrain.config import Config, OptimConfig
+from mntrain.config import Config
 from mntrain.data import sampling
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
@@ -32,19 +27,9 @@ from mntrain.run.directory import start_recording
 from mntrain.run.signals import Deadline
 from mntrain.train import run_directory
 from mntrain.train.fingerprint import differences
+from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.world import World
-from zero.optimizer import ZeroOptimizer
-
-# Optimizers of torch.optim that a training step cannot drive, and the reason.
-UNSUPPORTED = {
-    "LBFGS": "it runs the forward by itself",
-    "Muon": "it takes matrices only, and models have vectors too",
-    "SparseAdam": "gradients here are dense",
-}
-# Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
-# in the tensor, so results would depend on how shards are cut.
-FUSED = {"Adam", "AdamW", "SGD"}
 
 
 @dataclass(frozen=True)
@@ -95,22 +80,22 @@ class TrainingJob:
         with world.agreement():
             torch.manual_seed(config.run.seed)
             self.model = self.task.model().to(world.device, self.precision.parameters)
-            optimizer_class, options = resolve_optimizer(config.optim, world.device)
+            self.choice = choose_optimizer(self.task, self.model, config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
         if resumed:
             run_directory.check_same_run(world, resumed, config, self.data.samples)
         self.optimizer = world.optimizer(
             self.model,
-            optimizer_class,
+            self.choice.kind,
             stage=config.zero.stage,
             partition=config.zero.partition,
             max_grad_norm=config.optim.max_grad_norm,
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,
-            groups=weight_decay_groups(self.model, config.optim.weight_decay),
+            groups=self.choice.groups,
             overlap_forward=True,
-            **options,
+            **self.choice.options,
         )
         self._set_up_checkpoints(world, config)
         if config.train.compile:
@@ -127,8 +112,16 @@ class TrainingJob:
         """Set up reports, checkpointing and the learning rate; load a checkpoint. Collective."""
         resumed = self.resumed
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps)
+        with world.agreement():
+            self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
+        objects = self.schedule.objects
         saver = checkpoint.Saver(
-            world, self.model, self.optimizer, self.run_dir, config.checkpoint.keep
+            world,
+            self.model,
+            self.optimizer,
+            self.run_dir,
+            config.checkpoint.keep,
+            objects=objects,
         )
         interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
         self.checkpointing = Checkpointing(
@@ -144,10 +137,19 @@ class TrainingJob:
             self._warn_of_little_space(world, sharded=config.zero.stage > 0 and world.size > 1)
         if resumed:
             self.checkpointing.continue_from(resumed)
-            options = run_directory.JOB_OPTIONS
-            checkpoint.load(resumed, self.model, self.optimizer, world, kept_options=options)
-        # This configuration's schedule counts, even if the checkpoint was made with another.
-        self.scheduler = make_scheduler(self.optimizer, config.optim, config.train.steps, self.done)
+            if missing := objects.keys() - resumed.manifest.objects.keys():
+                raise AgreedError(
+                    f"{resumed.path} has no state of the task's {missing.pop()}, which was added "
+                    "since: give another --run.dir to begin anew",
+                    world.rank,
+                )
+            # This job's options count, even if the checkpoint was made with others. Only a learning
+            # rate that a scheduler with a state has set is the checkpoint's.
+            kept = [name for name in run_directory.JOB_OPTIONS if not (objects and name == "lr")]
+            checkpoint.load(
+                resumed, self.model, self.optimizer, world, objects=objects, kept_options=kept
+            )
+        self.schedule.start(self.done)
 
     def changed_data(self) -> list[str]:
         """Return what of the data differs from that of the checkpoint, by name. Local."""
@@ -221,79 +223,6 @@ def _sized(dataset: Any, name: str, task: str) -> Dataset[Any]:
             "for streams"
         )
     return cast(Dataset[Any], dataset)
-
-
-def resolve_optimizer(
-    config: OptimConfig, device: torch.device
-) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the torch.optim class that is configured, and the options to construct it with.
-
-    On a GPU the options ask for the fused kernel where the class has one. Raises ValueError for a
-    name that torch.optim lacks or that cannot be used here, and for weight decay that the class
-    does not take.
-    """
-    if config.name in UNSUPPORTED:
-        raise ValueError(f"--optim.name {config.name}: {UNSUPPORTED[config.name]}; choose another")
-    kind = getattr(torch.optim, config.name, Optimizer)
-    if kind is Optimizer or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
-        known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
-        del known["optimizer"]  # the base class
-        near = [known[name] for name in get_close_matches(config.name.lower(), known)] or ["AdamW"]
-        raise ValueError(
-            f"--optim.name {config.name}: torch.optim has no such optimizer; "
-            f"nearest: {', '.join(near)}"
-        )
-    parameters = inspect.signature(kind).parameters
-    if config.weight_decay and "weight_decay" not in parameters:
-        raise ValueError(
-            f"--optim.weight-decay {config.weight_decay}: {config.name} takes no weight decay; "
-            "give --optim.weight-decay 0"
-        )
-    options: dict[str, Any] = {"lr": config.lr}
-    if config.name in FUSED and "fused" in parameters:
-        options["fused"] = True if device.type == "cuda" else None  # None: torch's default
-    return kind, options
-
-
-def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups of a model: matrices with weight decay, vectors without.
-
-    Only parameters that require a gradient, and no empty group; one group without weight decay.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not weight_decay:
-        return [{"params": trained}]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def make_scheduler(
-    optimizer: ZeroOptimizer, config: OptimConfig, steps: int, done: int
-) -> LambdaLR:
-    """Return the learning-rate schedule of a run of `steps` steps, of which `done` are taken."""
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return LambdaLR(optimizer, warmup_then_cosine(config, steps), last_epoch=done - 1)
-
-
-def warmup_then_cosine(config: OptimConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning-rate factor as a function of the number of completed steps.
-
-    Linear up to 1 over the warm-up, then a half cosine down to `min_lr_fraction` at the last step.
-    Source: Loshchilov and Hutter, "SGDR", 2017 (arXiv 1608.03983), without restarts.
-    """
-    warmup, least = config.warmup_steps, config.min_lr_fraction
-
-    def factor(done: int) -> float:
-        if done < warmup:
-            return (done + 1) / warmup
-        progress = min(1.0, (done - warmup) / max(1, steps - 1 - warmup))
-        return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
-
-    return factor
 
 
 def check_compiler(device: torch.device) -> None:

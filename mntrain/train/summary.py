@@ -83,6 +83,7 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             reporter.note(f"{name}: {fact}")
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
+    reporter.note(f"optimizer: {job.choice}, schedule {job.schedule}")
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     if any(reasons):
         nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}

@@ -154,7 +154,7 @@ class Trainer:
             means = self._reduce_means(step)
         if means.values["failed"]:
             self._failed_step.end_job(step, self._save_last_step)
-        lr = float(self._job.scheduler.get_last_lr()[0])
+        lr = self._job.schedule.lr
         with timer("optimizer"):
             update = self._update(step)
         record = self._record(step, lr, means, update, timer)
@@ -216,7 +216,7 @@ class Trainer:
         except NonFiniteGradientError as error:
             raise self._stopped(f"in step {step}, {error}") from None
         self._optimizer.zero_grad()
-        self._job.scheduler.step()
+        self._job.schedule.after_step()
         return update
 
     def _record(
@@ -257,6 +257,7 @@ class Trainer:
             return record
         with self._world.recorder.phase("evaluate", record.step):
             means = self.evaluate()
+        self._job.schedule.after_evaluation(means.loss)
         record = replace(record, eval_loss=means.loss, eval_metrics=means.metrics)
         self._result.evaluated = record
         return record

@@ -1,15 +1,19 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mntrain.config import OptimConfig
-from mntrain.train.job import (
+from mntrain.config import Config, OptimConfig
+from mntrain.tasks import Task
+from mntrain.train.optimization import (
     UNSUPPORTED,
+    Schedule,
+    choose_optimizer,
+    lr_factor,
     resolve_optimizer,
-    warmup_then_cosine,
     weight_decay_groups,
 )
 
@@ -26,8 +30,31 @@ class Scaled(nn.Module):
         self.gain = nn.Parameter(torch.tensor(1.0))
 
 
-def factors(steps, warmup, least=0.1):
-    factor = warmup_then_cosine(OptimConfig(warmup_steps=warmup, min_lr_fraction=least), steps)
+class Plain(Task):
+    """A task that brings no optimizer, or what `brought` is."""
+
+    brought = None
+    scheduled = None
+
+    def __init__(self, brought=None, scheduled=None):
+        super().__init__(Config())
+        self.brought, self.scheduled = brought, scheduled
+
+    def model(self):
+        raise NotImplementedError
+
+    dataset = loss = model
+
+    def optimizer(self, model):
+        return self.brought
+
+    def schedule(self, optimizer):
+        return self.scheduled
+
+
+def factors(steps, warmup, least=0.1, **options):
+    config = OptimConfig(warmup_steps=warmup, min_lr_fraction=least, **options)
+    factor = lr_factor(config, steps)
     return [factor(done) for done in range(steps)]
 
 
@@ -173,14 +200,14 @@ def test_a_single_step_of_cosine_is_the_highest(steps, warmup):
 
 
 def test_after_the_last_step_the_rate_stays_at_the_least():
-    factor = warmup_then_cosine(OptimConfig(warmup_steps=1, min_lr_fraction=0.2), 5)
+    factor = lr_factor(OptimConfig(warmup_steps=1, min_lr_fraction=0.2), 5)
     assert [factor(done) for done in (4, 5, 50)] == pytest.approx([0.2] * 3)
 
 
 def test_a_scheduler_of_torch_takes_the_factor():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     config = OptimConfig(warmup_steps=2, min_lr_fraction=0.0)
-    scheduler = LambdaLR(optimizer, warmup_then_cosine(config, 5))
+    scheduler = LambdaLR(optimizer, lr_factor(config, 5))
     rates = []
     for _ in range(5):
         rates.append(scheduler.get_last_lr()[0])
@@ -194,3 +221,132 @@ def test_what_cannot_train_here_is_refused_by_name_with_the_reason(name):
     config = OptimConfig(name=name)
     with pytest.raises(ValueError, match=f"--optim.name {name}: .*; choose another"):
         resolve_optimizer(config, CPU)
+
+
+def test_a_constant_schedule_keeps_the_rate_after_the_warm_up():
+    assert factors(steps=6, warmup=2, schedule="constant") == [0.5, 1, 1, 1, 1, 1]
+
+
+def test_a_linear_schedule_falls_by_equal_parts_to_the_least():
+    rates = factors(steps=7, warmup=2, least=0.2, schedule="linear")
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_wsd_is_constant_and_decays_linearly_over_the_last_part():
+    rates = factors(steps=10, warmup=2, least=0.0, schedule="wsd", decay_fraction=0.4)
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+
+
+def test_wsd_decays_after_a_warm_up_that_takes_longer_than_the_rest():
+    rates = factors(steps=6, warmup=3, least=0.0, schedule="wsd", decay_fraction=1.0)
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 0.5, 0])
+
+
+class Slower(torch.optim.SGD):
+    """SGD of half the rate, with a name for it."""
+
+    def __init__(self, params, lr, slowness=2.0, **options):
+        super().__init__(params, lr=lr / slowness, **options)
+
+
+def test_a_class_of_any_module_is_found_with_its_options():
+    config = OptimConfig(
+        name=f"{__name__}:Slower", lr=0.5, weight_decay=0.0, options={"slowness": 4.0}
+    )
+    kind, options = resolve_optimizer(config, CPU)
+    assert kind.__name__ == "Slower"
+    optimizer = kind([nn.Parameter(torch.ones(1))], **options)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torch.optim:", "is not of the form"),
+        ("no_module:Adam", "module 'no_module' does not import"),
+        ("torch.optim:Nothing", "has no class 'Nothing'"),
+        ("torch.nn:Linear", "does not derive from"),
+    ],
+)
+def test_a_class_that_cannot_be_imported_is_refused(name, message):
+    with pytest.raises(ValueError, match=rf"^--optim.name {name}: .*{message}"):
+        resolve_optimizer(OptimConfig(name=name), CPU)
+
+
+def test_lists_of_options_are_the_tuples_that_optimizers_document():
+    _, options = resolve_optimizer(OptimConfig(options={"betas": [0.8, 0.9], "eps": 1e-6}), CPU)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], **options)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert optimizer.param_groups[0]["eps"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"beta": 0.9}, "AdamW takes no beta; it takes betas, eps, "),
+        ({"lr": 0.9}, "lr is given by --optim.lr"),
+        ({"weight_decay": 0.9}, "weight_decay is given by --optim.weight-decay"),
+    ],
+)
+def test_options_that_the_class_does_not_take_are_refused(given, message):
+    with pytest.raises(ValueError, match=f"--optim.options: {message}"):
+        resolve_optimizer(OptimConfig(options=given), CPU)
+
+
+def test_a_task_brings_an_optimizer_with_its_groups():
+    model = Scaled()
+    groups = [{"params": [model.gain], "lr": 3.0}, {"params": model.linear.parameters()}]
+    brought = partial(torch.optim.SGD, groups, lr=0.5, momentum=0.9)
+    choice = choose_optimizer(Plain(brought), model, OptimConfig(lr=7.0), CPU)
+    assert str(choice) == "SGD of the task"
+    assert [group.get("lr") for group in choice.groups] == [3.0, None]
+    assert choice.options == {"lr": 0.5, "momentum": 0.9}
+
+
+def test_without_groups_all_parameters_are_one():
+    model = Scaled()
+    choice = choose_optimizer(Plain(partial(torch.optim.SGD, lr=0.5)), model, OptimConfig(), CPU)
+    assert [id(p) for p in choice.groups] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("wrong", [torch.optim.SGD, partial(torch.optim.SGD, [], 0.1), 3])
+def test_a_task_that_brings_no_partial_is_told_what_to_return(wrong):
+    with pytest.raises(ValueError, match=r"optimizer\(\) of the task returned .*functools.partial"):
+        choose_optimizer(Plain(wrong), Scaled(), OptimConfig(), CPU)
+
+
+def test_a_task_that_brings_no_scheduler_is_told_what_to_return():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    with pytest.raises(ValueError, match=r"schedule\(\) of the task returned a float"):
+        Schedule(Plain(scheduled=0.5), optimizer, OptimConfig(), 5)
+
+
+def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
+    def rates(done, steps):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+        schedule = Schedule(Plain(), optimizer, OptimConfig(warmup_steps=2), 9)
+        schedule.start(done)
+        found = []
+        for _ in range(steps):
+            found.append(schedule.lr)
+            optimizer.step()
+            schedule.after_step()
+        return found
+
+    whole = rates(0, 9)
+    assert len(set(whole)) == 8  # the end of the warm-up is the peak of the cosine
+    assert whole[4:] == rates(4, 5)
+
+
+def test_a_scheduler_of_plateaus_sees_evaluations_only():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    schedule = Schedule(Plain(scheduled=plateau), optimizer, OptimConfig(), 9)
+    schedule.start(0)
+    found = []
+    for loss in (3.0, 4.0, 5.0):
+        schedule.after_step()
+        schedule.after_evaluation(loss)
+        found.append(schedule.lr)
+    assert found == [2.0, 1.0, 0.5]
+    assert str(schedule) == "ReduceLROnPlateau of the task"

@@ -1,0 +1,52 @@
+"""Types of options, and how their values are written on the command line and in a file."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
+
+T = TypeVar("T")
+
+
+def _parse_none(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+def _parse_path(value: Any) -> Any:
+    if value == "":
+        raise ValueError("must be a path or none")
+    return Path(value) if isinstance(value, str) and value != "none" else _parse_none(value)
+
+
+def _parse_interval(value: Any) -> Any:
+    text = str(value) if type(value) is int else value  # a file may hold a number of steps
+    if not isinstance(text, str) or not re.fullmatch(r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", text):
+        raise ValueError("must be a number of steps, minutes such as 10min, or auto")
+    return text
+
+
+def _parse_table(value: Any) -> Any:
+    """Return the items of an inline TOML table, whose braces may be left out."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, str):
+        raise ValueError("must be a table")
+    text = value.strip()
+    inner = text[1:-1] if text.startswith("{") and text.endswith("}") else text
+    try:
+        return {} if inner == "none" else tomllib.loads(f"table = {{{inner}}}")["table"]
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(
+            f"must be names and values such as 'betas = [0.9, 0.95], amsgrad = true' ({error})"
+        ) from error
+
+
+OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
+OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
+Interval = Annotated[str, BeforeValidator(_parse_interval)]
+Table = Annotated[dict[str, Any], BeforeValidator(_parse_table)]  # written as in TOML

@@ -1,0 +1,217 @@
+"""The optimizer of a job, its parameter groups, and its learning-rate schedule."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from mntrain.config import OptimConfig
+from mntrain.tasks import Task
+from mntrain.tasks.importing import import_class
+from zero.optimizer import ZeroOptimizer
+
+# Optimizers of torch.optim that a training step cannot drive, and the reason.
+UNSUPPORTED = {
+    "LBFGS": "it runs the forward by itself",
+    "Muon": "it takes matrices only, and models have vectors too",
+    "SparseAdam": "gradients here are dense",
+}
+# Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
+# in the tensor, so results would depend on how shards are cut.
+FUSED = {"Adam", "AdamW", "SGD"}
+# Arguments of optimizers that have options of their own.
+_OWN_OPTIONS = {"lr": "--optim.lr", "weight_decay": "--optim.weight-decay"}
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """The class of an optimizer, its parameter groups, and its other arguments."""
+
+    kind: Callable[..., Optimizer]
+    groups: list[Any]
+    options: dict[str, Any]
+    by_task: bool = False  # rather than by --optim
+
+    def __str__(self) -> str:
+        name = getattr(self.kind, "__name__", str(self.kind))
+        return f"{name} of the task" if self.by_task else name
+
+
+def choose_optimizer(
+    task: Task, model: nn.Module, config: OptimConfig, device: torch.device
+) -> OptimizerChoice:
+    """Return the optimizer that the task brings, or else the one of --optim. Local.
+
+    Raises ValueError for one that cannot be used.
+    """
+    given: object = task.optimizer(model)
+    if given is None:
+        kind, options = resolve_optimizer(config, device)
+        return OptimizerChoice(kind, weight_decay_groups(model, config.weight_decay), options)
+    if not isinstance(given, partial) or len(given.args) > 1:
+        raise ValueError(
+            f"optimizer() of the task returned a {type(given).__name__}: return functools.partial("
+            "optimizer class, parameter groups, **options), or None for the one of --optim"
+        )
+    groups = list(given.args[0]) if given.args else list(model.parameters())
+    return OptimizerChoice(given.func, groups, given.keywords, by_task=True)
+
+
+def resolve_optimizer(
+    config: OptimConfig, device: torch.device
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the optimizer class that is configured, and the options to construct it with.
+
+    On a GPU the options ask for the fused kernel where the class has one. Raises ValueError for a
+    name that is not of an optimizer or of one that cannot be used here, and for arguments that the
+    class does not take.
+    """
+    kind = _import_optimizer(config.name) if ":" in config.name else _torch_optimizer(config.name)
+    name, parameters = kind.__name__, inspect.signature(kind).parameters
+    if config.weight_decay and "weight_decay" not in parameters:
+        raise ValueError(
+            f"--optim.weight-decay {config.weight_decay}: {name} takes no weight decay; "
+            "give --optim.weight-decay 0"
+        )
+    _check_options(config.options, name, parameters)
+    # TOML has no tuples, which optimizers document.
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in config.options.items()}
+    options: dict[str, Any] = {"lr": config.lr}
+    if name in FUSED and "fused" in parameters:
+        options["fused"] = True if device.type == "cuda" else None  # None: torch's default
+    return kind, options | given
+
+
+def _torch_optimizer(name: str) -> type[Optimizer]:
+    if name in UNSUPPORTED:
+        raise ValueError(f"--optim.name {name}: {UNSUPPORTED[name]}; choose another")
+    kind = getattr(torch.optim, name, Optimizer)
+    if kind is Optimizer or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
+        known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
+        del known["optimizer"]  # the base class
+        near = [known[found] for found in get_close_matches(name.lower(), known)] or ["AdamW"]
+        raise ValueError(
+            f"--optim.name {name}: torch.optim has no such optimizer; nearest: {', '.join(near)}; "
+            'or give "package.module:Class"'
+        )
+    return kind
+
+
+def _import_optimizer(name: str) -> type[Optimizer]:
+    kind = import_class("--optim.name", name)
+    if not issubclass(kind, Optimizer):
+        raise ValueError(
+            f"--optim.name {name}: {kind.__name__} does not derive from torch.optim.Optimizer"
+        )
+    return kind
+
+
+def _check_options(
+    options: Mapping[str, Any], name: str, parameters: Mapping[str, inspect.Parameter]
+) -> None:
+    """Raise ValueError for an option that the class `name` does not take, or that has a flag."""
+    taken = [key for key in list(parameters)[1:] if key not in _OWN_OPTIONS]
+    any_key = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for key in options:
+        if key in _OWN_OPTIONS:
+            raise ValueError(f"--optim.options: {key} is given by {_OWN_OPTIONS[key]}")
+        if key not in taken and not any_key:
+            raise ValueError(f"--optim.options: {name} takes no {key}; it takes {', '.join(taken)}")
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameter groups of a model: matrices with weight decay, vectors without.
+
+    Only parameters that require a gradient, and no empty group; one group without weight decay.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not weight_decay:
+        return [{"params": trained}]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class Schedule:
+    """The learning-rate schedule of a run of `steps` steps; `start` it before the first one.
+
+    That of the task, whose state checkpoints hold (`objects`), or that of --optim.schedule, which
+    is a function of the number of steps: a resumed run may change it. Raises ValueError if what the
+    task brings is none.
+    """
+
+    def __init__(
+        self, task: Task, optimizer: ZeroOptimizer, config: OptimConfig, steps: int
+    ) -> None:
+        own: object = task.schedule(optimizer)
+        if own is not None and not isinstance(own, LRScheduler):
+            raise ValueError(
+                f"schedule() of the task returned a {type(own).__name__}: return a scheduler of "
+                "torch.optim.lr_scheduler, or None for that of --optim.schedule"
+            )
+        self._optimizer, self._name = optimizer, config.schedule
+        self._factor = lr_factor(config, steps)
+        self._scheduler = own
+        self.objects = {} if own is None else {"schedule": own}
+
+    def __str__(self) -> str:
+        return f"{type(self._scheduler).__name__} of the task" if self.objects else self._name
+
+    def start(self, done: int) -> None:
+        """Go on after `done` steps. A checkpoint's state, if any, has been loaded before."""
+        if not self.objects:
+            for group in self._optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+            self._scheduler = LambdaLR(self._optimizer, self._factor, last_epoch=done - 1)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def after_step(self) -> None:
+        """Set the learning rate of the next step."""
+        if self._scheduler and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step()
+
+    def after_evaluation(self, loss: float) -> None:
+        """Tell a scheduler that reacts to it the loss of an evaluation, the same on all ranks."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(loss)
+
+
+def lr_factor(config: OptimConfig, steps: int) -> Callable[[int], float]:
+    """Return the learning-rate factor as a function of the number of completed steps.
+
+    Linear up to 1 over the warm-up; then, until the last of `steps` steps, by --optim.schedule:
+    constant; linear down to `min_lr_fraction`; half a cosine down to it (Loshchilov and Hutter,
+    "SGDR", 2017, arXiv 1608.03983, without restarts); or warm-up, stable, decay ("wsd"; Hu et al.,
+    "MiniCPM", 2024, arXiv 2404.06395), whose decay is linear here (Haegele et al., 2024, arXiv
+    2405.18392) and takes `decay_fraction` of the steps.
+    """
+    warmup, least = config.warmup_steps, config.min_lr_fraction
+    first = warmup
+    if config.schedule == "wsd":
+        first = max(warmup, steps - 1 - round(config.decay_fraction * steps))
+
+    def factor(done: int) -> float:
+        if done < warmup:
+            return (done + 1) / warmup
+        if config.schedule == "constant":
+            return 1.0
+        progress = min(1.0, max(0, done - first) / max(1, steps - 1 - first))
+        if config.schedule == "cosine":
+            return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
+        return least + (1 - least) * (1 - progress)
+
+    return factor
