@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.comm import algorithms
-from mntrain.option_types import STRICT, Interval, OptionalPath, OrNone, Table
+from mntrain.config_types import STRICT, Interval, OptionalPath, OrNone, Table
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -124,6 +124,12 @@ class TrainConfig:
     )
     eval_samples: int = Field(
         default=256, ge=0, description="maximum of validation samples, evenly spaced. 0: all."
+    )
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="end the run after so many validations without a better --checkpoint.best. 0: "
+        "never.",
     )
     precision: Literal["fp32", "bf16", "bf16-pure", "fp16"] = Field(
         default="fp32",
@@ -246,7 +252,13 @@ class CheckpointConfig:
         "and --checkpoint.mtbf-hours.",
     )
     keep: int = Field(
-        default=3, ge=1, description="checkpoints to keep: the newest, and that of the lowest loss."
+        default=3, ge=1, description="checkpoints to keep: the newest, and the best one."
+    )
+    best: str = Field(
+        default="eval_loss",
+        pattern=r"^[^:]+(:min|:max)?$",
+        description="metric whose best checkpoint is kept: eval_loss, or one of the task's, such "
+        "as accuracy:max. The lowest value is the best, unless :max follows.",
     )
     mtbf_hours: float = Field(
         default=24.0, gt=0, description="mean hours between failures of such a job, for auto."

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from mntrain.cli import parse_options
 from mntrain.comm import algorithms
 from mntrain.config import Device
-from mntrain.option_types import STRICT, OptionalPath, OrNone
+from mntrain.config_types import STRICT, OptionalPath, OrNone
 
 _PROGRAM = "python -m mntrain bench"
 _DESCRIPTION = f"""Measure the collectives of this cluster and those of its MPI library, and the

@@ -1,5 +1,6 @@
 """Checkpoints: written by all ranks in parallel, readable by any number of ranks at any stage."""
 
+from mntrain.checkpoint.objects import Stateful
 from mntrain.checkpoint.reader import (
     FoundCheckpoint,
     list_checkpoints,
@@ -16,6 +17,7 @@ __all__ = [
     "RunProgress",
     "SavedCheckpoint",
     "Saver",
+    "Stateful",
     "list_checkpoints",
     "load",
     "newest",

@@ -177,6 +177,8 @@ class Manifest:
     checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the run's data
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
+    scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
+    score: float | None = None  # by it, where it is not eval_loss; the lowest is the best
 
     @property
     def nbytes(self) -> int:
@@ -188,6 +190,12 @@ class Manifest:
         """The size of the world that wrote it, as in "2 ranks on 1 node"."""
         counts = ((self.world[f"{kind}s"], kind) for kind in ("rank", "node"))
         return " on ".join(f"{count} {kind}{'s' * (count > 1)}" for count, kind in counts)
+
+    def score_by(self, metric: str) -> float | None:
+        """Return the score of the evaluation after this step by a metric, if there is one."""
+        if metric == "eval_loss":
+            return self.eval_loss
+        return self.score if self.scored_by == metric else None
 
     def to_json(self) -> str:
         """Return the text of the file. Raises ValueError for an option that JSON cannot hold."""

@@ -64,15 +64,15 @@ def set_aside(run_dir: Path, step: int) -> None:
             path.rename(aside)
 
 
-def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
-    """Return the evaluation losses of the checkpoints that have one and a readable manifest."""
-    losses: dict[Path, float] = {}
+def scores(paths: Iterable[Path], metric: str) -> dict[Path, float]:
+    """Return the scores by a metric of the checkpoints that have one and a readable manifest."""
+    found: dict[Path, float] = {}
     for path in paths:
         with suppress(ValueError):
-            loss = read_manifest(path).eval_loss
-            if loss is not None:
-                losses[path] = loss
-    return losses
+            score = read_manifest(path).score_by(metric)
+            if score is not None:
+                found[path] = score
+    return found
 
 
 def inspect(path: Path) -> Manifest:

@@ -27,7 +27,7 @@ from mntrain._version import __version__
 from mntrain.checkpoint import writer
 from mntrain.checkpoint.format import FILES, MODEL, FileLayout, Manifest
 from mntrain.checkpoint.objects import Stateful, encode_objects, merge
-from mntrain.checkpoint.reader import checkpoint_name, eval_losses, list_checkpoints
+from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints, scores
 from mntrain.checkpoint.shards import (
     CheckpointShard,
     ShardOutline,
@@ -57,6 +57,8 @@ class RunProgress:
     skipped_steps: int
     eval_loss: float | None
     data: Mapping[str, Any] = field(default_factory=dict)  # fingerprint
+    scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
+    score: float | None = None  # by it, where it is not eval_loss; the lowest is the best
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,11 @@ class Saver:
         encode_objects(self._objects)
         FileLayout(shapes_of(self._model.state_dict()))
 
-    def best_loss(self, last: int) -> float | None:
-        """Return the lowest evaluation loss of checkpoints up to step `last`. Collective."""
+    def best_score(self, last: int, metric: str) -> float | None:
+        """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
         paths = [p for p in list_checkpoints(self._run_dir) if p.name <= checkpoint_name(last)]
-        best: float | None = self._world.gather(min(eval_losses(paths).values(), default=None))[0]
+        own = min(scores(paths, metric).values(), default=None)
+        best: float | None = self._world.gather(own)[0]
         return best
 
     @property
@@ -249,7 +252,7 @@ class Saver:
         content = replace(save.manifest, wrote_s=wrote_s, checksums=checksums)
         assert save.folder is not None
         writer.publish(save.folder, save.target, content)
-        self._thread.submit(writer.remove_old, self._run_dir, self._keep)
+        self._thread.submit(writer.remove_old, self._run_dir, self._keep, content.scored_by)
 
     def _manifest(self, progress: RunProgress) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""

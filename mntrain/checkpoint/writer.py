@@ -24,7 +24,7 @@ from mntrain.checkpoint.format import (
     Manifest,
     sync_folder,
 )
-from mntrain.checkpoint.reader import eval_losses, list_checkpoints
+from mntrain.checkpoint.reader import list_checkpoints, scores
 from mntrain.checkpoint.shards import TensorRange
 
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
@@ -110,16 +110,16 @@ def publish(folder: Path, target: Path, content: Manifest) -> None:
     sync_folder(target.parent)
 
 
-def remove_old(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the one with the lowest evaluation loss.
+def remove_old(run_dir: Path, keep: int, metric: str) -> None:
+    """Remove all but the newest `keep` checkpoints and the first with the lowest score by a metric.
 
     A folder that cannot be removed is left to the next call. Files of others stay.
     """
     for leftover in (run_dir / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     paths = list_checkpoints(run_dir)
-    losses = eval_losses(paths)
-    best = min(losses, key=losses.__getitem__, default=None)
+    found = scores(paths, metric)
+    best = min(found, key=lambda path: (found[path], path.name), default=None)
     for path in paths[keep:]:
         if path != best:
             # Renamed first: a half-removed folder must not look like a checkpoint.

@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mntrain.cli import parse_options
-from mntrain.option_types import STRICT, OptionalPath
+from mntrain.config_types import STRICT, OptionalPath
 
 _PROGRAM = "python -m mntrain doctor"
 _DESCRIPTION = f"""Check in a few seconds that this cluster is fit to train: the launcher and MPI,

@@ -62,7 +62,8 @@ class Checkpointing:
     """Saves the run after the steps that are due. Every rank makes the same decisions.
 
     A save that fails during training is reported by `warn`, and training continues. `note` takes
-    what else is reported.
+    what else is reported. On the master, `on_checkpoint` gets the path of each complete checkpoint.
+    `scored_by` names the metric of which the lowest score is kept.
     """
 
     def __init__(
@@ -72,10 +73,14 @@ class Checkpointing:
         interval: SaveInterval,
         note: Callable[[str], None],
         warn: Callable[[str], None],
+        *,
+        scored_by: str = "eval_loss",
+        on_checkpoint: Callable[[Path], None] | None = None,
     ) -> None:
         self._world, self._saver, self._interval = world, saver, interval
         self._note, self._warn = note, warn
-        self._best_loss = math.inf
+        self._scored_by, self._on_checkpoint = scored_by, on_checkpoint
+        self._best_score = math.inf
         self._warned_of_wait = False
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
@@ -85,8 +90,8 @@ class Checkpointing:
 
     def continue_from(self, found: FoundCheckpoint) -> None:
         """Take over what the earlier jobs of the run have measured. Collective."""
-        best_loss = self._saver.best_loss(found.manifest.step)
-        self._best_loss = math.inf if best_loss is None else best_loss
+        best_score = self._saver.best_score(found.manifest.step, self._scored_by)
+        self._best_score = math.inf if best_score is None else best_score
         self.longest_s = found.manifest.wrote_s
 
     def local_flags(self) -> dict[str, float]:
@@ -111,7 +116,7 @@ class Checkpointing:
     def save_now(self, progress: RunProgress) -> None:
         """Save and wait until that is complete. Collective. Raises AgreedError on failure."""
         self.wait(progress.step)
-        self._improves(progress.eval_loss)
+        self._improves(progress)
         self._report(self._saver.save(progress), progress.step)
         self._interval.saved(None)
 
@@ -144,17 +149,18 @@ class Checkpointing:
         }
 
     def _due(self, progress: RunProgress, by_clock: bool) -> bool:
-        """Return True if a save is due, as it always is after the lowest evaluation loss."""
-        improved = self._improves(progress.eval_loss)
+        """Return True if a save is due, as it always is after the best evaluation."""
+        improved = self._improves(progress)
         due = by_clock or self._interval.due_after(progress.step)
         return due or (improved and self._interval.wanted)
 
-    def _improves(self, loss: float | None) -> bool:
-        """Note an evaluation loss, and return True if it is the lowest of the run. Local."""
-        lowest = self._best_loss
-        if loss is not None:
-            self._best_loss = min(loss, lowest)
-        return self._best_loss < lowest
+    def _improves(self, progress: RunProgress) -> bool:
+        """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
+        lowest = self._best_score
+        score = progress.eval_loss if self._scored_by == "eval_loss" else progress.score
+        if score is not None:
+            self._best_score = min(score, lowest)
+        return self._best_score < lowest
 
     def _begin(self, progress: RunProgress) -> None:
         start = time.perf_counter()
@@ -182,6 +188,8 @@ class Checkpointing:
             f"step {step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"
         )
+        if self._on_checkpoint and self._world.master:
+            self._on_checkpoint(saved.path)
 
     def _fail(self, error: AgreedError) -> None:
         self._failed += 1

@@ -9,30 +9,58 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from mntrain.config import Config
+from mntrain.metrics.registry import StepRecord
 from mntrain.tasks.importing import import_class
 
-__all__ = ["Loss", "Split", "Task", "load"]
+__all__ = ["Loss", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 
 Split = Literal["train", "valid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric that is a mean over items of its own, such as the tokens that are masked."""
+
+    value: Tensor | float  # over `count` items, 0-dim
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A metric that is added up over micro-batches and ranks, such as a number of errors."""
+
+    value: Tensor | float  # 0-dim
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A metric of which the largest value counts."""
+
+    value: Tensor | float  # 0-dim
+
+
+Metric = Tensor | Mean | Sum | Max
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Loss and metrics of one micro-batch.
 
-    Means over ranks and micro-batches are weighted by `count`. They are therefore means over all
-    items, however unevenly the items are distributed.
+    Means over ranks and micro-batches are weighted by their counts. They are therefore means over
+    all items, however unevenly the items are distributed.
     """
 
     mean: Tensor  # over `count` items, 0-dim; `backward` is called on it
     count: int  # of items: samples, or tokens
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # further means, such as the accuracy
+    # By name, such as the accuracy. A tensor is a mean over the same `count` items, 0-dim.
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 class Task(ABC):
@@ -69,6 +97,14 @@ class Task(ABC):
         tensors have the dtype of the parameters.
         """
 
+    def derive(self, loss: float, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics to report of a step or an evaluation. Called on every rank.
+
+        `loss` and `metrics` are over all ranks, so that figures can be computed which are no means:
+        the perplexity, or a precision of two sums. The default returns `metrics`.
+        """
+        return metrics
+
     def optimizer(self, model: nn.Module) -> "partial[Optimizer] | None":
         """Return an optimizer class with its groups and options, or None for that of --optim.
 
@@ -85,6 +121,22 @@ class Task(ABC):
         loss. Checkpoints hold its state.
         """
         return None
+
+    def on_step(self, record: StepRecord) -> str | None:
+        """Called on every rank after each step; a text that is returned ends the run with it.
+
+        If one rank returns a text, all ranks stop together, after the next step. An exception ends
+        the job. The base class does nothing in the three callbacks.
+        """
+        return None
+
+    def on_evaluation(self, record: StepRecord) -> str | None:
+        """Called on every rank after each evaluation, which the record has, as `on_step`."""
+        return None
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Called on rank 0 alone when a checkpoint is complete on the disk, with its folder."""
+        return
 
     def compared_files(self) -> Mapping[str, Path]:
         """Return files of the data, by a name that is the same on all nodes.
@@ -156,14 +208,20 @@ def check_loss(loss: object, task: str) -> None:
     fix = "return mntrain.tasks.Loss(mean, count, metrics)"
     if not isinstance(loss, Loss):
         raise TypeError(f"loss() of --task {task} returned a {type(loss).__name__}: {fix}")
-    for name, value in {"mean": loss.mean, **loss.metrics}.items():
+    counts = {"count": loss.count}
+    for name, metric in {"mean": loss.mean, **loss.metrics}.items():
+        value: object = metric
+        if isinstance(metric, Mean | Sum | Max):
+            value = torch.as_tensor(metric.value)
+            counts |= {f"the count of {name}": metric.count} if isinstance(metric, Mean) else {}
         if not isinstance(value, Tensor) or value.dim():
             given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise TypeError(
                 f"loss() of --task {task}: {name} is {given}, and must be a tensor of no dimension"
             )
-    if not isinstance(loss.count, Integral) or loss.count < 0:
-        raise TypeError(
-            f"loss() of --task {task}: count is {loss.count!r}, and must be the number of items "
-            "that the mean is over, an int"
-        )
+    for name, count in counts.items():
+        if not isinstance(count, Integral) or count < 0:
+            raise TypeError(
+                f"loss() of --task {task}: {name} is {count!r}, and must be the number of items "
+                "that the mean is over, an int"
+            )

@@ -3,15 +3,17 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS
+from mntrain.tasks import Max, Mean, Metric
 from zero.collectives import Collectives, gather_objects
 
 
@@ -20,14 +22,48 @@ class GlobalMeans:
     """Means over the items of all ranks, and other reduced values: the same on every rank."""
 
     loss: float
-    metrics: dict[str, float]  # the task's further means
-    count: int  # items that the means are over; 0 if a rank failed
+    metrics: dict[str, float]  # of the task, without means over no items
+    count: int  # items that the loss is over; 0 if a rank failed
     values: dict[str, float]  # the other values, reduced
     nonfinite: str  # "nan on rank 1" if the loss is not finite, else ""
 
 
+_Kind = Literal["mean", "sum", "max"]
+# Value and count of a rank that has seen none.
+_NOTHING: dict[_Kind, tuple[float, float]] = {
+    "mean": (0.0, 0.0),
+    "sum": (0.0, 0.0),
+    "max": (-math.inf, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class _Total:
+    """What a rank has added up of a metric: a sum and the items it is over, a sum, or a maximum."""
+
+    kind: _Kind
+    value: Tensor  # fp64, 0-dim
+    count: float = 0.0
+
+    def __add__(self, other: "_Total") -> "_Total":
+        together = torch.maximum if self.kind == "max" else torch.add
+        value = together(self.value, other.value.to(self.value.device))
+        return replace(self, value=value, count=self.count + other.count)
+
+
+def _total(metric: Metric, count: int) -> _Total:
+    """Return the total of a micro-batch's metric; `count` is that of a mean without its own."""
+    if isinstance(metric, Tensor):
+        metric = Mean(metric, count)
+    value = torch.as_tensor(metric.value).detach().to(torch.float64)
+    if isinstance(metric, Mean):
+        total = value * metric.count if metric.count else torch.zeros_like(value)  # not nan
+        return _Total("mean", total, metric.count)
+    return _Total("max" if isinstance(metric, Max) else "sum", value)
+
+
 class MeanAccumulator:
-    """Sums means weighted by their counts, and reduces them to exact means over a group of ranks.
+    """Adds up a loss and metrics over micro-batches, and reduces them over a group of ranks.
 
     The first reduction also gathers the names of the task's metrics, so that a rank without a
     sample of its own knows them too. `rank` is this rank in the world, for errors.
@@ -35,18 +71,16 @@ class MeanAccumulator:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._names: list[str] = []
-        self._count = 0
-        self._sums: dict[str, Tensor] = {}
+        self._kinds: dict[str, _Kind] = {}  # of all ranks, by name, sorted
+        self._totals: dict[str, _Total] = {}
 
-    def add(self, count: int, means: Mapping[str, Tensor]) -> None:
-        """Add 0-dim means over the same `count` items. Local; does not wait for a device."""
-        if not count:
-            return
-        self._count += count
-        for name, mean in means.items():
-            term = mean.detach().to(torch.float64) * count
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
+    def add(self, count: int, metrics: Mapping[str, Metric]) -> None:
+        """Add a micro-batch of `count` items. Local; does not wait for a device."""
+        for name, metric in metrics.items():
+            if isinstance(metric, Tensor) and not count:
+                continue
+            total = _total(metric, count)
+            self._totals[name] = self._totals[name] + total if name in self._totals else total
 
     def reduce(
         self, group: Collectives, where: str, local_values: Mapping[str, float] | None = None
@@ -56,52 +90,90 @@ class MeanAccumulator:
         `local_values`, under the same names on every rank, travel in the same message. Each is
         reduced as its metric declares; those that are no metrics are summed. If the sum of "failed"
         is above 0, there are no means, only values. Raises TrainingStoppedError, which names
-        `where`, if no rank has counted any item.
+        `where`, if no rank has counted any item, and for a metric that ranks reduce in two ways.
         """
-        if not self._names:
-            by_rank = gather_objects(group, list(self._sums))
-            self._names = sorted({name for names in by_rank for name in names})
-        local_sums, local_count = self._local_sums(), self._count
-        self._count, self._sums = 0, {}
-        encoded = [x for pair in (local_values or {}).items() for x in _encode(*pair, group)]
-        summed = torch.tensor([*local_sums, local_count, *encoded], dtype=torch.float64)
-        group.all_reduce(summed).wait()
-        totals = iter(summed.tolist())
-        global_sums = list(islice(totals, len(self._names)))
-        count = next(totals)
+        totals, self._totals = self._totals, {}
+        local, local_values = _numbers(totals), local_values or {}
+        own = {name: total.kind for name, total in totals.items()}
+        while True:
+            encoded = [float(any(self._kinds.get(n) != kind for n, kind in own.items()))]
+            for name, kind in self._kinds.items():
+                encoded += _encode(kind, *local.get(name, _NOTHING[kind]), group)
+            for name, value in local_values.items():
+                encoded += _encode("max" if _is_maximum(name) else "sum", value, 0, group)
+            summed = torch.tensor(encoded, dtype=torch.float64)
+            group.all_reduce(summed).wait()
+            sums = iter(summed.tolist())
+            if not next(sums):
+                break
+            self._kinds = self._agree_on_kinds(gather_objects(group, own), where)
+        reduced = {n: _decode(kind, sums, group.size) for n, kind in self._kinds.items()}
         values = {
-            name: max(islice(totals, group.size)) if _is_maximum(name) else next(totals)
-            for name in local_values or {}
+            name: _decode("max" if _is_maximum(name) else "sum", sums, group.size)[0]
+            for name in local_values
         }
         if values.get("failed"):
             return GlobalMeans(math.nan, {}, 0, values, "")
+        loss, count = reduced.pop("loss", (0.0, 0.0))
         if not count:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._rank
             )
-        means = {name: total / count for name, total in zip(self._names, global_sums, strict=True)}
-        loss, nonfinite = means.pop("loss"), ""
-        if not math.isfinite(loss):
-            losses = gather_objects(group, local_sums[self._names.index("loss")])
-            culprits = [f"{x} on rank {r}" for r, x in enumerate(losses) if not math.isfinite(x)]
-            nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
-        return GlobalMeans(loss, means, int(count), values, nonfinite)
+        metrics = {name: value for name, (value, items) in reduced.items() if items}
+        nonfinite = "" if math.isfinite(loss) else _find_non_finite(loss, local, group)
+        return GlobalMeans(loss, metrics, int(count), values, nonfinite)
 
-    def _local_sums(self) -> list[float]:
-        """Return this rank's sums by name, 0 for a missing one. Waits for the device, once."""
-        if not self._sums:
-            return [0.0] * len(self._names)
-        device = next(iter(self._sums.values())).device
-        values = torch.stack([total.to(device) for total in self._sums.values()]).tolist()
-        by_name = dict(zip(self._sums, values, strict=True))
-        return [by_name.get(name, 0.0) for name in self._names]
+    def _agree_on_kinds(
+        self, by_rank: Sequence[Mapping[str, _Kind]], where: str
+    ) -> dict[str, _Kind]:
+        """Return how each metric is reduced, with those that this rank has not seen."""
+        kinds = dict(self._kinds)
+        for own in by_rank:
+            for name, kind in own.items():
+                if kinds.setdefault(name, kind) != kind:
+                    raise TrainingStoppedError(
+                        f"{where}, the metric {name} is a {kind}, and was a {kinds[name]}: reduce "
+                        "it in one way",
+                        self._rank,
+                    )
+        return dict(sorted(kinds.items()))
 
 
-def _encode(name: str, value: float, group: Collectives) -> list[float]:
-    """Return what to sum for a value: a maximum needs a place for each rank."""
-    if not _is_maximum(name):
-        return [value]
-    return [value if rank == group.rank else 0.0 for rank in range(group.size)]
+def _numbers(totals: Mapping[str, _Total]) -> dict[str, tuple[float, float]]:
+    """Return the values and counts of totals by name. Waits for the device, once."""
+    if not totals:
+        return {}
+    device = next(iter(totals.values())).value.device
+    values = torch.stack([total.value.to(device) for total in totals.values()]).tolist()
+    return {n: (v, total.count) for (n, total), v in zip(totals.items(), values, strict=True)}
+
+
+def _encode(kind: _Kind, value: float, count: float, group: Collectives) -> list[float]:
+    """Return what to sum over ranks for a value: a maximum needs a place for each rank."""
+    if kind == "max":
+        return [value if rank == group.rank else 0.0 for rank in range(group.size)]
+    return [value, count] if kind == "mean" else [value]
+
+
+def _decode(kind: _Kind, sums: Iterator[float], size: int) -> tuple[float, float]:
+    """Return a reduced value, and the number of items that it is over: 0 if there is no value."""
+    if kind == "max":
+        largest = max(islice(sums, size))
+        return largest, float(largest > -math.inf)
+    value = next(sums)
+    if kind == "sum":
+        return value, 1.0
+    count = next(sums)
+    return value / count if count else math.nan, count
+
+
+def _find_non_finite(
+    loss: float, local: Mapping[str, tuple[float, float]], group: Collectives
+) -> str:
+    """Return which ranks' losses are not finite, in words. Collective."""
+    losses = gather_objects(group, local.get("loss", _NOTHING["mean"])[0])
+    culprits = [f"{x} on rank {r}" for r, x in enumerate(losses) if not math.isfinite(x)]
+    return ", ".join(culprits) or f"{loss} over all ranks"
 
 
 def _is_maximum(name: str) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from mntrain import checkpoint, tasks
+from mntrain.checkpoint import Stateful
 from mntrain.checks.storage import existing_folder
 from mntrain.config import Config
 from mntrain.data import sampling
@@ -26,6 +27,7 @@ from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
 from mntrain.run.signals import Deadline
 from mntrain.train import run_directory
+from mntrain.train.evaluation import BestMetric, EarlyStopping
 from mntrain.train.fingerprint import differences
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.task_comparison import compare_task, find_random
@@ -114,7 +116,11 @@ class TrainingJob:
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
-        objects = self.schedule.objects
+        self.best = BestMetric(config.checkpoint.best)
+        self.early_stopping = EarlyStopping(config.train.patience)
+        objects: dict[str, Stateful] = {**self.schedule.objects}
+        if self.early_stopping.enabled:
+            objects["early stopping"] = self.early_stopping
         saver = checkpoint.Saver(
             world,
             self.model,
@@ -125,7 +131,13 @@ class TrainingJob:
         )
         interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
         self.checkpointing = Checkpointing(
-            world, saver, interval, self.reporter.note, self.reporter.warn
+            world,
+            saver,
+            interval,
+            self.reporter.note,
+            self.reporter.warn,
+            scored_by=self.best.text,
+            on_checkpoint=self.task.on_checkpoint,
         )
         run = config.run
         # True if this job leaves a checkpoint at its end in any case.
@@ -137,15 +149,21 @@ class TrainingJob:
             self._warn_of_little_space(world, sharded=config.zero.stage > 0 and world.size > 1)
         if resumed:
             self.checkpointing.continue_from(resumed)
-            if missing := objects.keys() - resumed.manifest.objects.keys():
+            known = resumed.manifest.objects
+            if self.schedule.objects.keys() - known.keys():
                 raise AgreedError(
-                    f"{resumed.path} has no state of the task's {missing.pop()}, which was added "
-                    "since: give another --run.dir to begin anew",
+                    f"{resumed.path} has no state of the task's schedule, which was added since: "
+                    "give another --run.dir to begin anew",
                     world.rank,
                 )
+            objects = {name: value for name, value in objects.items() if name in known}
             # This job's options count, even if the checkpoint was made with others. Only a learning
             # rate that a scheduler with a state has set is the checkpoint's.
-            kept = [name for name in run_directory.JOB_OPTIONS if not (objects and name == "lr")]
+            kept = [
+                name
+                for name in run_directory.JOB_OPTIONS
+                if name != "lr" or not self.schedule.objects
+            ]
             checkpoint.load(
                 resumed, self.model, self.optimizer, world, objects=objects, kept_options=kept
             )

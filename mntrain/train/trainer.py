@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from mntrain import device, tasks
-from mntrain.checkpoint import RunProgress
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.registry import METRICS, StepRecord, StepTimer
@@ -27,7 +26,7 @@ from mntrain.start import init
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
 from mntrain.train.failed_step import FailedStep
 from mntrain.train.job import TrainingJob, uncompiled
-from mntrain.train.run_directory import to_json
+from mntrain.train.run_saving import RunSaving
 from mntrain.train.summary import JobResult, describe_job, summarize
 from mntrain.world import World
 from zero.norms import NonFiniteGradientError
@@ -62,10 +61,9 @@ class Trainer:
 
     def __init__(self, world: World, config: Config) -> None:
         self._world, self._config = world, config
-        self._config_json = to_json(config)
         self._job = job = TrainingJob(world, config)
         self._model, self._optimizer = job.model, job.optimizer
-        self._checkpointing, self._reporter = job.checkpointing, job.reporter
+        self._reporter = job.reporter
         on_signal = world.recorder.signal_arrived
         self._signals = SignalRequests(world.watchdog, config.run.grace, "--run.grace", on_signal)
         self._early_end = partial(write_early_end, job.run_dir)
@@ -74,6 +72,8 @@ class Trainer:
         self._failed_step = FailedStep(world, job.optimizer)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
+        self._saving = RunSaving(world, config, job, self._result)
+        self._asked_to_stop: str | None = None  # why, by this rank's task
         self._longest_step_s = 0.0
 
     def fit(self) -> int:
@@ -94,7 +94,7 @@ class Trainer:
             describe_job(self._world, self._config, self._job)
             self._train()
             with signals.deferred(), self._world.recorder.phase("checkpoint"):
-                self._save_at_end()
+                self._saving.at_end()
             if result.status == "completed" and self._world.master:
                 self._show_sample()
             result.seconds = time.perf_counter() - start
@@ -128,12 +128,13 @@ class Trainer:
                 self._reporter.failed_step(step, str(error))
                 return
             self._reporter.step(result.last)
+            self._ask_task(self._job.task.on_step(result.last))
             result.status = self._status(step, flags)
             if result.status != "running":
                 self._signals.agreed()
                 return
             with self._world.recorder.phase("checkpoint", step):
-                self._checkpointing.after_step(self._progress(result.last), flags)
+                self._saving.after_step(result.last, flags)
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
 
     def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
@@ -153,7 +154,7 @@ class Trainer:
             self._optimizer.synchronize()
             means = self._reduce_means(step)
         if means.values["failed"]:
-            self._failed_step.end_job(step, self._save_last_step)
+            self._failed_step.end_job(step, self._saving.last_step)
         lr = self._job.schedule.lr
         with timer("optimizer"):
             update = self._update(step)
@@ -201,12 +202,14 @@ class Trainer:
 
     def _local_values(self) -> dict[str, float]:
         """Return this rank's flags and metrics that are reduced over ranks in every step. Local."""
-        near = self._job.deadline.near(self._longest_step_s, self._checkpointing.longest_s)
+        checkpointing = self._job.checkpointing
+        near = self._job.deadline.near(self._longest_step_s, checkpointing.longest_s)
         return {
             "failed": self._failed_step.flag,
             "interrupted": float(self._signals.interrupted),
             "preempted": float(self._signals.preempted or near),
-            **self._checkpointing.local_flags(),
+            "asked_to_stop": float(self._asked_to_stop is not None),
+            **checkpointing.local_flags(),
         }
 
     def _update(self, step: int) -> StepResult:
@@ -241,7 +244,7 @@ class Trainer:
             clipped_norm=None if update.skipped else update.clipped_norm,
             samples=self._job.data.batch_size(step),
             tokens_per_s=means.count / seconds,
-            metrics=means.metrics,
+            metrics=self._job.task.derive(means.loss, means.metrics),
             skipped=update.skipped,
             **times,
             **reduced,
@@ -257,10 +260,21 @@ class Trainer:
             return record
         with self._world.recorder.phase("evaluate", record.step):
             means = self.evaluate()
-        self._job.schedule.after_evaluation(means.loss)
-        record = replace(record, eval_loss=means.loss, eval_metrics=means.metrics)
+        metrics = self._job.task.derive(means.loss, means.metrics)
+        record = replace(record, eval_loss=means.loss, eval_metrics=metrics)
         self._result.evaluated = record
+        self._job.schedule.after_evaluation(means.loss)
+        try:
+            score = self._job.best.score(record)
+        except ValueError as error:
+            raise self._stopped(str(error)) from None
+        self._result.reason = self._job.early_stopping.after_evaluation(score)
+        self._ask_task(self._job.task.on_evaluation(record))
         return record
+
+    def _ask_task(self, answer: str | None) -> None:
+        """Note why the task wants the run to stop, if it does: all ranks learn it in a step."""
+        self._asked_to_stop = answer or self._asked_to_stop
 
     @torch.no_grad()
     def evaluate(self) -> GlobalMeans:
@@ -292,45 +306,14 @@ class Trainer:
             return "completed"
         if step == self._job.last_step:
             return "stopped"
+        if flags["asked_to_stop"]:
+            reasons = self._world.gather(self._asked_to_stop)
+            self._result.reason = next(filter(None, reasons))
+        if self._result.reason:
+            return "stopped"
         if flags["preempted"]:
             return "preempted"
         return "interrupted" if flags["interrupted"] else "running"
-
-    def _save_at_end(self) -> None:
-        """Save at the end of the job, if wanted or preempted. Collective."""
-        result = self._result
-        saves = self._job.saves or result.status == "preempted"
-        if result.last is None or result.error or not saves:
-            self._checkpointing.wait(result.last.step if result.last else self._job.done)
-            return
-        try:
-            self._checkpointing.save_now(self._progress(result.last))
-        except AgreedError as error:
-            if result.status == "interrupted":
-                self._reporter.warn(str(error))
-            else:
-                result.status, result.error = "failed", self._stopped(str(error))
-
-    def _save_last_step(self) -> None:
-        """Save the last completed step, if wanted, before an exception ends the job. Collective."""
-        last = self._result.last
-        self._checkpointing.wait(last.step if last else self._job.done)  # it may be of this step
-        if last is None or not self._job.saves or self._checkpointing.has(last.step):
-            return
-        try:
-            self._checkpointing.save_now(self._progress(last))
-        except AgreedError as error:
-            self._reporter.warn(str(error))
-
-    def _progress(self, record: StepRecord) -> RunProgress:
-        return RunProgress(
-            step=record.step,
-            config=self._config_json,
-            samples=self._job.data.samples,
-            skipped_steps=self._result.skipped_steps,
-            eval_loss=record.eval_loss,
-            data=self._job.fingerprint,
-        )
 
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)

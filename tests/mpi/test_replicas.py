@@ -11,7 +11,7 @@ from torch import nn
 
 import mntrain
 from mntrain.train.consensus import model_digest
-from mntrain.train.job import weight_decay_groups
+from mntrain.train.optimization import weight_decay_groups
 from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
 
 pytestmark = pytest.mark.mpi

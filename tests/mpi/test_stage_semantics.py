@@ -29,7 +29,7 @@ from torch.optim import lr_scheduler
 from worlds import RANKS
 
 from mntrain.train.consensus import model_digest
-from mntrain.train.job import weight_decay_groups
+from mntrain.train.optimization import weight_decay_groups
 
 pytestmark = pytest.mark.mpi
 

@@ -17,7 +17,7 @@ def test_files_of_others_neither_stop_the_removal_nor_are_removed(tmp_path):
     make(tmp_path, *map(checkpoint_name, range(1, 6)), ".snapshot")
     for name in (".DS_Store", ".nfs0001", ".step-notes", "notes.txt"):
         (tmp_path / "checkpoints" / name).touch()
-    remove_old(tmp_path, keep=2)
+    remove_old(tmp_path, keep=2, metric="eval_loss")
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005", "step-00000004"]
     assert names(tmp_path)[:5] == [".DS_Store", ".nfs0001", ".snapshot", ".step-notes", "notes.txt"]
 
@@ -33,17 +33,17 @@ def test_what_cannot_be_removed_stops_nothing(tmp_path, monkeypatch):
         return original(path, target)
 
     monkeypatch.setattr(type(tmp_path), "rename", rename)
-    remove_old(tmp_path, keep=1)
+    remove_old(tmp_path, keep=1, metric="eval_loss")
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
 
 
 def test_leftovers_of_interrupted_saves_are_removed(tmp_path):
     make(tmp_path, checkpoint_name(1), ".step-00000002.a1b2", ".step-00000002.a1b2.new")
     (tmp_path / "checkpoints" / ".step-00000002.a1b2" / "part").touch()
-    remove_old(tmp_path, keep=1)
+    remove_old(tmp_path, keep=1, metric="eval_loss")
     assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_run_without_checkpoints_has_nothing_to_remove(tmp_path):
-    remove_old(tmp_path, keep=1)
+    remove_old(tmp_path, keep=1, metric="eval_loss")
     assert list(tmp_path.iterdir()) == []

@@ -47,7 +47,13 @@ def described(device="cpu", reasons=("", "", "", "")):
     )
     config = Config(train=TrainConfig(precision="bf16-pure"), zero=ZeroConfig(stage=2))
     reporter = Recorder()
-    job = SimpleNamespace(model=nn.Linear(99, 100), resumed=None, reporter=reporter)
+    job = SimpleNamespace(
+        model=nn.Linear(99, 100),
+        resumed=None,
+        reporter=reporter,
+        choice="AdamW",
+        schedule="cosine",
+    )
     describe_job(world, config, job)
     return reporter
 
@@ -62,6 +68,7 @@ def test_description_has_model_place_tuning_and_sharding(device):
         "auto: lanes: 1.9x flat",
         *(of_gpu if device == "cuda" else []),
         "zero: stage 2, by element; precision bf16-pure",
+        "optimizer: AdamW, schedule cosine",
     ]
     assert reporter.warnings == []
     assert reporter.shown == ["a place"]

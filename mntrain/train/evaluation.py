@@ -1,0 +1,77 @@
+"""Evaluations of a job: on which metric they are judged, and when they end the run."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mntrain.metrics.registry import StepRecord
+
+EVAL_LOSS = "eval_loss"
+
+
+class BestMetric:
+    """The metric of an evaluation that says which one is best, by --checkpoint.best.
+
+    `text` is "eval_loss", or the name of a metric of the task, such as "accuracy:max".
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._name, _, mode = text.partition(":")
+        self._sign = -1.0 if mode == "max" else 1.0
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raise ValueError if an evaluation with these metrics of the task cannot be judged."""
+        if self._name != EVAL_LOSS and self._name not in metrics:
+            names = ", ".join([EVAL_LOSS, *metrics])
+            raise ValueError(
+                f"--checkpoint.best {self.text}: the evaluations have no such metric; "
+                f"they have {names}"
+            )
+
+    def score(self, record: StepRecord) -> float | None:
+        """Return the score of a step's evaluation, of which the lowest is the best.
+
+        None if there was no evaluation, or its value is not a number. Raises ValueError as `check`.
+        """
+        if record.eval_loss is None:
+            return None
+        metrics = record.eval_metrics or {}
+        self.check(metrics)
+        value = record.eval_loss if self._name == EVAL_LOSS else metrics[self._name]
+        return None if math.isnan(value) else self._sign * value
+
+
+class EarlyStopping:
+    """Ends a run after `patience` evaluations without a better score; never if that is 0.
+
+    The same on all ranks, as the scores are. Checkpoints hold its state.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._best = math.inf
+        self._evaluations = 0  # since the best one
+
+    @property
+    def enabled(self) -> bool:
+        """True if it may end the run."""
+        return self._patience > 0
+
+    def after_evaluation(self, score: float | None) -> str | None:
+        """Count an evaluation, and return why the run ends, if it does."""
+        if score is not None and score < self._best:
+            self._best, self._evaluations = score, 0
+            return None
+        self._evaluations += 1
+        if not self.enabled or self._evaluations < self._patience:
+            return None
+        return f"no better evaluation in the last {self._evaluations}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"best": self._best, "evaluations": self._evaluations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self._best, self._evaluations = state["best"], state["evaluations"]

@@ -1,0 +1,94 @@
+"""Means, sums and maxima of metrics over micro-batches and ranks, against sums over all items."""
+
+import math
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import mntrain
+from mntrain.errors import TrainingStoppedError
+from mntrain.metrics import registry
+from mntrain.tasks import Max, Mean, Sum
+from mntrain.train.consensus import MeanAccumulator
+
+pytestmark = pytest.mark.mpi
+
+RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+@pytest.fixture(scope="module")
+def group():
+    with mntrain.init(device="cpu", tune=False) as world:
+        yield world.collectives
+
+
+def items(rank, batch):
+    """The losses of a rank's micro-batch; some have none."""
+    count = (rank + 2 * batch) % 4
+    return torch.arange(1, count + 1, dtype=torch.float64) * (rank + 1) + batch
+
+
+def add(means, batch):
+    own = items(RANK, batch)
+    marked = own[own > 3]
+    means.add(
+        len(own),
+        {
+            "loss": own.mean(),
+            "marked": Mean(marked.mean(), len(marked)),
+            "total": Sum(own.sum()),
+            "largest": Max(own.max() if len(own) else torch.tensor(-1.0)),
+        },
+    )
+
+
+def test_metrics_are_those_of_all_items(group, monkeypatch):
+    monkeypatch.setitem(registry.METRICS, "longest", registry.Metric("max"))
+    means = MeanAccumulator(RANK)
+    for step in range(3):
+        batches = range(step, step + 3)
+        for batch in batches:
+            add(means, batch)
+        values = {"flag": 1.0, "longest": -1.0 - RANK}
+        reduced = means.reduce(group, "in a step", values)
+        every = torch.cat([items(rank, batch) for rank in range(RANKS) for batch in batches])
+        assert reduced.loss == pytest.approx(every.mean().item(), rel=1e-12)
+        assert reduced.count == len(every)
+        marked = every[every > 3]
+        expected = {"largest": every.max().item(), "total": every.sum().item()}
+        if len(marked):
+            expected["marked"] = marked.mean().item()
+        assert reduced.metrics == pytest.approx(expected, rel=1e-12)
+        assert reduced.values == {"flag": RANKS, "longest": -1.0}
+
+
+def test_a_metric_may_begin_late_and_on_one_rank_only(group):
+    means = MeanAccumulator(RANK)
+    found = []
+    for step in range(4):
+        metrics = {"loss": torch.tensor(2.0)}
+        if RANK == RANKS - 1 and step == 1:
+            metrics["rare"] = Mean(torch.tensor(5.0), 2)
+        if RANK == 0 and step == 3:
+            metrics["highest"] = Max(7.0)
+        means.add(1, metrics)
+        found.append(means.reduce(group, "in a step").metrics)
+    assert found == [{}, {"rare": 5.0}, {}, {"highest": 7.0}]
+
+
+def test_a_metric_that_ranks_reduce_in_two_ways_is_refused_on_all(group):
+    means = MeanAccumulator(RANK)
+    metric = Sum(1.0) if RANK == RANKS - 1 else Max(1.0)
+    means.add(1, {"loss": torch.tensor(2.0), "odd": metric})
+    if RANKS == 1:
+        means.reduce(group, "in step 1")
+        means.add(1, {"loss": torch.tensor(2.0), "odd": Max(1.0)})
+    with pytest.raises(TrainingStoppedError, match=r"the metric odd is a .*, and was a "):
+        means.reduce(group, "in step 2")
+
+
+def test_the_ranks_of_a_loss_that_is_not_finite_are_named(group):
+    means = MeanAccumulator(RANK)
+    means.add(1, {"loss": torch.tensor(math.nan if RANK == RANKS - 1 else 1.0)})
+    assert means.reduce(group, "in step 1").nonfinite == f"nan on rank {RANKS - 1}"
