@@ -32,7 +32,8 @@ class Kind(NamedTuple):
     @property
     def moves(self) -> bool:
         """Whether it may happen on emulated nodes, too: there each node starts its ranks."""
-        return not (self.shell or self is WRONG_MPIRUN or self.script != "fault.py")
+        of_a_host = self.shell or self is WRONG_MPIRUN or self.script != "fault.py"
+        return not (of_a_host or self.most < 4)
 
 
 WAITED = r"error: rank.* waited \d+ s for rank {rank} on "
