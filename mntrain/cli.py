@@ -8,9 +8,9 @@ import tomllib
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from difflib import get_close_matches
-from operator import attrgetter
+from functools import reduce
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from mntrain.config import Config, flag_of, words_of
+from mntrain.config import Config, as_mapping, flag_of, option_name, words_of
 
 T = TypeVar("T")
 
@@ -98,7 +98,11 @@ def named_options(options: Any) -> dict[str, Any]:
 
     `options` is of a class that `parse_options` constructs.
     """
-    return {name: attrgetter(name)(options) for name in _options(type(options))}
+    values = as_mapping(options)
+    return {
+        name: reduce(lambda value, part: value[part], name.split("."), values)
+        for name in _options(type(options))
+    }
 
 
 def options_in_file(options: Any) -> set[str]:
@@ -120,7 +124,7 @@ def options_in_file(options: Any) -> set[str]:
 
 def to_toml(config: Config) -> str:
     """Return a TOML file that reproduces `config`, except for its option `config`."""
-    values = asdict(config)
+    values = as_mapping(config)
     del values["config"]
     return toml_text(values)
 
@@ -150,7 +154,7 @@ def _options(model: Any, prefix: str = "") -> dict[str, FieldInfo]:
         if is_dataclass(info.annotation):
             options |= _options(info.annotation, f"{prefix}{name}.")
         else:
-            options[prefix + name] = info
+            options[prefix + option_name(name)] = info
     return options
 
 
@@ -257,14 +261,15 @@ def construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str])
             for name, info in fields.items()
             if is_dataclass(info.annotation)
         }
-        given = {name: values[prefix + name] for name in fields if prefix + name in values}
+        named = {name: prefix + option_name(name) for name in fields}
+        given = {name: values[option] for name, option in named.items() if option in values}
         try:
             return kind(**given, **sections)
         except ValidationError as error:
             for details in error.errors():
                 message = details["msg"].removeprefix("Value error, ")
                 if details["loc"]:  # else it concerns several options, which it names
-                    name = f"{prefix}{details['loc'][0]}"
+                    name = named[str(details["loc"][0])]
                     message = f"{sources[name]}: {message}, not {details['input']!r}"
                 problems.append(message)
             return kind()

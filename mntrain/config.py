@@ -6,13 +6,14 @@ An option is declared once. Its name in a file, its command-line flag, its help 
 
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.comm import algorithms
-from mntrain.config_types import STRICT, Interval, OptionalPath, OrNone, Table
+from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -21,6 +22,7 @@ MAY_DIFFER = {
     "data.worker_start": "results do not depend on it",
     "data.workers": "results do not depend on it, and nodes may have different numbers of cores",
     "device": "each rank has its own",
+    "init.from": "rank 0 alone reads it",
     "run.dir": "the path of rank 0 is used on all ranks",
     "run.recorder": "local disks may be mounted elsewhere",
 }
@@ -242,6 +244,21 @@ class RunConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class InitConfig:
+    """The weights that a new run begins with. A resumed run has its own."""
+
+    from_: OptionalPath = Field(
+        default=None,
+        description="weights that a new run begins with, taken by name: a checkpoint, a run, a "
+        ".safetensors or .pt file, or a folder of Hugging Face. Only rank 0 reads it.",
+    )
+    freeze: Names = Field(
+        default=(),
+        description="patterns of the names of parameters that do not train, such as 'embedding*'.",
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     """Checkpoints of a run."""
 
@@ -280,12 +297,27 @@ class Config:
     )
     data: DataConfig = Field(default=DataConfig())
     model: ModelConfig = Field(default=ModelConfig())
+    init: InitConfig = Field(default=InitConfig())
     optim: OptimConfig = Field(default=OptimConfig())
     train: TrainConfig = Field(default=TrainConfig())
     comm: CommConfig = Field(default=CommConfig())
     zero: ZeroConfig = Field(default=ZeroConfig())
     run: RunConfig = Field(default=RunConfig())
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
+
+
+def option_name(field: str) -> str:
+    """Return the name of a field's option: `from` is a keyword, so its field is called `from_`."""
+    return field.rstrip("_")
+
+
+def as_mapping(options: Any) -> dict[str, Any]:
+    """Return the values of options, which is such a dataclass, by their names and sections."""
+    return {
+        option_name(name): as_mapping(value) if is_dataclass(value) else value
+        for name, value in vars(options).items()
+        if not name.startswith("__")
+    }
 
 
 def flag_of(name: str) -> str:
@@ -296,7 +328,7 @@ def flag_of(name: str) -> str:
 def words_of(value: Any) -> list[str]:
     """Return the command-line words of an option's value."""
     if isinstance(value, tuple | list):
-        return list(map(str, value))
+        return list(map(str, value)) or ["none"]
     if isinstance(value, Mapping):
         return [", ".join(f"{n} = {json.dumps(item)}" for n, item in value.items()) or "none"]
     return ["none" if value is None else str(value)]

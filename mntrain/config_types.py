@@ -46,7 +46,13 @@ def _parse_table(value: Any) -> Any:
         ) from error
 
 
+def _parse_names(value: Any) -> Any:
+    names = tuple(value) if isinstance(value, list | tuple) else value
+    return () if names in ("none", ("none",)) else names
+
+
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_parse_names)]  # written "none" if there is none
 Table = Annotated[dict[str, Any], BeforeValidator(_parse_table)]  # written as in TOML

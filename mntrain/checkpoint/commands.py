@@ -23,7 +23,6 @@ from torch import Tensor
 
 from mntrain.checkpoint.format import (
     DTYPES,
-    FILE,
     FILES,
     MODEL,
     OPTIMIZER,
@@ -31,7 +30,7 @@ from mntrain.checkpoint.format import (
     open_tensors,
     sync_folder,
 )
-from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
+from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints
 from mntrain.metrics.report import plain, stdout
 
 DAMAGED = 1  # exit code of list, show and verify
@@ -111,7 +110,7 @@ def _list(options: Namespace, console: Console) -> int:
 
 
 def _show(options: Namespace, console: Console) -> int:
-    path, content = _find(options.path)
+    path, content = find_sound(options.path)
     versions = ", ".join(f"{name} {version}" for name, version in content.versions.items())
     _print(console, str(path))
     _print(
@@ -131,7 +130,7 @@ def _verify(options: Namespace, console: Console) -> int:
     code = 0
     for given in options.paths:
         try:
-            path, content = _find(given, FILES)
+            path, content = find_sound(given, FILES)
         except ValueError as error:
             code = _fail(error, DAMAGED)
         else:
@@ -140,7 +139,9 @@ def _verify(options: Namespace, console: Console) -> int:
 
 
 def _diff(options: Namespace, console: Console) -> int:
-    (a, first), (b, second) = (_find(path, (MODEL, OPTIMIZER)) for path in (options.A, options.B))
+    (a, first), (b, second) = (
+        find_sound(path, (MODEL, OPTIMIZER)) for path in (options.A, options.B)
+    )
     differing = Table()
     differing.add_column("tensor", overflow="fold")
     differing.add_column("largest difference", overflow="fold")
@@ -223,7 +224,7 @@ def _export(options: Namespace, console: Console) -> int:
         raise ValueError(f"{out} is a folder: give the name of a file")
     if out.exists() and not options.force:
         raise ValueError(f"{out} exists: give another name, or --force to replace it")
-    path, _ = _find(options.CKPT, (MODEL,))
+    path, _ = find_sound(options.CKPT, (MODEL,))
     _write_model(path / MODEL, out)
     _print(console, f"{out}: the model of {path}, {out.stat().st_size / 1e6:.1f} MB")
     return 0
@@ -255,25 +256,6 @@ def _write_model(source: Path, out: Path) -> None:
         raise OSError(f"{out} was not written: {cause.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _find(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
-    """Return the checkpoint at a path, or a run's newest, after verifying some of its files.
-
-    Raises ValueError, which begins with the path.
-    """
-    found = path
-    try:
-        if not (path / FILE).exists():
-            paths = list_checkpoints(path)
-            if not paths:
-                raise ValueError("neither a checkpoint nor a run that has one")
-            found = paths[0]
-        content = inspect(found)
-        verify(found, content, files)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{found}: {error}") from error
-    return found, content
 
 
 def _print(console: Console, line: str) -> None:

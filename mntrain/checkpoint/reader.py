@@ -113,6 +113,25 @@ def verify(
                     raise ValueError(f"{name} is damaged between bytes {start} and {stop}")
 
 
+def find_sound(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
+    """Return the checkpoint at a path, or a run's newest, after verifying some of its files.
+
+    Local. Raises ValueError, which begins with the path.
+    """
+    found = path
+    try:
+        if not (path / FILE).exists():
+            paths = list_checkpoints(path)
+            if not paths:
+                raise ValueError("neither a checkpoint nor a run that has one")
+            found = paths[0]
+        content = inspect(found)
+        verify(found, content, files)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{found}: {error}") from error
+    return found, content
+
+
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """A verified checkpoint, and the newer ones that were damaged. Equal on all ranks."""

@@ -29,6 +29,7 @@ from mntrain.run.signals import Deadline
 from mntrain.train import run_directory
 from mntrain.train.evaluation import BestMetric, EarlyStopping
 from mntrain.train.fingerprint import differences
+from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.world import World
@@ -81,12 +82,16 @@ class TrainingJob:
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
         with world.agreement():
             torch.manual_seed(config.run.seed)
+            self.initial_weights: LoadedWeights | None = None
             self.model = self.task.model().to(world.device, self.precision.parameters)
+            self.frozen = freeze(self.model, config.init.freeze)
             self.choice = choose_optimizer(self.task, self.model, config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
         if resumed:
             run_directory.check_same_run(world, resumed, config, self.data.samples)
+        else:
+            self._load_initial_weights(world, config)
         self.optimizer = world.optimizer(
             self.model,
             self.choice.kind,
@@ -109,6 +114,13 @@ class TrainingJob:
         start_recording(world, run_dir, config.run.recorder)
         if resumed:
             checkpoint.restore_randomness(resumed, world)
+
+    def _load_initial_weights(self, world: World, config: Config) -> None:
+        """Load the weights of --init.from on the master. Collective; its optimizer spreads them."""
+        path = config.init.from_
+        with world.agreement():
+            if path is not None and world.master:
+                self.initial_weights = load_weights(self.model, path)
 
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
         """Set up reports, checkpointing and the learning rate; load a checkpoint. Collective."""

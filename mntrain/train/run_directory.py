@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.cli import to_toml
-from mntrain.config import Config, flag_of
+from mntrain.config import Config, as_mapping, flag_of
 from mntrain.errors import AgreedError
 from mntrain.run.directory import (
     CONFIG_FILE,
@@ -24,7 +24,17 @@ from mntrain.run.directory import (
 from mntrain.world import World
 
 # Beginnings of options that a resumed run cannot change: they fix the model and order of samples.
-FIXED = ("task", "data.valid_fraction", "model.", "optim.name", "train.batch_size", "run.seed")
+FIXED = (
+    "task",
+    "data.valid_fraction",
+    "model.",
+    "init.freeze",
+    "optim.name",
+    "train.batch_size",
+    "run.seed",
+)
+# Beginnings of options that say nothing of the run, or only of its start.
+_UNREPORTED = ("run.", "data.path", "init.from")
 # Options of parameter groups that a resumed run may change.
 JOB_OPTIONS = ("lr", "weight_decay")
 
@@ -75,17 +85,21 @@ def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpo
 
 def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples: int) -> None:
     """Raise AgreedError if a fixed option or the data differs from the checkpoint's. Local."""
-    if missing := sorted({name.partition(".")[0] for name in FIXED} - found.manifest.config.keys()):
+    if missing := sorted(
+        {"task", "data", "model", "optim", "train", "run"} - found.manifest.config.keys()
+    ):
         raise AgreedError(
             f"{found.path} is of no run of `python -m mntrain`: its configuration has no "
             f"{', '.join(missing)}; give another --run.dir, or another --run.resume",
             world.rank,
         )
-    before, now = _fixed_options(found.manifest.config), _fixed_options(to_json(config))
+    # Earlier versions lacked some options, and did what their defaults say.
+    before = _fixed_options(to_json(Config())) | _fixed_options(found.manifest.config)
+    now = _fixed_options(to_json(config))
     changes = [
-        f"{flag_of(name)} was {before.get(name)}, and is {value}"
+        f"{flag_of(name)} was {before[name]}, and is {value}"
         for name, value in now.items()
-        if before.get(name) != value
+        if before[name] != value
     ]
     if found.manifest.samples != samples:
         changes.append(f"the data had {found.manifest.samples} training samples, and has {samples}")
@@ -107,7 +121,7 @@ def changed_options(found: FoundCheckpoint, config: Config) -> list[str]:
     return [
         f"{flag_of(name)} was {before[name]}, is {value}"
         for name, value in now.items()
-        if not name.startswith(("run.", "data.path")) and before.get(name, value) != value
+        if not name.startswith(_UNREPORTED) and before.get(name, value) != value
     ]
 
 
@@ -131,7 +145,7 @@ def prepare(
             if exists and not continued:
                 expect_startable(run_dir, saves=saves)
             lock = make_and_lock(run_dir)
-            (run_dir / CONFIG_FILE).write_text(to_toml(_with_absolute_data(config)))
+            (run_dir / CONFIG_FILE).write_text(to_toml(_with_absolute_paths(config)))
             if exists:
                 rewind(run_dir, found.manifest.step if found and continued else 0)
     return lock
@@ -139,15 +153,17 @@ def prepare(
 
 def to_json(config: Config) -> dict[str, Any]:
     """Return a configuration as a JSON object."""
-    content: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    content: dict[str, Any] = json.loads(json.dumps(as_mapping(config), default=str))
     return content
 
 
-def _with_absolute_data(config: Config) -> Config:
-    """Return a configuration that finds the data from any folder."""
-    path = config.data.path
-    return (
-        config if path is None else replace(config, data=replace(config.data, path=path.absolute()))
+def _with_absolute_paths(config: Config) -> Config:
+    """Return a configuration that finds its data and initial weights from any folder."""
+    data, weights = config.data.path, config.init.from_
+    return replace(
+        config,
+        data=replace(config.data, path=data and data.absolute()),
+        init=replace(config.init, from_=weights and weights.absolute()),
     )
 
 

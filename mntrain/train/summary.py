@@ -70,7 +70,12 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     """Show what runs where, and where a resumed run continues. Collective."""
     reporter, zero, library = job.reporter, config.zero, world.library
     count = sum(parameter.numel() for parameter in job.model.parameters())
-    reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters", "bold")
+    frozen = f", of which {job.frozen / 1e6:.2f} M are frozen" if job.frozen else ""
+    reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters{frozen}", "bold")
+    if weights := job.initial_weights:
+        reporter.note(f"weights: {weights}")
+        for problem in weights.problems():
+            reporter.warn(problem)
     where = f"{world.topology}, {world.algorithm}"
     reporter.note(f"{where}, {library.name} (thread level {library.threads})")
     facts = {

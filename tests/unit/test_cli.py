@@ -7,7 +7,16 @@ import pytest
 from refusals import refused
 
 from mntrain.cli import parse
-from mntrain.config import CommConfig, Config, DataConfig, OptimConfig, TrainConfig, ZeroConfig
+from mntrain.config import (
+    CommConfig,
+    Config,
+    DataConfig,
+    OptimConfig,
+    TrainConfig,
+    ZeroConfig,
+    flag_of,
+    option_name,
+)
 
 
 def test_no_options_give_the_defaults():
@@ -140,7 +149,7 @@ def test_help_lists_every_option_with_its_default_and_examples(capsys):
         inner = getattr(Config(), section.name)
         if dataclasses.is_dataclass(inner):
             for option in dataclasses.fields(inner):
-                assert f"--{section.name}.{option.name.replace('_', '-')}" in out
+                assert flag_of(f"{section.name}.{option_name(option.name)}") in out
     assert "mpirun -n 4 python -m mntrain --config run.toml" in out
     assert "FLOAT|none" in out
     assert "1: the optimizer's state. 2: gradients too." in " ".join(out.replace("│", " ").split())

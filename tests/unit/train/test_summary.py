@@ -51,6 +51,8 @@ def described(device="cpu", reasons=("", "", "", "")):
         model=nn.Linear(99, 100),
         resumed=None,
         reporter=reporter,
+        initial_weights=None,
+        frozen=0,
         choice="AdamW",
         schedule="cosine",
     )

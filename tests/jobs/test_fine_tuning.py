@@ -1,0 +1,65 @@
+"""Runs that begin with the weights of others, with frozen layers."""
+
+import pytest
+import torch
+from job import completed, losses, metrics, train
+from safetensors.torch import load_file
+
+from mntrain.checkpoint.reader import list_checkpoints
+
+SAVED = ["--checkpoint.every", "100"]
+
+
+def weights(folder):
+    return load_file(list_checkpoints(folder / "run")[0] / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run whose weights others begin with, and the corpus."""
+    folder = tmp_path_factory.mktemp("first")
+    completed(train(2, folder, *SAVED, "--run.seed", "5"))
+    return folder
+
+
+def tune(ranks, folder, first, *options):
+    folder.mkdir(exist_ok=True)
+    (folder / "corpus.txt").write_bytes((first / "corpus.txt").read_bytes())
+    return train(ranks, folder, *SAVED, "--init.from", str(first / "run"), *options)
+
+
+@pytest.mark.parametrize("stage", ["2", pytest.param("0", marks=pytest.mark.thorough)])
+def test_a_run_takes_weights_and_trains_the_layers_that_are_not_frozen(tmp_path, first, stage):
+    frozen = ["--init.freeze", "embedding*", "blocks.0.*", "--zero.stage", stage]
+    result = completed(tune(3, tmp_path / "tuned", first, *frozen))
+    assert f"weights: 14 of 14 tensors from {first}/run" in result.stdout
+    assert "M parameters, of which 0.02 M are frozen" in result.stdout
+    before, after = weights(first), weights(tmp_path / "tuned")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    expected = {n for n in before if not n.startswith(("embedding", "blocks.0."))}
+    assert changed == expected
+    completed(tune(1, tmp_path / "alone", first, *frozen))
+    assert losses(tmp_path / "tuned") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    # The first loss is that of trained weights: it is lower than that of new ones.
+    assert metrics(tmp_path / "tuned")[0]["loss"] < metrics(first)[0]["loss"] - 0.1
+
+
+def test_a_resumed_run_keeps_its_weights_and_its_frozen_layers(tmp_path, first):
+    frozen = ["--init.freeze", "embedding*"]
+    completed(tune(2, tmp_path, first, *frozen, "--train.steps", "6"))
+    (tmp_path / "parts").mkdir()
+    completed(tune(2, tmp_path / "parts", first, *frozen, "--run.stop-after", "3"))
+    result = tune(2, tmp_path / "parts", first, "--init.freeze", "embedding*", "blocks.1.*")
+    assert result.returncode == 2
+    assert "--init.freeze was ['embedding*'], and is ['embedding*', 'blocks.1.*']" in result.stderr
+    result = completed(tune(2, tmp_path / "parts", first, *frozen))
+    assert "weights: " not in result.stdout
+    assert losses(tmp_path / "parts") == losses(tmp_path)
+
+
+def test_weights_that_do_not_match_are_refused_before_any_work(tmp_path, first):
+    torch.save({"other": torch.ones(1)}, tmp_path / "other.pt")
+    result = tune(2, tmp_path, first, "--init.from", str(tmp_path / "other.pt"))
+    assert result.returncode == 2
+    assert result.stderr.count("nothing matches the model. The file has other") == 1
+    assert not (tmp_path / "run").exists()
