@@ -7,13 +7,13 @@ An option is declared once. Its name in a file, its command-line flag, its help 
 import json
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.comm import algorithms
-from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table
+from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table, parse_names
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -30,6 +30,7 @@ MAY_DIFFER = {
 RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostname", "gpu"}
 
 Device = Literal["auto", "cpu", "cuda"]
+Change = Literal["batch-size", "drop-last", "seed", "data"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -43,6 +44,10 @@ class DataConfig:
     glob: str = Field(default="**/*", description="pattern of the files to read in a folder.")
     valid_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="fraction of the data kept for validation. 0: none."
+    )
+    drop_last: bool = Field(
+        default=False,
+        description="leave out the last batch of an epoch, which may be smaller than the others.",
     )
     workers: int = Field(
         default=0, ge=0, description="data-loader processes per rank. 0: load in the rank itself."
@@ -217,6 +222,11 @@ class RunConfig:
         default="auto",
         description="auto, never, or the path of a checkpoint or run. auto: continue from the "
         "newest valid checkpoint in --run.dir, if it has one.",
+    )
+    allow_change: Annotated[tuple[Change, ...], BeforeValidator(parse_names)] = Field(
+        default=(),
+        description="what a resumed run may change, which is otherwise refused: batch-size, "
+        "drop-last, seed (the order of samples), data (another number of samples).",
     )
     stop_after: OrNone[int] = Field(
         default=None,

@@ -46,7 +46,8 @@ def _parse_table(value: Any) -> Any:
         ) from error
 
 
-def _parse_names(value: Any) -> Any:
+def parse_names(value: Any) -> Any:
+    """Return the tuple of a list of names; "none" is an empty one."""
     names = tuple(value) if isinstance(value, list | tuple) else value
     return () if names in ("none", ("none",)) else names
 
@@ -54,5 +55,5 @@ def _parse_names(value: Any) -> Any:
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_parse_names)]  # written "none" if there is none
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]  # written "none" if there is none
 Table = Annotated[dict[str, Any], BeforeValidator(_parse_table)]  # written as in TOML

@@ -4,6 +4,7 @@ import random
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 _States: TypeAlias = tuple[Any, Any, torch.Tensor]
@@ -11,7 +12,12 @@ _States: TypeAlias = tuple[Any, Any, torch.Tensor]
 
 def mixed_seed(*values: int) -> int:
     """Return a well-mixed 64-bit seed of non-negative integers, such as (seed, epoch)."""
-    return int(np.random.SeedSequence(values).generate_state(1, np.uint64)[0])
+    return int(mixed_state(1, *values)[0])
+
+
+def mixed_state(count: int, *values: int) -> npt.NDArray[np.uint64]:
+    """Return well-mixed 64-bit numbers of non-negative integers."""
+    return np.random.SeedSequence(values).generate_state(count, np.uint64).astype(np.uint64)
 
 
 def seed_all(seed: int) -> None:

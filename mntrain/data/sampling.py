@@ -12,28 +12,32 @@ a dataset draws for a sample are a function of the seed, the step and the sample
 Nothing in this module communicates.
 """
 
-import functools
 import signal
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from mntrain.data.permutation import permuted
 from mntrain.data.randomness import SeededDraws, mixed_seed, seed_all
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
 
 
-@functools.lru_cache(maxsize=1)
-def _permutation(samples: int, seed: int, epoch: int) -> Tensor:
-    """Return the order of an epoch. The last one is cached, for the steps of the same epoch."""
-    generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
-    return torch.randperm(samples, generator=generator)
+class Position(NamedTuple):
+    """A step and the place of its first sample in the order of all epochs."""
+
+    step: int
+    epoch: int
+    offset: int  # in the epoch
+
+
+BEGIN = Position(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -41,23 +45,45 @@ class SamplingPlan:
     """The order in which a job sees its samples. Pure: all ranks hold an equal one.
 
     An epoch takes every sample once; its last batch is smaller if batch_size does not divide
-    samples. Steps are counted from 0 and continue over the epochs. Raises ValueError for an empty
-    dataset.
+    samples, or is left out with `drop_last`. Steps are counted from 0 and continue over the epochs.
+    A resumed run continues at `origin`, and the plan has only the steps from there on. Raises
+    ValueError for a dataset without a sample, or without a batch that is not left out.
     """
 
     samples: int  # of the dataset
     batch_size: int  # samples of a global batch, that of all ranks together
     seed: int  # of the permutations
     shuffle: bool = True  # False: the dataset's order in every epoch
+    drop_last: bool = False
+    origin: Position = BEGIN
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError("the dataset has no samples: give at least one")
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"the dataset has {self.samples} samples, fewer than a batch of {self.batch_size}, "
+                "which --data.drop-last leaves out: give a smaller --train.batch-size"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in one pass over the samples."""
-        return -(-self.samples // self.batch_size)
+        return self._steps_in(self.samples)
+
+    def _steps_in(self, samples: int) -> int:
+        """Return the number of steps that so many samples make at the end of an epoch."""
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    def position(self, step: int) -> Position:
+        """Return where a step begins."""
+        epoch, start, _ = self._share_bounds(step, 0, 1)
+        return Position(step, epoch, start)
+
+    def length(self, step: int) -> int:
+        """Return the number of samples in a step's global batch."""
+        _, start, stop = self._share_bounds(step, 0, 1)
+        return stop - start
 
     def indices(self, step: int) -> Tensor:
         """Return the samples of a step's global batch, new, 1-D int64."""
@@ -68,7 +94,7 @@ class SamplingPlan:
         epoch, start, stop = self._share_bounds(step, rank, size)
         if not self.shuffle:
             return torch.arange(start, stop)
-        return _permutation(self.samples, self.seed, epoch)[start:stop].clone()
+        return torch.from_numpy(permuted(start, stop, self.samples, self.seed, epoch))
 
     def micro_batch_count(self, step: int, rank: int, size: int, micro_batch_size: int) -> int:
         """Return the number of a rank's micro-batches in a step, without computing them."""
@@ -89,8 +115,13 @@ class SamplingPlan:
 
     def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of a rank's share in the epoch's order."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        start = batch * self.batch_size
+        since = step - self.origin.step
+        assert since >= 0, "the plan begins later"
+        epoch, start = self.origin.epoch, self.origin.offset + since * self.batch_size
+        left = self._steps_in(self.samples - self.origin.offset)  # of the epoch of the origin
+        if since >= left:
+            epochs, batch = divmod(since - left, self.steps_per_epoch)
+            epoch, start = epoch + 1 + epochs, batch * self.batch_size
         bounds = split(min(self.batch_size, self.samples - start), size)
         return epoch, start + bounds[rank], start + bounds[rank + 1]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from mntrain import checkpoint, tasks
-from mntrain.checkpoint import Stateful
+from mntrain.checkpoint import FoundCheckpoint, Stateful
 from mntrain.checks.storage import existing_folder
 from mntrain.config import Config
 from mntrain.data import sampling
@@ -78,7 +78,7 @@ class TrainingJob:
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
             self.task = tasks.load(config.task, config)
-            self.data = JobData(world, config, self.task)
+            self.data = JobData(world, config, self.task, resumed)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
         with world.agreement():
             torch.manual_seed(config.run.seed)
@@ -206,7 +206,9 @@ class TrainingJob:
 class JobData:
     """The samples of a task: the batches of this rank, and those it validates on. Local."""
 
-    def __init__(self, world: World, config: Config, task: tasks.Task) -> None:
+    def __init__(
+        self, world: World, config: Config, task: tasks.Task, resumed: FoundCheckpoint | None
+    ) -> None:
         self._train = _sized(task.dataset("train"), "training", config.task)
         self.datasets: dict[str, Dataset[Any]] = {"training": self._train}
         self._valid: Dataset[Any] | None = None
@@ -216,7 +218,13 @@ class JobData:
                 self._valid = sampling.spread(sized, config.train.eval_samples)
                 self.datasets["validation"] = sized
         self.samples = len(cast(Sized, self._train))
-        self._plan = sampling.SamplingPlan(self.samples, config.train.batch_size, config.run.seed)
+        self._plan = sampling.SamplingPlan(
+            self.samples,
+            config.train.batch_size,
+            config.run.seed,
+            drop_last=config.data.drop_last,
+            origin=_find_origin(resumed, self.samples),
+        )
         self._options = sampling.LoaderOptions(
             rank=world.rank,
             size=world.size,
@@ -241,7 +249,27 @@ class JobData:
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
-        return len(self._plan.indices(step - 1))
+        return self._plan.length(step - 1)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Return the epoch and the offset of the first sample after a step, 1 for the first."""
+        _, epoch, offset = self._plan.position(step)
+        return epoch, offset
+
+
+def _find_origin(resumed: FoundCheckpoint | None, samples: int) -> sampling.Position:
+    """Return where a run continues: after the samples that it has seen, in their order."""
+    if resumed is None:
+        return sampling.BEGIN
+    manifest = resumed.manifest
+    if manifest.position is None:  # saved by an earlier version
+        batch_size = manifest.config.get("train", {}).get("batch_size", 1)
+        before = sampling.SamplingPlan(max(1, manifest.samples), batch_size, seed=0)
+        return before.position(manifest.step)
+    epoch, offset = manifest.position
+    if offset >= samples:  # there are fewer than before
+        epoch, offset = epoch + 1, 0
+    return sampling.Position(manifest.step, epoch, offset)
 
 
 def _sized(dataset: Any, name: str, task: str) -> Dataset[Any]:

@@ -31,8 +31,15 @@ FIXED = (
     "init.freeze",
     "optim.name",
     "train.batch_size",
+    "data.drop_last",
     "run.seed",
 )
+# Those of them that --run.allow-change permits, by its words.
+_CHANGEABLE = {
+    "train.batch_size": "batch-size",
+    "data.drop_last": "drop-last",
+    "run.seed": "seed",
+}
 # Beginnings of options that say nothing of the run, or only of its start.
 _UNREPORTED = ("run.", "data.path", "init.from")
 # Options of parameter groups that a resumed run may change.
@@ -96,17 +103,21 @@ def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples
     # Earlier versions lacked some options, and did what their defaults say.
     before = _fixed_options(to_json(Config())) | _fixed_options(found.manifest.config)
     now = _fixed_options(to_json(config))
-    changes = [
-        f"{flag_of(name)} was {before[name]}, and is {value}"
+    changes = {
+        f"{flag_of(name)} was {before[name]}, and is {value}": _CHANGEABLE.get(name)
         for name, value in now.items()
         if before[name] != value
-    ]
+    }
     if found.manifest.samples != samples:
-        changes.append(f"the data had {found.manifest.samples} training samples, and has {samples}")
-    if changes:
+        counts = f"{found.manifest.samples} training samples, and has {samples}"
+        changes[f"the data had {counts}"] = "data"
+    refused = {text: word for text, word in changes.items() if word not in config.run.allow_change}
+    if refused:
+        words = list(refused.values())
+        allow = f", or --run.allow-change {' '.join(map(str, words))}" if all(words) else ""
         raise AgreedError(
-            f"{found.path} is of another run: {'; '.join(changes)}. Give the same, or another "
-            "--run.dir to begin anew",
+            f"{found.path} is of another run: {'; '.join(refused)}. Give the same{allow}, or "
+            "another --run.dir to begin anew",
             world.rank,
         )
 
@@ -121,7 +132,8 @@ def changed_options(found: FoundCheckpoint, config: Config) -> list[str]:
     return [
         f"{flag_of(name)} was {before[name]}, is {value}"
         for name, value in now.items()
-        if not name.startswith(_UNREPORTED) and before.get(name, value) != value
+        if (name == "run.seed" or not name.startswith(_UNREPORTED))
+        and before.get(name, value) != value
     ]
 
 

@@ -60,5 +60,6 @@ class RunSaving:
             eval_loss=record.eval_loss,
             data=job.fingerprint,
             scored_by=job.best.text,
+            position=job.data.position(record.step),
             score=job.best.score(record),
         )

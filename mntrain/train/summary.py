@@ -1,6 +1,8 @@
 """The description of a run at its start, and its summary at the end."""
 
+import os
 import re
+import shlex
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from typing import Any
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.registry import METRICS, StepRecord
+from mntrain.run.directory import CONFIG_FILE
 from mntrain.run.resources import resources
 from mntrain.train.job import TrainingJob
 from mntrain.train.run_directory import changed_options
@@ -105,6 +108,8 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             f"resumed after step {resumed.manifest.step}, from {resumed.path} "
             f"(saved by {resumed.manifest.writers})"
         )
+        if resumed.manifest.position is None:
+            reporter.warn("the version that saved it took samples in another order")
         if changes := changed_options(resumed, config):
             reporter.note(f"changed since then: {'; '.join(changes)}")
         if others := job.changed_data():
@@ -112,6 +117,17 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             reporter.warn(
                 f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
             )
+
+
+def resume_command(world: World, config: Config, job: TrainingJob) -> str:
+    """Return the command line that continues the run, with as many ranks. Local."""
+    launcher = "srun" if "SLURM_JOB_ID" in os.environ else "mpirun"
+    words = [launcher, "-n", str(world.size)] if world.size > 1 else []
+    words += ["python", "-m", "mntrain", "--config", str(job.run_dir / CONFIG_FILE)]
+    words += ["--run.dir", str(job.run_dir)]
+    if config.run.resume != "auto":
+        words += ["--run.resume", "auto"]
+    return shlex.join(words)
 
 
 def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:

@@ -166,6 +166,31 @@ def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_pa
         subprocess.run(["umount", small], check=True)
 
 
+def test_the_command_that_is_printed_continues_a_run(whole, parts):
+    completed(train(2, whole))
+    stopped = completed(train(2, parts, *ONE_EACH, "--run.stop-after", "2"))
+    start, _, command = stopped.stdout.strip().rpartition("\nto continue: ")
+    assert start
+    launcher, words = command.split(" python ")
+    assert launcher == "mpirun -n 2"
+    elsewhere = parts / "elsewhere"
+    elsewhere.mkdir()
+    again = [sys.executable, *words.split(), "--run.stop-after", "none"]
+    result = completed(mpirun(2, again, cwd=elsewhere, timeout=100))
+    assert "to continue: " not in result.stdout
+    assert losses(parts) == losses(whole)
+
+
+def test_a_resumed_run_may_change_its_batch_size_and_sees_every_sample_once(parts):
+    epoch = ["--train.batch-size", "8", "--data.valid-fraction", "0"]
+    completed(train(2, parts, *ONE_EACH, *epoch, "--run.stop-after", "2"))
+    changed = ["--train.batch-size", "20", "--run.allow-change", "batch-size"]
+    result = completed(train(3, parts, *ONE_EACH, *epoch, *changed))
+    assert "changed since then: --train.batch-size was 8, is 20" in result.stdout
+    # 60 windows an epoch: two steps of 8, two of 20, and the 4 that are left.
+    assert [line["samples"] for line in metrics(parts)] == [8, 8, 20, 20, 4, 20]
+
+
 @pytest.mark.thorough
 def test_a_resumed_run_says_which_options_and_data_have_changed(tmp_path):
     train(2, tmp_path, "--run.stop-after", "2")

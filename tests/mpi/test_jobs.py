@@ -305,6 +305,11 @@ def stopped():
             "another run: --model.width was 32, and is 64; --train.batch-size was 8, and is 9; "
             "--run.seed was 0, and is 3. Give the same, or another --run.dir to begin anew",
         ),
+        (
+            ["--train.batch-size", "9", "--run.seed", "3", "--run.allow-change", "seed"],
+            "another run: --train.batch-size was 8, and is 9. Give the same, or --run.allow-change "
+            "batch-size, or another --run.dir to begin anew",
+        ),
         (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
         (["--run.resume", "never"], "holds a run already: give another run directory"),
         (["--run.resume", "no/such/run"], "--run.resume no/such/run: there is no checkpoint"),

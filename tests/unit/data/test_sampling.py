@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -91,18 +92,46 @@ def test_epochs_and_seeds_shuffle_differently_and_no_shuffle_keeps_the_order():
     assert SamplingPlan(5, 2, seed=0, shuffle=False).indices(5).tolist() == [4]
 
 
-def test_the_permutation_is_pinned():
-    # A resumed job must go on in the order that it began with.
-    assert SamplingPlan(samples=8, batch_size=8, seed=3).indices(1).tolist() == [
-        0,
-        5,
-        1,
-        7,
-        3,
-        2,
-        4,
-        6,
+@given(st.integers(12, 40), st.integers(1, 12), st.booleans(), st.integers(0, 60))
+def test_a_plan_goes_on_where_another_has_ended(samples, batch_size, drop_last, step):
+    whole = SamplingPlan(samples, batch_size, seed=2, drop_last=drop_last)
+    rest = replace(whole, origin=whole.position(step))
+    for later in range(step, step + 8):
+        assert torch.equal(rest.indices(later), whole.indices(later))
+        assert rest.position(later) == whole.position(later)
+        assert rest.length(later) == len(whole.indices(later))
+
+
+@given(st.integers(12, 40), st.integers(1, 12), st.integers(1, 12), st.integers(0, 12))
+def test_another_batch_size_goes_on_after_the_samples_that_were_seen(samples, before, after, step):
+    first = SamplingPlan(samples, before, seed=2)
+    begin = first.position(step)
+    second = SamplingPlan(samples, after, seed=2, origin=begin)
+    seen = [
+        i
+        for s in range(step)
+        if first.position(s).epoch == begin.epoch
+        for i in first.indices(s).tolist()
     ]
+    later = step
+    while second.position(later).epoch == begin.epoch:
+        seen += second.indices(later).tolist()
+        later += 1
+    assert sorted(seen) == list(range(samples))
+    assert second.position(later) == (later, begin.epoch + 1, 0)
+
+
+def test_the_last_batch_of_an_epoch_is_left_out_if_it_is_smaller():
+    plan = SamplingPlan(samples=11, batch_size=4, seed=0, drop_last=True)
+    assert plan.steps_per_epoch == 2
+    assert [plan.length(step) for step in range(5)] == [4] * 5
+    assert len(set(plan.indices(2).tolist() + plan.indices(3).tolist())) == 8
+    assert SamplingPlan(12, 4, seed=0, drop_last=True).steps_per_epoch == 3
+
+
+def test_a_dataset_that_is_smaller_than_a_batch_cannot_drop_it():
+    with pytest.raises(ValueError, match=r"3 samples, fewer than a batch of 4, .*--data.drop-last"):
+        SamplingPlan(samples=3, batch_size=4, seed=0, drop_last=True)
 
 
 def test_writing_to_returned_indices_does_not_change_the_plan():
