@@ -1,4 +1,4 @@
-"""The command line: `python -m mntrain [train | bench | doctor | ckpt | autopsy] [options]`."""
+"""The command line: `python -m mntrain [train|bench|doctor|ckpt|autopsy|plot] [options]`."""
 
 import os
 import signal
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # Commands that read what jobs have left, on rank 0 alone, and their modules.
-READERS = {"ckpt": "mntrain.checkpoint.commands", "autopsy": "mntrain.watch.autopsy"}
+READERS = {
+    "ckpt": "mntrain.checkpoint.commands",
+    "autopsy": "mntrain.watch.autopsy",
+    "plot": "mntrain.metrics.plot",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interruptible(lambda: int(reader.run(words))) if prints else 0
     if prints:
         print(
-            f"mntrain: {command}: no such command; give train (default), bench, doctor, ckpt or "
-            "autopsy",
+            f"mntrain: {command}: no such command; give train (default), bench, doctor, ckpt, "
+            "autopsy or plot",
             file=sys.stderr,
         )
     _wait_for_rank_0()

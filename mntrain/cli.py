@@ -42,7 +42,9 @@ other commands, each with its own --help:
   {_PROGRAM} ckpt list|show|verify|diff|export
       inspect and compare checkpoints, and export the model of one
   {_PROGRAM} autopsy RUN_DIR
-      say which rank of a job stopped first, who waited for it, and why"""
+      say which rank of a job stopped first, who waited for it, and why
+  {_PROGRAM} plot RUN_DIR [RUN_DIR ...]
+      draw the loss, or other metrics, of one or several runs"""
 
 
 class RefusedOptionsError(SystemExit):

@@ -293,6 +293,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class LogConfig:
+    """Copies of metrics.jsonl for other tools, and the plot at the end of a job."""
+
+    tensorboard: bool = Field(
+        default=False, description="write TensorBoard's event files, in tensorboard/ of the run."
+    )
+    csv: bool = Field(default=False, description="write metrics.csv, a row for each step.")
+    wandb: OrNone[str] = Field(
+        default=None, description="project of Weights & Biases to send metrics to. none: do not."
+    )
+    plot: bool = Field(
+        default=True, description="draw loss.svg at the end of a job, if matplotlib is installed."
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """All options of a job, the same on all ranks except for those in `MAY_DIFFER`."""
 
@@ -314,6 +330,7 @@ class Config:
     zero: ZeroConfig = Field(default=ZeroConfig())
     run: RunConfig = Field(default=RunConfig())
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
+    log: LogConfig = Field(default=LogConfig())
 
 
 def option_name(field: str) -> str:

@@ -207,14 +207,25 @@ class World:
             run_dir, model, optimizer, every=every, keep=keep, objects=objects
         )
 
-    def metrics(self, run_dir: str | Path, config: Mapping[str, Any] | None = None) -> MetricsLog:
+    def metrics(
+        self,
+        run_dir: str | Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        csv: bool = False,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+    ) -> MetricsLog:
         """Return a log that writes metrics.jsonl and summary.json into a run. Collective.
 
+        On request, the same values go to metrics.csv, to TensorBoard (tensorboard/ in the run) and
+        to W&B (`wandb` is the project); an error of one of these ends it with a warning.
         Writes `config`, nested options such as vars(args), as config.toml. Raises AgreedError if
         ranks give it other values, the directory cannot be written, or another job uses it. Options
         that are named device, rank, local_rank or alike may differ (`mntrain.config.RANK_OPTIONS`).
         """
-        return self._own_loop.metrics(run_dir, config)
+        copies = {"csv": csv, "tensorboard": tensorboard, "wandb": wandb}
+        return self._own_loop.metrics(run_dir, config, copies)
 
     def stop_requested(self, max_minutes: float | None = None, *, grace: float = 30.0) -> bool:
         """Return True if any rank was asked to end before the previous call. Collective.

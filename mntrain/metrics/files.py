@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
+CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.toml", "metrics.jsonl", "summary.json"
+PLOT_FILE = "loss.svg"
 
 
 def open_metrics(run_dir: Path) -> TextIO:
@@ -19,13 +20,49 @@ def open_metrics(run_dir: Path) -> TextIO:
     return (run_dir / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
 
 
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl, without one that a kill has cut short.
+
+    Empty if the run has none. Raises OSError if it cannot be read.
+    """
+    lines = []
+    try:
+        text = (run_dir / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def flatten(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics.jsonl without nested objects: metrics/accuracy, eval_metrics/top5.
+
+    These are the names of columns, tags and curves.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{inner}": item for inner, item in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write a run's summary.json: readers and crashes find the old file or the new one."""
-    path = run_dir / SUMMARY_FILE
+    write_whole(run_dir / SUMMARY_FILE, (json_text(summary, indent=2) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears, or replaces an older one, as a whole and synced to disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json_text(summary, indent=2) + "\n")
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -75,7 +75,7 @@ class StepRecord:
     tokens_per_s: Annotated[float, Metric("master", "items/s", format=count_text)]
     """Items that the loss is a mean over (tokens or samples), a second."""
     step_s: Annotated[float, Metric("master", "s", format=short_time)]
-    """From the end of the previous step to the end of this one."""
+    """From the load of the batch to the end of the update, without evaluations, saves, reports."""
     data: Annotated[float, _PHASE]
     forward: Annotated[float, _PHASE]
     backward: Annotated[float, _PHASE]

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from rich import box
 from rich.console import Console, Group
@@ -26,8 +26,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.metrics.files import json_text, open_metrics, write_summary
+from mntrain.config import LogConfig
+from mntrain.metrics.files import write_summary
 from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
+from mntrain.metrics.writers import DECLARED, MetricsFiles
 from mntrain.rank_info import Place
 
 _STATUS_STYLES = {"completed": "green", "stopped": "green", "failed": "bold red"}
@@ -66,12 +68,18 @@ class Reporter:
     """Reporter of a rank, silent on all but the master. A context manager; all methods are local.
 
     Entering it makes the run's directory if there is none. `steps` is the number of the last step.
-    `console` stands in for stdout and stderr.
+    `console` stands in for stdout and stderr. `log` selects copies of metrics.jsonl.
     """
 
     def __init__(
-        self, master: bool, run_dir: Path, steps: int, console: Console | None = None
+        self,
+        master: bool,
+        run_dir: Path,
+        steps: int,
+        console: Console | None = None,
+        log: LogConfig | None = None,
     ) -> None:
+        self._log = log or LogConfig()
         self._master, self._run_dir, self._steps = master, run_dir, steps
         self._console = console or stdout()
         self._errors = console or Console(stderr=True)
@@ -79,17 +87,17 @@ class Reporter:
         self._live: Live | None = None
         self._drawn_at = 0.0
         self._since_line_s = 0.0
-        self._metrics: TextIO | None = None
+        self._metrics: MetricsFiles | None = None
 
     def __enter__(self) -> Self:
         if self._master:
-            self._metrics = open_metrics(self._run_dir)
+            self._metrics = MetricsFiles(self._run_dir, self._log, DECLARED, self.warn)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def close(self) -> None:
+    def close(self, *, succeeded: bool = False) -> None:
         """Leave the last frame on the terminal, and close metrics.jsonl. May be called again."""
         live, self._live = self._live, None
         try:
@@ -97,7 +105,7 @@ class Reporter:
                 live.stop()
         finally:
             if self._metrics is not None:
-                self._metrics.close()
+                self._metrics.close(succeeded=succeeded)
                 self._metrics = None
 
     def note(self, text: str, style: str = "") -> None:
@@ -138,7 +146,7 @@ class Reporter:
             return
         if self._metrics is None:
             raise RuntimeError(f"step {record.step} was reported outside of the reporter's block")
-        self._metrics.write(json_text(record.to_json()) + "\n")
+        self._metrics.write(record.to_json())
         first = not self._recent
         self._recent.append(record)
         if self._console.is_interactive:
@@ -157,13 +165,13 @@ class Reporter:
     def failed_step(self, step: int, reason: str) -> None:
         """Append a line to metrics.jsonl for a step that was not completed."""
         if self._metrics is not None:
-            self._metrics.write(json_text({"step": step, "error": reason}) + "\n")
+            self._metrics.write({"step": step, "error": reason})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Print the result, memory and traffic; write summary.json last, atomically."""
         if not self._master:
             return
-        self.close()
+        self.close(succeeded=summary["status"] != "failed")
         self.note("")
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
         self._print_table(self._result_table(summary))

@@ -3,7 +3,11 @@
 RUN/.lock            held by the job that uses the directory
 RUN/config.toml      options
 RUN/metrics.jsonl    a line for each step
+RUN/metrics.csv      the same as a table, with --log.csv
+RUN/tensorboard/     the same as event files, with --log.tensorboard
+RUN/.wandb-id        the run's id at W&B, with --log.wandb; wandb/ has its files
 RUN/checkpoints/     step-00000500, ...
+RUN/loss.svg         the curves of the loss, drawn at the end of a job
 RUN/summary.json     written last
 RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
@@ -21,11 +25,19 @@ from typing import TextIO
 from mntrain.checkpoint import list_checkpoints, set_aside
 from mntrain.checks.storage import Probe, existing_folder, is_visible
 from mntrain.errors import combined_refusals
-from mntrain.metrics.files import METRICS_FILE, SUMMARY_FILE, write_summary
+from mntrain.metrics.files import (
+    METRICS_FILE,
+    PLOT_FILE,
+    SUMMARY_FILE,
+    json_text,
+    read_metrics,
+    write_summary,
+    write_whole,
+)
+from mntrain.metrics.writers import WANDB_ID_FILE, rewind_csv
 from mntrain.ranks import Ranks
 from mntrain.watch.recording import recordings
 
-CONFIG_FILE = "config.toml"
 # Statuses of jobs that hung, lost a rank, or ended by an exception of one rank.
 EARLY_ENDS = ("stalled", "lost", "crashed")
 
@@ -128,13 +140,14 @@ def start_recording(world: Ranks, run_dir: Path, local: Path | None = None) -> N
 class RunDirectory:
     """A run directory that this job has locked. Made by all ranks; the master's path counts.
 
-    `last_step` is the last step in metrics.jsonl, the same on all ranks. Raises AgreedError if the
-    directory cannot be written, or is in use by another job.
+    `last_step` is the last step in metrics.jsonl, the same on all ranks. `rewinds` counts calls of
+    `rewind`, which replaces files. Raises AgreedError if the directory cannot be written, or is in
+    use by another job.
     """
 
     def __init__(self, world: Ranks, path: Path) -> None:
         self._world = world
-        self.path = world.gather(path)[0]
+        self.path, self.rewinds = world.gather(path)[0], 0
         with world.agreement():
             self._lock = make_and_lock(self.path) if world.master else None
         self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
@@ -149,7 +162,7 @@ class RunDirectory:
                 if not step:
                     expect_startable(self.path, saves=True)
                 rewind(self.path, step)
-        self.last_step = min(self.last_step, step)
+        self.last_step, self.rewinds = min(self.last_step, step), self.rewinds + 1
 
     def close(self) -> None:
         """Let other jobs use the directory. Local."""
@@ -178,11 +191,15 @@ def write_early_end(run_dir: Path, status: str, reason: str) -> None:
 def rewind(run_dir: Path, step: int) -> None:
     """Remove what earlier jobs have left of the steps after `step`, which are taken again."""
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    (run_dir / PLOT_FILE).unlink(missing_ok=True)
+    if not step:
+        (run_dir / WANDB_ID_FILE).unlink(missing_ok=True)
     set_aside(run_dir, step)
-    metrics = run_dir / METRICS_FILE
-    if metrics.exists():
-        kept = [line + "\n" for at, line in _lines(metrics) if at <= step]
-        metrics.write_text("".join(kept))
+    if (run_dir / METRICS_FILE).exists():
+        kept = [line for line in read_metrics(run_dir) if line["step"] <= step]
+        text = "".join(json_text(line) + "\n" for line in kept)
+        write_whole(run_dir / METRICS_FILE, text.encode())
+        rewind_csv(run_dir, kept)
 
 
 def _has_result(run_dir: Path) -> bool:
@@ -196,16 +213,4 @@ def _has_result(run_dir: Path) -> bool:
 
 def _last_step(run_dir: Path) -> int:
     """Return the last step in metrics.jsonl, 0 if there is none."""
-    metrics = run_dir / METRICS_FILE
-    return max((step for step, _ in _lines(metrics)), default=0) if metrics.exists() else 0
-
-
-def _lines(metrics: Path) -> list[tuple[int, str]]:
-    """Return the lines of metrics.jsonl with their steps, without one that a kill has cut short."""
-    lines = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append((int(json.loads(line)["step"]), line))
-        except ValueError:
-            continue
-    return lines
+    return max((int(line["step"]) for line in read_metrics(run_dir)), default=0)

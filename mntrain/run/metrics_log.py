@@ -1,6 +1,7 @@
 """Metrics of a user's own training loop, in the files that the trainer writes."""
 
 import math
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -11,9 +12,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import json_text, open_metrics, write_summary
+from mntrain.metrics.files import open_metrics, write_summary
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer
+from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
 from mntrain.run.delayed import DelayedSum
 from mntrain.run.directory import RunDirectory, write_early_end
@@ -52,12 +55,22 @@ class MetricsLog:
     """
 
     def __init__(
-        self, world: Ranks, directory: RunDirectory, describe: Callable[[], Mapping[str, Any]]
+        self,
+        world: Ranks,
+        directory: RunDirectory,
+        log: LogConfig,
+        describe: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Open metrics.jsonl. Collective. `describe` returns more of the summary, collectively."""
+        """Make metrics.jsonl. Collective. `describe` returns more of the summary, collectively.
+
+        `log` selects copies of it.
+        """
         self._world, self._directory, self._describe = world, directory, describe
+        self._log, self._rewinds = log, 0
+        self._files: MetricsFiles | None = None  # opened for the first line, on the master
         with world.agreement():
-            self._file = open_metrics(directory.path) if world.master else None
+            if world.master:
+                open_metrics(directory.path).close()
         self._sum = DelayedSum(world.collectives)
         self._line: _Line | None = None  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
@@ -109,8 +122,8 @@ class MetricsLog:
         sums = dict(zip(self._names, totals, strict=True))
         means = {n: self._mean(sums[n] / weight, own) for n, own in line.values.items()}
         self._last |= means
-        if self._file is not None:
-            self._file.write(json_text({"step": line.step, **means, **line.times}) + "\n")
+        if self._world.master:
+            self._open_files().write({"step": line.step, **means, **line.times})
 
     def close(self) -> None:
         """Write the last line and summary.json. Collective. Does nothing the second time."""
@@ -119,8 +132,8 @@ class MetricsLog:
     def abandon(self) -> None:
         """Close metrics.jsonl without waiting for other ranks. Local."""
         self._open = False
-        if self._file is not None:
-            self._file.close()
+        if self._files is not None:
+            self._files.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,11 +160,22 @@ class MetricsLog:
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}
             with self._world.agreement():
+                if self._files is not None:
+                    self._files.close(succeeded=error is None)
                 if self._world.master:
                     write_summary(self._directory.path, summary)
             self._world.watchdog.at_end.remove(self._early_end)
         finally:
             self.abandon()
+
+    def _open_files(self) -> MetricsFiles:
+        """Return the open files, which a rewind of the directory has replaced. Local."""
+        if self._files is None or self._rewinds != self._directory.rewinds:
+            if self._files is not None:
+                self._files.close()
+            self._rewinds = self._directory.rewinds
+            self._files = MetricsFiles(self._directory.path, self._log, ["step"], _warn)
+        return self._files
 
     def _check(self, step: int, weight: float, reserved: set[str], unread: set[str]) -> None:
         """Raise AgreedError for arguments that this rank cannot accept. Local."""
@@ -184,3 +208,7 @@ class MetricsLog:
     def _mean(self, mean: float, own: float) -> float:
         """Return a mean, or this rank's value if they differ by the rounding of the sum only."""
         return own if math.isclose(mean, own, rel_tol=self._world.size * 2**-52) else mean
+
+
+def _warn(text: str) -> None:
+    print(f"mntrain: warning: {text}", file=sys.stderr)

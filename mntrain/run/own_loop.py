@@ -12,13 +12,15 @@ from torch import nn
 
 from mntrain.checkpoint.objects import Stateful
 from mntrain.cli import construct, toml_text
-from mntrain.config import CheckpointConfig
+from mntrain.config import CheckpointConfig, LogConfig
 from mntrain.errors import AgreedError, compare
+from mntrain.metrics.files import CONFIG_FILE
+from mntrain.metrics.writers import expect_installed
 from mntrain.ranks import Ranks
 from mntrain.run.checkpointing import SaveInterval
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.comparison import compare_config
-from mntrain.run.directory import CONFIG_FILE, RunDirectory, start_recording
+from mntrain.run.directory import RunDirectory, start_recording
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.resources import resources
 from mntrain.run.signals import Deadline, StopRequests
@@ -82,15 +84,22 @@ class OwnLoop:
         self._checkpoints[directory] = made
         return made
 
-    def metrics(self, run_dir: str | Path, config: Mapping[str, Any] | None) -> MetricsLog:
-        """Make the metrics of a run. Collective. See `World.metrics`."""
+    def metrics(
+        self, run_dir: str | Path, config: Mapping[str, Any] | None, copies: Mapping[str, Any]
+    ) -> MetricsLog:
+        """Make the metrics of a run. Collective. `copies` are fields of `LogConfig`."""
+        compare(self._world.gather, copies, self._world.rank, "give the same on all ranks")
+        with self._world.agreement():
+            log: LogConfig = construct(LogConfig, copies, dict(zip(copies, copies, strict=True)))
+            if self._world.master:
+                expect_installed(log, "world.metrics({}=)")
         compare_config(self._world, config)
         directory = self._directory(run_dir)
         self._expect_none(self._logs, directory, "metrics")
         with self._world.agreement():
             if self._world.master and config is not None:
                 (directory.path / CONFIG_FILE).write_text(toml_text(config))
-        made = MetricsLog(self._world, directory, lambda: self._describe(directory))
+        made = MetricsLog(self._world, directory, log, lambda: self._describe(directory))
         self._logs[directory] = made
         return made
 

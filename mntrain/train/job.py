@@ -23,6 +23,7 @@ from mntrain.data import sampling
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.report import Reporter
+from mntrain.metrics.writers import expect_installed
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
 from mntrain.run.signals import Deadline
@@ -71,6 +72,9 @@ class TrainingJob:
 
     def _set_up(self, world: World, config: Config, run_dir: Path) -> None:
         """Check the input, and make the parts of the job. Collective."""
+        with world.agreement():
+            if world.master:
+                expect_installed(config.log)
         self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         steps = config.run.stop_after or config.train.steps
@@ -125,7 +129,7 @@ class TrainingJob:
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
         """Set up reports, checkpointing and the learning rate; load a checkpoint. Collective."""
         resumed = self.resumed
-        self.reporter = Reporter(world.master, self.run_dir, config.train.steps)
+        self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
         self.best = BestMetric(config.checkpoint.best)

@@ -13,8 +13,8 @@ from mntrain.checkpoint import FoundCheckpoint
 from mntrain.cli import to_toml
 from mntrain.config import Config, as_mapping, flag_of
 from mntrain.errors import AgreedError
+from mntrain.metrics.files import CONFIG_FILE
 from mntrain.run.directory import (
-    CONFIG_FILE,
     expect_shared,
     expect_startable,
     make_and_lock,
@@ -41,7 +41,7 @@ _CHANGEABLE = {
     "run.seed": "seed",
 }
 # Beginnings of options that say nothing of the run, or only of its start.
-_UNREPORTED = ("run.", "data.path", "init.from")
+_UNREPORTED = ("run.", "log.", "data.path", "init.from")
 # Options of parameter groups that a resumed run may change.
 JOB_OPTIONS = ("lr", "weight_decay")
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from mntrain.config import Config
 from mntrain.errors import AgreedError
+from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
+from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.run.directory import CONFIG_FILE
 from mntrain.run.resources import resources
 from mntrain.train.job import TrainingJob
 from mntrain.train.run_directory import changed_options
@@ -130,6 +131,23 @@ def resume_command(world: World, config: Config, job: TrainingJob) -> str:
     return shlex.join(words)
 
 
+def finish_report(world: World, config: Config, job: TrainingJob, result: JobResult) -> None:
+    """Draw the loss, print the final report, and write summary.json last. Collective.
+
+    A preempted job draws nothing: its time may be short, and the next job does.
+    """
+    summary = summarize(world, config, job, result)
+    draws = config.log.plot and result.last and result.status != "preempted"
+    if world.master and draws and (why := draw_at_end(job.run_dir)):
+        job.reporter.note(f"no {PLOT_FILE}: {why}")
+    job.reporter.finish(summary)
+    early = result.status in ("interrupted", "preempted") or (
+        result.status == "stopped" and not result.reason
+    )
+    if early and result.last and job.checkpointing.has(result.last.step):
+        job.reporter.note(f"to continue: {resume_command(world, config, job)}")
+
+
 def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
@@ -140,7 +158,7 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
     last = result.last
     return {
         "status": result.status,
-        "steps": last.step if last else 0,
+        "steps": last.step if last else job.done,
         "skipped_steps": result.skipped_steps,
         **{
             metric.summary: getattr(

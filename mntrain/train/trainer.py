@@ -27,7 +27,7 @@ from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_rank
 from mntrain.train.failed_step import FailedStep
 from mntrain.train.job import TrainingJob, uncompiled
 from mntrain.train.run_saving import RunSaving
-from mntrain.train.summary import JobResult, describe_job, resume_command, summarize
+from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World
 from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult
@@ -87,7 +87,7 @@ class Trainer:
         result = self._result
         with (
             self._job.lock or nullcontext(),
-            self._reporter as reporter,
+            self._reporter,
             self._signals as signals,
             _frozen_garbage(),
         ):
@@ -102,21 +102,11 @@ class Trainer:
                 result.reason = stop_reason(self._world, signals, self._job.deadline)
             elif result.error:
                 result.reason = str(result.error)
-            reporter.finish(summarize(self._world, self._config, self._job, result))
-            if self._resumable():
-                command = resume_command(self._world, self._config, self._job)
-                reporter.note(f"to continue: {command}")
+            finish_report(self._world, self._config, self._job, result)
             self._world.watchdog.at_end.remove(self._early_end)
         if result.error:
             raise result.error
         return EXIT_CODES.get(result.status, 0)
-
-    def _resumable(self) -> bool:
-        """Return True if this job has ended early and left a checkpoint. Local."""
-        result = self._result
-        early = result.status in EXIT_CODES or (result.status == "stopped" and not result.reason)
-        saved = result.last is not None and self._job.checkpointing.has(result.last.step)
-        return early and saved
 
     def _show_sample(self) -> None:
         """Show what the task generates with the trained model, if anything. Local."""

@@ -1,9 +1,11 @@
 """Checkpoints, metrics and requests to stop of a user's own loop."""
 
+import csv
 import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -270,6 +272,50 @@ def test_metrics_are_exact_means_by_weight(folder):
         sum(w * rank for rank, w in enumerate(expected)) / sum(expected)
     )
     assert found["world"]["size"] == len(found["ranks"]) == RANKS
+
+
+def test_copies_of_the_metrics_of_a_resumed_loop_have_each_step_once(folder):
+    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def loop(last, sign):
+        with world_of() as world:
+            model = nn.Linear(2, 1)
+            optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+            saves = world.checkpoints(folder, model=model, optimizer=optimizer, every=4)
+            with world.metrics(folder, csv=True, tensorboard=True) as log:
+                for step in range(saves.restore() + 1, last + 1):
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    log.log(step, loss=sign * step, **({"top5": 0.5} if step == 5 else {}))
+                    saves.save(step)
+
+    loop(6, 1.0)
+    time.sleep(1.1)  # TensorBoard orders files by the second in their name
+    loop(7, -1.0)
+    losses = [1.0, 2.0, 3.0, 4.0, -5.0, -6.0, -7.0]
+    assert [line["loss"] for line in lines(folder)] == losses
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == losses
+    assert [row["top5"] for row in rows] == ["", "", "", "", "0.5", "", ""]
+    shown = board.EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in shown] == list(enumerate(losses, 1))
+
+
+def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypatch):
+    with world_of() as world:
+        assert "csv: Input should be a valid boolean, not 'yes'" in refusal(
+            partial(world.metrics, folder, csv="yes")
+        )
+        if RANK == 0:  # the only one that writes
+            monkeypatch.setitem(sys.modules, "wandb", None)
+        said = refusal(partial(world.metrics, folder, wandb="digits"))
+        assert "world.metrics(wandb=) needs the package wandb, which cannot be imported" in said
+        if RANKS > 1:
+            said = refusal(partial(world.metrics, folder, csv=RANK == 1))
+            assert "csv" in said
+            assert "give the same on all ranks" in said
 
 
 def test_ranks_that_log_different_names_or_steps_are_told_so(folder):

@@ -1,0 +1,293 @@
+"""`python -m mntrain plot`: curves of the metrics of one or several runs, from metrics.jsonl.
+
+One process, without MPI and torch, so that a job can draw its loss at its end in little time.
+"""
+
+import argparse
+import io
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mntrain.metrics.curves import Curve, LoggedRun, read_run
+from mntrain.metrics.files import PLOT_FILE, write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("svg", "png", "pdf")
+NEEDED = "matplotlib, which is not installed: pip install 'mntrain[plot]'"
+REFUSED = 2  # exit code
+JOB_LIMIT_S = 2.0  # of a drawing at the end of a job, while all its ranks wait
+
+_AXES = {
+    "step": "step",
+    "hours": "hours of training steps",
+    "samples": "training samples",
+    "tokens": "training tokens (or samples, if the loss is a mean over them)",
+}
+_WIDTH, _PANEL_HEIGHT, _ROW_HEIGHT = 8.0, 4.2, 0.21  # inches
+_LABEL_LENGTH = 80  # characters in a row of the legend
+_PALETTE = 10  # colours of matplotlib's default cycle
+_STYLES: dict[str, dict[str, Any]] = {
+    "each step": {"linewidth": 0.8, "alpha": 0.4, "zorder": 2},
+    "running mean": {"linewidth": 1.6, "zorder": 3},
+    "evaluation": {
+        "linewidth": 1.0,
+        "linestyle": "--",
+        "marker": "o",
+        "markersize": 3.5,
+        "zorder": 4,
+    },
+}
+_SHORT = 20  # a curve of fewer points shows each of them
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command line, and return its exit code: 0, or 2 with one line on stderr.
+
+    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    """
+    options = _parser().parse_args(words)
+    try:
+        output = _draw(options.runs, options.metric, options.x, options.output, log=options.log)
+    except (OSError, ValueError) as error:
+        print(f"mntrain: {error}", file=sys.stderr)
+        return REFUSED
+    print(output)
+    return 0
+
+
+def draw_at_end(run_dir: Path) -> str:
+    """Draw loss.svg of a run, and return why there is none, empty if there is. Local.
+
+    In a process of its own, which is ended after `JOB_LIMIT_S`.
+    """
+    command = "python -m mntrain plot"
+    if find_spec("matplotlib") is None:
+        return f"{command} needs {NEEDED}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mntrain", "plot", str(run_dir)],
+            capture_output=True,
+            check=False,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=JOB_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took too long; {command} {run_dir} draws it"
+    except OSError as error:
+        return str(error)
+    lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1].removeprefix("mntrain: ") if done.returncode else ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mntrain plot",
+        description="Draw metrics of one or several runs from their metrics.jsonl: each step as a "
+        "thin line, the running mean as a thick one, and evaluations as points.",
+    )
+    add = parser.add_argument
+    add("runs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a run")
+    add(
+        "--metric",
+        metavar="NAME",
+        nargs="+",
+        default=["loss"],
+        help="names in metrics.jsonl, each with its evaluations: grad_norm, or a metric of the "
+        "task such as accuracy (default: loss)",
+    )
+    add("--x", choices=list(_AXES), default="step", help="horizontal axis (default: step)")
+    add(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help=f"file to write, whose ending is .{', .'.join(FORMATS)} (default: the metrics' names "
+        f"as in {PLOT_FILE}, in the folder of the run, or in this folder for several runs)",
+    )
+    add("--log", action="store_true", help="logarithmic vertical axis")
+    return parser
+
+
+def _draw(
+    paths: Sequence[Path], metrics: Sequence[str], axis: str, output: Path | None, *, log: bool
+) -> Path:
+    """Draw metrics of runs into a file, and return its path. Raises ValueError and OSError."""
+    if output is None:
+        name = "-".join(metrics).replace("/", "-") + Path(PLOT_FILE).suffix
+        output = paths[0] / name if len(paths) == 1 else Path(name)
+    kind = output.suffix.removeprefix(".").lower()
+    if kind not in FORMATS:
+        raise ValueError(f"--output {output}: its ending must be .{', .'.join(FORMATS)}")
+    runs = read_runs(paths)
+    panels = [curves_of(runs, metric, axis, log=log) for metric in dict.fromkeys(metrics)]
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"plot needs {NEEDED}")
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    figure = make_figure([run.label for run in runs], panels, axis, log=log)
+    write_whole(output, _picture(figure, kind))
+    return output
+
+
+def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
+    """Return runs with distinct labels: the folders' names, or the paths if names are not unique.
+
+    Raises ValueError for a run that has no steps or is given twice.
+    """
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError("a run is given twice")
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return [LoggedRun(name, path, read_run(path)) for name, path in zip(names, paths, strict=True)]
+
+
+def curves_of(
+    runs: Sequence[LoggedRun], metric: str, axis: str, *, log: bool
+) -> dict[str, list[Curve | None]]:
+    """Return the curves of a metric and of its evaluations by name, each by run.
+
+    Raises ValueError if a run has neither, or no value that a logarithmic axis can show.
+    """
+    known = {name for run in runs for name in run.names}
+    base = metric if {metric, f"eval_{metric}"} & known else f"metrics/{metric}"
+    curves = {name: [run.curve(name, axis) for run in runs] for name in (base, f"eval_{base}")}
+    for run, found in zip(runs, zip(*curves.values(), strict=True), strict=True):
+        if not any(found):
+            raise ValueError(
+                f"--metric {metric}: {run.path} has no value of it; it has {', '.join(run.names)}"
+            )
+        if log and not any((curve.y > 0).any() for curve in found if curve):
+            raise ValueError(f"--log: {metric} of {run.path} has no value above 0")
+    return {name: by_run for name, by_run in curves.items() if any(by_run)}
+
+
+def make_figure(
+    labels: Sequence[str],
+    panels: Sequence[Mapping[str, Sequence[Curve | None]]],
+    axis: str,
+    *,
+    log: bool,
+) -> "Figure":
+    """Return a figure of panels, each of which has the curves of all runs by name."""
+    import matplotlib as mpl  # noqa: PLC0415 - an extra
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.ticker import EngFormatter  # noqa: PLC0415
+
+    colours = [f"C{index}" for index in range(_PALETTE)]
+    if len(labels) > _PALETTE:
+        shades = np.linspace(0.03, 0.97, len(labels))
+        colours = [mpl.colors.to_hex(mpl.colormaps["turbo"](shade)) for shade in shades]
+    figure = Figure(figsize=(_WIDTH, _PANEL_HEIGHT * len(panels)), layout="constrained")
+    every = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    styles: set[str] = set()
+    for axes, panel in zip(every, panels, strict=True):
+        styles |= _draw_panel(axes, panel, colours)
+        axes.set_ylabel(next(iter(panel)))
+        if log:
+            _set_log_scale(axes)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    every[-1].set_xlabel(_AXES[axis])
+    if axis == "step":
+        every[-1].xaxis.get_major_locator().set_params(integer=True)
+    elif axis != "hours":
+        every[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    if len(labels) == 1:
+        every[0].set_title(_legible(labels[0]), loc="left", fontsize="medium")
+    _add_legends(figure, labels, colours, styles)
+    return figure
+
+
+def _picture(figure: "Figure", kind: str) -> bytes:
+    """Return the bytes of a picture, without a date: the same for the same figure."""
+    import matplotlib as mpl  # noqa: PLC0415 - an extra
+
+    content = io.BytesIO()
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": None}
+    with mpl.rc_context({"svg.hashsalt": "mntrain"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
+        figure.savefig(content, format=kind, dpi=160, metadata=dates[kind])
+    return content.getvalue()
+
+
+def _draw_panel(
+    axes: "Axes", panel: Mapping[str, Sequence[Curve | None]], colours: Sequence[str]
+) -> set[str]:
+    """Draw the curves of one metric, and return the styles that were used."""
+    used = set()
+
+    def draw(curve: Curve, style: str, colour: str) -> None:
+        used.add(style)
+        points = curve.thinned()
+        options = _STYLES[style] | (
+            {"marker": "o", "markersize": 3.5} if len(curve.y) < _SHORT else {}
+        )
+        axes.plot(points.x, points.y, color=colour, **options)
+
+    for name, by_run in panel.items():
+        evaluation = name.startswith("eval_")
+        for index, curve in enumerate(by_run):
+            if curve is None:
+                continue
+            colour = colours[int(evaluation)] if len(by_run) == 1 else colours[index]
+            draw(curve, "evaluation" if evaluation else "each step", colour)
+            if not evaluation and (smoothed := curve.smoothed()):
+                draw(smoothed, "running mean", colour)
+    return used
+
+
+def _add_legends(
+    figure: "Figure", labels: Sequence[str], colours: Sequence[str], styles: set[str]
+) -> None:
+    """Name the styles of lines above the panels, and several runs by colour below them."""
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - an extra
+
+    options: dict[str, Any] = {"fontsize": "small", "frameon": False}
+    used = [style for style in _STYLES if style in styles]
+    grey = ["0.3", "0.3"] if len(labels) > 1 else colours
+    handles = [Line2D([], [], color=grey[name == "evaluation"], **_STYLES[name]) for name in used]
+    figure.legend(handles, used, loc="outside upper right", ncols=len(used), **options)
+    if len(labels) == 1:
+        return
+    names = [_legible(label) for label in labels]
+    longest = max(len(line) for name in names for line in name.splitlines())
+    columns = max(1, min(5, (_LABEL_LENGTH + 20) // (longest + 8), len(names)))
+    rows = sum(name.count("\n") + 1 for name in names) / columns
+    figure.set_figheight(figure.get_figheight() + _ROW_HEIGHT * rows)
+    handles = [Line2D([], [], color=colour, linewidth=3) for colour in colours[: len(names)]]
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, **options)
+
+
+def _set_log_scale(axes: "Axes") -> None:
+    """Make the vertical axis logarithmic, with plain numbers at its ticks."""
+    from matplotlib import ticker  # noqa: PLC0415 - an extra
+
+    axes.set_yscale("log")
+    least, most = axes.get_ylim()
+    narrow = most < 10 * least  # perhaps without a power of 10
+    locator = ticker.MaxNLocator(6) if narrow else ticker.LogLocator(subs=(1, 2, 5))
+    axes.yaxis.set_major_locator(locator)
+    if narrow:
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _legible(label: str) -> str:
+    """Return a label in rows that fit, in which matplotlib finds no formula and nothing hidden."""
+    printable = "".join(c if c.isprintable() else "\ufffd" for c in label)
+    visible = f"./{printable}" if printable.startswith("_") else printable
+    return textwrap.fill(visible, _LABEL_LENGTH).replace("$", r"\$")

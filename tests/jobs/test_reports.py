@@ -1,0 +1,175 @@
+"""The figures of a run's summary and final report, computed again from its metrics.jsonl."""
+
+import csv
+import math
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import pytest
+from job import LATE, completed, metrics, summary, train
+from launch import TESTS
+from safetensors import safe_open
+
+from mntrain.checkpoint.reader import list_checkpoints
+from mntrain.metrics.files import flatten
+
+PHASES = ["data", "forward", "backward", "reduce_wait", "optimizer"]
+OPTIONS = [
+    *("--train.steps", "13", "--train.eval-every", "3", "--checkpoint.every", "100"),
+    *("--log.csv", "--log.plot"),
+    *(["--log.tensorboard"] if find_spec("tensorboard") else []),
+]
+CONTEXT, LAYERS, WIDTH = 32, 2, 32  # of the small model
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory) -> tuple[Path, list[tuple[list[dict], dict, str]]]:
+    """The folder of a run of two jobs, and the lines, the summary and the output of each."""
+    folder, done, found = tmp_path_factory.mktemp("run"), 0, []
+    for options in (["--run.stop-after", "7"], []):
+        result = completed(train(2, folder, *OPTIONS, *options))
+        lines = metrics(folder)
+        found.append((lines[done:], summary(folder), result.stdout))
+        done = len(lines)
+    return folder, found
+
+
+def flops_per_token(folder: Path) -> float:
+    """6 per weight of a matrix, and attention over half the context, forward and backward."""
+    with safe_open(list_checkpoints(folder / "run")[0] / "model.safetensors", "pt") as model:
+        shapes = {name: model.get_slice(name).get_shape() for name in model.keys()}  # noqa: SIM118
+    weights = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+    return 6 * weights + 6 * LAYERS * WIDTH * CONTEXT
+
+
+@pytest.mark.parametrize("job", [0, 1])
+def test_the_summary_is_what_its_lines_add_up_to(jobs, job):
+    folder, found = jobs
+    lines, whole, _ = found[job]
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [[3, 6], [9, 12, 13]][job]
+    assert (whole["steps"], whole["status"]) == [(7, "stopped"), (13, "completed")][job]
+    assert whole["final_loss"] == lines[-1]["loss"]
+    assert whole["eval_loss"] == evaluated[-1]["eval_loss"]
+    assert whole["eval_metrics"] == evaluated[-1]["eval_metrics"]
+    assert whole["skipped_steps"] == sum(line["skipped"] for line in lines) == 0
+    tokens = [line["tokens_per_s"] * line["step_s"] for line in lines]
+    assert tokens == pytest.approx([line["samples"] * CONTEXT for line in lines])
+    assert whole["tokens_per_s"] == pytest.approx(sum(tokens) / whole["wall_s"])
+    rates = [count / line["step_s"] for count, line in zip(tokens, lines, strict=True)]
+    assert whole["step_tokens_per_s"] == pytest.approx(median(rates[3:]))  # after the warm-up
+    flops = flops_per_token(folder) * whole["step_tokens_per_s"]
+    assert whole["model_flops_per_s"] == pytest.approx(flops)
+
+
+def test_every_entry_of_the_summary_is_documented(jobs):
+    _, found = jobs
+    page = (TESTS.parent / "docs" / "metrics.md").read_text()
+    for _, whole, _ in found:
+        inner = [whole["world"], whole["checkpoints"], whole["ranks"][0]]
+        for name in [*whole, *(name for part in inner for name in part)]:
+            assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize("job", [0, 1])
+def test_times_are_parts_of_larger_times(jobs, job):
+    _, found = jobs
+    lines, whole, _ = found[job]
+    for line in lines:
+        assert all(line[phase] >= 0 for phase in PHASES)
+        assert sum(line[phase] for phase in PHASES) <= line["step_s"]
+        assert 0 <= line["exposed"] <= line["communication"] <= line["step_s"]
+        assert line["exposed"] <= line["reduce_wait"] + line["forward"] + line["optimizer"] + 1e-3
+    assert sum(line["step_s"] for line in lines) < whole["wall_s"]
+    master = whole["ranks"][0]  # since the start of its world
+    assert sum(line["communication"] for line in lines) < master["communication_s"]
+    assert sum(line["exposed"] for line in lines) < master["exposed_s"]
+    assert all(0 <= rank["exposed_s"] <= rank["communication_s"] for rank in whole["ranks"])
+    assert whole["tokens_per_s"] < whole["step_tokens_per_s"]
+
+
+@pytest.mark.parametrize("job", [0, 1])
+def test_the_final_report_has_the_figures_of_the_summary(jobs, job):
+    _, found = jobs
+    _, whole, output = found[job]
+
+    def shown(pattern: str) -> list[float]:
+        [match] = re.findall(pattern, output, re.MULTILINE)
+        return [float(text.replace(",", "")) for text in ([match] if str is type(match) else match)]
+
+    assert shown(r"^steps +(\d+) of (\d+) *$") == [whole["steps"], 13]
+    assert shown(r"^final loss +(\S+)") == pytest.approx([whole["final_loss"]], rel=1e-4)
+    assert shown(r"^eval loss +(\S+)") == pytest.approx([whole["eval_loss"]], rel=1e-4)
+    rates = [whole["tokens_per_s"], whole["step_tokens_per_s"]]
+    pattern = r"^items/s +([\d,]+); in a step, without evaluation and saves, ([\d,]+)"
+    assert shown(pattern) == pytest.approx(rates, abs=0.5)
+    flops = shown(r"^computing +(\S+) TFLOP/s of the model")
+    assert flops == pytest.approx([whole["model_flops_per_s"] / 1e12], rel=5e-3)
+    times = [[rank[key] for rank in whole["ranks"]] for key in ("communication_s", "exposed_s")]
+    pattern = r"^communication (\S+) s, of which exposed (\S+) s"
+    assert shown(pattern) == pytest.approx([median(column) for column in times], abs=0.051)
+    assert sum(rank["node_bytes"] for rank in whole["ranks"]) > 0
+
+
+def test_the_copies_have_the_numbers_of_metrics_jsonl(jobs):
+    folder, _ = jobs
+    lines = [flatten(line) for line in metrics(folder)]
+    assert [line["step"] for line in lines] == list(range(1, 14))
+    with (folder / "run" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{name: cell for name, cell in row.items() if cell} for row in rows] == [
+        {name: str(value) for name, value in line.items()} for line in lines
+    ]
+
+
+def test_tensorboard_has_the_numbers_of_metrics_jsonl(jobs):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder, _ = jobs
+    lines = [flatten(line) for line in metrics(folder)]
+    board = accumulator.EventAccumulator(str(folder / "run" / "tensorboard")).Reload()
+    assert set(board.Tags()["scalars"]) == set().union(*lines) - {"step"}
+    for tag in board.Tags()["scalars"]:
+        points = {event.step: event.value for event in board.Scalars(tag)}
+        assert points == pytest.approx(
+            {line["step"]: float(line[tag]) for line in lines if tag in line}, rel=1e-6
+        )
+
+
+def test_a_job_leaves_a_picture_of_its_loss_or_says_why_not(jobs):
+    folder, found = jobs
+    picture, output = folder / "run" / "loss.svg", found[-1][2]
+    assert picture.exists() != ("no loss.svg: " in output)
+    assert picture.exists() or "it took too long" in output or not find_spec("matplotlib")
+
+
+@pytest.mark.thorough
+def test_a_missing_package_is_refused_on_all_ranks_before_any_work(tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ModuleNotFoundError('no wandb')\n")
+    result = train(2, tmp_path, "--log.wandb", "digits")  # from the current folder
+    assert result.returncode == 2
+    needed = (
+        "mntrain: error: rank 0: --log.wandb needs the package wandb, which cannot be imported: "
+    )
+    assert result.stderr.count(f"{needed}pip install 'mntrain[wandb]'") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.thorough
+def test_a_job_that_fails_in_its_first_step_says_how_far_its_run_is(tmp_path):
+    (tmp_path / "late.py").write_text(
+        LATE
+        + """
+class NotFinite(Late):
+    def loss(self, model, batch):
+        loss = LanguageModel.loss(self, model, batch)
+        return Loss(loss.mean * float(os.environ["FACTOR"]), loss.count)
+"""
+    )
+    task = ["--task", "late:NotFinite", "--train.eval-every", "0"]
+    completed(train(1, tmp_path, *task, "--run.stop-after", "2", env={"FACTOR": "1"}))
+    assert train(1, tmp_path, *task, env={"FACTOR": "nan"}).returncode == 1
+    assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("failed", 2)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    assert "the loss is" in metrics(tmp_path)[-1]["error"]

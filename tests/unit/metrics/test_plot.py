@@ -1,0 +1,281 @@
+"""Curves of runs, and the command that draws them."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mntrain.metrics import plot
+from mntrain.metrics.curves import Curve, LoggedRun, read_run
+from mntrain.metrics.files import flatten
+
+mpl = pytest.importorskip("matplotlib")
+FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
+
+
+def make(folder: Path, lines: list[dict]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def lines(count: int, scale: float = 1.0) -> list[dict]:
+    made = []
+    for step in range(1, count + 1):
+        line = {"step": step, "loss": scale * (2 + 1 / step), "samples": 8, "step_s": 0.5 * step}
+        line |= {"tokens_per_s": 100.0, "metrics": {"accuracy": step / count}}
+        if step % 5 == 0:
+            line |= {"eval_loss": scale * 3.0, "eval_metrics": {"accuracy": 0.5}}
+        made.append(line)
+    return made
+
+
+def logged(*given: dict) -> LoggedRun:
+    return LoggedRun("run", Path("run"), [flatten(line) for line in given])
+
+
+def draw(*words: object) -> int:
+    return plot.run([str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ("step", [1, 2, 3]),
+        ("hours", [0.5 / 3600, 1.5 / 3600, 3 / 3600]),
+        ("samples", [8, 16, 24]),
+        ("tokens", [50, 150, 300]),
+    ],
+)
+def test_axes_add_up_what_steps_took(axis, expected):
+    curve = logged(*lines(3)).curve("loss", axis)
+    assert curve.x == pytest.approx(expected)
+    assert curve.y == pytest.approx([3, 2.5, 2 + 1 / 3])
+
+
+def test_an_evaluation_lies_at_the_end_of_its_step():
+    curve = logged(*lines(10)).curve("eval_loss", "samples")
+    assert curve.x.tolist() == [40, 80]
+
+
+def test_the_running_mean_weights_recent_values_and_skips_missing_ones():
+    values = np.random.default_rng(0).normal(size=200)
+    values[[0, 50]] = np.nan
+    smoothed = Curve(np.arange(200.0), values).smoothed()
+    keep = 1 - 2 / (200 / 40 + 1)
+    for at in (1, 7, 100, 199):
+        known = values[: at + 1][np.isfinite(values[: at + 1])]
+        weights = keep ** np.arange(len(known))[::-1]
+        assert smoothed.y[at] == pytest.approx((weights * known).sum() / weights.sum())
+    assert np.isnan(smoothed.y[[0, 50]]).all()
+    assert Curve(np.arange(30.0), values[:30]).smoothed() is None
+
+
+def test_a_long_curve_is_thinned_to_its_extremes():
+    values = np.zeros(100_000)
+    values[[777, 50_000]] = 5, -5
+    values[99_000:] = np.nan
+    thin = Curve(np.arange(100_000.0), values).thinned()
+    assert len(thin.x) <= 4000
+    assert np.all(np.diff(thin.x) > 0)
+    assert (np.nanmax(thin.y), np.nanmin(thin.y)) == (5, -5)
+    assert thin.x[np.nanargmax(thin.y)] == 777
+    assert np.isnan(thin.y[-1])
+
+
+def figure(paths: list[Path], metrics: list[str], *, log: bool = False):
+    runs = plot.read_runs(paths)
+    panels = [plot.curves_of(runs, metric, "step", log=log) for metric in metrics]
+    return plot.make_figure([run.label for run in runs], panels, "step", log=log)
+
+
+def test_a_run_has_its_loss_its_running_mean_and_its_evaluations(tmp_path):
+    run = make(tmp_path / "a", lines(100))
+    [axes] = figure([run], ["loss"]).axes
+    each, mean, evaluation = axes.lines
+    assert each.get_ydata().tolist() == [2 + 1 / step for step in range(1, 101)]
+    assert len(mean.get_ydata()) == 100
+    assert evaluation.get_xdata().tolist() == list(range(5, 101, 5))
+    assert each.get_linewidth() < mean.get_linewidth()
+    assert each.get_color() == mean.get_color() != evaluation.get_color()
+
+
+@pytest.mark.parametrize("count", [2, 10, 14])
+def test_each_run_has_a_colour_of_its_own_that_the_legend_names(tmp_path, count):
+    paths = [make(tmp_path / f"r{index}", lines(9, index + 1)) for index in range(count)]
+    drawn = figure(paths, ["loss"])
+    colours = [mpl.colors.to_hex(line.get_color()) for line in drawn.axes[0].lines[:count]]
+    assert len(set(colours)) == count
+    legend = drawn.legends[1]
+    named = {
+        text.get_text(): mpl.colors.to_hex(handle.get_color())
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+    }
+    assert named == {f"r{index}": colour for index, colour in enumerate(colours)}
+
+
+NAMES = ["_hidden $x^", "a" * 200, "lr=3e-4 " * 25, "ä\n\tb"]
+
+
+@pytest.mark.parametrize(
+    "names", [NAMES, [f"run {index}" for index in range(25)], *map(list, zip(NAMES))]
+)
+@pytest.mark.parametrize("log", [False, True])
+def test_no_text_is_cut_off(tmp_path, names, log):
+    paths = [make(tmp_path / name, lines(60)) for name in names]
+    drawn = figure(paths, ["loss", "accuracy"], log=log)
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    width, height = drawn.bbox.size
+    parts = [axes.get_tightbbox(renderer) for axes in drawn.axes]  # with labels, ticks and titles
+    parts += [legend.get_window_extent(renderer) for legend in drawn.legends]
+    for box in parts:
+        assert -1 <= box.x0 <= box.x1 <= width + 1
+        assert -1 <= box.y0 <= box.y1 <= height + 1
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(parts, 2))
+    texts = [text for legend in drawn.legends for text in legend.get_texts()]
+    texts += [axes.title if len(names) > 1 else axes._left_title for axes in drawn.axes]
+    shown = "".join(text.get_text() for text in texts).replace("\n", "").replace(" ", "")
+    for name in names:
+        clean = name.replace("$", r"\$").replace("\n", "\ufffd").replace("\t", "\ufffd")
+        assert clean.replace(" ", "") in shown
+    assert drawn.axes[0].get_position().height * height > 200  # pixels are left for the curves
+
+
+def test_the_vertical_axis_is_logarithmic_only_if_asked(tmp_path):
+    run = make(tmp_path / "a", lines(100))
+    assert figure([run], ["loss"]).axes[0].get_yscale() == "linear"
+    axes = figure([run], ["loss"], log=True).axes[0]
+    assert axes.get_yscale() == "log"
+    least, most = axes.get_ylim()
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert sum(least <= float(text) <= most for text in labels if text) >= 3
+
+
+def test_a_metric_of_the_task_is_drawn_with_its_evaluations(tmp_path):
+    run = make(tmp_path / "a", lines(10))
+    for name in ("accuracy", "metrics/accuracy"):
+        [axes] = figure([run], [name]).axes
+        assert [line.get_ydata().tolist() for line in axes.lines] == [
+            [step / 10 for step in range(1, 11)],
+            [0.5, 0.5],
+        ]
+
+
+def test_values_that_are_not_finite_are_gaps(tmp_path):
+    run = make(tmp_path / "a", [*lines(3), {"step": 4, "loss": None}, {"step": 5, "error": "x"}])
+    [axes] = figure([run], ["loss"]).axes
+    assert np.isnan(axes.lines[0].get_ydata()).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("ending", "begin"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("PDF", b"%PDF")]
+)
+def test_the_same_data_gives_the_same_file(tmp_path, capsys, ending, begin):
+    run, output = make(tmp_path / "a", lines(30)), tmp_path / f"curve.{ending}"
+    assert draw(run, "--output", output) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    first = output.read_bytes()
+    assert first.startswith(begin)
+    assert draw(run, "--output", output) == 0
+    assert output.read_bytes() == first
+
+
+def test_default_files_are_in_the_run_or_here_for_several(tmp_path, monkeypatch, capsys):
+    first, second = (make(tmp_path / name, lines(9)) for name in "ab")
+    monkeypatch.chdir(tmp_path)
+    assert draw(first) == draw(second, "--metric", "accuracy", "loss") == draw(first, second) == 0
+    written = [first / "loss.svg", second / "accuracy-loss.svg", Path("loss.svg")]
+    assert capsys.readouterr().out.split() == list(map(str, written))
+    assert all(path.stat().st_size > 1000 for path in written)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none"], "none: there is no such folder; give the folder of a run"),
+        (["empty"], "empty has no metrics.jsonl: give the folder of a run"),
+        (["begun"], "begun: its metrics.jsonl has no step yet"),
+        (["a", "b/../a"], "a run is given twice"),
+        (
+            ["a", "--metric", "lss"],
+            "--metric lss: a has no value of it; it has loss, samples, step_s, tokens_per_s, "
+            "metrics/accuracy, eval_loss, eval_metrics/accuracy",
+        ),
+        (["a", "own", "--metric", "samples"], "--metric samples: own has no value of it; it has v"),
+        (["own", "--metric", "v", "--x", "tokens"], "--x tokens: own has no tokens_per_s; give "),
+        (["own", "--metric", "v", "--log"], "--log: v of own has no value above 0"),
+        (["a", "--output", "a.jpg"], "--output a.jpg: its ending must be .svg, .png, .pdf"),
+        (["a", "--output", "no/a.png"], "--output no/a.png: there is no folder no"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line_and_leaves_no_file(
+    tmp_path, monkeypatch, capsys, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    make(Path("a"), lines(6))
+    make(Path("b"), lines(6))
+    make(Path("own"), [{"step": 1, "v": -1.0}, {"step": 2, "v": 0}])
+    make(Path("begun"), [])
+    Path("empty").mkdir()
+    assert draw(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"mntrain: {message}")
+    assert err.count("\n") == 1
+    files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"metrics.jsonl"}
+
+
+def test_a_line_that_a_kill_has_cut_short_is_left_out(tmp_path):
+    run = make(tmp_path, lines(3))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in read_run(run)] == [1, 2, 3]
+
+
+def test_the_command_needs_neither_torch_nor_mpi(tmp_path):
+    run = make(tmp_path, lines(3))
+    program = f"""
+import sys
+from mntrain.__main__ import main
+assert main(["plot", {str(run)!r}]) == 0
+print([name for name in sys.modules if name in ("torch", "mpi4py")])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout.splitlines()[1:], done.stderr) == (["[]"], "")
+
+
+def test_a_job_draws_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "JOB_LIMIT_S", 60)
+    run = make(tmp_path, lines(30))
+    assert plot.draw_at_end(run) == ""
+    assert (run / "loss.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_a_job_that_cannot_draw_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "JOB_LIMIT_S", 60)
+    assert plot.draw_at_end(make(tmp_path, [])).endswith("metrics.jsonl has no step yet")
+    monkeypatch.setattr(plot, "JOB_LIMIT_S", 0.01)
+    make(tmp_path, lines(3))
+    why = plot.draw_at_end(tmp_path)
+    assert why == f"it took too long; python -m mntrain plot {tmp_path} draws it"
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert "No such file" in plot.draw_at_end(tmp_path)
+
+
+def test_without_matplotlib_the_command_to_install_it_is_named(tmp_path, monkeypatch, capsys):
+    make(tmp_path, lines(3))
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    needs = "which is not installed: pip install 'mntrain[plot]'"
+    assert plot.draw_at_end(tmp_path) == f"python -m mntrain plot needs matplotlib, {needs}"
+    assert draw(tmp_path) == 2
+    assert capsys.readouterr().err == f"mntrain: plot needs matplotlib, {needs}\n"

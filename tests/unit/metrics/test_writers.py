@@ -1,0 +1,312 @@
+"""metrics.jsonl and its copies: metrics.csv, TensorBoard and W&B."""
+
+import csv
+import json
+import math
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from reports import record
+
+from mntrain.config import LogConfig
+from mntrain.metrics.files import flatten
+from mntrain.metrics.registry import METRICS
+from mntrain.metrics.writers import DECLARED, MetricsFiles, expect_installed
+from mntrain.run.directory import rewind
+
+CSV, BOARD = LogConfig(csv=True), LogConfig(tensorboard=True)
+
+
+def write(folder: Path, log: LogConfig, *lines: dict, columns: tuple = DECLARED) -> list[str]:
+    """One job's lines; returns its warnings."""
+    warnings: list[str] = []
+    files = MetricsFiles(folder, log, columns, warnings.append)
+    for line in lines:
+        files.write(line)
+    files.close(succeeded=True)
+    return warnings
+
+
+def line(step: int, **changes) -> dict:
+    return record(step, **changes).to_json()
+
+
+def rows(folder: Path) -> list[dict]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_the_table_has_the_text_of_each_number_in_metrics_jsonl(tmp_path):
+    lines = [line(1, loss=1 / 3, metrics={"top5": 0.1}), line(2, lr=1e-9, eval_loss=2.5)]
+    assert write(tmp_path, CSV, *lines) == []
+    jsonl = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row, values in zip(rows(tmp_path), jsonl, strict=True):
+        flat = flatten(values)
+        assert {name: cell for name, cell in row.items() if cell} == {
+            name: str(value) for name, value in flat.items()
+        }
+
+
+def test_every_declared_metric_is_a_column_from_the_first_row_on(tmp_path):
+    write(tmp_path, CSV, line(1))
+    header = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert header == [name for name, metric in METRICS.items() if not metric.named]
+    assert {"step", "loss", "eval_loss", "exposed"} <= set(header)
+
+
+def test_a_name_that_comes_later_becomes_a_column_and_loses_no_row(tmp_path):
+    write(tmp_path, CSV, line(1), line(2, eval_metrics={"a,b": 0.5}), line(3))
+    assert [(row["step"], row["eval_metrics/a,b"]) for row in rows(tmp_path)] == [
+        ("1", ""),
+        ("2", "0.5"),
+        ("3", ""),
+    ]
+    assert {row["loss"] for row in rows(tmp_path)} == {"2.4312"}
+
+
+def test_numbers_that_are_not_finite_are_empty_cells_and_errors_are_text(tmp_path):
+    write(tmp_path, CSV, line(1, loss=math.nan, grad_norm=math.inf), {"step": 2, "error": 'a, "b"'})
+    first, second = rows(tmp_path)
+    assert (first["loss"], first["grad_norm"], first["lr"]) == ("", "", "0.0029")
+    assert (second["step"], second["error"], second["loss"]) == ("2", 'a, "b"', "")
+
+
+def test_each_row_is_on_disk_at_once(tmp_path):
+    files = MetricsFiles(tmp_path, CSV, DECLARED, pytest.fail)
+    for step in (1, 2):
+        files.write(line(step))
+        assert len(rows(tmp_path)) == step
+    files.close()
+
+
+def test_a_resumed_run_has_the_table_of_an_uninterrupted_one(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    lines = [line(step, metrics={f"m{step}": step / 7}) for step in range(1, 7)]
+    write(whole, CSV, *lines)
+    write(parts, CSV, *lines[:4], line(5, loss=9.9), line(6, metrics={"gone": 1.0}))
+    rewind(parts, 4)
+    assert [row["step"] for row in rows(parts)] == ["1", "2", "3", "4"]  # before the next job
+    write(parts, CSV, *lines[4:])
+    for name in ("metrics.jsonl", "metrics.csv"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_table_that_is_asked_for_on_resume_has_all_steps(tmp_path):
+    write(tmp_path, LogConfig(), line(1), line(2))
+    assert not (tmp_path / "metrics.csv").exists()
+    write(tmp_path, CSV, line(3))
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+
+
+def test_the_table_of_a_job_that_does_not_write_one_is_rewound_too(tmp_path):
+    write(tmp_path, CSV, line(1), line(2), line(3))
+    rewind(tmp_path, 1)
+    write(tmp_path, LogConfig(), line(2))
+    assert [row["step"] for row in rows(tmp_path)] == ["1"]
+
+
+def test_a_row_that_the_disk_has_no_room_for_is_removed_and_training_continues(tmp_path):
+    lines = [{"step": step, "loss": 1 / 3} for step in (1, 2, 3)]
+    warnings: list[str] = []
+    files = MetricsFiles(tmp_path, CSV, DECLARED, warnings.append)
+    files.write(lines[0])
+    before = (tmp_path / "metrics.csv").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))  # a part of a row
+    try:
+        files.write(lines[1])
+        files.write(lines[2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    files.close()
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert warnings == [
+        "metrics.csv gets no more metrics: OSError at step 2: [Errno 28] No space left on device. "
+        "Training continues, and metrics.jsonl has every step"
+    ]
+
+
+def test_an_error_in_writing_the_record_is_raised(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    files = MetricsFiles(tmp_path, LogConfig(), DECLARED, pytest.fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        files.write(line(1))
+    with pytest.raises(OSError, match="No space left on device"):
+        files.close()
+
+
+def test_tensorboard_has_every_number_by_its_name(tmp_path):
+    tmp_path.joinpath("config.toml").write_text('task = "lm"\n')
+    lines = [line(1, metrics={"top5": 0.25}), line(2, eval_loss=2.5, loss=math.nan, skipped=True)]
+    assert write(tmp_path, BOARD, *lines, {"step": 3, "error": "stopped"}) == []
+    found = scalars(tmp_path)
+    flat = [flatten(values) for values in lines]
+    assert set(found) == set().union(*flat) - {"step"}
+    for tag, points in found.items():
+        expected = [
+            (step, float(values[tag])) for step, values in enumerate(flat, 1) if tag in values
+        ]
+        for point, wanted in zip(points, expected, strict=True):
+            assert point == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+    text = next((tmp_path / "tensorboard").iterdir()).read_bytes()
+    assert b'    task = "lm"' in text
+
+
+def test_each_step_is_in_the_event_file_at_once(tmp_path):
+    files = MetricsFiles(tmp_path, BOARD, DECLARED, pytest.fail)
+    for step in (1, 2):
+        files.write(line(step))
+        assert [at for at, _ in scalars(tmp_path)["loss"]] == list(range(1, step + 1))
+    files.close()
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, monkeypatch):
+    clock = iter(range(10**9, 2 * 10**9))
+    monkeypatch.setattr("time.time", lambda: next(clock))  # names of files are in seconds
+    write(tmp_path, BOARD, *(line(step, loss=1.0) for step in (1, 2, 3, 4)))
+    rewind(tmp_path, 2)
+    write(tmp_path, BOARD, *(line(step, loss=2.0) for step in (3, 4, 5)))
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_an_error_of_one_copy_is_one_warning_and_ends_that_copy_alone(tmp_path, monkeypatch, when):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # of TensorBoard's thread
+    others = set(threading.enumerate())
+    folder = tmp_path / "tensorboard"
+    if when == "at the start":
+        folder.write_text("in the way")
+    warnings: list[str] = []
+    files = MetricsFiles(tmp_path, LogConfig(csv=True, tensorboard=True), DECLARED, warnings.append)
+    for step in (1, 2, 3, 4):
+        if step == 2 and when == "later":
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+        files.write(line(step))
+    files.close()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(10)
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
+    [warning] = warnings
+    assert warning.startswith("TensorBoard gets no more metrics: ")
+    assert (" at step 2: " in warning) == (when == "later")
+
+
+class FakeWandb:
+    """Stands in for the package; `online` runs keep what they were sent."""
+
+    def __init__(self):
+        self.runs, self.down = [], False
+        self.Settings = SimpleNamespace
+
+    def init(self, **options):
+        if self.down:
+            raise RuntimeError("no network")
+        run = SimpleNamespace(options=options, logged=[], exit_code=None)
+
+        def log(values, step):
+            if self.down:
+                raise RuntimeError("no network")
+            run.logged.append((step, values))
+
+        def finish(exit_code):
+            run.exit_code = exit_code
+
+        run.log, run.finish = log, finish
+        self.runs.append(run)
+        return run
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+WANDB = LogConfig(wandb="digits")
+
+
+def test_wandb_gets_flat_values_the_configuration_and_the_end(tmp_path, wandb):
+    run_dir = tmp_path / "run-7"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text("[optim]\nlr = 0.5\n")
+    assert write(run_dir, WANDB, line(1, metrics={"top5": 0.5})) == []
+    [run] = wandb.runs
+    assert run.logged == [(1, flatten(line(1, metrics={"top5": 0.5})))]
+    given = {name: run.options[name] for name in ("project", "name", "config", "resume", "dir")}
+    assert given == {
+        "project": "digits",
+        "name": "run-7",
+        "config": {"optim": {"lr": 0.5}},
+        "resume": "allow",
+        "dir": str(run_dir),
+    }
+    assert run.options["settings"].finish_timeout <= 60
+    assert run.exit_code == 0
+
+
+def test_a_resumed_run_is_the_same_one_at_wandb_and_one_that_starts_over_is_not(tmp_path, wandb):
+    write(tmp_path, WANDB, line(1), line(2))
+    rewind(tmp_path, 1)
+    write(tmp_path, WANDB, line(2))
+    rewind(tmp_path, 0)
+    write(tmp_path, WANDB, line(1))
+    first, second, third = (run.options["id"] for run in wandb.runs)
+    assert first == second != third
+
+
+def test_a_run_that_does_not_end_well_has_failed_at_wandb(tmp_path, wandb):
+    MetricsFiles(tmp_path, WANDB, DECLARED, pytest.fail).close()
+    assert [run.exit_code for run in wandb.runs] == [1]
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_training_continues_without_wandb(tmp_path, wandb, when):
+    warnings: list[str] = []
+    wandb.down = when == "at the start"
+    files = MetricsFiles(tmp_path, WANDB, DECLARED, warnings.append)
+    files.write(line(1))
+    wandb.down = True
+    files.write(line(2))
+    files.write(line(3))
+    files.close()
+    assert len(warnings) == 1
+    assert "W&B gets no more metrics: RuntimeError" in warnings[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "module"),
+    [(BOARD, "tensorboard", "torch.utils.tensorboard"), (WANDB, "wandb", "wandb")],
+)
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+    monkeypatch, log, name, module
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"^--log.{name} needs the package {name}, which cannot"):
+        expect_installed(log)
+    with pytest.raises(ValueError, match=rf"pip install 'mntrain\[{name}\]', or leave the opt"):
+        expect_installed(log, "{}=")
+
+
+def test_copies_that_are_not_asked_for_need_nothing(monkeypatch, tmp_path):
+    for module in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    expect_installed(LogConfig(csv=True))
+    assert write(tmp_path, LogConfig(), line(1)) == []
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
