@@ -33,7 +33,7 @@ DECLARED = tuple(name for name, metric in METRICS.items() if not metric.named)
 """Columns that a training job's metrics.csv has from its first row on."""
 
 _NEVER_S = 10**9  # TensorBoard's own flushes would fail in a thread of its own
-_WANDB_INIT_S, _WANDB_FINISH_S = 60, 60  # an unreachable server must not hold the ranks for long
+_WANDB_INIT_S, _WANDB_FINISH_S = 40, 40  # an unreachable server must not hold the ranks for long
 
 
 def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
@@ -114,8 +114,8 @@ class MetricsFiles:
         except Exception as error:  # of other people's code and servers
             self._copies.pop(name, None)
             self._warn(
-                f"{name} gets no more metrics: {type(error).__name__}{when}: {error}. Training "
-                "continues, and metrics.jsonl has every step"
+                f"{name} gets no more metrics: {type(error).__name__}{when}: "
+                f"{str(error).rstrip('.')}. Training continues, and metrics.jsonl has every step"
             )
 
 
