@@ -45,9 +45,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
 .PHONY: train test test-all lint gpu bench clean system-mpi
 .DELETE_ON_ERROR:
 
-# mpirun gives the ranks a pipe as stdout: FORCE_COLOR enables the live display on a terminal.
 train: $(VENV)/.ready $(SYSTEM)
-	@if [ -t 1 ]; then export FORCE_COLOR=1; fi; set -x; \
 	$(MPIRUN) $(MPIRUN_OPTIONS) -n $(RANKS) $(BIN)/python -m mntrain --comm.ranks-per-node 2 $(ARGS)
 
 test: $(VENV)/.ready-dev $(SYSTEM)

@@ -25,7 +25,7 @@ from mntrain.bench.time_plan import TimePlan
 from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.errors import AgreedError
-from mntrain.metrics.report import stdout
+from mntrain.metrics.terminal import stdout
 from mntrain.start import init
 from mntrain.world import World
 from zero.layout import MIB

@@ -31,7 +31,8 @@ from mntrain.checkpoint.format import (
     sync_folder,
 )
 from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints
-from mntrain.metrics.report import plain, stdout
+from mntrain.metrics.report import plain
+from mntrain.metrics.terminal import stdout
 
 DAMAGED = 1  # exit code of list, show and verify
 DIFFERENT = 1

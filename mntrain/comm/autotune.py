@@ -7,6 +7,7 @@ whose entries are valid for 30 days. If it cannot be read or written, it counts 
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -57,6 +58,8 @@ def tune(
     cached = _gather(engine, comm, find(key) if comm.rank == 0 else None)[0]
     if cached is not None:
         return cached
+    if comm.rank == 0:
+        print("mntrain: timing the all-reduce algorithms, about a second", file=sys.stderr)
     nbytes = max(4, min(bucket_bytes, MAX_BYTES))
     times = measure(make_collectives, comm, engine, device, nbytes)
     tuning = choose(times), explain(times, nbytes)

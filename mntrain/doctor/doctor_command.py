@@ -17,7 +17,7 @@ from mntrain.doctor.doctor_options import DoctorOptions
 from mntrain.doctor.findings_table import show, to_json
 from mntrain.doctor.links import BETWEEN, WITHIN, LinkSpeed
 from mntrain.errors import AgreedError
-from mntrain.metrics.report import stdout
+from mntrain.metrics.terminal import stdout
 from mntrain.world import World
 
 _LINKS_S = 2.0  # for all pairs between nodes, and for all within

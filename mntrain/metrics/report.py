@@ -8,27 +8,27 @@ markup and cannot send escape sequences to the terminal.
 """
 
 import math
-import os
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.filesize import decimal
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from mntrain.config import LogConfig
 from mntrain.metrics.files import write_summary
+from mntrain.metrics.live import LiveLines, fit, join
+from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
+from mntrain.metrics.terminal import console_on, find_terminal
 from mntrain.metrics.writers import DECLARED, MetricsFiles
 from mntrain.rank_info import Place
 
@@ -37,6 +37,10 @@ _REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the 
 _LOG_LINES = 20  # of a whole run, or more if its steps are slow:
 _LOG_INTERVAL_S = 30.0
 _MAX_PLACES = 16  # rows of the table of places
+_MIN_BAR = 10  # cells of a progress bar that is shown at all
+# Priorities of what a narrow terminal shows: 0 stays. A task's metrics have 1.
+_KEPT = {"loss": 0, "norm": 2, "lr": 3}
+_KEPT |= {"wait": 0, "backward": 1, "forward": 2, "data": 3, "optimizer": 4, "other": 5}
 _MEMORY_LABELS = {
     "buckets": "working buckets",
     "master": "master weights",
@@ -44,18 +48,6 @@ _MEMORY_LABELS = {
     "total": "total of these",
     "pinned": "pinned host memory",
 }  # of the roles that are not called by their name
-
-
-def stdout() -> Console:
-    """Return a console on stdout, which is a terminal only if it has a size.
-
-    Open MPI gives ranks a pseudo-terminal, of no size if mpirun has no terminal itself.
-    """
-    try:
-        sizeless = os.get_terminal_size(sys.stdout.fileno()).columns == 0
-    except OSError:  # no terminal, or not a file
-        sizeless = False
-    return Console(force_terminal=False if sizeless else None)
 
 
 def plain(text: str, encoding: str, style: str = "") -> Text:
@@ -81,10 +73,14 @@ class Reporter:
     ) -> None:
         self._log = log or LogConfig()
         self._master, self._run_dir, self._steps = master, run_dir, steps
-        self._console = console or stdout()
+        self._terminal = find_terminal(sys.stdout) if master and console is None else None
+        self._console = console or console_on(self._terminal)
         self._errors = console or Console(stderr=True)
-        self._recent: deque[StepRecord] = deque(maxlen=10)
-        self._live: Live | None = None
+        self._one_terminal = self._terminal is None or self._terminal.shows(sys.stderr)
+        self._recent = RecentSteps[StepRecord](10)
+        self._last: StepRecord | None = None
+        self._live: LiveLines | None = None
+        self._display_ended = False
         self._drawn_at = 0.0
         self._since_line_s = 0.0
         self._metrics: MetricsFiles | None = None
@@ -98,15 +94,19 @@ class Reporter:
         self.close()
 
     def close(self, *, succeeded: bool = False) -> None:
-        """Leave the last frame on the terminal, and close metrics.jsonl. May be called again."""
-        live, self._live = self._live, None
+        """End the live display, and close metrics.jsonl. May be called again."""
         try:
-            if live is not None:
-                live.stop()
+            self.end_display()
         finally:
             if self._metrics is not None:
                 self._metrics.close(succeeded=succeeded)
                 self._metrics = None
+
+    def end_display(self) -> None:
+        """Leave the last live lines on the terminal, for good. May be called by any thread."""
+        self._display_ended = True
+        if self._live is not None:
+            self._live.stop()
 
     def note(self, text: str, style: str = "") -> None:
         """Print text, above the live lines if there are any; a terminal wraps it."""
@@ -114,12 +114,11 @@ class Reporter:
             self._console.print(plain(text, self._console.encoding, style), soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        """Print a warning to stderr, or above the live lines if there are any.
-
-        stderr may be the same terminal, and mpirun's pipe hides whether it is.
-        """
+        """Print a warning to stderr, or above the live lines if they are on the same terminal."""
         if self._master:
-            console = self._errors if self._live is None else self._console
+            live = self._live is not None and not self._display_ended
+            above = live and self._one_terminal
+            console = self._console if above else self._errors
             warning = plain(f"warning: {message}", console.encoding, "yellow")
             console.print(warning, soft_wrap=True)
 
@@ -135,7 +134,7 @@ class Reporter:
             table.add_row(*texts, *map(str, numbers))
         if len(places) > _MAX_PLACES:
             table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
-        self._print_table(table)
+        self._print_table(table, ("threads", "local rank", "device"))
 
     def step(self, record: StepRecord) -> None:
         """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
@@ -147,9 +146,10 @@ class Reporter:
         if self._metrics is None:
             raise RuntimeError(f"step {record.step} was reported outside of the reporter's block")
         self._metrics.write(record.to_json())
-        first = not self._recent
-        self._recent.append(record)
-        if self._console.is_interactive:
+        first = self._last is None
+        self._last = record
+        self._recent.add(record)
+        if self._console.is_terminal and self._console.is_interactive:
             self._redraw()
         else:
             self._since_line_s += record.step_s
@@ -161,6 +161,8 @@ class Reporter:
         if evaluation := record.pairs("evaluation"):
             shown = "  ".join(f"{label} {text}" for label, text in evaluation)
             self.note(f"step {record.step}  {shown}", "bold")
+        if record.step == self._steps:
+            self.end_display()
 
     def failed_step(self, step: int, reason: str) -> None:
         """Append a line to metrics.jsonl for a step that was not completed."""
@@ -176,7 +178,8 @@ class Reporter:
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
         self._print_table(self._result_table(summary))
         if summary["ranks"]:
-            self._print_table(_memory_table(summary["memory"]))
+            memory = _memory_table(summary["memory"])
+            self._print_table(memory, ("least", "expected", "median", "on rank"))
             self._print_table(_traffic_table(summary["ranks"]))
             self.note(_overlap(summary["ranks"]))
         self.note(str(summary["run_dir"]))
@@ -184,40 +187,80 @@ class Reporter:
 
     def _line(self) -> str:
         """Return the last step, and the speed of recent ones, as one line."""
-        last = self._recent[-1]
-        step_s = statistics.median(record.step_s for record in self._recent)
-        rate = statistics.median(record.tokens_per_s for record in self._recent)
-        left = timedelta(seconds=round((self._steps - last.step) * step_s))
-        pairs = [f"{label} {text}" for label, text in last.pairs("line")]
-        count = f"step {last.step:>{len(str(self._steps))}}/{self._steps}"
-        speed = f"{count_text(rate)} items/s", f"{short_time(step_s)}/step"
-        return "  ".join([count, *pairs, *speed, f"left {left}"])
+        assert self._last is not None
+        count, *speed = self._progress()
+        values = [(0, f"{label} {text}") for label, text in self._last.pairs("line")]
+        return join([count, *values, *speed])
 
-    def _frame(self) -> Group:
-        """Return the live lines: progress, the last step, shares of the recent steps' time."""
-        total = sum(record.step_s for record in self._recent) or 1.0
+    def _progress(self) -> list[tuple[int, str]]:
+        """Return the step's number, and the speed of recent ones after the warm-up, as parts."""
+        last = self._last
+        assert last is not None
+        count = f"step {last.step:>{len(str(self._steps))}}/{self._steps}"
+        if not self._recent.warm:
+            return [(0, count), (1, f"warm-up, {short_time(last.step_s)}")]
+        step_s = statistics.median(record.step_s for record in self._recent.values)
+        rate = statistics.median(record.tokens_per_s for record in self._recent.values)
+        left = timedelta(seconds=round((self._steps - last.step) * step_s))
+        return [
+            (0, count),
+            (2, f"{count_text(rate)} items/s"),
+            (3, f"{short_time(step_s)}/step"),
+            (1, f"left {left}"),
+        ]
+
+    def _live_lines(self, width: int) -> list[Text]:
+        """Return the progress, the last step, and the shares of the recent steps' time."""
+        assert self._last is not None
+        progress = fit(self._progress(), width)
+        values = [(_KEPT.get(n, 1), f"{n} {text}") for n, text in self._last.pairs("line")]
+        lines = [progress, fit(values, width)]
+        if self._recent.warm:
+            lines.append(fit(self._shares(), width))
+        texts = [plain(line, self._console.encoding) for line in lines]
+        left = width - len(progress) - 2
+        if left >= _MIN_BAR:
+            bar = ProgressBar(total=self._steps, completed=self._last.step, width=left)
+            segments = self._console.render(bar)
+            texts[0].append("  ").append_tokens((part, style) for part, style, _ in segments)
+        return texts
+
+    def _shares(self) -> list[tuple[int, str]]:
+        """Return the phases' shares of the recent steps' time as parts."""
+        records = self._recent.values
+        total = sum(record.step_s for record in records) or 1.0
         shares = {
-            METRICS[phase].label: sum(getattr(record, phase) for record in self._recent) / total
+            METRICS[phase].label: sum(getattr(record, phase) for record in records) / total
             for phase in PHASES
         }
         shares["other"] = max(0.0, 1 - sum(shares.values()))
-        bar = Table.grid(expand=True)
-        bar.add_row(ProgressBar(total=self._steps, completed=self._recent[-1].step))
-        lines = (self._line(), "  ".join(f"{name} {share:.0%}" for name, share in shares.items()))
-        return Group(bar, *(plain(line, self._console.encoding) for line in lines))
+        return [(_KEPT[name], f"{name} {share:.0%}") for name, share in shares.items()]
 
     def _redraw(self) -> None:
         """Draw the live lines, at most every `_REDRAW_S` seconds."""
+        if self._display_ended:
+            return
         if self._live is None:
-            # No refresh thread: it would compete with the training for the interpreter.
-            self._live = Live(get_renderable=self._frame, console=self._console, auto_refresh=False)
-            self._live.start()
+            self._live = LiveLines(
+                self._console,
+                self._live_lines,
+                self._terminal,
+                takes_stderr=self._one_terminal,
+            )
         if time.monotonic() - self._drawn_at >= _REDRAW_S:
             self._live.refresh()
             self._drawn_at = time.monotonic()
 
-    def _print_table(self, table: Table) -> None:
-        """Print a table with an empty line after it."""
+    def _print_table(self, table: Table, spare: Sequence[str] = ()) -> None:
+        """Print a table with an empty line after it.
+
+        On a narrow terminal, columns are left out until the table fits, in the order of `spare`.
+        """
+        console = self._console
+        wide = console.options.update_width(10_000)
+        for name in spare if console.is_terminal else ():
+            if console.measure(table, options=wide).maximum > console.width:
+                table.columns = [column for column in table.columns if column.header != name]
         self._console.print(table)
         self._console.print()
 

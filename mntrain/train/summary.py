@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
@@ -13,6 +12,7 @@ from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
+from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.run.resources import resources
 from mntrain.train.job import TrainingJob
@@ -36,9 +36,6 @@ _PEAKS = {
 }
 
 
-_WARMUP_STEPS = 3  # in which caches fill and compilation runs
-
-
 @dataclass
 class JobResult:
     """The end of a job, and its counters: the same on all ranks except for times."""
@@ -52,22 +49,18 @@ class JobResult:
     reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
     seconds: float = 0.0  # of this job
-    _steps: int = 0  # of this job
-    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+    _rates: RecentSteps[float] = field(default_factory=lambda: RecentSteps(1000))
 
     def add(self, items: int, seconds: float, *, skipped: bool) -> None:
         """Count a step."""
         self.items += items
         self.skipped_steps += skipped
-        self._steps += 1
-        if self._steps == _WARMUP_STEPS + 1:
-            self._rates.clear()
-        self._rates.append(items / seconds)
+        self._rates.add(items / seconds)
 
     @property
     def items_per_s(self) -> float:
         """Median over the last 1000 steps after the warm-up; 0 before the first step."""
-        return median(self._rates) if self._rates else 0.0
+        return median(self._rates.values) if self._rates.values else 0.0
 
 
 def describe_job(world: World, config: Config, job: TrainingJob) -> None:
@@ -102,6 +95,8 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             "with memory to spare"
         )
     reporter.places(world.places)
+    if config.train.compile:
+        reporter.note("compiling: the first step takes longer")
     if resumed := job.resumed:
         for path, reason in resumed.skipped.items():
             reporter.warn(f"{path.name} was passed over: {reason}")

@@ -67,7 +67,7 @@ class Trainer:
         on_signal = world.recorder.signal_arrived
         self._signals = SignalRequests(world.watchdog, config.run.grace, "--run.grace", on_signal)
         self._early_end = partial(write_early_end, job.run_dir)
-        world.watchdog.at_end.append(self._early_end)
+        world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = MeanAccumulator(world.rank)
         self._failed_step = FailedStep(world, job.optimizer)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0

@@ -2,10 +2,10 @@
 
 import contextlib
 import io
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyte
 from rich.console import Console
 
 from mntrain.metrics.registry import METRICS, StepRecord
@@ -22,22 +22,22 @@ def console(terminal: bool, **options) -> Console:
 
 
 def screen(on: Console) -> list[str]:
-    """The lines that a terminal is left with."""
-    lines, row = [""], 0
-    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", on.file.getvalue()):
-        if part == "\n":
-            row += 1
-            lines += [""] * (row == len(lines))
-        elif part.startswith("\x1b"):
-            number, command = re.fullmatch(r"\x1b\[\??([\d;]*)(.)", part).groups()
-            assert command in "mKAhl"
-            if command == "K":
-                lines[row] = ""
-            elif command == "A":
-                row -= int(number)
-        elif part != "\r":
-            lines[row] += part
-    return [line.rstrip() for line in lines]
+    """The lines that a terminal of the console's size is left with, above its first row too."""
+    return emulate(on.file.getvalue(), on.width, on.height)[0]
+
+
+def emulate(output: str, width: int, height: int) -> tuple[list[str], pyte.HistoryScreen]:
+    """The lines, above the first row too, and the screen of a terminal that got this output."""
+    emulated = pyte.HistoryScreen(width, height, history=10_000)
+    emulated.set_mode(pyte.modes.LNM)  # a line feed returns to the first column, as on a terminal
+    pyte.Stream(emulated).feed(output)
+    return lines_of(emulated), emulated
+
+
+def lines_of(screen: pyte.HistoryScreen) -> list[str]:
+    """The lines of a terminal, above its first row too."""
+    above = ["".join(row[i].data for i in range(screen.columns)) for row in screen.history.top]
+    return [line.rstrip() for line in "\n".join([*above, *screen.display]).rstrip().split("\n")]
 
 
 def record(step: int, **changes) -> StepRecord:

@@ -32,7 +32,7 @@ class Recorder:
         self.shown = places
 
 
-def described(device="cpu", reasons=("", "", "", "")):
+def described(device="cpu", reasons=("", "", "", ""), compiles=False):
     world = SimpleNamespace(
         topology=Topology(((0, 1), (2, 3))),
         algorithm="lanes",
@@ -45,7 +45,8 @@ def described(device="cpu", reasons=("", "", "", "")):
         device=torch.device(device),
         places=["a place"],
     )
-    config = Config(train=TrainConfig(precision="bf16-pure"), zero=ZeroConfig(stage=2))
+    train = TrainConfig(precision="bf16-pure", compile=compiles)
+    config = Config(train=train, zero=ZeroConfig(stage=2))
     reporter = Recorder()
     job = SimpleNamespace(
         model=nn.Linear(99, 100),
@@ -74,6 +75,10 @@ def test_description_has_model_place_tuning_and_sharding(device):
     ]
     assert reporter.warnings == []
     assert reporter.shown == ["a place"]
+
+
+def test_compiling_is_announced_before_the_first_step():
+    assert described(compiles=True).notes[-1] == "compiling: the first step takes longer"
 
 
 def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
