@@ -1,4 +1,4 @@
-"""The command line: `python -m mntrain [train|bench|doctor|ckpt|autopsy|plot] [options]`."""
+"""The command line: `python -m mntrain [COMMAND] [options]`."""
 
 import os
 import signal
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 # ruff: noqa: PLC0415
 
 T = TypeVar("T")
-# Commands that read what jobs have left, on rank 0 alone, and their modules.
+# Commands of one process, on rank 0 alone, and their modules.
 READERS = {
+    "tokenize": "mntrain.corpus.tokenize_command",
+    "sample": "mntrain.train.sample_command",
     "ckpt": "mntrain.checkpoint.commands",
     "autopsy": "mntrain.watch.autopsy",
     "plot": "mntrain.metrics.plot",
@@ -78,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interruptible(lambda: int(reader.run(words))) if prints else 0
     if prints:
         print(
-            f"mntrain: {command}: no such command; give train (default), bench, doctor, ckpt, "
-            "autopsy or plot",
+            f"mntrain: {command}: no such command; give train (default), bench, doctor, "
+            f"{', '.join(list(READERS)[:-1])} or {list(READERS)[-1]}",
             file=sys.stderr,
         )
     _wait_for_rank_0()

@@ -19,7 +19,8 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from mntrain.config import Config, as_mapping, flag_of, option_name, words_of
+from mntrain.config import Config, flag_of
+from mntrain.config_types import as_mapping, option_name, words_of
 
 T = TypeVar("T")
 
@@ -39,6 +40,10 @@ other commands, each with its own --help:
       measure the collectives of this cluster
   {_PROGRAM} doctor
       check that this cluster is fit to train
+  {_PROGRAM} tokenize INPUT OUTPUT --bpe-vocab 8192
+      train a byte-pair encoding on text and apply it, or apply another tokenizer
+  {_PROGRAM} sample RUN_DIR --prompt TEXT
+      generate text with the model of a run
   {_PROGRAM} ckpt list|show|verify|diff|export
       inspect and compare checkpoints, and export the model of one
   {_PROGRAM} autopsy RUN_DIR

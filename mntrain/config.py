@@ -4,10 +4,7 @@ An option is declared once. Its name in a file, its command-line flag, its help 
 (`mntrain.cli`) follow from the field. Constructors raise pydantic's ValidationError, a ValueError.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import is_dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -19,6 +16,7 @@ from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, 
 MAY_DIFFER = {
     "config": "the path of a file; the options in it are compared",
     "data.path": "data on local disks; its content is compared",
+    "data.tokenizer": "a file on local disks; its content is compared",
     "data.worker_start": "results do not depend on it",
     "data.workers": "results do not depend on it, and nodes may have different numbers of cores",
     "device": "each rank has its own",
@@ -39,9 +37,16 @@ class DataConfig:
 
     path: OptionalPath = Field(
         default=None,
-        description="text file, folder, .npy or .bin of uint16 tokens. none: Python's own library.",
+        description="text file, .jsonl or .parquet, folder of these, .npy or .bin of uint16 "
+        "tokens, or the output of `tokenize`. none: Python's own library.",
     )
     glob: str = Field(default="**/*", description="pattern of the files to read in a folder.")
+    tokenizer: str = Field(
+        default="bytes",
+        description="tokenizer of text. bytes, bpe:FILE (a tokenizer.json) or hf:PATH (of Hugging "
+        "Face).",
+    )
+    text_field: str = Field(default="text", description="field of .jsonl and .parquet files.")
     valid_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="fraction of the data kept for validation. 0: none."
     )
@@ -333,29 +338,6 @@ class Config:
     log: LogConfig = Field(default=LogConfig())
 
 
-def option_name(field: str) -> str:
-    """Return the name of a field's option: `from` is a keyword, so its field is called `from_`."""
-    return field.rstrip("_")
-
-
-def as_mapping(options: Any) -> dict[str, Any]:
-    """Return the values of options, which is such a dataclass, by their names and sections."""
-    return {
-        option_name(name): as_mapping(value) if is_dataclass(value) else value
-        for name, value in vars(options).items()
-        if not name.startswith("__")
-    }
-
-
 def flag_of(name: str) -> str:
     """Return the command-line flag of an option: --train.batch-size for train.batch_size."""
     return "--" + name.replace("_", "-")
-
-
-def words_of(value: Any) -> list[str]:
-    """Return the command-line words of an option's value."""
-    if isinstance(value, tuple | list):
-        return list(map(str, value)) or ["none"]
-    if isinstance(value, Mapping):
-        return [", ".join(f"{n} = {json.dumps(item)}" for n, item in value.items()) or "none"]
-    return ["none" if value is None else str(value)]

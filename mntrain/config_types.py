@@ -1,8 +1,10 @@
 """Types of options, and how their values are written on the command line and in a file."""
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -57,3 +59,26 @@ OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]  # written "none" if there is none
 Table = Annotated[dict[str, Any], BeforeValidator(_parse_table)]  # written as in TOML
+
+
+def option_name(field: str) -> str:
+    """Return the name of a field's option: `from` is a keyword, so its field is called `from_`."""
+    return field.rstrip("_")
+
+
+def as_mapping(options: Any) -> dict[str, Any]:
+    """Return the values of a dataclass of options by their names and sections."""
+    return {
+        option_name(name): as_mapping(value) if is_dataclass(value) else value
+        for name, value in vars(options).items()
+        if not name.startswith("__")
+    }
+
+
+def words_of(value: Any) -> list[str]:
+    """Return the command-line words of an option's value."""
+    if isinstance(value, tuple | list):
+        return list(map(str, value)) or ["none"]
+    if isinstance(value, Mapping):
+        return [", ".join(f"{n} = {json.dumps(item)}" for n, item in value.items()) or "none"]
+    return ["none" if value is None else str(value)]

@@ -187,7 +187,7 @@ def load(
             for name in objects or {}
         }
         with open_tensors(found.path / MODEL) as file:
-            _load_model(file, model)
+            load_model(file, model)
         present = [dict(group) for group in optimizer.param_groups]
         with open_tensors(found.path / OPTIMIZER) as file:
             optimizer.load_state_dict(
@@ -220,7 +220,12 @@ def restore_randomness(found: FoundCheckpoint, world: Ranks) -> None:
     set_random_states(states, world.device)
 
 
-def _load_model(file: safe_open, model: nn.Module) -> None:
+@torch.no_grad()
+def load_model(file: safe_open, model: nn.Module) -> None:
+    """Load parameters and buffers, in place and in the model's dtypes. Local.
+
+    Raises ValueError for the file of another model, which leaves this one unchanged.
+    """
     state: dict[str, Tensor] = model.state_dict()
     saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     present = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from mntrain.bootstrap import start_mpi
 from mntrain.cli import RefusedOptionsError, named_options, options_in_file
-from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of, words_of
+from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
+from mntrain.config_types import words_of
 from mntrain.errors import AgreedError, Given, agreement, compare
 from mntrain.ranks import Ranks
 from mntrain.watch.start_timer import TIMEOUT_S, limited_start

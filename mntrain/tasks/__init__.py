@@ -146,6 +146,17 @@ class Task(ABC):
         """
         return {}
 
+    def compared_values(self) -> Mapping[str, str]:
+        """Return facts by name that the ranks, and the jobs of a run, must have in common.
+
+        Such as the tokenizer. A resumed run in which one differs is refused. The default is none.
+        """
+        return {}
+
+    def describe_data(self) -> str | None:
+        """Return lines about the data to print at the start of a job, or None."""
+        return None
+
     def flops_per_item(self, model: nn.Module) -> float | None:
         """Return the FLOPs of one item that `Loss` counts, forward and backward, or None.
 
@@ -167,8 +178,12 @@ class Task(ABC):
         nested = {inner for item in regions for inner in item.modules() if inner is not item}
         return [item for item in regions if item not in nested] or [model]
 
-    def sample(self, model: nn.Module) -> str | None:
-        """Return a text to print when training has ended, or None. Called on one rank only."""
+    def sample(self, model: nn.Module, prompt: str = "") -> str | None:
+        """Return a text to print when training has ended, or None. Called on one rank only.
+
+        `python -m mntrain sample` calls it with a prompt. It passes --tokens, --temperature and
+        --seed to keyword arguments of these names, if there are such.
+        """
         return None
 
 

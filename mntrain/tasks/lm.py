@@ -1,142 +1,21 @@
-"""The built-in task: next-token prediction on a text or on files of token ids."""
+"""The built-in task: next-token prediction on text or on files of token ids."""
 
-import bisect
-import functools
-import itertools
-import os
-import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
+from mntrain.corpus.tokens import Corpus
+from mntrain.corpus.training_tokens import TrainingTokens, open_training_tokens
 from mntrain.tasks import Loss, Split, Task
 from mntrain.tasks.transformer import Transformer
 
-_BYTE_VALUES = 256  # the vocabulary of a text, whose tokens are its bytes
-_ID_SUFFIXES = (".bin", ".npy")
-_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-_SAMPLE_BYTES = 300
+_SCANNED_BYTES = 4 << 30  # of token ids, before training begins
+_SAMPLE_TOKENS = 300
 _TEMPERATURE = 0.8
-
-
-def find_files(path: Path | None, glob: str) -> list[Path]:
-    """Return the files of a corpus: one file, those of a folder that match, or Python's library.
-
-    They are sorted by path, so that the order is the same on every node. Raises ValueError if
-    there are none.
-    """
-    if path is None:
-        return _python_sources()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"--data.path {path}: must be a file or a folder; give one that exists")
-    try:
-        files = sorted(file for file in path.glob(glob) if file.is_file())
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"--data.glob {glob!r} is not a pattern of files within a folder: {error}"
-        ) from error
-    if not files:
-        raise ValueError(
-            f"--data.glob {glob!r} matches no file in {path}: give another pattern, such as '**/*'"
-        )
-    return files
-
-
-def _python_sources() -> list[Path]:
-    """Return the modules of this Python's standard library, without its tests."""
-    files = []
-    for folder, subfolders, names in os.walk(_python_library()):
-        subfolders[:] = set(subfolders) - _NOT_SOURCES  # skips site-packages, which may be large
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files)
-
-
-def _python_library() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
-class Corpus:
-    """The concatenated tokens of some files, in the files' order. Picklable.
-
-    A .npy file holds token ids as a 1-D array of integers, a .bin file as little-endian uint16.
-    Any other file is text, whose bytes are the tokens. Raises ValueError for a malformed file, and
-    for text mixed with token ids.
-    """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        texts = [path for path in files if path.suffix not in _ID_SUFFIXES]
-        self.is_text = len(texts) == len(files)
-        if texts and not self.is_text:
-            raise ValueError(
-                f"{texts[0]} is text, other files hold token ids (.bin, .npy): "
-                "let --data.glob match only one kind"
-            )
-        _map_tokens.cache_clear()  # files may have changed since an earlier corpus of this process
-        lengths = {path: length for path in files if (length := _count_tokens(path))}
-        self._files = tuple(lengths)
-        self._ends = tuple(itertools.accumulate(lengths.values()))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return a copy of the tokens [start, stop), which must not be empty; 1-D int64."""
-        assert 0 <= start < stop <= len(self), (start, stop, len(self))
-        parts = []
-        file = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            end = min(stop, self._ends[file])
-            begin = self._ends[file - 1] if file else 0
-            tokens = _map_tokens(self._files[file])
-            parts.append(tokens[start - begin : end - begin].astype(np.int64))
-            start, file = end, file + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def highest(self) -> int:
-        """Return the highest token id, by scanning all files."""
-        return max(int(_map_tokens(path).max()) for path in self._files)
-
-
-@functools.lru_cache(maxsize=64)  # a map holds a file descriptor; a process may have only 256
-def _map_tokens(path: Path) -> npt.NDArray[Any]:
-    """Map the tokens of a file, 1-D. Raises ValueError for a malformed .npy file."""
-    if path.suffix != ".npy":
-        return np.asarray(np.memmap(path, dtype="<u2" if path.suffix == ".bin" else "u1", mode="r"))
-    try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a .npy file of token ids: {error}") from error
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"{path} holds {ids.dtype} of shape {ids.shape}: "
-            "save the token ids as a 1-D array of integers"
-        )
-    return np.asarray(ids)
-
-
-def _count_tokens(path: Path) -> int:
-    """Return the number of tokens in a file, from its size or its header."""
-    if path.suffix == ".npy":
-        return len(_map_tokens(path))
-    size = path.stat().st_size
-    if path.suffix != ".bin":
-        return size
-    if size % 2:
-        raise ValueError(
-            f"{path} has {size} bytes, an odd number: "
-            "a .bin file holds token ids as little-endian uint16, two bytes each"
-        )
-    return size // 2
 
 
 class Windows(Dataset[Tensor]):
@@ -155,12 +34,8 @@ class Windows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         start = index * self._context
         window = self._tokens.read(start, start + self._context + 1)
-        outside = window[(window < 0) | (window >= self._vocab)]
-        if len(outside):
-            raise ValueError(
-                f"the data has token id {outside[0]}, outside the vocabulary of {self._vocab}: "
-                "give a --model.vocab above all ids, or 0 to take it from the data"
-            )
+        for token in (int(window.min()), int(window.max())):
+            _check_id(token, self._vocab)
         return torch.from_numpy(window)
 
 
@@ -174,8 +49,8 @@ class LanguageModel(Task):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         data, context = config.data, config.model.context
-        self._corpus_files = find_files(data.path, data.glob)
-        tokens = Corpus(self._corpus_files)
+        self._data = open_training_tokens(data.path, data.glob, data.tokenizer, data.text_field)
+        tokens = self._data.tokens
         both = data.valid_fraction > 0
         needed = (1 + both) * context + 1
         if len(tokens) < needed:
@@ -186,8 +61,7 @@ class LanguageModel(Task):
                 f"the data has {len(tokens)} tokens, but {who}, {needed} tokens with "
                 f"--model.context {context}: give more data, or a shorter context"
             )
-        self._is_text = tokens.is_text
-        self._vocab = _vocabulary(tokens, config.model.vocab)
+        self._vocab = _vocabulary(self._data, config.model.vocab)
         self._windows = Windows(tokens, context, self._vocab)
         count = len(self._windows)
         valid = min(max(round(count * data.valid_fraction), 1), count - 1)
@@ -211,11 +85,26 @@ class LanguageModel(Task):
         return Loss(model(batch[:, :-1], targets), targets.numel())
 
     def compared_files(self) -> dict[str, Path]:
-        """Return the corpus: one file, or files by their path within its folder."""
-        root = self.config.data.path or _python_library()
-        if root.is_file():
-            return {"--data.path": root}
-        return {os.path.relpath(file, root): file for file in self._corpus_files}
+        """Return the files of the data, by their path within its folder."""
+        return self._data.files
+
+    def compared_values(self) -> dict[str, str]:
+        """Return the identity of the tokenizer, if there is one."""
+        tokenizer = self._data.tokenizer
+        return {"the tokenizer": tokenizer.identity} if tokenizer else {}
+
+    def describe_data(self) -> str:
+        """Return the amount of data, its split, and how often the run passes over it."""
+        train, steps = self.config.train, self.config.train.steps
+        windows, context = self._split, self.config.model.context
+        lines = [
+            f"data: {self._data.describe()}",
+            f"{windows:,} training and {len(self._windows) - windows:,} validation windows of "
+            f"{context} tokens; {steps:,} steps of {train.batch_size} windows are "
+            f"{steps * train.batch_size / windows:.3g} epochs",
+            self._data.sources.describe_skipped(),
+        ]
+        return "\n".join(line for line in lines if line)
 
     def flops_per_item(self, model: nn.Module) -> float | None:
         """Return the FLOPs of a token, if the model is a `Transformer`."""
@@ -230,37 +119,82 @@ class LanguageModel(Task):
         return [*model.blocks, model.norm, model.head]
 
     @torch.no_grad()
-    def sample(self, model: nn.Module) -> str | None:
-        """Return text that the model generates after a line break; None for token ids.
+    def sample(
+        self,
+        model: nn.Module,
+        prompt: str = "",
+        *,
+        tokens: int = _SAMPLE_TOKENS,
+        temperature: float = _TEMPERATURE,
+        seed: int | None = None,
+    ) -> str | None:
+        """Return the prompt with the text that the model continues it with; None for token ids.
 
-        Sampling uses a CPU generator of its own, seeded by the run's seed, so that training's
-        random state does not change. The model's training mode is restored.
+        The model begins behind an end-of-text token, or behind a line break if it was trained on
+        joined text, and stops after `tokens` tokens or at an end-of-text token. Temperature 0 takes
+        the likeliest tokens. Sampling uses a CPU generator of its own, seeded by the run's seed
+        unless `seed` is given, so that training's random state does not change. The model's
+        training mode is restored.
         """
-        if not self._is_text:
+        tokenizer, end_of_text = self._data.tokenizer, self._data.end_of_text
+        if tokenizer is None:
             return None
-        generator = torch.Generator().manual_seed(self.config.run.seed)
+        seed = self.config.run.seed if seed is None else seed
+        generator = torch.Generator().manual_seed(seed)
         device = next(model.parameters()).device
-        text = list(b"\n")
+        start = ord("\n") if end_of_text is None else end_of_text
+        ids = [start, *tokenizer.encode([prompt])[0].tolist()]
         was_training = model.training
         model.eval()
         try:
-            for _ in range(_SAMPLE_BYTES):
-                window = torch.tensor([text[-self.config.model.context :]], device=device)
-                logits = model(window)[0, -1, :_BYTE_VALUES].float().cpu()
-                probabilities = F.softmax(logits / _TEMPERATURE, dim=-1)
-                text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            for _ in range(tokens):
+                window = torch.tensor([ids[-self.config.model.context :]], device=device)
+                logits = model(window)[0, -1, : tokenizer.size].float().cpu()
+                following = _draw(logits, temperature, generator)
+                if following == end_of_text:
+                    break
+                ids.append(following)
         finally:
             model.train(was_training)
-        return bytes(text[1:]).decode("utf-8", errors="replace")
+        return tokenizer.decode(ids[1:])
 
 
-def _vocabulary(tokens: Corpus, given: int) -> int:
-    """Return the vocabulary size: as given, or for 0 from a scan of the token ids."""
-    if not tokens.is_text:
-        return given or tokens.highest() + 1
-    if 0 < given < _BYTE_VALUES:
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Return a token id drawn from logits, 1-D; the likeliest at temperature 0."""
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities = F.softmax(logits / temperature, dim=-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _vocabulary(data: TrainingTokens, given: int) -> int:
+    """Return the vocabulary size: as given, or for 0 that of the tokenizer or of the ids.
+
+    Raises ValueError if it does not hold all ids; of much data, only a part is scanned if the size
+    is known.
+    """
+    tokenizer = data.tokenizer
+    if tokenizer and 0 < given < tokenizer.size:
+        tokens = "its bytes" if data.tokens.is_text else f"{tokenizer.size} different ones"
         raise ValueError(
-            f"--model.vocab {given}: the tokens of a text are its bytes, so give 0 "
-            f"or at least {_BYTE_VALUES}"
+            f"--model.vocab {given}: the tokens of the text are {tokens}, so give 0 or at least "
+            f"{tokenizer.size}"
         )
-    return given or _BYTE_VALUES
+    size = given or (tokenizer.size if tokenizer else 0)
+    if not data.checked:
+        lowest, highest = data.tokens.id_range(*([_SCANNED_BYTES] if size else []))
+        _check_id(lowest, size or 1 + highest)
+        _check_id(highest, size or 1 + highest)
+        size = size or 1 + highest
+    return size
+
+
+def _check_id(token: int, vocabulary: int) -> None:
+    """Raise ValueError for a token outside the vocabulary."""
+    if token < 0:
+        raise ValueError(f"the data has token id {token}, and ids begin at 0: correct the data")
+    if token >= vocabulary:
+        raise ValueError(
+            f"the data has token id {token}, outside the vocabulary of {vocabulary}: "
+            "give a --model.vocab above all ids, or 0 to take it from the data"
+        )

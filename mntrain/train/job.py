@@ -93,7 +93,9 @@ class TrainingJob:
             if config.train.compile:
                 check_compiler(world.device)
         if resumed:
-            run_directory.check_same_run(world, resumed, config, self.data.samples)
+            run_directory.check_same_run(
+                world, resumed, config, self.data.samples, self.fingerprint["values"]
+            )
         else:
             self._load_initial_weights(world, config)
         self.optimizer = world.optimizer(

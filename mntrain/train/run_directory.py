@@ -6,12 +6,14 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.cli import to_toml
-from mntrain.config import Config, as_mapping, flag_of
+from mntrain.config import Config, flag_of
+from mntrain.config_types import as_mapping
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE
 from mntrain.run.directory import (
@@ -90,8 +92,17 @@ def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpo
     return found
 
 
-def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples: int) -> None:
-    """Raise AgreedError if a fixed option or the data differs from the checkpoint's. Local."""
+def check_same_run(
+    world: World,
+    found: FoundCheckpoint,
+    config: Config,
+    samples: int,
+    values: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise AgreedError if a fixed option or the data differs from the checkpoint's. Local.
+
+    `values` are those of the task (`Task.compared_values`), which older checkpoints lack.
+    """
     if missing := sorted(
         {"task", "data", "model", "optim", "train", "run"} - found.manifest.config.keys()
     ):
@@ -107,6 +118,12 @@ def check_same_run(world: World, found: FoundCheckpoint, config: Config, samples
         f"{flag_of(name)} was {before[name]}, and is {value}": _CHANGEABLE.get(name)
         for name, value in now.items()
         if before[name] != value
+    }
+    known = found.manifest.data.get("values", {})
+    changes |= {
+        f"{name} was {known[name]}, and is {value}": None
+        for name, value in values.items()
+        if known.get(name, value) != value
     }
     if found.manifest.samples != samples:
         counts = f"{found.manifest.samples} training samples, and has {samples}"
@@ -170,11 +187,13 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Return a configuration that finds its data and initial weights from any folder."""
+    """Return a configuration that finds its files from any folder."""
     data, weights = config.data.path, config.init.from_
+    kind, colon, file = config.data.tokenizer.partition(":")
+    tokenizer = f"{kind}:{Path(file).absolute()}" if colon else kind
     return replace(
         config,
-        data=replace(config.data, path=data and data.absolute()),
+        data=replace(config.data, path=data and data.absolute(), tokenizer=tokenizer),
         init=replace(config.init, from_=weights and weights.absolute()),
     )
 

@@ -73,6 +73,8 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
         reporter.note(f"weights: {weights}")
         for problem in weights.problems():
             reporter.warn(problem)
+    for line in (job.task.describe_data() or "").splitlines():
+        reporter.note(line)
     where = f"{world.topology}, {world.algorithm}"
     reporter.note(f"{where}, {library.name} (thread level {library.threads})")
     facts = {

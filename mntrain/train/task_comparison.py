@@ -15,16 +15,18 @@ from mntrain.world import World
 
 
 def compare_task(world: World, task: Task, datasets: Mapping[str, Dataset[Any]]) -> dict[str, Any]:
-    """Compare the task's source files, and its data by sizes and samples. Collective.
+    """Compare the task's source files and values, and its data by sizes and samples. Collective.
 
     `datasets` have a length and are named. Returns the fingerprint of the data. Raises AgreedError
     on all ranks for a difference. If samples differ between ranks, they are drawn again: those that
     a rank then finds changed are random, and are not compared.
     """
     with world.agreement():
+        values = dict(task.compared_values())
         files = describe_files(task.compared_files())
         told = {
             **describe_sources(type(task)),
+            **values,
             **{f"the number of {n} samples": len(cast(Any, d)) for n, d in datasets.items()},
             **files,
         }
@@ -34,7 +36,7 @@ def compare_task(world: World, task: Task, datasets: Mapping[str, Dataset[Any]])
         random = set[str]().union(*world.gather(find_random(datasets)))
         stable = {name: value for name, value in samples.items() if name not in random}
         expect_same(world.gather(stable), world.rank, FIX)
-    return fingerprint(files, samples)
+    return {**fingerprint(files, samples), "values": values}
 
 
 def find_random(datasets: Mapping[str, Dataset[Any]]) -> set[str]:

@@ -15,8 +15,8 @@ from mntrain.config import (
     TrainConfig,
     ZeroConfig,
     flag_of,
-    option_name,
 )
+from mntrain.config_types import option_name
 
 
 def test_no_options_give_the_defaults():

@@ -1,5 +1,4 @@
 import dataclasses
-import pickle
 import sys
 import sysconfig
 from pathlib import Path
@@ -8,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+from corpora import stories, write_bpe, write_records
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mntrain.config import Config
+from mntrain.corpus.tokenizer import load_tokenizer
+from mntrain.corpus.tokens import Corpus
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches
-from mntrain.tasks import Loss, Task, check_loss, lm, load
-from mntrain.tasks.lm import Corpus, find_files
+from mntrain.tasks import Loss, Task, check_loss, load
+from mntrain.tasks.lm import Windows
 from mntrain.tasks.transformer import RMSNorm, Transformer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -110,7 +112,9 @@ def test_a_task_is_loaded_from_the_current_directory(modules):
     assert isinstance(task, Task)
     assert task.config is config
     assert task.collate is None
-    assert task.sample(task.model()) is None
+    assert task.sample(task.model(), "a prompt") is None
+    assert task.describe_data() is None
+    assert task.compared_values() == {}
     assert str(modules) in sys.path
 
 
@@ -146,78 +150,6 @@ def test_losses_share_no_metrics():
     first, second = Loss(torch.zeros(()), 1), Loss(torch.zeros(()), 1)
     first.metrics["accuracy"] = torch.ones(())
     assert second.metrics == {}
-
-
-# ---- the corpus ----
-
-
-def tokens_of(files):
-    found = Corpus(files)
-    return found.read(0, len(found)).tolist()
-
-
-def test_files_are_read_end_to_end_in_the_order_of_their_paths(tmp_path):
-    for name, content in {"b/a": b"12", "b/b": b"", "a": b"345", "b/c": b"6"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    found = Corpus(find_files(tmp_path, "**/*"))
-    assert found.is_text
-    assert len(found) == 6
-    whole = b"345126"
-    for start in range(6):
-        for stop in range(start + 1, 7):
-            assert bytes(found.read(start, stop).tolist()) == whole[start:stop]
-    assert tokens_of(find_files(tmp_path, "b/*")) == list(b"126")
-    assert tokens_of(find_files(tmp_path / "a", "ignored")) == list(b"345")
-
-
-@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", "<u4", "<i8"])
-def test_npy_files_of_any_integers_hold_tokens(tmp_path, dtype):
-    ids = [0, 1, 255, 7]
-    np.save(tmp_path / "a.npy", np.array(ids, dtype=dtype))
-    found = Corpus([tmp_path / "a.npy"])
-    assert not found.is_text
-    assert found.read(0, 4).tolist() == ids
-    assert found.read(0, 4).dtype == np.int64
-    assert found.highest() == 255
-
-
-def test_bin_files_hold_little_endian_uint16_and_mix_with_npy(tmp_path):
-    (tmp_path / "a.bin").write_bytes(bytes([1, 0, 0, 1, 255, 255]))
-    np.save(tmp_path / "b.npy", np.array([3], dtype=np.int32))
-    (tmp_path / "c.bin").write_bytes(b"")
-    found = Corpus(find_files(tmp_path, "*"))
-    assert found.read(0, 4).tolist() == [1, 256, 65535, 3]
-    assert found.highest() == 65535
-
-
-def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
-    files = [tmp_path / f"{i:03}" for i in range(150)]
-    for i, file in enumerate(files):
-        file.write_bytes(bytes([i]))
-    found = Corpus(files)
-    assert found.read(0, 150).tolist() == list(range(150))
-    assert found.read(0, 2).tolist() == [0, 1]
-    assert lm._map_tokens.cache_info().currsize == 64
-
-
-def test_a_pickled_corpus_reopens_its_files(text):
-    found = Corpus([text])
-    unread = len(pickle.dumps(found))
-    expected = found.read(3, 9).tolist()
-    pickled = pickle.dumps(found)
-    assert len(pickled) == unread
-    assert pickle.loads(pickled).read(3, 9).tolist() == expected
-
-
-def test_pythons_own_sources_are_the_default():
-    files = find_files(None, "ignored")
-    assert files == sorted(files) == find_files(None, "ignored")
-    names = {file.name for file in files}
-    assert {"os.py", "dataclasses.py"} <= names
-    assert "test_os.py" not in names
-    assert not any("site-packages" in file.parts for file in files)
-    assert sum(file.stat().st_size for file in files) > 1_000_000
 
 
 # ---- the language model's data ----
@@ -263,13 +195,18 @@ def test_the_vocabulary_is_the_datas_or_as_given(text, tmp_path):
     assert vocabulary(tmp_path / "a.npy", 64) == 64
 
 
-@pytest.mark.parametrize("bad", [50, -1])
-def test_a_token_outside_the_vocabulary_is_named(tmp_path, bad):
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [(50, "50, outside the vocabulary of 50: give"), (-1, "-1, and ids begin at 0")],
+)
+def test_a_token_outside_the_vocabulary_is_named(tmp_path, bad, words):
     np.save(tmp_path / "a.npy", np.array([1] * 9 + [bad] + [1] * 9))
-    data = load("lm", small(tmp_path / "a.npy", vocab=50)).dataset("train")
-    assert data[0].tolist() == [1] * 5
-    with pytest.raises(ValueError, match=rf"token id {bad}, outside the vocabulary of 50: .*give"):
-        data[2]
+    with pytest.raises(ValueError, match=f"token id {words}"):
+        load("lm", small(tmp_path / "a.npy", vocab=50))
+    windows = Windows(Corpus([tmp_path / "a.npy"]), 4, 50)  # as if the scan had left it out
+    assert windows[0].tolist() == [1] * 5
+    with pytest.raises(ValueError, match=f"token id {words}"):
+        windows[2]
 
 
 def write_nothing(folder):
@@ -562,6 +499,113 @@ def test_token_ids_have_no_sample(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(40))
     task = load("lm", small(tmp_path / "a.npy"))
     assert task.sample(task.model()) is None
+
+
+class Successor(nn.Module):
+    """A model whose likeliest next token is the last one plus 1, by far."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.weight, self.vocab, self.seen = nn.Parameter(torch.zeros(1)), vocab, []
+
+    def forward(self, tokens):
+        self.seen.append(tokens[0].tolist())
+        return 100.0 * F.one_hot(tokens + 1, self.vocab + 1)
+
+
+def test_a_sample_continues_its_prompt(text):
+    task = load("lm", small(text, context=3))
+    model = Successor(300)
+    assert task.sample(model, "xab", tokens=4) == "xabcdef"
+    assert model.seen == [[120, 97, 98], [97, 98, 99], [98, 99, 100], [99, 100, 101]]
+    assert task.sample(Successor(300), tokens=2) == "\x0b\x0c"  # behind a line break
+
+
+def test_a_sample_depends_on_its_seed_and_temperature(text):
+    task = load("lm", small(text))
+    model = task.model()
+    default = task.sample(model)
+    assert default == task.sample(model, "", tokens=300, temperature=0.8, seed=0)
+    assert default != task.sample(model, seed=1)
+    likeliest = {task.sample(model, "a", tokens=30, temperature=0, seed=seed) for seed in range(3)}
+    assert len(likeliest) == 1
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return write_records(tmp_path / "a.jsonl", stories(50))
+
+
+def with_tokenizer(path, tokenizer, **options):
+    config = small(path, **options)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer))
+
+
+def test_documents_are_decoded_and_end_at_the_end_of_text(tmp_path, documents):
+    given = f"bpe:{write_bpe(tmp_path)}"
+    task = load("lm", with_tokenizer(documents, given))
+    tokenizer = load_tokenizer(given)
+    assert task.model().embedding.num_embeddings == tokenizer.size == 300
+    train = task.dataset("train")
+    windows = [*train[0].tolist(), *train[1].tolist()[1:]]
+    assert (
+        tokenizer.decode(windows)
+        == tokenizer.decode(tokenizer.encode([stories(1)[0]])[0])[: len(tokenizer.decode(windows))]
+    )
+    model = Successor(300)
+    sample = task.sample(model, "12", tokens=2)
+    first = tokenizer.encode(["12"])[0].tolist()
+    assert model.seen[0] == [0, *first]  # behind an end of text
+    assert sample == "12" + tokenizer.decode([first[-1] + 1, first[-1] + 2])
+
+    class Ending(Successor):
+        def forward(self, tokens):
+            return super().forward(torch.zeros_like(tokens) - 1 if len(self.seen) > 2 else tokens)
+
+    assert len(tokenizer.encode([task.sample(Ending(300), "12")])[0]) == len(first) + 3
+    as_bytes = load("lm", small(documents))
+    assert as_bytes.sample(Successor(256), tokens=3) == "\x01\x02\x03"  # behind a NUL byte
+
+
+def test_the_data_is_described_with_its_split_and_epochs(documents):
+    task = load("lm", small(documents, context=10))
+    nbytes = sum(len(text) + 1 for text in stories(50))
+    windows = (nbytes - 1) // 10
+    train, valid = (len(task.dataset(split)) for split in ("train", "valid"))
+    assert train + valid == windows
+    assert task.describe_data().splitlines() == [
+        f"data: 1 file, {nbytes:,} tokens, which are bytes in 50 documents",
+        f"{train} training and {valid} validation windows of 10 tokens; 200 steps of 32 windows "
+        f"are {6400 / train:.3g} epochs",
+    ]
+    (documents.parent / "b.png").touch()
+    (documents.parent / "c.txt").touch()
+    with_skipped = load("lm", small(documents.parent, context=10, glob="*.*"))
+    assert with_skipped.describe_data().splitlines()[2] == "skipped 1 binary file: b.png"
+
+
+def test_the_tokenizer_is_among_what_is_compared(tmp_path, documents):
+    given = f"bpe:{write_bpe(tmp_path)}"
+    task = load("lm", with_tokenizer(documents, given))
+    assert task.compared_values() == {"the tokenizer": load_tokenizer(given).identity}
+    assert set(task.compared_files()) == {"--data.path", "the tokens"}
+    assert load("lm", small(documents)).compared_values() == {"the tokenizer": "bytes"}
+    np.save(tmp_path / "a.npy", np.arange(40))
+    assert load("lm", small(tmp_path / "a.npy")).compared_values() == {}
+
+
+def test_a_vocabulary_is_at_least_that_of_the_tokenizer(tmp_path, documents):
+    given = f"bpe:{write_bpe(tmp_path)}"
+    with pytest.raises(ValueError, match=r"--model.vocab 299: .* give 0 or at least 300"):
+        load("lm", with_tokenizer(documents, given, vocab=299))
+    assert (
+        load("lm", with_tokenizer(documents, given, vocab=320)).model().embedding.weight.shape[0]
+        == 320
+    )
+    np.save(tmp_path / "a.npy", np.array([5, 301, 7] * 9))
+    with pytest.raises(ValueError, match="token id 301, outside the vocabulary of 300"):
+        load("lm", with_tokenizer(tmp_path / "a.npy", given))
 
 
 @pytest.mark.thorough

@@ -16,8 +16,10 @@ from mntrain.train.run_directory import changed_options, check_same_run, prepare
 WORLD = SimpleNamespace(rank=0)
 
 
-def found(config, samples=7):
-    return FoundCheckpoint(Path("step"), SimpleNamespace(config=config, samples=samples), {})
+def found(config, samples=7, values=None):
+    data = {} if values is None else {"values": values}
+    manifest = SimpleNamespace(config=config, samples=samples, data=data)
+    return FoundCheckpoint(Path("step"), manifest, {})
 
 
 def without(*sections):
@@ -27,6 +29,14 @@ def without(*sections):
 def test_the_same_configuration_is_of_the_same_run():
     check_same_run(WORLD, found(to_json(Config())), Config(), 7)
     check_same_run(WORLD, found(without("comm", "zero")), Config(), 7)  # sections of later versions
+
+
+def test_another_tokenizer_is_refused_by_name():
+    config, now = to_json(Config()), {"the tokenizer": "sha256 b"}
+    for before in (None, {}, now):  # None: a checkpoint of an earlier version
+        check_same_run(WORLD, found(config, values=before), Config(), 7, now)
+    with pytest.raises(AgreedError, match="another run: the tokenizer was bytes, and is sha256 b"):
+        check_same_run(WORLD, found(config, values={"the tokenizer": "bytes"}), Config(), 7, now)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def described(device="cpu", reasons=("", "", "", ""), compiles=False):
         model=nn.Linear(99, 100),
         resumed=None,
         reporter=reporter,
+        task=SimpleNamespace(describe_data=lambda: "data: 3 files\n2 windows"),
         initial_weights=None,
         frozen=0,
         choice="AdamW",
@@ -67,6 +68,8 @@ def test_description_has_model_place_tuning_and_sharding(device):
     of_gpu = ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
     assert reporter.notes == [
         "lm: 0.01 M parameters",
+        "data: 3 files",
+        "2 windows",
         "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)",
         "auto: lanes: 1.9x flat",
         *(of_gpu if device == "cuda" else []),

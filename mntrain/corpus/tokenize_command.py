@@ -1,0 +1,143 @@
+"""`python -m mntrain tokenize`: turn text into a folder of tokens.
+
+One process, without MPI and torch.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mntrain.corpus.text_files import CorpusFiles, OptionNames, find_files, is_token_ids
+from mntrain.corpus.token_folder import check_output, write_token_folder
+from mntrain.corpus.token_stream import text_batches
+from mntrain.corpus.tokenizer import (
+    MIN_BPE_VOCABULARY,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
+
+_OPTIONS = OptionNames("INPUT", "--glob", "--text-field", "--tokenizer")
+_MAX_WORKERS = 1024
+_EVERY_S = 10.0  # between lines of progress
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command line and return its exit code: 2 for bad input.
+
+    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    """
+    options = _parser().parse_args(words)
+    try:
+        _tokenize(options)
+    except (OSError, ValueError) as error:
+        print(f"mntrain: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mntrain tokenize",
+        description="Tokenize text into a folder of tokens for --data.path. Text is UTF-8 files, "
+        "or a field of JSON lines (.jsonl, .jsonl.gz) or Parquet (.parquet); other files are "
+        "skipped and named.",
+    )
+    parser.add_argument("input", metavar="INPUT", type=Path, help="a file, or a folder of files")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="a new folder")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--bpe-vocab",
+        metavar="N",
+        type=int,
+        help="train a byte-level byte-pair encoding with so many tokens, and apply it",
+    )
+    which.add_argument(
+        "--tokenizer",
+        metavar="TOKENIZER",
+        help="apply bytes, bpe:FILE (a tokenizer.json) or hf:PATH (of Hugging Face)",
+    )
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="field of records (default: text)"
+    )
+    parser.add_argument(
+        "--glob", default="**/*", help="pattern of the files to read in a folder (default: **/*)"
+    )
+    parser.add_argument(
+        "--workers", metavar="N", type=int, help="number of threads (default: all cores)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it exists")
+    return parser
+
+
+def _tokenize(options: argparse.Namespace) -> None:
+    """Check the options, tokenize, and print what was made. Raises ValueError and OSError."""
+    if options.workers is not None:
+        if not 1 <= options.workers <= _MAX_WORKERS:
+            raise ValueError(
+                f"--workers {options.workers}: must be between 1 and {_MAX_WORKERS} threads"
+            )
+        os.environ["RAYON_NUM_THREADS"] = str(options.workers)  # read by the tokenizers library
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    vocabulary = options.bpe_vocab
+    if vocabulary is not None and vocabulary < MIN_BPE_VOCABULARY:
+        raise ValueError(
+            f"--bpe-vocab {vocabulary}: must be at least {MIN_BPE_VOCABULARY}: all bytes, and the "
+            "end-of-text token"
+        )
+    output: Path = options.output
+    check_output(output, overwrite=options.overwrite)
+    tokenizer = load_tokenizer(options.tokenizer, _OPTIONS) if vocabulary is None else None
+    sources = find_files(options.input, options.glob, _OPTIONS)
+    if ids := next((file for file in sources.files if is_token_ids(file)), None):
+        raise ValueError(f"{ids} holds token ids already: let --glob match text only")
+    if skipped := sources.describe_skipped():
+        print(f"mntrain: {skipped}", file=sys.stderr)
+    if tokenizer is None:
+        tokenizer = _train(sources, options.text_field, vocabulary, output)
+    manifest = write_token_folder(
+        output,
+        sources,
+        options.text_field,
+        tokenizer,
+        overwrite=options.overwrite,
+        at_batch=_progress(len(sources.files)),
+        options=_OPTIONS,
+    )
+    nbytes = sum(manifest.sources.values())
+    print(
+        f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}, vocabulary "
+        f"{manifest.vocabulary:,}) of {manifest.documents:,} documents in "
+        f"{len(manifest.sources):,} files, {nbytes / 1e6:.1f} MB"
+    )
+
+
+def _train(sources: CorpusFiles, text_field: str, vocabulary: int, output: Path) -> Tokenizer:
+    """Return a byte-pair encoding that is trained on the files."""
+    print(f"mntrain: training a vocabulary of {vocabulary:,}", file=sys.stderr)
+    content = train_bpe(text_batches(sources, text_field, _OPTIONS), vocabulary)
+    made = FileTokenizer(output / "tokenizer.json", content)
+    if made.size < vocabulary:
+        print(
+            f"mntrain: the text is too small for {vocabulary:,} tokens: the vocabulary has "
+            f"{made.size:,}",
+            file=sys.stderr,
+        )
+    return made
+
+
+def _progress(files: int) -> Callable[[int, int], None]:
+    """Return a function that prints how far tokenization is, every 10 seconds."""
+    told = time.monotonic()
+
+    def tell(done: int, tokens: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _EVERY_S:
+            told = time.monotonic()
+            print(f"mntrain: {done:,} of {files:,} files done, {tokens:,} tokens", file=sys.stderr)
+
+    return tell

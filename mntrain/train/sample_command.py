@@ -1,0 +1,147 @@
+"""`python -m mntrain sample`: generate with the model of a run. One process, without MPI."""
+
+# Modules that import torch are imported inside functions: --help needs none of them.
+# ruff: noqa: PLC0415
+
+import argparse
+import inspect
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mntrain.config import Config
+    from mntrain.tasks import Task
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command line and return its exit code: 2 for bad input.
+
+    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m mntrain sample",
+        description="Generate a text with the model of a run, by the task of its configuration.",
+    )
+    parser.add_argument(
+        "path",
+        metavar="RUN_DIR",
+        type=Path,
+        help="a run, which stands for its newest sound checkpoint, or a checkpoint",
+    )
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue")
+    parser.add_argument("--tokens", type=int, metavar="N", help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest tokens")
+    parser.add_argument("--seed", type=int, metavar="S", help="default: that of the run")
+    options = parser.parse_args(words)
+    try:
+        print(_printable(_sample(options)))
+    except (OSError, ValueError) as error:
+        print(f"mntrain: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _sample(options: argparse.Namespace) -> str:
+    """Return a sample. Raises ValueError and OSError."""
+    import torch
+
+    from mntrain import tasks
+    from mntrain.checkpoint.format import MODEL, open_tensors
+    from mntrain.checkpoint.reader import load_model
+    from mntrain.train.job import PRECISIONS
+
+    given = _given(options)
+    path = _find_checkpoint(options.path)
+    config = _read_config(path.absolute().parents[1])
+    task = tasks.load(config.task, config)
+    precision = PRECISIONS[config.train.precision]
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    torch.manual_seed(config.run.seed)  # as in training, for what the model draws when it is made
+    model = task.model().to(device, precision.parameters)
+    with open_tensors(path / MODEL) as file:
+        load_model(file, model)
+    sample = task.sample(model.eval(), **_arguments(task, options.prompt, given))
+    if sample is None:
+        raise ValueError(
+            f"--task {config.task} has no sample: its sample() returns None, as that of the "
+            "language model does for token ids without a tokenizer (--data.tokenizer)"
+        )
+    return sample
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the given options of sampling. Raises ValueError for one out of its range."""
+    given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
+    if options.tokens is not None and options.tokens < 1:
+        raise ValueError(f"--tokens {options.tokens}: must be at least 1")
+    if options.temperature is not None and not 0 <= options.temperature < math.inf:
+        raise ValueError(f"--temperature {options.temperature}: must be 0 or a positive number")
+    if options.seed is not None and not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed {options.seed}: must be between 0 and 2^63 - 1")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _find_checkpoint(given: Path) -> Path:
+    """Return the checkpoint at a path, or a run's newest one whose model is sound.
+
+    Damaged ones that are newer are named on stderr. Raises ValueError if there is none.
+    """
+    from mntrain.checkpoint.format import FILE, MODEL
+    from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
+
+    paths = [given] if (given / FILE).exists() else list_checkpoints(given)
+    if not paths:
+        raise ValueError(
+            f"{given}: neither a checkpoint nor a run that has one: run with --checkpoint.every"
+        )
+    problems = []
+    for path in paths:
+        try:
+            verify(path, inspect(path), (MODEL,))
+        except (OSError, ValueError) as error:
+            problems.append(f"{path.name}: {error}")
+            continue
+        for problem in problems:
+            print(f"mntrain: passed over {problem}", file=sys.stderr)
+        return path
+    raise ValueError(f"no checkpoint of {given} is sound: {'; '.join(problems)}")
+
+
+def _read_config(run_dir: Path) -> "Config":
+    """Return the configuration of a run. Raises ValueError if it has none."""
+    from mntrain import cli
+    from mntrain.metrics.files import CONFIG_FILE
+
+    file = run_dir / CONFIG_FILE
+    try:
+        return cli.parse(["--config", str(file)], print_errors=False)
+    except cli.RefusedOptionsError as refused:
+        problem = refused.text.splitlines()[0]
+        raise ValueError(
+            f"{run_dir} is no run of `python -m mntrain`, whose {CONFIG_FILE} names the task: "
+            f"{problem}"
+        ) from None
+
+
+def _arguments(task: "Task", prompt: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the given arguments of a task's sample(). Raises ValueError if it lacks one."""
+    parameters = inspect.signature(task.sample).parameters
+    arguments = {**({"prompt": prompt} if prompt else {}), **given}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in arguments:
+        if name not in parameters and not open_ended:
+            raise ValueError(
+                f"--{name}: sample() of --task {task.config.task} has no argument {name!r}; leave "
+                "the option out"
+            )
+    return arguments
+
+
+def _printable(text: str) -> str:
+    """Return a text that stdout can encode, without control characters."""
+    kept = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return kept.encode(encoding, "replace").decode(encoding)

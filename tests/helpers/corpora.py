@@ -1,0 +1,37 @@
+"""Small corpora and tokenizers for tests."""
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mntrain.corpus.tokenizer import FileTokenizer, train_bpe
+
+WORDS = [
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("café", "größe", "日本", "12", "345", "!?", "--", "(a)", "it's\tx"),
+]
+
+
+def write_records(path: Path, texts: Iterable[str], field: str = "text") -> Path:
+    """JSON lines with a text in one field, packed if the name says so."""
+    lines = "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts))
+    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    return path
+
+
+def stories(count: int) -> list[str]:
+    """Short documents that have something to learn."""
+    return [f"{i} and {i + 1} make {2 * i + 1}.\nThat is all\n" for i in range(count)]
+
+
+def write_bpe(folder: Path, texts: Sequence[str] | None = None, vocabulary: int = 300) -> Path:
+    """The tokenizer.json of a byte-pair encoding of stories, or of other texts."""
+    path = folder / "tok.json"
+    path.write_bytes(train_bpe([texts or stories(50)], vocabulary))
+    return path
+
+
+def bpe(folder: Path, **options: object) -> FileTokenizer:
+    """A byte-pair encoding."""
+    return FileTokenizer(write_bpe(folder, **options))  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""Jobs on text that is tokenized: JSON lines with a byte-pair encoding."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from corpora import stories, write_bpe, write_records
+from job import completed, losses, train
+from launch import mpirun
+
+from mntrain.corpus.tokenizer import load_tokenizer
+
+STEPS = ["--train.steps", "30", "--optim.lr", "1e-2", "--checkpoint.every", "10"]
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> list[str]:
+    """The options of the data, which has a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_records(tmp_path / "a.jsonl", stories(400), field="story")
+    given = f"bpe:{write_bpe(tmp_path)}"
+    return ["--data.path", str(path), "--data.text-field", "story", "--data.tokenizer", given]
+
+
+def test_a_job_on_json_lines_learns_resumes_and_its_sample_decodes(tmp_path, options):
+    first = train(2, tmp_path, *options, *STEPS, "--run.stop-after", "20")
+    completed(first)
+    assert first.stderr.count("mntrain: tokenizing") == 1  # by one rank of the node
+    assert "400 documents" in first.stdout
+    assert "epochs" in first.stdout
+    second = completed(train(2, tmp_path, *options, *STEPS))
+    assert "tokenizing" not in second.stderr
+    found = losses(tmp_path)
+    assert found[0] > 5
+    assert found[-1] < 0.8 * found[0]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    completed(train(2, whole, *options, *STEPS))
+    assert losses(whole) == found
+    command = [sys.executable, "-m", "mntrain", "sample", "run", "--prompt", "12 and 13"]
+    result = mpirun(1, [*command, "--tokens", "20"], cwd=tmp_path, timeout=60)
+    assert result.returncode == 0, result.report()
+    assert result.stdout.startswith("12 and 13")
+
+
+@pytest.mark.thorough
+def test_a_folder_of_tokens_trains_as_its_text_does_and_resumes_its_run(tmp_path, options):
+    given = Path(options[-1].removeprefix("bpe:"))
+    words = ["a.jsonl", "tokens", "--text-field", "story", "--tokenizer", f"bpe:{given.name}"]
+    command = [sys.executable, "-m", "mntrain", "tokenize", *words]
+    assert mpirun(1, command, cwd=tmp_path, timeout=60).returncode == 0
+    completed(train(2, tmp_path, *options, *STEPS, "--run.stop-after", "10"))
+    completed(train(2, tmp_path, "--data.path", str(tmp_path / "tokens"), *STEPS))
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    completed(train(2, whole, *options, *STEPS))
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_another_tokenizer_is_refused_by_ranks_and_by_resumed_runs(tmp_path, options):
+    completed(train(2, tmp_path, *options, *STEPS, "--run.stop-after", "10"))
+    path = Path(options[-1].removeprefix("bpe:"))
+    content = json.loads(path.read_text())
+    merges = content["model"]["merges"]
+    merges[-1], merges[-2] = merges[-2], merges[-1]  # of the same size, and the vocabulary too
+    path.write_text(json.dumps(content))
+    resumed = train(2, tmp_path, *options, *STEPS)
+    assert resumed.returncode == 2
+    assert "is of another run: the tokenizer was sha256 " in resumed.stderr
+    (tmp_path / "0").mkdir()
+    other = write_bpe(tmp_path / "0")
+    own = ["bash", "-c", f'{sys.executable} -m mntrain "$@" --data.tokenizer bpe:"$FILE"', "x"]
+    words = [*options[:-2], "--train.steps", "2", "--device", "cpu"]
+    ranks = [
+        *("env", f"FILE={other}", *own, *words, ":", "-n", "1", "env", f"FILE={path}", *own, *words)
+    ]
+    result = mpirun(1, ranks, cwd=tmp_path, timeout=60)
+    assert result.returncode == 2, result.report()
+    assert load_tokenizer(f"bpe:{other}").sha256 in result.stderr
+    assert load_tokenizer(f"bpe:{path}").sha256 in result.stderr
+    assert "the tokenizer" in result.stderr

@@ -1,0 +1,305 @@
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import bpe, stories, write_bpe, write_records
+
+from mntrain.corpus import token_folder, token_stream
+from mntrain.corpus.text_files import find_files
+from mntrain.corpus.token_folder import (
+    dtype_of,
+    is_token_folder,
+    open_token_folder,
+    write_token_folder,
+)
+from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer
+
+
+def write(output, source, tokenizer=None, *, overwrite=False, at_batch=lambda files, tokens: None):
+    return write_token_folder(
+        output,
+        find_files(source, "**/*"),
+        "text",
+        tokenizer or ByteTokenizer(),
+        overwrite=overwrite,
+        at_batch=at_batch,
+    )
+
+
+@pytest.fixture
+def records(tmp_path):
+    return write_records(tmp_path / "a.jsonl", stories(20))
+
+
+@pytest.fixture
+def tokens(tmp_path, records):
+    write(tmp_path / "tokens", records, bpe(tmp_path))
+    return tmp_path / "tokens"
+
+
+def test_a_folder_says_what_its_tokens_are(tmp_path, records, tokens):
+    made = bpe(tmp_path)
+    expected = [i for text in stories(20) for i in (*made.encode([text])[0], made.end_of_text)]
+    assert np.fromfile(tokens / "tokens.bin", dtype="<u2").tolist() == expected
+    assert json.loads((tokens / "manifest.json").read_text()) == {
+        "format": "mntrain tokens 1",
+        "dtype": "uint16",
+        "vocabulary": 300,
+        "tokens": len(expected),
+        "documents": 20,
+        "end_of_text": made.end_of_text,
+        "tokenizer": "tokenizer.json",
+        "tokenizer_sha256": made.sha256,
+        "text_field": "text",
+        "sources": {"a.jsonl": records.stat().st_size},
+    }
+    found = open_token_folder(tokens)
+    assert found.tokenizer.identity == made.identity
+    for given in (tokens, tokens / "tokenizer.json"):  # as hf:PATH
+        path = given / "tokenizer.json" if given.is_dir() else given
+        assert FileTokenizer(path).identity == made.identity
+    assert not list(tmp_path.glob(".tokens*"))
+
+
+def test_bytes_of_joined_text_have_no_end_of_text(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    manifest = write(tmp_path / "tokens", tmp_path / "a.txt")
+    assert (manifest.end_of_text, manifest.tokenizer, manifest.tokens) == (None, "bytes", 9)
+    assert open_token_folder(tmp_path / "tokens").manifest == manifest
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
+def test_ids_fit_their_dtype_at_the_limit_of_16_bits(tmp_path, size, dtype):
+    content = json.loads(write_bpe(tmp_path).read_text())
+    vocabulary = content["model"]["vocab"]
+    names = [f"word{i}" for i in range(size - len(vocabulary))]
+    vocabulary |= {name: len(vocabulary) + i for i, name in enumerate(names)}
+    content["model"] = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "!"}
+    content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (tmp_path / "tok.json").write_text(json.dumps(content))
+    (tmp_path / "a.txt").write_text(f"{names[-1]} {names[0]}\n")
+    made = FileTokenizer(tmp_path / "tok.json")
+    assert made.size == size
+    manifest = write(tmp_path / "tokens", tmp_path / "a.txt", made)
+    ids = np.fromfile(
+        tmp_path / "tokens" / "tokens.bin", dtype="<u2" if dtype == "uint16" else "<u4"
+    )
+    assert manifest.dtype == dtype
+    assert ids.tolist() == [size - 1, 300, 0]
+    assert open_token_folder(tmp_path / "tokens").dtype_bytes == ids.itemsize
+
+
+def test_more_than_32_bits_are_refused():
+    assert dtype_of(1 << 32) == "uint32"
+    with pytest.raises(ValueError, match="does not fit 32 bits"):
+        dtype_of((1 << 32) + 1)
+
+
+def edit(**changes):
+    def apply(folder):
+        path = folder / "manifest.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return apply
+
+
+def cut_tokens(folder):
+    path = folder / "tokens.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def edit_tokenizer(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_tokens, r"tokens.bin has \d+ bytes, and its manifest says \d+: run .*tokenize. again"),
+        (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin has 0 bytes"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is no manifest of tokens"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is no manifest of tokens"),
+        (edit(tokens=5), "tokens.bin has .* and its manifest says 10"),
+        (edit(tokens="5"), "is no manifest of tokens: tokens: Input should be a valid integer"),
+        (edit(extra=5), "is no manifest of tokens: extra: Unexpected"),
+        (edit(format="mntrain tokens 2"), "is no manifest of tokens: format: .*'mntrain tokens 1'"),
+        (edit(dtype="uint32", tokens=1), "tokens.bin has .* and its manifest says 4"),
+        (edit(vocabulary=299), "vocabulary is 299, and must be 300 with this tokenizer"),
+        (edit(vocabulary=70_000), "vocabulary is 70000, and must be 300"),
+        (edit(end_of_text=5), "end_of_text is 5, and must be 0"),
+        (edit(end_of_text=None), "end_of_text is None, and must be 0"),
+        (edit(tokenizer="bytes"), "vocabulary is 300, and must be 256"),
+        (edit(tokenizer="../other.json"), "is no manifest of tokens: tokenizer: "),
+        (edit_tokenizer, "tokenizer.json is not the tokenizer that made the tokens, whose sha256"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
+    ],
+)
+def test_a_folder_that_was_changed_is_refused(tokens, damage, message):
+    damage(tokens)
+    assert is_token_folder(tokens)
+    with pytest.raises(ValueError, match=message):
+        open_token_folder(tokens)
+
+
+def test_half_as_many_tokens_of_32_bits_are_refused(tokens):
+    count = json.loads((tokens / "manifest.json").read_text())["tokens"]
+    with (tokens / "tokens.bin").open("ab") as file:
+        file.write(b"\0\0" * (count % 2))
+    edit(dtype="uint32", tokens=-(-count // 2))(tokens)
+    with pytest.raises(ValueError, match="dtype is uint32, and must be uint16"):
+        open_token_folder(tokens)
+
+
+def test_folders_of_other_kinds_hold_no_tokens(tmp_path):
+    assert not is_token_folder(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format": "mntrain checkpoint 1"}')
+    assert not is_token_folder(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format": "mntrain tokens 1"}')
+    assert is_token_folder(tmp_path)
+
+
+def test_an_output_that_exists_is_kept_unless_it_may_be_replaced(tmp_path, records, tokens):
+    (tmp_path / "b.txt").write_text("others")
+    before = (tokens / "tokens.bin").read_bytes()
+    with pytest.raises(ValueError, match=r"tokens has tokens already: .* or --overwrite"):
+        write(tokens, tmp_path / "b.txt")
+    assert (tokens / "tokens.bin").read_bytes() == before
+    write(tokens, tmp_path / "b.txt", overwrite=True)
+    assert open_token_folder(tokens).manifest.tokens == 6
+    assert not list(tmp_path.glob(".tokens*"))
+    (tokens / "notes.md").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"tokens has other files than tokens \(notes.md\)"):
+            write(tokens, records, overwrite=overwrite)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", tmp_path / "b.txt")
+    assert open_token_folder(tmp_path / "empty").manifest.tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.jsonl", "a.jsonl exists, and is no folder"),
+        ("absent/tokens", "absent is not a folder: make it"),
+    ],
+)
+def test_an_output_that_cannot_be_made_is_refused(tmp_path, records, name, message):
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path / name, records, overwrite=True)
+
+
+def test_input_without_text_or_of_ids_is_refused(tmp_path):
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match="has no text: its 1 files are empty"):
+        write(tmp_path / "tokens", tmp_path / "a.txt")
+    np.save(tmp_path / "b.npy", np.arange(9))
+    with pytest.raises(ValueError, match=r"b.npy holds token ids already"):
+        write(tmp_path / "tokens", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.npy"]
+
+
+def test_files_that_change_meanwhile_are_refused(tmp_path, records):
+    def change(files, tokens):
+        with records.open("a") as file:
+            file.write("\n")
+
+    with pytest.raises(ValueError, match="changed while they were read: try again"):
+        write(tmp_path / "tokens", records, at_batch=change)
+    assert not is_token_folder(tmp_path / "tokens")
+
+
+def test_an_id_that_the_tokenizer_does_not_list_is_refused(tmp_path, records):
+    made = bpe(tmp_path)
+    made.size = 100
+    with pytest.raises(ValueError, match=r"the tokenizer made id \d+, which it does not list"):
+        write(tmp_path / "tokens", records, made)
+
+
+def write_slowly(folder, source):
+    """Begin a tokenization that does not end."""
+    token_stream._BATCH = 1
+    write(folder / "tokens", source, at_batch=lambda files, tokens: time.sleep(60))
+
+
+def test_a_killed_process_leaves_nothing_that_trains_and_the_next_one_removes_it(
+    tmp_path, records, monkeypatch
+):
+    child = multiprocessing.get_context("spawn").Process(
+        target=write_slowly, args=(tmp_path, records)
+    )
+    child.start()
+    while not list(tmp_path.glob(".tokens*/tokens.partial")):
+        time.sleep(0.05)
+    (left,) = tmp_path.glob(".tokens*")
+    os.utime(left, (1, 1))
+    write(tmp_path / "tokens", records)  # another process holds the lock of its folder
+    assert left.is_dir()
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    with pytest.raises(ValueError, match="matches no file"):
+        find_files(left, "**/*")
+    write(tmp_path / "tokens", records, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "tokens"]
+
+
+def test_the_second_of_two_that_write_one_folder_is_refused(tmp_path, records):
+    def meanwhile(files, tokens):
+        if not (tmp_path / "tokens").exists():
+            write(tmp_path / "tokens", records)
+
+    with pytest.raises(ValueError, match="tokens was made by another process meanwhile"):
+        write(tmp_path / "tokens", records, bpe(tmp_path), at_batch=meanwhile)
+    assert open_token_folder(tmp_path / "tokens").manifest.tokenizer == "bytes"
+    write(
+        tmp_path / "tokens",
+        records,
+        overwrite=True,
+        at_batch=lambda *_: shutil.rmtree(tmp_path / "tokens", ignore_errors=True),
+    )
+    assert open_token_folder(tmp_path / "tokens").manifest.tokenizer == "bytes"
+
+
+def test_an_older_folder_returns_if_the_new_one_cannot_take_its_place(
+    tmp_path, records, tokens, monkeypatch
+):
+    rename = Path.rename
+
+    def failing(self, target):
+        if target == tokens and ".old" not in self.name:
+            raise PermissionError("denied")
+        return rename(self, target)
+
+    before = open_token_folder(tokens).manifest
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(PermissionError):
+        write(tokens, records, overwrite=True)
+    assert open_token_folder(tokens).manifest == before
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch):
+    largest = 0
+    encode = ByteTokenizer.encode
+
+    def measured(self, texts):
+        nonlocal largest
+        largest = max(largest, sum(map(len, texts)))
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", measured)
+    monkeypatch.setattr(token_stream, "_BATCH", 100_000)
+    monkeypatch.setattr(token_stream, "_PIECE", 10_000)
+    (tmp_path / "a.txt").write_text("word " * 600_000)
+    write_records(tmp_path / "b.jsonl", ["word " * 600_000, "short"])
+    manifest = write(tmp_path / "tokens", tmp_path)
+    assert manifest.tokens == 6_000_000 + 1 + 5 + 1
+    assert manifest == replace(manifest, documents=2)
+    assert largest < 150_000
+    assert token_folder.TOKENS_FILE == "tokens.bin"

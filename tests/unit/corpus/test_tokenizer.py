@@ -1,0 +1,146 @@
+import json
+
+import numpy as np
+import pytest
+from corpora import bpe, stories, write_bpe
+
+from mntrain.corpus import tokenizer as module
+from mntrain.corpus.text_files import OptionNames
+from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, train_bpe
+
+TEXTS = ["", " ", "1 and 2 make 3\r\n\tcafé 日本 😀\0", "<|endoftext|> in a text"]
+
+
+def edited(path, **changes):
+    """A tokenizer.json with other top-level values."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_text_is_what_its_tokens_decode_to(tmp_path, kind):
+    made = load_tokenizer("bytes" if kind == "bytes" else f"bpe:{write_bpe(tmp_path)}")
+    for text, ids in zip(TEXTS, made.encode(TEXTS), strict=True):
+        assert ids.dtype == np.int64
+        assert made.decode(ids.tolist()) == text
+        assert not len(ids) or (ids.min() >= 0 and ids.max() < made.size)
+
+
+def test_bytes_are_those_of_utf8():
+    made = ByteTokenizer()
+    assert [ids.tolist() for ids in made.encode(TEXTS)] == [list(t.encode()) for t in TEXTS]
+    assert made.encode(["\udcff"])[0].tolist() == [0xFF]  # as a file was read
+    assert made.decode([0xFF, 97]) == "\N{REPLACEMENT CHARACTER}a"
+
+
+def test_the_end_of_text_in_a_document_is_ordinary_text(tmp_path):
+    made = bpe(tmp_path)
+    ids = made.encode(["a<|endoftext|>b"])[0]
+    assert made.end_of_text not in ids
+    assert made.decode([*ids, made.end_of_text]) == "a<|endoftext|>b<|endoftext|>"
+
+
+def test_training_gives_the_asked_vocabulary_and_the_same_tokenizer_again():
+    content = train_bpe([stories(50)], 300)
+    assert content == train_bpe([stories(20), stories(50)[20:]], 300)
+    vocabulary = json.loads(content)["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(300))
+    assert len(json.loads(train_bpe([["aa aa"]], 300))["model"]["vocab"]) < 300
+
+
+def test_what_a_tokenizer_file_adds_or_cuts_off_is_turned_off(tmp_path):
+    path = write_bpe(tmp_path)
+    plain = FileTokenizer(path).encode(TEXTS)
+    template = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    model = {**json.loads(path.read_text())["model"], "dropout": 0.9}
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    pad = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    edited(path, post_processor=template, model=model, truncation=cut, padding=pad)
+    for ids, expected in zip(FileTokenizer(path).encode(TEXTS), plain, strict=True):
+        assert ids.tolist() == expected.tolist()
+
+
+def test_a_folder_of_hugging_face_names_its_end_of_text(tmp_path):
+    write_bpe(tmp_path).rename(tmp_path / "tokenizer.json")
+    assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 0
+    for named in ("!", {"content": "!", "lstrip": False}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        for given in (f"hf:{tmp_path}", f"hf:{tmp_path}/tokenizer.json"):
+            made = load_tokenizer(given)
+            assert made.decode([made.end_of_text]) == "!"
+            assert made.identity != load_tokenizer(f"bpe:{write_bpe(tmp_path)}").identity
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "absent"}')
+    with pytest.raises(ValueError, match=r"eos_token 'absent' is no token of .*tokenizer.json"):
+        load_tokenizer(f"hf:{tmp_path}")
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not the settings"):
+        load_tokenizer(f"hf:{tmp_path}")
+
+
+def test_ids_may_have_gaps(tmp_path):
+    path = write_bpe(tmp_path)
+    added = json.loads(path.read_text())["added_tokens"]
+    far = {**added[0], "id": 70_000, "content": "<|far|>"}
+    # The library gives added tokens the next free id, so a gap is only in the file.
+    assert FileTokenizer(edited(path, added_tokens=[*added, far])).size == 70_001
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a tokenizer.json of the tokenizers library"),
+        (b"{}", "is not a tokenizer.json .*'model'"),
+        (b"\x89PNG", "is not a tokenizer.json"),
+        (b'{"model": {"vocab": {}}}', "has no tokens"),
+        (b'{"model": {"vocab": {"a": 0}}}', "has no end-of-text token, which separates documents"),
+        (b'{"model": {"vocab": {"a": "b"}}}', "is not a tokenizer.json"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"a.json {message}"):
+        load_tokenizer(f"bpe:{tmp_path}/a.json")
+
+
+def test_a_file_that_only_the_library_refuses_is_refused_at_the_first_use(tmp_path):
+    (tmp_path / "a.json").write_text('{"model": {"vocab": {"</s>": 0}}}')
+    made = FileTokenizer(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a.json is not a tokenizer.json: "):
+        made.encode(["text"])
+
+
+@pytest.mark.parametrize("given", ["gpt2", "bpe:", "hf", "bytes:x", "tok.json", ":x"])
+def test_an_unknown_kind_of_tokenizer_is_refused(given):
+    with pytest.raises(ValueError, match=rf"--t {given}: must be bytes, bpe:FILE .* or hf:PATH"):
+        load_tokenizer(given, OptionNames(tokenizer="--t"))
+
+
+def test_an_absent_file_is_refused(tmp_path):
+    for given in (f"bpe:{tmp_path}", f"bpe:{tmp_path}/x", f"hf:{tmp_path}"):
+        with pytest.raises(ValueError, match=r"there is no file .*; give one that exists"):
+            load_tokenizer(given)
+
+
+def test_without_the_library_the_package_to_install_is_named(tmp_path, monkeypatch):
+    path = write_bpe(tmp_path)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    for refused in (lambda: load_tokenizer(f"bpe:{path}"), lambda: train_bpe([], 300)):
+        with pytest.raises(ValueError, match=r"pip install 'mntrain\[data\]'"):
+            refused()

@@ -1,0 +1,92 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from mntrain.corpus import tokens
+from mntrain.corpus.text_files import find_files
+from mntrain.corpus.tokens import Corpus
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(97, 123)) * 4)
+    return path
+
+
+def tokens_of(files):
+    found = Corpus(files)
+    return found.read(0, len(found)).tolist()
+
+
+def test_files_are_read_end_to_end_in_the_order_of_their_paths(tmp_path):
+    for name, content in {"b/a": b"12", "b/b": b"", "a": b"345", "b/c": b"6"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    found = Corpus(find_files(tmp_path, "**/*").files)
+    assert found.is_text
+    assert len(found) == 6
+    whole = b"345126"
+    for start in range(6):
+        for stop in range(start + 1, 7):
+            assert bytes(found.read(start, stop).tolist()) == whole[start:stop]
+    assert tokens_of(find_files(tmp_path, "b/*").files) == list(b"126")
+    assert tokens_of(find_files(tmp_path / "a", "ignored").files) == list(b"345")
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", "<u4", "<i8"])
+def test_npy_files_of_any_integers_hold_tokens(tmp_path, dtype):
+    ids = [0, 1, 255, 7]
+    np.save(tmp_path / "a.npy", np.array(ids, dtype=dtype))
+    found = Corpus([tmp_path / "a.npy"])
+    assert not found.is_text
+    assert found.read(0, 4).tolist() == ids
+    assert found.read(0, 4).dtype == np.int64
+    assert found.id_range() == (0, 255)
+
+
+def test_bin_files_hold_little_endian_uint16_and_mix_with_npy(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes([1, 0, 0, 1, 255, 255]))
+    np.save(tmp_path / "b.npy", np.array([3], dtype=np.int32))
+    (tmp_path / "c.bin").write_bytes(b"")
+    found = Corpus(find_files(tmp_path, "*").files)
+    assert found.read(0, 4).tolist() == [1, 256, 65535, 3]
+    assert found.id_range() == (0, 65535)
+
+
+def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
+    files = [tmp_path / f"{i:03}" for i in range(150)]
+    for i, file in enumerate(files):
+        file.write_bytes(bytes([i]))
+    found = Corpus(files)
+    assert found.read(0, 150).tolist() == list(range(150))
+    assert found.read(0, 2).tolist() == [0, 1]
+    assert tokens._map_tokens.cache_info().currsize == 64
+
+
+def test_a_pickled_corpus_reopens_its_files(text):
+    found = Corpus([text])
+    unread = len(pickle.dumps(found))
+    expected = found.read(3, 9).tolist()
+    pickled = pickle.dumps(found)
+    assert len(pickled) == unread
+    assert pickle.loads(pickled).read(3, 9).tolist() == expected
+
+
+def test_ids_are_found_wherever_they_lie_and_of_much_data_in_some_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "_BLOCK", 10)
+    for at in (0, 9, 10, 55, 99):
+        ids = np.full(100, 7, dtype=np.int32)
+        ids[at] = -3
+        ids[99 - at] = 900
+        np.save(tmp_path / "a.npy", ids)
+        assert Corpus([tmp_path / "a.npy"]).id_range() == (-3, 900)
+        low, high = Corpus([tmp_path / "a.npy"]).id_range(max_bytes=80)  # of 400: 3 of 10 blocks
+        assert (low == -3) == (at // 10 in (0, 5, 9))
+        assert (high == 900) == ((99 - at) // 10 in (0, 5, 9))
+
+
+def test_bin_files_may_hold_32_bits(tmp_path):
+    (tmp_path / "a.bin").write_bytes(np.array([1, 1 << 20], dtype="<u4").tobytes())
+    assert Corpus([tmp_path / "a.bin"], "<u4").read(0, 2).tolist() == [1, 1 << 20]
