@@ -1,5 +1,6 @@
 """One collective in flight: its state, its chunks, and the future that its caller waits for."""
 
+import signal
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -75,7 +76,7 @@ class Future(Generic[T]):
     def advance(self) -> bool:
         """Continue the steps as far as tests succeed; return whether anything happened.
 
-        Raises only an interrupt, such as KeyboardInterrupt.
+        Raises only an interrupt, such as KeyboardInterrupt: it is of the thread that drives.
         """
         moved = False
         try:
@@ -87,7 +88,7 @@ class Future(Generic[T]):
         except BaseException as error:  # of any kind: the waiting thread raises it
             moved = True
             self.fail(error)
-            if not isinstance(error, Exception):  # an interrupt of the driving thread
+            if is_interrupt(error):
                 raise
         return moved
 
@@ -108,6 +109,24 @@ def steps_of(function: Callable[[], T]) -> Steps[T]:
     """Return steps that call a function and return its result."""
     yield from ()
     return function()
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an error is none of the code that it ended: a signal handler has raised it.
+
+    Python runs handlers between any two instructions of the main thread. KeyboardInterrupt is the
+    common one; that of torch raises a RuntimeError when a process of a DataLoader has died.
+    """
+    if not isinstance(error, Exception):
+        return True
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 class PendingCollective(Future[T]):

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mntrain.comm.pending import Future, PendingCollective
+from mntrain.comm.pending import Future, PendingCollective, is_interrupt
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Ticket, digest_of, text_of
 
@@ -115,6 +115,8 @@ class Stream:
         except BaseException as error:  # nothing is known of those behind it, either
             while self.active:
                 self.active.popleft().fail(error)
+            if is_interrupt(error):
+                raise
             return True
 
     def _take_from_queue(self) -> bool:

@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     def moves(self) -> bool:
         """Whether it may happen on emulated nodes, too: there each node starts its ranks."""
         of_a_host = self.shell or self is WRONG_MPIRUN or self.script != "fault.py"
-        return not (of_a_host or self.most < 4)
+        return not (of_a_host or self.most < 4 or self is OUT_OF_MEMORY)
 
 
 WAITED = r"error: rank.* waited \d+ s for rank {rank} on "
@@ -47,6 +47,7 @@ UNSEEN = r"error: (rank {rank}|ranks? 1\b.*): .* is not the folder that rank 0 s
 BOUND = r"warning: 2 ranks share the 1 core of \S+ that they are bound to"
 JOB = {"script": "job_fault.py"}
 REFUSED = {**JOB, "code": 2}
+OUT_OF_MEMORY = Kind(LOST, dies=True)  # in a cgroup, which emulated nodes do not see
 WRONG_MPIRUN = Kind("error: .* does not know: ")
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
 
@@ -69,7 +70,7 @@ KINDS = {
     "exits with 0": Kind(DISAGREE),
     "dead worker": Kind(WORKER),
     "stuck worker": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in batch", waits=True),
-    "out of memory": Kind(LOST, dies=True),
+    "out of memory": OUT_OF_MEMORY,
     "continues": Kind(DISAGREE),
     "stops early": Kind(DISAGREE),
     "another shape": Kind(DISAGREE),

@@ -1,5 +1,7 @@
 """The progress engine, with operations of a test kind that need no MPI."""
 
+import os
+import signal
 import threading
 import time
 from itertools import cycle
@@ -419,6 +421,35 @@ def test_an_interrupt_in_steps_of_another_future_reaches_who_drives(engine):
         second.wait()
     assert second.wait() == "b"
     with pytest.raises(KeyboardInterrupt):
+        first.wait()
+
+
+@pytest.fixture
+def raising_signal():
+    """A signal whose handler raises, as torch's does when a process of a DataLoader has died."""
+
+    def handle(number, frame):
+        raise RuntimeError("a worker is killed")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal, chunked):
+    def test():
+        raising_signal()
+        return False
+
+    first = engine.submit(
+        Steps([], "a", chunk=test) if chunked else alone([], "a", test), wake=False
+    )
+    second = engine.submit(alone([], "b"), wake=False)
+    with pytest.raises(RuntimeError, match="a worker is killed"):
+        second.wait()  # else it might wait for ranks that wait for this one in the first
+    assert second.wait() == "b"
+    with pytest.raises(RuntimeError, match="a worker is killed"):
         first.wait()
 
 
