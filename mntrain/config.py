@@ -70,6 +70,11 @@ class ModelConfig:
 
     layers: int = Field(default=4, ge=1, description="number of transformer blocks.")
     heads: int = Field(default=4, ge=1, description="number of attention heads.")
+    kv_heads: OrNone[int] = Field(
+        default=None,
+        ge=1,
+        description="heads of keys and values, shared by groups of the others. none: as many.",
+    )
     width: int = Field(default=128, ge=2, description="features per token.")
     context: int = Field(default=128, ge=1, description="tokens per sequence.")
     vocab: int = Field(default=0, ge=0, description="number of token ids. 0: taken from the data.")
@@ -82,6 +87,11 @@ class ModelConfig:
                 "parts, since rotary embeddings rotate pairs of features; "
                 f"set a width that is a multiple of {2 * self.heads}, or other heads"
             )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(
+                f"--model.kv-heads {self.kv_heads}: must divide --model.heads {self.heads}, since "
+                "groups of equal size share keys and values"
+            )
         return self
 
 
@@ -91,7 +101,8 @@ class OptimConfig:
 
     name: str = Field(
         default="AdamW",
-        description='a class of torch.optim, or "package.module:Class" for another.',
+        description="a class of torch.optim, Muon (matrices of layers; others by AdamW), or "
+        '"package.module:Class" for another.',
     )
     options: Table = Field(
         default={}, description="further arguments of the class, such as 'betas = [0.9, 0.95]'."
@@ -150,6 +161,11 @@ class TrainConfig:
         "optimizer; fp16 scales the loss.",
     )
     compile: bool = Field(default=False, description="compile the model with torch.compile.")
+    recompute: bool = Field(
+        default=False,
+        description="keep only the input of each layer, and compute its activations again in "
+        "backward: less memory, a third more time.",
+    )
     check_every: int = Field(
         default=0, ge=0, description="steps between checks of equal weights on all ranks. 0: never."
     )

@@ -69,7 +69,7 @@ class ZeroOptimizer(ReducingOptimizer):
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `buffers`: tensors that are overwritten with rank 0's after every step.
     - `order`: names of parameters in the order of forward; by default that of `parameters`.
-    - `model`: `start` also broadcasts its buffers.
+    - `model`: `start` also broadcasts its buffers, and its parameters that do not train.
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
       update. Each module of `model` waits for its own when it is called or read. Code that reads
       parameters from a list made before has to call `wait_for_parameters`.
@@ -139,9 +139,12 @@ class ZeroOptimizer(ReducingOptimizer):
         )
 
     def start(self) -> None:
-        """Overwrite parameters and buffers with rank 0's. Collective."""
-        buffers = self._buffers if self._model is None else self._model.buffers()
-        broadcast_from_rank_0(self._collectives, [*self._named.values(), *buffers])
+        """Overwrite parameters, frozen ones too, and buffers with rank 0's. Collective."""
+        others = list(self._buffers)
+        if self._model is not None:
+            frozen = [p for p in self._model.parameters() if not p.requires_grad]
+            others = [*frozen, *self._model.buffers()]
+        broadcast_from_rank_0(self._collectives, [*self._named.values(), *others])
         self._owned.copy_from_parameters()
 
     @torch.no_grad()

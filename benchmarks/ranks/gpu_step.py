@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mntrain
 from mntrain.tasks.transformer import Transformer
-from mntrain.train.job import check_compiler, compile_regions
+from mntrain.train.compiling import check_compiler, compile_regions
 from mntrain.train.summary import peak_flops
 
 GPT = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50304}

@@ -188,7 +188,7 @@ def batches(
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
         collate_fn=options.collate,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=ignore_signals,
         generator=torch.Generator().manual_seed(mixed_seed(plan.seed, steps.start, options.rank)),
     )
     loaded = iter(loader)
@@ -213,7 +213,7 @@ def spread(dataset: Dataset[Any], samples: int) -> Dataset[Any]:
     return Subset(dataset, split(total, samples)[:-1]) if 0 < samples < total else dataset
 
 
-def _ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int) -> None:
     """Ignore a scheduler's signals in a worker: the rank receives them too, and reacts.
 
     A rank also ends an unresponsive worker by SIGTERM: the worker then exits after a delay.

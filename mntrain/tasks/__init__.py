@@ -83,10 +83,13 @@ class Task(ABC):
         """Return a new model, on the CPU. Torch's seed before the call is equal on all ranks."""
 
     @abstractmethod
-    def dataset(self, split: Split) -> Dataset[Any] | None:
+    def dataset(self, split: Split) -> Dataset[Any] | Mapping[str, Dataset[Any]] | None:
         """Return the map-style dataset (`len` and indexing) of a split, picklable for workers.
 
-        None or an empty one for "valid": no validation.
+        For "train" also an IterableDataset, of which each sample goes to one rank and worker.
+        For "valid" also None or an empty one, for no validation; or several by name. The loss and
+        metrics of each are reported under its name, as in "news loss", and `eval_loss` is the mean
+        over the items of all.
         """
 
     @abstractmethod

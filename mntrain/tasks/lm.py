@@ -70,7 +70,8 @@ class LanguageModel(Task):
     def model(self) -> Transformer:
         """Return a new transformer of the configured size."""
         shape = self.config.model
-        return Transformer(shape.layers, shape.width, shape.heads, shape.context, self._vocab)
+        sizes = shape.layers, shape.width, shape.heads, shape.context, self._vocab
+        return Transformer(*sizes, kv_heads=shape.kv_heads)
 
     def dataset(self, split: Split) -> Subset[Tensor]:
         """Return the windows of a split, which are contiguous in the corpus."""

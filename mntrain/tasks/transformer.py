@@ -34,34 +34,43 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions (Su et al., 2021)."""
+    """Causal self-attention with rotary positions (Su et al., 2021, arXiv 2104.09864).
 
-    cos: Tensor  # (context, 1, 1, d/2)
+    Groups of heads share keys and values if `kv_heads` is less than `heads` (grouped queries:
+    Ainslie et al., 2023, arXiv 2305.13245).
+    """
+
+    cos: Tensor  # (context, 1, d/2)
     sin: Tensor
 
-    def __init__(self, width: int, heads: int, context: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, context: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.heads, self.kv_heads = heads, kv_heads
+        self.kv_width = width // heads * kv_heads
+        self.qkv = nn.Linear(width, width + 2 * self.kv_width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         half = width // heads // 2
         frequencies = 10_000.0 ** -(torch.arange(half) / half)
-        angles = torch.outer(torch.arange(context), frequencies)[:, None, None, :]
+        angles = torch.outer(torch.arange(context), frequencies)[:, None, :]
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, t, w) to (b, t, w)."""
         b, t, w = x.shape
-        qkv = self.qkv(x).view(b, t, 3, self.heads, w // self.heads)
-        q, k = self._rotate(qkv[:, :, :2]).transpose(1, 3).unbind(2)  # (b, h, t, d) each
-        v = qkv[:, :, 2].transpose(1, 2)
+        heads = self.heads + self.kv_heads
+        qk, v = self.qkv(x).split([w + self.kv_width, self.kv_width], dim=-1)
+        qk = self._rotate(qk.view(b, t, heads, w // self.heads)).transpose(1, 2)
+        q, k = qk.split([self.heads, self.kv_heads], dim=1)  # (b, h, t, d), and k has kv_heads
+        v = v.view(b, t, self.kv_heads, w // self.heads).transpose(1, 2)
+        if self.kv_heads != self.heads:
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, w))
         return out
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """Rotate the pairs (i, i + d/2) of (b, t, 2, h, d) by the angles of their positions."""
+        """Rotate the pairs (i, i + d/2) of (b, t, h, d) by the angles of their positions."""
         cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         first, second = x.chunk(2, dim=-1)
         rotated = (first * cos - second * sin, first * sin + second * cos)
@@ -87,10 +96,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(self, width: int, heads: int, context: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, context: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width)
-        self.attention = Attention(width, heads, context)
+        self.attention = Attention(width, heads, kv_heads, context)
         self.mlp_norm = RMSNorm(width)
         self.mlp = MLP(width)
 
@@ -119,16 +128,28 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """The language model; `context` is the largest number of positions.
 
+    `kv_heads`: number of heads of keys and values, by default as many as `heads`.
+
     Initial weights are normal with standard deviation 0.02, and 0.02 / sqrt(2 layers) for the
     projections onto the residual stream, as in GPT-2.
     """
 
-    def __init__(self, layers: int, width: int, heads: int, context: int, vocab: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        vocab: int,
+        *,
+        kv_heads: int | None = None,
+    ) -> None:
         super().__init__()
-        assert width % (2 * heads) == 0, (width, heads)
+        kv_heads = kv_heads or heads
+        assert width % (2 * heads) == heads % kv_heads == 0, (width, heads, kv_heads)
         self.context = context
         self.embedding = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width, heads, context) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, context) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.head = Head()
         for name, parameter in self.named_parameters():

@@ -5,8 +5,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from mntrain.metrics.registry import StepRecord
+from mntrain.train.consensus import GlobalMeans
 
 EVAL_LOSS = "eval_loss"
+
+
+def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, float]]:
+    """Return the loss over the items of all validation sets, and the metrics of each by its name.
+
+    The metrics of an only set without a name keep their names.
+    """
+    if set(by_set) == {""}:
+        return by_set[""].loss, by_set[""].metrics
+    total = sum(means.loss * means.count for means in by_set.values())
+    metrics: dict[str, float] = {}
+    for name, means in by_set.items():
+        named = {"loss": means.loss, **means.metrics}
+        metrics |= {f"{name} {metric}": value for metric, value in named.items()}
+    return total / sum(means.count for means in by_set.values()), metrics
 
 
 class BestMetric:

@@ -2,24 +2,18 @@
 
 import os
 import shutil
-import sysconfig
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
 
 from mntrain import checkpoint, tasks
-from mntrain.checkpoint import FoundCheckpoint, Stateful
+from mntrain.checkpoint import Stateful
 from mntrain.checks.storage import existing_folder
 from mntrain.config import Config
-from mntrain.data import sampling
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.report import Reporter
@@ -28,9 +22,11 @@ from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
 from mntrain.run.signals import Deadline
 from mntrain.train import run_directory
+from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
 from mntrain.train.evaluation import BestMetric, EarlyStopping
 from mntrain.train.fingerprint import differences
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
+from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.world import World
@@ -111,6 +107,8 @@ class TrainingJob:
             **self.choice.options,
         )
         self._set_up_checkpoints(world, config)
+        if config.train.recompute:
+            recompute_regions(self.task.regions(self.model))
         if config.train.compile:
             compile_regions(self.task.regions(self.model))
         # Seeds dropout.
@@ -137,6 +135,8 @@ class TrainingJob:
         self.best = BestMetric(config.checkpoint.best)
         self.early_stopping = EarlyStopping(config.train.patience)
         objects: dict[str, Stateful] = {**self.schedule.objects}
+        if self.data.stream:
+            objects["data"] = self.data.stream
         if self.early_stopping.enabled:
             objects["early stopping"] = self.early_stopping
         saver = checkpoint.Saver(
@@ -168,10 +168,10 @@ class TrainingJob:
         if resumed:
             self.checkpointing.continue_from(resumed)
             known = resumed.manifest.objects
-            if self.schedule.objects.keys() - known.keys():
+            if missing := objects.keys() - known.keys() - {"early stopping"}:
                 raise AgreedError(
-                    f"{resumed.path} has no state of the task's schedule, which was added since: "
-                    "give another --run.dir to begin anew",
+                    f"{resumed.path} has no state of the task's {' and '.join(sorted(missing))}, "
+                    "which was another then: give another --run.dir to begin anew",
                     world.rank,
                 )
             objects = {name: value for name, value in objects.items() if name in known}
@@ -207,132 +207,3 @@ class TrainingJob:
                     f"a checkpoint takes about {nbytes / 1e6:.1f} MB, and {folder} has "
                     f"{free / 1e6:.1f} MB free: free space, or give another --run.dir"
                 )
-
-
-class JobData:
-    """The samples of a task: the batches of this rank, and those it validates on. Local."""
-
-    def __init__(
-        self, world: World, config: Config, task: tasks.Task, resumed: FoundCheckpoint | None
-    ) -> None:
-        self._train = _sized(task.dataset("train"), "training", config.task)
-        self.datasets: dict[str, Dataset[Any]] = {"training": self._train}
-        self._valid: Dataset[Any] | None = None
-        if (valid := task.dataset("valid")) is not None:
-            sized = _sized(valid, "validation", config.task)
-            if len(cast(Sized, sized)):
-                self._valid = sampling.spread(sized, config.train.eval_samples)
-                self.datasets["validation"] = sized
-        self.samples = len(cast(Sized, self._train))
-        self._plan = sampling.SamplingPlan(
-            self.samples,
-            config.train.batch_size,
-            config.run.seed,
-            drop_last=config.data.drop_last,
-            origin=_find_origin(resumed, self.samples),
-        )
-        self._options = sampling.LoaderOptions(
-            rank=world.rank,
-            size=world.size,
-            micro_batch_size=config.train.micro_batch_size,
-            workers=config.data.workers,
-            start_method=config.data.worker_start,
-            collate=task.collate,
-        )
-
-    def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
-        """Yield this rank's micro-batches of each step after `done`, to `last_step`."""
-        return sampling.batches(self._train, self._plan, self._options, range(done, last_step))
-
-    @property
-    def validates(self) -> bool:
-        """True if there are validation samples."""
-        return self._valid is not None
-
-    def validation_batches(self) -> Iterator[Any]:
-        """Yield this rank's micro-batches of validation samples, if there are any."""
-        return sampling.validation_batches(self._valid, self._options) if self._valid else iter(())
-
-    def batch_size(self, step: int) -> int:
-        """Return the number of samples of a step, 1 for the first, over all ranks."""
-        return self._plan.length(step - 1)
-
-    def position(self, step: int) -> tuple[int, int]:
-        """Return the epoch and the offset of the first sample after a step, 1 for the first."""
-        _, epoch, offset = self._plan.position(step)
-        return epoch, offset
-
-
-def _find_origin(resumed: FoundCheckpoint | None, samples: int) -> sampling.Position:
-    """Return where a run continues: after the samples that it has seen, in their order."""
-    if resumed is None:
-        return sampling.BEGIN
-    manifest = resumed.manifest
-    if manifest.position is None:  # saved by an earlier version
-        batch_size = manifest.config.get("train", {}).get("batch_size", 1)
-        before = sampling.SamplingPlan(max(1, manifest.samples), batch_size, seed=0)
-        return before.position(manifest.step)
-    epoch, offset = manifest.position
-    if offset >= samples:  # there are fewer than before
-        epoch, offset = epoch + 1, 0
-    return sampling.Position(manifest.step, epoch, offset)
-
-
-def _sized(dataset: Any, name: str, task: str) -> Dataset[Any]:
-    """Return a dataset that has a length. Raises ValueError for one without."""
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"the {name} data of --task {task} is a {type(dataset).__name__} without a length: "
-            "give a dataset with __len__ and __getitem__, or use world.shard in a loop of your own "
-            "for streams"
-        )
-    return cast(Dataset[Any], dataset)
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raise ValueError if a tool that torch.compile needs is missing. Local."""
-    needs = "--train.compile: torch.compile needs"
-    language, variable, compilers = "C++", "CXX", ["g++"]
-    if device.type == "cuda":  # triton compiles its launchers
-        language, variable, compilers = "C", "CC", ["gcc", "clang"]
-        if find_spec("triton") is None:
-            raise ValueError(f"{needs} triton: pip install triton, or leave the option out")
-        if not Path(sysconfig.get_path("include"), "Python.h").exists():
-            raise ValueError(f"{needs} Python.h: install python3-dev, or leave the option out")
-    named = os.environ.get(variable)
-    if not any(map(shutil.which, [named] if named else compilers)):
-        raise ValueError(
-            f"{needs} a {language} compiler, and there is no {named or compilers[0]}: install one, "
-            f"name it in {variable}, or leave the option out"
-        )
-
-
-def compile_regions(regions: Sequence[nn.Module], backend: str = "inductor") -> None:
-    """Make each module compile its forward when it is first called. In place.
-
-    All gradients of a compiled graph arrive when its backward ends. A model that is compiled as a
-    whole would send nothing before that, so its regions are compiled one by one.
-    """
-    for region in regions:
-        if region.forward.__module__.startswith("torch."):
-            # torch.compile skips the forward of torch's own modules unless another function calls
-            # it, so Module.compile would have no effect (as of torch 2.13).
-            region._compiled_call_impl = torch.compile(_caller(region), backend=backend)
-        else:
-            region.compile(backend=backend)
-
-
-def _caller(region: nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return region._call_impl(*args, **kwargs)
-
-    return call
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which regions run uncompiled, for shapes that occur once.
-
-    Before torch 2.6 it has no effect.
-    """
-    stance = getattr(torch.compiler, "set_stance", None)
-    return stance("force_eager") if stance else nullcontext()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from mntrain.config import OptimConfig
+from mntrain.optim import Muon, muon_groups
 from mntrain.tasks import Task
 from mntrain.tasks.importing import import_class
 from zero.optimizer import ZeroOptimizer
@@ -21,7 +22,6 @@ from zero.optimizer import ZeroOptimizer
 # Optimizers of torch.optim that a training step cannot drive, and the reason.
 UNSUPPORTED = {
     "LBFGS": "it runs the forward by itself",
-    "Muon": "it takes matrices only, and models have vectors too",
     "SparseAdam": "gradients here are dense",
 }
 # Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
@@ -55,14 +55,17 @@ def choose_optimizer(
     given: object = task.optimizer(model)
     if given is None:
         kind, options = resolve_optimizer(config, device)
+        if kind is Muon:
+            options["weight_decay"] = config.weight_decay
+            return OptimizerChoice(kind, muon_groups(model, task.regions(model)), options)
         return OptimizerChoice(kind, weight_decay_groups(model, config.weight_decay), options)
     if not isinstance(given, partial) or len(given.args) > 1:
         raise ValueError(
             f"optimizer() of the task returned a {type(given).__name__}: return functools.partial("
             "optimizer class, parameter groups, **options), or None for the one of --optim"
         )
-    groups = list(given.args[0]) if given.args else list(model.parameters())
-    return OptimizerChoice(given.func, groups, given.keywords, by_task=True)
+    groups = given.args[0] if given.args else model.parameters()
+    return OptimizerChoice(given.func, list(groups), given.keywords, by_task=True)
 
 
 def resolve_optimizer(
@@ -91,6 +94,8 @@ def resolve_optimizer(
 
 
 def _torch_optimizer(name: str) -> type[Optimizer]:
+    if name == "Muon":  # torch's takes matrices only, and models have vectors too
+        return Muon
     if name in UNSUPPORTED:
         raise ValueError(f"--optim.name {name}: {UNSUPPORTED[name]}; choose another")
     kind = getattr(torch.optim, name, Optimizer)

@@ -23,9 +23,11 @@ from mntrain.metrics.registry import METRICS, StepRecord, StepTimer
 from mntrain.run.directory import write_early_end
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.start import init
+from mntrain.train.compiling import uncompiled
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
+from mntrain.train.evaluation import merge_sets
 from mntrain.train.failed_step import FailedStep
-from mntrain.train.job import TrainingJob, uncompiled
+from mntrain.train.job import TrainingJob
 from mntrain.train.run_saving import RunSaving
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World
@@ -109,9 +111,16 @@ class Trainer:
         return EXIT_CODES.get(result.status, 0)
 
     def _show_sample(self) -> None:
-        """Show what the task generates with the trained model, if anything. Local."""
-        with uncompiled():
-            sample = self._job.task.sample(self._model)
+        """Show what the task generates with the trained model, if anything. Local.
+
+        An error is shown, too: the run is complete.
+        """
+        try:
+            with uncompiled():
+                sample = self._job.task.sample(self._model)
+        except Exception as error:
+            self._reporter.warn(f"no sample: {type(error).__name__}: {error}")
+            return
         if sample:
             self._reporter.note("sample", "bold")
             self._reporter.note(textwrap.indent(sample, "  "))
@@ -256,14 +265,13 @@ class Trainer:
         if _due(train.check_every, record.step):
             self._check_replicas(record.step)
         due = record.step == train.steps or _due(train.eval_every, record.step)
-        if not (due and self._job.data.validates):
+        if not (due and self._job.data.validation_sets):
             return record
         with self._world.recorder.phase("evaluate", record.step):
-            means = self.evaluate()
-        metrics = self._job.task.derive(means.loss, means.metrics)
-        record = replace(record, eval_loss=means.loss, eval_metrics=metrics)
+            loss, metrics = self.evaluate()
+        record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
-        self._job.schedule.after_evaluation(means.loss)
+        self._job.schedule.after_evaluation(loss)
         try:
             score = self._job.best.score(record)
         except ValueError as error:
@@ -277,19 +285,24 @@ class Trainer:
         self._asked_to_stop = answer or self._asked_to_stop
 
     @torch.no_grad()
-    def evaluate(self) -> GlobalMeans:
-        """Return exact means of loss and metrics over the validation samples. Collective.
+    def evaluate(self) -> tuple[float, dict[str, float]]:
+        """Return the exact means of the loss and the metrics over all validation sets. Collective.
 
-        Raises TrainingStoppedError if the loss is not finite.
+        Raises TrainingStoppedError if a loss is not finite.
         """
+        by_set = {}
         self._model.eval()
-        for batch in self._job.data.validation_batches():
-            self._forward(batch)
+        for name in self._job.data.validation_sets:
+            for batch in self._job.data.validation_batches(name):
+                self._forward(batch)
+            where = f"in evaluation of {name}" if name else "in evaluation"
+            means = self._means.reduce(self._world.collectives, where)
+            if means.nonfinite:
+                raise self._stopped(f"{where}, the loss is {means.nonfinite}")
+            metrics = self._job.task.derive(means.loss, means.metrics)
+            by_set[name] = replace(means, metrics=metrics)
         self._model.train()
-        means = self._means.reduce(self._world.collectives, "in evaluation")
-        if means.nonfinite:
-            raise self._stopped(f"in evaluation, the loss is {means.nonfinite}")
-        return means
+        return merge_sets(by_set)
 
     def _check_replicas(self, step: int) -> None:
         """Raise TrainingStoppedError if ranks hold different weights. Collective."""

@@ -5,7 +5,7 @@ import torch
 from job import completed, losses, metrics, summary, train
 
 from gpu.place import CUDA, ON, gpu
-from mntrain.train.job import check_compiler
+from mntrain.train.compiling import check_compiler
 
 pytestmark = [*gpu, pytest.mark.timeout(240)]
 

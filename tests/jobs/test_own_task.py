@@ -71,6 +71,15 @@ class Points(Task):
             print(path.name, file=file)
 
 
+class Sets(Points):
+    def dataset(self, split):
+        whole = super().dataset(split)
+        if split == "train":
+            return whole
+        rows = lambda *bounds: TensorDataset(*(t[slice(*bounds)] for t in whole.tensors))
+        return {{"first": rows(0, 6), "rest": rows(6, None), "none": rows(0, 0)}}
+
+
 class Asks(Points):
     """Stops by a callback of the last rank alone."""
 
@@ -180,6 +189,21 @@ def test_a_tasks_schedule_goes_on_at_another_size_and_stage(tmp_path):
     assert told[-1] == f"step-{STEPS:08d}"
     assert len(told) == len(set(told))
     assert {path.name for path in list_checkpoints(tmp_path / "run")} <= set(told)
+
+
+def test_several_validation_sets_are_reported_by_name_and_together(tmp_path):
+    best = ["--checkpoint.every", "100", "--checkpoint.best", "first accuracy:max"]
+    completed(train(3, tmp_path, "--task", "own:Sets", *best))
+    _, evaluations = plain_loop()
+    for line in (line for line in metrics(tmp_path) if "eval_loss" in line):
+        whole, sets = evaluations[line["step"]], line["eval_metrics"]
+        assert line["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-9)
+        both = (6 * sets["first loss"] + 15 * sets["rest loss"]) / 21
+        assert both == pytest.approx(whole["eval_loss"], rel=1e-9)
+        errors = sets["first errors"] + sets["rest errors"]
+        assert errors == whole["eval_metrics"]["errors"]
+        assert {name.split()[0] for name in sets} == {"first", "rest"}
+        assert sets["first perplexity"] == pytest.approx(math.exp(sets["first loss"]))
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.thorough)])

@@ -141,8 +141,10 @@ def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path, ranks):
     assert "(saved by 3 ranks on 1 node)" in result.stdout
     assert [line["step"] for line in metrics(tmp_path)] == [4, 5, 6]
     expected = json.loads((OLD / "losses.json").read_text())[3:]
-    # On 3 ranks the same bits on the machine that wrote the checkpoint; bf16 differs on others.
-    assert losses(tmp_path) == pytest.approx(expected, rel=5e-3)
+    # That version took the samples in another order; a run that began anew has 5.5 and more.
+    assert "the version that saved it took samples in another order" in result.stderr
+    assert losses(tmp_path) == pytest.approx(expected, rel=2e-2)
+    assert max(losses(tmp_path)) < 5
 
 
 @pytest.mark.thorough

@@ -202,3 +202,15 @@ def test_parameters_that_are_gathered_in_16_bits_are_rounded_alike(stage, settin
                 master = masters[name].tensors["master"].view(parameter.shape)
                 assert torch.equal(master.to(dtype).to(parameter.dtype), parameter)
         optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_parameters_are_those_of_rank_0(stage):
+    model = net(seed=1 + RANK)
+    expected = net(seed=1).state_dict()
+    model[0].weight.requires_grad_(False)
+    model[1].requires_grad_(False)
+    with init() as world:
+        world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name

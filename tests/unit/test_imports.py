@@ -17,6 +17,7 @@ LAYERS = [
         "zero",
         "mntrain.device",
         "mntrain._version",
+        "mntrain.optim",
         "mntrain.watch.recorder",
         "mntrain.watch.recording",
     },

@@ -330,18 +330,27 @@ def test_logits_do_not_depend_on_later_tokens():
     torch.testing.assert_close(model(tokens[:, :5]), before[:, :5])
 
 
-def test_attention_equals_the_explicit_formula():
-    attention = transformer().blocks[0].attention
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_equals_the_explicit_formula(kv_heads):
+    torch.manual_seed(0)
+    model = Transformer(layers=1, width=16, heads=4, context=12, vocab=20, kv_heads=kv_heads)
+    attention = model.blocks[0].attention
     x = torch.randn(2, 12, 16)
-    q, k, v = (y.view(2, 12, 2, 8).transpose(1, 2) for y in attention.qkv(x).chunk(3, dim=-1))
+    heads = [y.view(2, 12, 4) for y in attention.qkv(x).split(4, dim=-1)]
+    queries, keys, values = heads[:4], heads[4 : 4 + kv_heads], heads[4 + kv_heads :]
+    assert len(keys) == len(values) == kv_heads
+    shared = [i * kv_heads // 4 for i in range(4)]  # whose keys and values a query head uses
+    q = torch.stack(queries, dim=1)
+    k = torch.stack([keys[i] for i in shared], dim=1)
+    v = torch.stack([values[i] for i in shared], dim=1)
 
     def rotated(y):
-        # As complex numbers: the pair (i, i + 4) times e^(j * position * 10000^(-i/4)).
-        angles = torch.outer(torch.arange(12.0), 10_000.0 ** -(torch.arange(4) / 4))
-        turned = torch.complex(y[..., :4], y[..., 4:]) * torch.polar(torch.ones(12, 4), angles)
+        # As complex numbers: the pair (i, i + 2) times e^(j * position * 10000^(-i/2)).
+        angles = torch.outer(torch.arange(12.0), 10_000.0 ** -(torch.arange(2) / 2))
+        turned = torch.complex(y[..., :2], y[..., 2:]) * torch.polar(torch.ones(12, 2), angles)
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    scores = rotated(q) @ rotated(k).transpose(-1, -2) / 8**0.5
+    scores = rotated(q) @ rotated(k).transpose(-1, -2) / 4**0.5
     scores = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
     y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 12, 16)
     torch.testing.assert_close(attention(x), attention.out(y))

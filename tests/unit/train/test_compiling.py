@@ -9,8 +9,13 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from mntrain.tasks.transformer import Transformer
-from mntrain.train import job
-from mntrain.train.job import check_compiler, compile_regions, uncompiled
+from mntrain.train import compiling
+from mntrain.train.compiling import (
+    check_compiler,
+    compile_regions,
+    recompute_regions,
+    uncompiled,
+)
 from zero import ZeroOptimizer
 
 LAYERS = 3
@@ -127,6 +132,38 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 def test_on_a_gpu_a_missing_triton_is_named(monkeypatch):
-    monkeypatch.setattr(job, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"torch\.compile needs triton: pip install"):
         check_compiler(torch.device("cuda"))
+
+
+def saved_bytes(loss_of):
+    """The gradients of a loss, and the bytes that forward keeps for backward."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of()
+    loss.backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_recomputed_regions_give_the_same_gradients_and_keep_less(backend):
+    torch.manual_seed(0)
+    model = Transformer(layers=LAYERS, width=16, heads=2, context=8, vocab=20)
+    model.blocks[1].mlp.down = nn.Sequential(model.blocks[1].mlp.down, nn.Dropout(0.5))
+    other, tokens = copy.deepcopy(model), torch.randint(20, (4, 9))
+    recompute_regions([*other.blocks, other.norm, other.head])
+    if backend:
+        compile_regions(other.blocks, backend)
+    kept = []
+    for each in (model, other):
+        torch.manual_seed(3)
+        kept.append(saved_bytes(lambda each=each: each(tokens[:, :-1], tokens[:, 1:])))
+    for mine, expected in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+    assert kept[1] < kept[0] / 2

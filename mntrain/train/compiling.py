@@ -1,0 +1,74 @@
+"""Compilation of a model's regions, and recomputation of their activations."""
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ValueError if a tool that torch.compile needs is missing. Local."""
+    needs = "--train.compile: torch.compile needs"
+    language, variable, compilers = "C++", "CXX", ["g++"]
+    if device.type == "cuda":  # triton compiles its launchers
+        language, variable, compilers = "C", "CC", ["gcc", "clang"]
+        if find_spec("triton") is None:
+            raise ValueError(f"{needs} triton: pip install triton, or leave the option out")
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise ValueError(f"{needs} Python.h: install python3-dev, or leave the option out")
+    named = os.environ.get(variable)
+    if not any(map(shutil.which, [named] if named else compilers)):
+        raise ValueError(
+            f"{needs} a {language} compiler, and there is no {named or compilers[0]}: install one, "
+            f"name it in {variable}, or leave the option out"
+        )
+
+
+def compile_regions(regions: Sequence[nn.Module], backend: str = "inductor") -> None:
+    """Make each module compile its forward when it is first called. In place.
+
+    All gradients of a compiled graph arrive when its backward ends. A model that is compiled as a
+    whole would send nothing before that, so its regions are compiled one by one.
+    """
+    for region in regions:
+        if region.forward.__module__.startswith("torch."):
+            # torch.compile skips the forward of torch's own modules unless another function calls
+            # it, so Module.compile would have no effect (as of torch 2.13).
+            region._compiled_call_impl = torch.compile(_caller(region), backend=backend)
+        else:
+            region.compile(backend=backend)
+
+
+def recompute_regions(regions: Sequence[nn.Module]) -> None:
+    """Make each module keep only its input, and compute its activations again in backward.
+
+    In place. Random numbers, such as those of dropout, are the same again. Source: Chen et al.,
+    "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv 1604.06174).
+    """
+    for region in regions:
+        region.forward = partial(checkpoint, region.forward, use_reentrant=False)
+
+
+def _caller(region: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return region._call_impl(*args, **kwargs)
+
+    return call
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which regions run uncompiled, for shapes that occur once.
+
+    Before torch 2.6 it has no effect.
+    """
+    stance = getattr(torch.compiler, "set_stance", None)
+    return stance("force_eager") if stance else nullcontext()

@@ -1,0 +1,107 @@
+"""The samples of a job: those of each step, and those of its evaluations."""
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, cast
+
+from torch.utils.data import Dataset, IterableDataset
+
+from mntrain import tasks
+from mntrain.checkpoint import FoundCheckpoint
+from mntrain.config import Config
+from mntrain.data import sampling
+from mntrain.data.stream_batches import StreamBatches
+from mntrain.world import World
+
+
+class JobData:
+    """The samples of a task: the batches of this rank, and those it validates on. Local."""
+
+    def __init__(
+        self, world: World, config: Config, task: tasks.Task, resumed: FoundCheckpoint | None
+    ) -> None:
+        train = task.dataset("train")
+        self.stream: StreamBatches | None = None
+        self.datasets: dict[str, Dataset[Any]] = {}  # whose samples are compared
+        self._valid: dict[str, Dataset[Any]] = {}  # by name; "" is the name of an only one
+        valid = task.dataset("valid")
+        for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
+            label = f"validation {name}".strip()
+            if given is not None and len(cast(Sized, sized := _sized(given, label, config.task))):
+                self._valid[name] = sampling.spread(sized, config.train.eval_samples)
+                self.datasets[label] = sized
+        self._options = sampling.LoaderOptions(
+            rank=world.rank,
+            size=world.size,
+            micro_batch_size=config.train.micro_batch_size,
+            workers=config.data.workers,
+            start_method=config.data.worker_start,
+            collate=task.collate,
+        )
+        size, seed, drop_last = config.train.batch_size, config.run.seed, config.data.drop_last
+        self.samples = 0  # of an epoch; 0: of a stream
+        if isinstance(train, IterableDataset):
+            self.stream = StreamBatches(
+                train, self._options, size, seed, drop_last=drop_last, gather=world.gather
+            )
+            return
+        self._train = _sized(train, "training", config.task)
+        self.datasets = {"training": self._train, **self.datasets}
+        self.samples = len(cast(Sized, self._train))
+        origin = _find_origin(resumed, self.samples)
+        self._plan = sampling.SamplingPlan(
+            self.samples, size, seed, drop_last=drop_last, origin=origin
+        )
+
+    def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
+        """Yield this rank's micro-batches of each step after `done`, to `last_step`."""
+        if self.stream:
+            return self.stream.batches(range(done + 1, last_step + 1))
+        return sampling.batches(self._train, self._plan, self._options, range(done, last_step))
+
+    @property
+    def validation_sets(self) -> list[str]:
+        """The names of the validation sets that have samples; of an only one it is empty."""
+        return list(self._valid)
+
+    def validation_batches(self, name: str) -> Iterator[Any]:
+        """Yield this rank's micro-batches of a validation set."""
+        return sampling.validation_batches(self._valid[name], self._options)
+
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples of a step, 1 for the first, over all ranks."""
+        return self.stream.length(step) if self.stream else self._plan.length(step - 1)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Return the epoch and the offset of the first sample after a step, 1 for the first.
+
+        Of a stream, whose state becomes that after the step: its epoch and batches.
+        """
+        if self.stream:
+            return self.stream.settle(step)
+        _, epoch, offset = self._plan.position(step)
+        return epoch, offset
+
+
+def _find_origin(resumed: FoundCheckpoint | None, samples: int) -> sampling.Position:
+    """Return where a run continues: after the samples that it has seen, in their order."""
+    if resumed is None:
+        return sampling.BEGIN
+    manifest = resumed.manifest
+    if manifest.position is None:  # saved by an earlier version
+        batch_size = manifest.config.get("train", {}).get("batch_size", 1)
+        before = sampling.SamplingPlan(max(1, manifest.samples), batch_size, seed=0)
+        return before.position(manifest.step)
+    epoch, offset = manifest.position
+    if offset >= samples:  # there are fewer than before
+        epoch, offset = epoch + 1, 0
+    return sampling.Position(manifest.step, epoch, offset)
+
+
+def _sized(dataset: Any, name: str, task: str) -> Dataset[Any]:
+    """Return a dataset that has a length. Raises ValueError for one without."""
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"the {name} data of --task {task} is a {type(dataset).__name__} without a length: "
+            "give a dataset with __len__ and __getitem__, or for training an IterableDataset"
+        )
+    return cast(Dataset[Any], dataset)
