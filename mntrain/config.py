@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from mntrain.comm import algorithms
 from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table, parse_names
+from mntrain.huggingface import HuggingFaceConfig
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -20,6 +21,7 @@ MAY_DIFFER = {
     "data.worker_start": "results do not depend on it",
     "data.workers": "results do not depend on it, and nodes may have different numbers of cores",
     "device": "each rank has its own",
+    "hf.model": "a folder on local disks; its content is compared",
     "init.from": "rank 0 alone reads it",
     "run.dir": "the path of rank 0 is used on all ranks",
     "run.recorder": "local disks may be mounted elsewhere",
@@ -42,9 +44,9 @@ class DataConfig:
     )
     glob: str = Field(default="**/*", description="pattern of the files to read in a folder.")
     tokenizer: str = Field(
-        default="bytes",
-        description="tokenizer of text. bytes, bpe:FILE (a tokenizer.json) or hf:PATH (of Hugging "
-        "Face).",
+        default="auto",
+        description="tokenizer of text. bytes, bpe:FILE (a tokenizer.json), hf:PATH (of Hugging "
+        "Face), or auto: that of --hf.model for --task hf, else bytes.",
     )
     text_field: str = Field(default="text", description="field of .jsonl and .parquet files.")
     valid_fraction: float = Field(
@@ -334,7 +336,7 @@ class Config:
     """All options of a job, the same on all ranks except for those in `MAY_DIFFER`."""
 
     task: str = Field(
-        default="lm", description='task, "lm" or "package.module:Class" for your own.'
+        default="lm", description='task: lm, hf, or "package.module:Class" for your own.'
     )
     device: Device = Field(
         default="auto", description="device of each rank. auto: cuda if there is one."
@@ -344,6 +346,7 @@ class Config:
     )
     data: DataConfig = Field(default=DataConfig())
     model: ModelConfig = Field(default=ModelConfig())
+    hf: HuggingFaceConfig = Field(default=HuggingFaceConfig())
     init: InitConfig = Field(default=InitConfig())
     optim: OptimConfig = Field(default=OptimConfig())
     train: TrainConfig = Field(default=TrainConfig())

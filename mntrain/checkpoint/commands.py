@@ -30,6 +30,7 @@ from mntrain.checkpoint.format import (
     open_tensors,
     sync_folder,
 )
+from mntrain.checkpoint.hf_export import export_folder
 from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints
 from mntrain.metrics.report import plain
 from mntrain.metrics.terminal import stdout
@@ -84,8 +85,11 @@ def _parser() -> argparse.ArgumentParser:
         _export, "write the model as one plain file: safetensors, or a state_dict for torch.load"
     )
     argument("CKPT", type=Path, help=path)
-    argument("OUT", type=Path, help=f"a new file, whose ending is {' or '.join(_ENDINGS)}")
+    argument(
+        "OUT", type=Path, help=f"a new file, whose ending is {' or '.join(_ENDINGS)}; or a folder"
+    )
     argument("--force", action="store_true", help="replace OUT if it exists")
+    argument("--hf", action="store_true", help="of --task hf: a folder for from_pretrained")
     return parser
 
 
@@ -217,10 +221,15 @@ def _values(content: Manifest) -> dict[str, dict[str, Any]]:
 
 def _export(options: Namespace, console: Console) -> int:
     out: Path = options.OUT
-    if out.suffix not in _ENDINGS:
+    if not options.hf and out.suffix not in _ENDINGS:
         raise ValueError(f"{out}: the ending gives the format: use {' or '.join(_ENDINGS)}")
     if not out.parent.is_dir():
         raise ValueError(f"{out}: {out.parent} is not a folder: make it, or give another")
+    if options.hf:
+        path, _ = find_sound(options.CKPT, (MODEL,))
+        size = export_folder(path, out, force=options.force)
+        _print(console, f"{out}: the model of {path}, {size / 1e6:.1f} MB")
+        return 0
     if out.is_dir():
         raise ValueError(f"{out} is a folder: give the name of a file")
     if out.exists() and not options.force:

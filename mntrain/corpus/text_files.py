@@ -1,19 +1,16 @@
 """The files of a corpus, and the text in them: plain text, JSON lines and Parquet."""
 
 import codecs
-import gzip
-import json
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mntrain.corpus.records import holds_records, read_fields
+
 ID_SUFFIXES = (".bin", ".npy")  # files of token ids
-_LINES = (".jsonl", ".jsonl.gz")
-_PARQUET = ".parquet"
 _BINARY = (  # endings, whatever the content is
     *(".7z", ".bz2", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip", ".zst"),
     *(".bmp", ".gif", ".ico", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
@@ -25,7 +22,6 @@ _BINARY = (  # endings, whatever the content is
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _SAMPLE = 8192  # bytes at the beginning, in the middle and at the end of a file
 _BLOCK = 1 << 20  # bytes of text that are read at once
-_MAX_LINE = 1 << 30  # bytes; a file with longer ones has no lines
 PARTIAL = ".partial"  # ending of the folder that a tokenization writes into
 
 Piece = tuple[str, bool]  # a part of a document, and True if the document ends with it
@@ -112,11 +108,6 @@ def is_token_ids(path: Path) -> bool:
     return path.suffix in ID_SUFFIXES
 
 
-def holds_records(path: Path) -> bool:
-    """Return whether a file holds records with a field of text, by its name."""
-    return path.name.lower().endswith((*_LINES, _PARQUET))
-
-
 def why_binary(path: Path) -> str:
     """Return why a file is not UTF-8 text, from its name and 24 KiB of it; empty if it may be.
 
@@ -154,11 +145,8 @@ def read_pieces(
     text that are not UTF-8 become surrogates, and a byte order mark remains. Raises ValueError with
     the place for text that is not UTF-8 and for a record without the field.
     """
-    name = path.name.lower()
-    if name.endswith(_PARQUET):
-        yield from _parquet_pieces(path, text_field, options)
-    elif name.endswith(_LINES):
-        yield from _line_pieces(path, text_field, options)
+    if holds_records(path):
+        yield from _record_pieces(path, text_field, options)
     else:
         yield from _text_pieces(path, as_bytes)
 
@@ -189,71 +177,14 @@ def _text_pieces(path: Path, as_bytes: bool) -> Iterator[Piece]:
         yield "", True
 
 
-def _line_pieces(path: Path, text_field: str, options: OptionNames) -> Iterator[Piece]:
-    packed = path.name.lower().endswith(".gz")
-    with gzip.open(path, "rb") if packed else path.open("rb") as file:
-        number = 0
-        while True:
-            number += 1
-            try:
-                line = file.readline(_MAX_LINE + 1)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise ValueError(f"{path} cannot be unpacked at line {number}: {error}") from error
-            if not line:
-                return
-            if len(line) > _MAX_LINE:
-                raise ValueError(f"{path}, line {number} is longer than 1 GiB: is it JSON lines?")
-            if line.isspace():
-                continue
-            text = _field_of(line, f"{path}, line {number}", text_field, options)
-            if text:
-                yield text, True
+def _record_pieces(path: Path, text_field: str, options: OptionNames) -> Iterator[Piece]:
+    for place, (value,) in read_fields(path, {text_field: f"the text by {options.text_field}"}):
+        text = checked_text(value, place, text_field)
+        if text:
+            yield text, True
 
 
-def _field_of(line: bytes, place: str, text_field: str, options: OptionNames) -> str:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} is a JSON {type(record).__name__}, and must be an object")
-    if text_field not in record:
-        fields = ", ".join(record) or "none"
-        raise ValueError(
-            f"{place} has no field {text_field!r}: its fields are {fields}; name the one with the "
-            f"text by {options.text_field}"
-        )
-    return _checked(record[text_field], place, text_field)
-
-
-def _parquet_pieces(path: Path, text_field: str, options: OptionNames) -> Iterator[Piece]:
-    try:
-        import pyarrow  # noqa: PLC0415 - optional
-        from pyarrow import parquet  # noqa: PLC0415
-    except ImportError as error:
-        raise ValueError(f"{path} needs pyarrow: pip install 'mntrain[data]'") from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            fields = file.schema_arrow.names
-            if text_field not in fields:
-                raise ValueError(
-                    f"{path} has no field {text_field!r}: its fields are {', '.join(fields)}; "
-                    f"name the one with the text by {options.text_field}"
-                )
-            row = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    text = _checked(value, f"{path}, row {row}", text_field)
-                    if text:
-                        yield text, True
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _checked(value: Any, place: str, text_field: str) -> str:
+def checked_text(value: Any, place: str, text_field: str) -> str:
     """Return a field's text. Raises ValueError if it is none."""
     if not isinstance(value, str):
         raise ValueError(f"{place}: {text_field!r} is a {type(value).__name__}, and must be text")

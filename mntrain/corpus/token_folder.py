@@ -22,12 +22,12 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from mntrain.corpus.records import holds_records
 from mntrain.corpus.text_files import (
     PARTIAL,
     TRAIN_OPTIONS,
     CorpusFiles,
     OptionNames,
-    holds_records,
     is_token_ids,
 )
 from mntrain.corpus.token_stream import token_batches

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mntrain.corpus.records import holds_records
 from mntrain.corpus.text_files import (
     TRAIN_OPTIONS,
     CorpusFiles,
     OptionNames,
     Piece,
-    holds_records,
     read_pieces,
 )
 from mntrain.corpus.tokenizer import Ids, Tokenizer

@@ -21,7 +21,16 @@ TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"  # of Hugging Face; names the end-of-text token
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
 # Names of the end-of-text token, the likeliest first, where no tokenizer_config.json has it.
-_END_OF_TEXT = (DEFAULT_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_END_OF_TEXT = (
+    *(DEFAULT_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
+    "[SEP]",  # of BERT, which has no other
+)
+# Names of other special tokens, by their names in tokenizer_config.json.
+_SPECIAL = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "cls_token": ("[CLS]", "<s>"),
+    "sep_token": ("[SEP]", "</s>"),
+}
 MIN_BPE_VOCABULARY = BYTE_VALUES + 1  # all bytes, and the end-of-text token
 
 
@@ -123,6 +132,29 @@ class FileTokenizer(Tokenizer):
         """Return the text of token ids, with that of special tokens."""
         return str(self._library.decode(list(ids), skip_special_tokens=False))
 
+    def encode_samples(self, texts: Sequence[str], max_length: int) -> list[Ids]:
+        """Return the ids of texts, cut to a length, with the tokens that the template adds."""
+        self._library.enable_truncation(max_length)
+        try:
+            encoded = self._library.encode_batch_fast(list(texts))
+        finally:
+            self._library.no_truncation()
+        return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
+
+    def special_token(self, kind: str) -> int | None:
+        """Return the id of a special token, or None: of mask_token, cls_token or sep_token.
+
+        It is named so in tokenizer_config.json, or has a usual name.
+        """
+        ids = _ids_by_token(self.path, self._content)
+        named = _named_in_settings(self.path, kind)
+        return next((ids[name] for name in (named, *_SPECIAL[kind]) if name in ids), None)
+
+    def special_ids(self) -> set[int]:
+        """Return the ids of all special tokens."""
+        added = json.loads(self._content).get("added_tokens") or []
+        return {self.end_of_text} | {int(one["id"]) for one in added if one.get("special")}
+
     def splits(self, before: str, after: str) -> bool:
         """Return whether the tokens of both parts are those of the whole."""
         whole, left, right = self.encode([before + after, before, after])
@@ -198,19 +230,27 @@ def _ids_by_token(path: Path, content: bytes) -> dict[str, int]:
         ) from error
 
 
+def _named_in_settings(path: Path, kind: str) -> str | None:
+    """Return the special token that tokenizer_config.json names, if any. Raises ValueError."""
+    settings = path.with_name(SETTINGS_FILE)
+    if path.name != TOKENIZER_FILE or not settings.is_file():
+        return None
+    try:
+        named = json.loads(_read(settings)).get(kind)
+        token = named.get("content") if isinstance(named, dict) else named
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{settings} is not the settings of a tokenizer: {error}") from error
+    return None if token is None else str(token)
+
+
 def _end_of_text(path: Path, ids: dict[str, int]) -> str:
     """Return the end-of-text token. Raises ValueError if there is none."""
     settings = path.with_name(SETTINGS_FILE)
-    if path.name == TOKENIZER_FILE and settings.is_file():
-        try:
-            named = json.loads(_read(settings)).get("eos_token")
-            token = named.get("content") if isinstance(named, dict) else named
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{settings} is not the settings of a tokenizer: {error}") from error
-        if token is not None:
-            if token not in ids:
-                raise ValueError(f"{settings}: the eos_token {token!r} is no token of {path}")
-            return str(token)
+    token = _named_in_settings(path, "eos_token")
+    if token is not None:
+        if token not in ids:
+            raise ValueError(f"{settings}: the eos_token {token!r} is no token of {path}")
+        return token
     for token in _END_OF_TEXT:
         if token in ids:
             return token

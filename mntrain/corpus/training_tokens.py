@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mntrain.corpus.records import holds_records
 from mntrain.corpus.text_files import (
     CorpusFiles,
     find_files,
-    holds_records,
     is_token_ids,
 )
 from mntrain.corpus.token_cache import cached_tokens

@@ -23,6 +23,11 @@ __all__ = ["Loss", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 
 Split = Literal["train", "valid"]
 
+_SHORT_NAMES = {
+    "lm": "mntrain.tasks.lm:LanguageModel",
+    "hf": "mntrain.tasks.hf:HuggingFaceTask",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -156,6 +161,10 @@ class Task(ABC):
         """
         return {}
 
+    def run_files(self) -> Mapping[str, bytes]:
+        """Return files to write into the run directory, by path within it. The default is none."""
+        return {}
+
     def describe_data(self) -> str | None:
         """Return lines about the data to print at the start of a job, or None."""
         return None
@@ -191,14 +200,16 @@ class Task(ABC):
 
 
 def load(name: str, config: Config) -> Task:
-    """Return a new task by name: "lm", or "package.module:Class" for one of your own.
+    """Return a new task by name: "lm", "hf", or "package.module:Class" for one of your own.
 
     Raises ValueError for a name that is not of a task (see `import_class`). Exceptions of the
     task's constructor are not caught.
     """
-    full_name = "mntrain.tasks.lm:LanguageModel" if name == "lm" else name
+    full_name = _SHORT_NAMES.get(name, name)
     if ":" not in full_name:
-        raise ValueError(f'--task {name}: is neither "lm" nor of the form "package.module:Class"')
+        raise ValueError(
+            f'--task {name}: is neither "lm", "hf" nor of the form "package.module:Class"'
+        )
     found = import_class("--task", full_name)
     if not issubclass(found, Task):
         raise ValueError(f"--task {name}: {found.__name__} does not derive from mntrain.tasks.Task")

@@ -84,7 +84,7 @@ class TrainingJob:
             torch.manual_seed(config.run.seed)
             self.initial_weights: LoadedWeights | None = None
             self.model = self.task.model().to(world.device, self.precision.parameters)
-            self.frozen = freeze(self.model, config.init.freeze)
+            freeze(self.model, config.init.freeze)
             self.choice = choose_optimizer(self.task, self.model, config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
@@ -114,7 +114,11 @@ class TrainingJob:
         # Seeds dropout.
         torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
         self.batches = self.data.batches(self.done, self.last_step)
-        self.lock = run_directory.prepare(world, config, run_dir, resumed, saves=self.saves)
+        with world.agreement():
+            files = self.task.run_files()
+        self.lock = run_directory.prepare(
+            world, config, run_dir, resumed, saves=self.saves, files=files
+        )
         start_recording(world, run_dir, config.run.recorder)
         if resumed:
             checkpoint.restore_randomness(resumed, world)

@@ -30,6 +30,10 @@ FIXED = (
     "task",
     "data.valid_fraction",
     "model.",
+    "hf.head",
+    "hf.label_field",
+    "hf.mask_fraction",
+    "hf.max_length",
     "init.freeze",
     "optim.name",
     "train.batch_size",
@@ -43,7 +47,7 @@ _CHANGEABLE = {
     "run.seed": "seed",
 }
 # Beginnings of options that say nothing of the run, or only of its start.
-_UNREPORTED = ("run.", "log.", "data.path", "init.from")
+_UNREPORTED = ("run.", "log.", "data.path", "init.from", "hf.model")
 # Options of parameter groups that a resumed run may change.
 JOB_OPTIONS = ("lr", "weight_decay")
 
@@ -155,9 +159,15 @@ def changed_options(found: FoundCheckpoint, config: Config) -> list[str]:
 
 
 def prepare(
-    world: World, config: Config, run_dir: Path, found: FoundCheckpoint | None, *, saves: bool
+    world: World,
+    config: Config,
+    run_dir: Path,
+    found: FoundCheckpoint | None,
+    *,
+    saves: bool,
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> TextIO | None:
-    """Make the run's directory, or continue in it; write config.toml. Collective.
+    """Make the run's directory, or continue in it; write config.toml and files. Collective.
 
     A job that saves may start over a run that was killed before its first checkpoint. Returns, on
     the master, a file whose lock keeps other jobs out until it is closed. Raises AgreedError if the
@@ -175,6 +185,9 @@ def prepare(
                 expect_startable(run_dir, saves=saves)
             lock = make_and_lock(run_dir)
             (run_dir / CONFIG_FILE).write_text(to_toml(_with_absolute_paths(config)))
+            for name, content in files.items():
+                (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+                (run_dir / name).write_bytes(content)
             if exists:
                 rewind(run_dir, found.manifest.step if found and continued else 0)
     return lock
@@ -188,13 +201,14 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Return a configuration that finds its files from any folder."""
-    data, weights = config.data.path, config.init.from_
+    data, weights, model = config.data.path, config.init.from_, config.hf.model
     kind, colon, file = config.data.tokenizer.partition(":")
     tokenizer = f"{kind}:{Path(file).absolute()}" if colon else kind
     return replace(
         config,
         data=replace(config.data, path=data and data.absolute(), tokenizer=tokenizer),
         init=replace(config.init, from_=weights and weights.absolute()),
+        hf=replace(config.hf, model=model and model.absolute()),
     )
 
 

@@ -67,7 +67,8 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     """Show what runs where, and where a resumed run continues. Collective."""
     reporter, zero, library = job.reporter, config.zero, world.library
     count = sum(parameter.numel() for parameter in job.model.parameters())
-    frozen = f", of which {job.frozen / 1e6:.2f} M are frozen" if job.frozen else ""
+    fixed = sum(p.numel() for p in job.model.parameters() if not p.requires_grad)
+    frozen = f", of which {fixed / 1e6:.2f} M are frozen" if fixed else ""
     reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters{frozen}", "bold")
     if weights := job.initial_weights:
         reporter.note(f"weights: {weights}")

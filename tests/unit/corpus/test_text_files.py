@@ -4,7 +4,7 @@ import json
 import pytest
 from corpora import write_records
 
-from mntrain.corpus import text_files
+from mntrain.corpus import records, text_files
 from mntrain.corpus.text_files import OptionNames, find_files, read_pieces, why_binary
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
 
 
 def test_lines_without_end_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "_MAX_LINE", 50)
+    monkeypatch.setattr(records, "_MAX_LINE", 50)
     (tmp_path / "a.jsonl").write_text(json.dumps([{"text": "all in one"}] * 9))
     with pytest.raises(ValueError, match="line 1 is longer than 1 GiB"):
         texts_of(tmp_path / "a.jsonl")

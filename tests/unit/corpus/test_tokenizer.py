@@ -144,3 +144,23 @@ def test_without_the_library_the_package_to_install_is_named(tmp_path, monkeypat
     for refused in (lambda: load_tokenizer(f"bpe:{path}"), lambda: train_bpe([], 300)):
         with pytest.raises(ValueError, match=r"pip install 'mntrain\[data\]'"):
             refused()
+
+
+def test_special_tokens_have_usual_names_or_those_of_the_settings(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    names = ["[SEP]", "[CLS]", "<mask>", "a", "<m>"]
+    added = [{"content": name, "id": i, "special": i < 2} for i, name in enumerate(names)]
+    path.write_text(json.dumps({"model": {"vocab": {"a": 3}}, "added_tokens": added}))
+    made = FileTokenizer(path)
+    assert made.end_of_text == 0  # BERT has no other
+    kinds = ("mask_token", "cls_token", "sep_token")
+    assert [made.special_token(kind) for kind in kinds] == [2, 1, 0]
+    assert made.special_ids() == {0, 1}
+    settings = {"mask_token": {"content": "<m>"}, "cls_token": None, "eos_token": "a"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = FileTokenizer(path)
+    assert [made.special_token(kind) for kind in kinds] == [4, 1, 0]
+    assert made.special_ids() == {0, 1, 3}
+    path.write_text('{"model": {"vocab": {"</s>": 0}}}')
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert FileTokenizer(path).special_token("mask_token") is None

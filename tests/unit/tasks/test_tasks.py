@@ -17,7 +17,7 @@ from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.tokens import Corpus
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches
 from mntrain.tasks import Loss, Task, check_loss, load
-from mntrain.tasks.lm import Windows
+from mntrain.tasks.token_windows import Windows
 from mntrain.tasks.transformer import RMSNorm, Transformer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -121,7 +121,7 @@ def test_a_task_is_loaded_from_the_current_directory(modules):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lmm", 'neither "lm" nor of the form "package.module:Class"'),
+        ("lmm", 'neither "lm", "hf" nor of the form "package.module:Class"'),
         ("own:", "is not of the form"),
         (":Mine", "is not of the form"),
         (".own:Mine", "is not of the form"),

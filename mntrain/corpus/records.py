@@ -1,0 +1,91 @@
+"""Records of JSON lines and of Parquet files."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_LINES = (".jsonl", ".jsonl.gz")
+_PARQUET = ".parquet"
+_MAX_LINE = 1 << 30  # bytes; a file with longer ones has no lines
+
+Fields = Mapping[str, str]  # what each field is, and the option that names it: "the text by --x"
+
+
+def holds_records(path: Path) -> bool:
+    """Return whether a file holds records with fields, by its name."""
+    return path.name.lower().endswith((*_LINES, _PARQUET))
+
+
+def read_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the place of each record, for errors, and its values of some fields.
+
+    Raises ValueError with the place for a record without such a field, and for malformed files.
+    """
+    read = _parquet_fields if path.name.lower().endswith(_PARQUET) else _line_fields
+    yield from read(path, fields)
+
+
+def _line_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
+    packed = path.name.lower().endswith(".gz")
+    with gzip.open(path, "rb") if packed else path.open("rb") as file:
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = file.readline(_MAX_LINE + 1)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{path} cannot be unpacked at line {number}: {error}") from error
+            if not line:
+                return
+            if len(line) > _MAX_LINE:
+                raise ValueError(f"{path}, line {number} is longer than 1 GiB: is it JSON lines?")
+            if line.isspace():
+                continue
+            place = f"{path}, line {number}"
+            record = _parse(line, place)
+            _expect(fields, record, place)
+            yield place, [record[name] for name in fields]
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} is a JSON {type(record).__name__}, and must be an object")
+    return record
+
+
+def _parquet_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
+    try:
+        import pyarrow  # noqa: PLC0415 - optional
+        from pyarrow import parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise ValueError(f"{path} needs pyarrow: pip install 'mntrain[data]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            _expect(fields, file.schema_arrow.names, str(path))
+            row = 0
+            for batch in file.iter_batches(batch_size=256, columns=list(fields)):
+                columns = [batch.column(name).to_pylist() for name in fields]
+                for values in zip(*columns, strict=True):
+                    row += 1
+                    yield f"{path}, row {row}", list(values)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _expect(fields: Fields, present: Any, place: str) -> None:
+    """Raise ValueError for a field that is not present."""
+    for name, what in fields.items():
+        if name not in present:
+            raise ValueError(
+                f"{place} has no field {name!r}: its fields are {', '.join(present) or 'none'}; "
+                f"name the one with {what}"
+            )

@@ -1,0 +1,62 @@
+"""Options of Hugging Face models, and access to the transformers library."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mntrain.config_types import STRICT, OptionalPath
+
+CONFIG_FILE = "config.json"
+RUN_FOLDER = "hf"  # in a run directory: the files of an exported folder besides the weights
+
+
+@dataclass(frozen=True, config=STRICT)
+class HuggingFaceConfig:
+    """A model of Hugging Face, for --task hf. Its text is that of the data options."""
+
+    model: OptionalPath = Field(
+        default=None,
+        description="local folder with config.json and, unless weights are to be random, weights; "
+        "or a config.json alone, for random weights. Nothing is downloaded.",
+    )
+    head: Literal["causal-lm", "masked-lm", "classification"] = Field(
+        default="causal-lm",
+        description="objective. classification: of the records of .jsonl and .parquet files.",
+    )
+    label_field: str = Field(
+        default="label", description="field of the label, an integer or a text, for classification."
+    )
+    mask_fraction: float = Field(
+        default=0.15, gt=0, lt=1, description="fraction of the tokens that masked-lm predicts."
+    )
+    max_length: int = Field(
+        default=0, ge=0, description="most tokens of a sample. 0: as many as the model takes."
+    )
+
+
+@contextmanager
+def transformers_library() -> Iterator[Any]:
+    """A context with the transformers library, without its messages and progress bars.
+
+    Raises ValueError if it is not installed.
+    """
+    if find_spec("transformers") is None:
+        raise ValueError(
+            "models of Hugging Face need the transformers library: pip install 'mntrain[hf]'"
+        )
+    import transformers  # noqa: PLC0415 - optional
+
+    log: Any = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield transformers
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,172 @@
+"""Jobs that train Hugging Face models, and the folders that are exported from them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from corpora import stories, write_records
+from hf_models import write_bert, write_gpt2
+from job import completed, losses, metrics, summary, train
+from launch import mpirun
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from mntrain.checkpoint.reader import list_checkpoints
+
+ROOT = Path(__file__).parents[2]
+HF = ["--task", "hf", "--train.eval-samples", "0", "--checkpoint.every", "100"]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> list[str]:
+    """The options of the data, which has a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return ["--data.path", str(write_records(tmp_path / "a.jsonl", stories(200)))]
+
+
+def command(folder, *words):
+    result = mpirun(1, [sys.executable, "-m", "mntrain", *words], cwd=folder, timeout=60)
+    assert result.returncode == 0, result.report()
+    return result.stdout
+
+
+def opened(kind, folder):
+    """The exported model, of which no tensor may be missing or unexpected."""
+    model, report = kind.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def weights(folder):
+    return load_file(list_checkpoints(folder / "run")[0] / "model.safetensors")
+
+
+def alone(tmp_path):
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    return folder
+
+
+@torch.no_grad()
+def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss(tmp_path, text):
+    options = [*HF, *text, "--hf.model", str(write_gpt2(tmp_path / "gpt2"))]
+    completed(train(2, tmp_path, *options))
+    completed(train(1, alone(tmp_path), *options))
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.1
+    command(tmp_path, "ckpt", "export", "run", "exported", "--hf")
+    model = opened(AutoModelForCausalLM, tmp_path / "exported")
+    assert model.dtype == torch.float32
+    assert model.lm_head.weight is model.transformer.wte.weight  # tied, and stored once
+    assert "lm_head.weight" not in load_file(tmp_path / "exported" / "model.safetensors")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "exported" / "tokenizer.json"))
+    ids = torch.tensor([i for one in stories(200) for i in [*tokenizer.encode(one).ids, 0]])
+    windows = [ids[i * 32 : i * 32 + 33] for i in range((len(ids) - 1) // 32)]
+    valid = torch.stack(windows[-round(0.05 * len(windows)) :])
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").encode(stories(9)[8]) == (
+        tokenizer.encode(stories(9)[8]).ids
+    )
+    logits = model(valid[:, :-1]).logits.double().log_softmax(-1)
+    loss = -logits.gather(2, valid[:, 1:, None]).mean().item()
+    assert loss == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
+    said = command(tmp_path, "sample", "run", "--prompt", "12 and 13", "--tokens", "5")
+    assert said.startswith("12 and 13")
+
+
+@pytest.mark.thorough
+def test_a_run_is_resumed_with_its_model_and_refused_with_another(tmp_path, text):
+    options = [*HF, *text, "--hf.model", str(write_gpt2(tmp_path / "gpt2"))]
+    completed(train(2, tmp_path, *options, "--run.stop-after", "2"))
+    (tmp_path / "gpt2").rename(tmp_path / "moved")
+    options[-1] = str(tmp_path / "moved")
+    resumed = completed(train(2, tmp_path, *options, "--run.stop-after", "2"))
+    assert "resumed after step 2" in resumed.stdout
+    write_gpt2(tmp_path / "moved", n_head=1)  # of the same shapes
+    result = train(2, tmp_path, *options)
+    assert result.returncode == 2
+    assert "is of another run: the model's config.json was " in result.stderr
+
+
+@pytest.mark.thorough
+@torch.no_grad()
+def test_bert_has_the_same_masks_on_any_number_of_ranks(tmp_path, text):
+    options = [*HF, *text, "--hf.head", "masked-lm"]
+    options += ["--hf.model", str(write_bert(tmp_path / "bert", weights=True))]
+    completed(train(2, tmp_path, *options))
+    completed(train(3, alone(tmp_path), *options))
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    command(tmp_path, "ckpt", "export", "run", "exported", "--hf")
+    saved = weights(tmp_path)
+    state = opened(AutoModelForMaskedLM, tmp_path / "exported").state_dict()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], state[name]) for name in saved)
+
+
+@pytest.mark.thorough
+@torch.no_grad()
+def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_folder(tmp_path):
+    words = {"neg": ("7 and 8 make", "9 and"), "pos": ("That is all", "That")}
+    records = [
+        {"body": words[label][i % 2] + " 12" * (i % 5), "kind": label}
+        for label in ("pos", "neg")
+        for i in range(60)
+    ]
+    path = tmp_path / "reviews.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = [*HF, "--data.path", str(path), "--data.text-field", "body"]
+    options += ["--hf.head", "classification", "--hf.label-field", "kind"]
+    options += ["--hf.model", str(write_bert(tmp_path / "bert")), "--data.valid-fraction", "0.3"]
+    options += ["--train.batch-size", "32", "--train.micro-batch-size", "16"]
+    completed(train(2, tmp_path, *options, "--train.steps", "9", "--optim.lr", "1e-2"))
+    command(tmp_path, "ckpt", "export", "run", "exported", "--hf")
+    model = opened(AutoModelForSequenceClassification, tmp_path / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    order = torch.randperm(120, generator=torch.Generator().manual_seed(0))[-36:]
+    total = correct = 0
+    for record in [records[i] for i in order]:
+        inputs = tokenizer(record["body"], return_tensors="pt")
+        target = torch.tensor([model.config.label2id[record["kind"]]])
+        answer = model(**inputs, labels=target)
+        total += answer.loss.item()
+        correct += int(answer.logits.argmax(1) == target)
+    last = metrics(tmp_path)[-1]
+    assert total / 36 == pytest.approx(last["eval_loss"], rel=1e-5)
+    assert correct / 36 == pytest.approx(last["eval_metrics"]["accuracy"])
+    assert correct > 30
+
+
+@pytest.mark.thorough
+def test_a_run_begins_with_the_weights_of_a_folder(tmp_path, text):
+    folder = write_gpt2(tmp_path / "gpt2", weights=True)
+    named = completed(train(2, tmp_path, *HF, *text, "--hf.model", str(folder)))
+    assert f"gpt2 with the weights of {folder}" in named.stdout
+    options = ["--hf.model", str(folder / "config.json"), "--init.from", str(folder)]
+    taken = completed(train(2, alone(tmp_path), *HF, *text, *options))
+    assert "keep their initial values" not in taken.stdout + taken.stderr
+    assert losses(tmp_path / "alone") == losses(tmp_path)
+
+
+@pytest.mark.thorough
+def test_only_adapters_train_in_the_example(tmp_path, text):
+    folder = write_gpt2(tmp_path / "gpt2", weights=True)
+    options = [*HF, *text, "--hf.model", str(folder), "--zero.stage", "1"]
+    options += ["--task", "lora:LoRA"]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    completed(train(2, tmp_path, *options, env=environment))
+    trained, before = weights(tmp_path), load_file(folder / "model.safetensors")
+    adapters = {name for name in trained if "lora_" in name}
+    assert len(adapters) == 4  # two matrices for each of two layers
+    assert all(trained[name].any() for name in adapters)  # those called B began with zeros
+    for name in trained.keys() - adapters:
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        source = "transformer.wte.weight" if plain == "lm_head.weight" else plain
+        assert torch.equal(trained[name], before[source]), name
+    assert summary(tmp_path)["status"] == "completed"

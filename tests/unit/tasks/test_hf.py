@@ -1,0 +1,324 @@
+import dataclasses
+import json
+import pickle
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import stories, write_records
+from hf_models import write_bert, write_gpt2
+from torch.utils.data import default_collate
+from transformers import RobertaConfig
+
+from mntrain.config import Config
+from mntrain.corpus.tokenizer import FileTokenizer
+from mntrain.tasks import load
+from mntrain.tasks.hf_heads import pad_batch
+from mntrain.tasks.masking import IGNORED, Masking
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """No cache of others, and no network."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(socket.socket, "connect", None)
+
+
+def task(model, path, tokenizer="auto", **options):
+    config = Config()
+    data = dataclasses.replace(config.data, path=path, tokenizer=tokenizer)
+    hf = dataclasses.replace(config.hf, model=model, **options)
+    return load("hf", dataclasses.replace(config, task="hf", data=data, hf=hf))
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_records(tmp_path / "a.jsonl", stories(200))
+
+
+def write_reviews(path, labels):
+    lines = [{"text": "12 and " * (i % 5), "label": label} for i, label in enumerate(labels)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def first_batch(made, split="train", size=4):
+    data = made.dataset(split)
+    return (made.collate or default_collate)([data[i] for i in range(size)])
+
+
+# ---- causal ----
+
+
+def test_the_causal_loss_is_that_of_the_library_counted_in_tokens(tmp_path, text):
+    made = task(write_gpt2(tmp_path / "gpt2", weights=True), text)
+    model, batch = made.model(), first_batch(made)
+    assert batch.shape == (4, 33)
+    loss = made.loss(model, batch)
+    # The library shifts, so it gets the last target as an input too, and more positions.
+    own = model(input_ids=batch[:, :-1]).logits.log_softmax(-1)
+    expected = -own.gather(2, batch[:, 1:, None]).mean()
+    torch.testing.assert_close(loss.mean, expected)
+    assert loss.count == 4 * 32
+    shorter = model(input_ids=batch[:, :32], labels=batch[:, :32]).loss
+    torch.testing.assert_close(made.loss(model, batch[:, :32]).mean, shorter)
+
+
+def test_weights_of_the_folder_are_taken_unless_its_config_is_named(tmp_path, text):
+    folder = write_gpt2(tmp_path / "gpt2", weights=True)
+    made = task(folder, text)
+    first, again = made.model(), made.model()
+    assert first.training  # so that dropout is on from the first step
+    assert all(map(torch.equal, first.state_dict().values(), again.state_dict().values()))
+    assert f"with the weights of {folder}\n" in made.describe_data()
+    alone = task(folder / "config.json", text)
+    torch.manual_seed(0)
+    new = alone.model()
+    assert not torch.equal(new.lm_head.weight, first.lm_head.weight)
+    assert "random weights" in alone.describe_data()
+
+
+def test_weights_without_the_head_are_named_and_those_of_another_model_refused(tmp_path, text):
+    folder = write_bert(tmp_path / "bert", weights=True)
+    made = task(folder, write_reviews(tmp_path / "r.jsonl", [0, 1] * 5), head="classification")
+    made.model()
+    assert "random: bert.pooler.dense.bias" in made.describe_data()
+    assert "classifier.bias" in made.describe_data()
+    write_gpt2(tmp_path / "gpt2", weights=True)
+    (tmp_path / "gpt2" / "model.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot make a model of it .*no tensor of it has a name"):
+        task(folder, text, head="masked-lm").model()
+
+
+def test_the_flops_of_a_token_are_six_per_parameter_that_computes(tmp_path, text):
+    made = task(write_gpt2(tmp_path / "gpt2"), text)
+    model = made.model()
+    everything = sum(p.numel() for p in model.parameters())
+    assert made.flops_per_item(model) == 6 * (everything - model.transformer.wpe.weight.numel())
+    model.transformer.h[0].requires_grad_(False)
+    assert made.flops_per_item(model) is None
+
+
+def test_a_sample_takes_the_likeliest_tokens_and_changes_no_random_state(tmp_path, text):
+    made = task(write_gpt2(tmp_path / "gpt2", weights=True), text)
+    model, before = made.model(), torch.get_rng_state()
+    made.sample(model, "12 and", tokens=40)  # beyond the model's length
+    tokenizer = FileTokenizer(tmp_path / "gpt2" / "tokenizer.json")
+    ids = torch.tensor([[0, *tokenizer.encode(["12 and"])[0]]])
+    model.eval()
+    made_ids = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 1:]
+    expected = tokenizer.decode([one for one in made_ids.tolist() if one < tokenizer.size])
+    assert made.sample(model, "12 and", tokens=8, temperature=0) == expected
+    assert made.sample(model, tokens=8, seed=1) != made.sample(model, tokens=8, seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- masked ----
+
+
+def test_masks_are_of_eighty_ten_and_ten_percent_and_spare_special_tokens(tmp_path):
+    tokenizer = FileTokenizer(write_bert(tmp_path) / "tokenizer.json")
+    masking = Masking(tokenizer, 4, [2, 3], 0.15)
+    window = torch.tensor([3, *range(5, 205), 3])
+    generator = torch.Generator().manual_seed(0)
+    draws = [masking(window, generator) for _ in range(300)]
+    ids, labels = (torch.stack(parts) for parts in zip(*draws, strict=True))
+    assert ids[:, 0].tolist() == [2] * 300
+    assert ids[:, -1].tolist() == [3] * 300
+    ids, labels = ids[:, 1:-1], labels[:, 1:-1]
+    chosen = labels != IGNORED
+    assert chosen.sum(1).tolist() == [round(0.15 * 202)] * 300
+    assert not chosen[:, [0, -1]].any()
+    assert torch.equal(ids[~chosen], window.expand_as(ids)[~chosen])
+    assert torch.equal(labels[chosen], window.expand_as(ids)[chosen])
+    total = int(chosen.sum())
+    masked = int((ids[chosen] == 4).sum())
+    kept = int((ids[chosen] == labels[chosen]).sum())
+    assert masked / total == pytest.approx(0.8, abs=0.015)
+    assert kept / total == pytest.approx(0.1, abs=0.015)
+    drawn = ids[chosen & (ids != 4)]
+    assert drawn.min() >= 5
+    assert chosen.float().mean(0)[1:-1].min() > 0.07  # every position is chosen at times
+
+
+def test_validation_is_masked_always_alike_and_training_by_the_default_generator(tmp_path, text):
+    made = task(write_bert(tmp_path / "bert"), text, head="masked-lm")
+    draws = {}
+    for split in ("train", "valid"):
+        for seed in (1, 2, 1):
+            torch.manual_seed(seed)
+            draws.setdefault(split, []).append(made.dataset(split)[3][0].tolist())
+    assert draws["valid"][0] == draws["valid"][1]
+    assert draws["train"][0] == draws["train"][2] != draws["train"][1]
+    assert made.dataset("valid")[2][0].tolist() != made.dataset("valid")[3][0].tolist()
+    assert pickle.loads(pickle.dumps(made.dataset("valid")))[3][0].tolist() == draws["valid"][0]
+
+
+def test_the_masked_loss_is_that_of_the_library_counted_in_masked_tokens(tmp_path, text):
+    made = task(write_bert(tmp_path / "bert", weights=True), text, head="masked-lm")
+    model, (ids, labels, masked) = made.model(), first_batch(made)
+    assert ids.shape == (4, 24)
+    assert masked.tolist() == [3] * 4  # 15 % of 22
+    loss = made.loss(model, (ids, labels, masked))
+    torch.testing.assert_close(loss.mean, model(input_ids=ids, labels=labels).loss)
+    assert loss.count == 12
+    none = made.loss(model, (ids, torch.full_like(labels, IGNORED), torch.zeros_like(masked)))
+    assert (none.mean.item(), none.count) == (0, 0)
+    none.mean.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_a_window_of_special_tokens_has_no_masked_token(tmp_path):
+    tokenizer = FileTokenizer(write_bert(tmp_path) / "tokenizer.json")
+    _, labels = Masking(tokenizer, 4, [2, 3], 0.15)(torch.full((9,), 3), None)
+    assert labels.tolist() == [IGNORED] * 11
+
+
+def test_positions_behind_the_padding_token_count(tmp_path, text):
+    folder = write_bert(tmp_path / "roberta")
+    shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    config = RobertaConfig(
+        **shape, intermediate_size=16, max_position_embeddings=26, vocab_size=300
+    )
+    config.save_pretrained(folder)
+    made = task(folder, text, head="masked-lm")
+    ids, labels, masked = first_batch(made)
+    assert ids.shape == (4, 24)
+    assert made.loss(made.model(), (ids, labels, masked)).mean.isfinite()
+    with pytest.raises(ValueError, match=r"--hf.max-length 25: .* takes at most 24 tokens"):
+        task(folder, text, head="masked-lm", max_length=25)
+
+
+# ---- classification ----
+
+
+def test_labels_are_sorted_and_a_padded_record_has_the_loss_that_it_has_alone(tmp_path):
+    path = write_reviews(tmp_path / "r.jsonl", [10, 9, 10, 2] * 5)
+    made = task(write_bert(tmp_path / "bert", weights=True), path, head="classification")
+    model = made.model().eval()
+    assert model.config.id2label == {0: "2", 1: "9", 2: "10"}
+    batch = pickle.loads(pickle.dumps(made.collate))([made.dataset("train")[i] for i in range(6)])
+    assert len({int(row.sum()) for row in batch[1]}) > 1  # of different lengths
+    loss = made.loss(model, batch)
+    alone = [made.loss(model, made.collate([made.dataset("train")[i]])) for i in range(6)]
+    torch.testing.assert_close(loss.mean, torch.stack([one.mean for one in alone]).mean())
+    accuracies = torch.stack([one.metrics["accuracy"] for one in alone])
+    torch.testing.assert_close(loss.metrics["accuracy"], accuracies.mean())
+    assert loss.count == 6
+
+
+def test_a_classifier_without_padding_token_gets_one(tmp_path):
+    path = write_reviews(tmp_path / "r.jsonl", ["a", "b"] * 10)  # some texts are empty
+    made = task(write_gpt2(tmp_path / "gpt2"), path, head="classification")
+    model = made.model().eval()
+    samples = [made.dataset("train")[i] for i in range(8)]
+    loss = made.loss(model, made.collate(samples)).mean
+    alone = [made.loss(model, made.collate([one])).mean for one in samples]
+    torch.testing.assert_close(loss, torch.stack(alone).mean())
+
+
+def test_label_names_of_the_model_keep_their_order(tmp_path):
+    folder = write_bert(tmp_path / "bert", id2label={0: "pos", 1: "neg"})
+    made = task(
+        folder, write_reviews(tmp_path / "r.jsonl", ["neg", "pos"] * 9), head="classification"
+    )
+    assert made.model().config.label2id == {"pos": 0, "neg": 1}
+    labels = [label for split in ("train", "valid") for _, label in made.dataset(split)]
+    assert sorted(labels) == [0] * 9 + [1] * 9
+
+
+def test_texts_are_cut_to_the_length_of_the_model_and_padded_with_its_token(tmp_path):
+    path = write_reviews(tmp_path / "r.jsonl", [0, 1] * 5)
+    made = task(write_bert(tmp_path / "bert"), path, head="classification", max_length=5)
+    ids, attention, labels = made.collate([made.dataset("train")[i] for i in range(9)])
+    assert ids.shape == (9, 5)
+    assert (ids[attention == 1] != 0).all()
+    assert (ids[attention == 0] == 0).all()
+    assert ids[:, 0].tolist() == [2] * 9
+    assert len(labels) == 9
+    ids, attention, _ = pad_batch([(torch.tensor([7]), 0), (torch.tensor([7, 8, 9]), 1)], 99)
+    assert ids.tolist() == [[7, 99, 99], [7, 8, 9]]
+    assert attention.tolist() == [[1, 0, 0], [1, 1, 1]]
+
+
+def test_records_of_parquet_are_those_of_json_lines(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    lines = write_reviews(tmp_path / "r.jsonl", ["b", "a"] * 6)
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "r.parquet")
+    folder = write_bert(tmp_path / "bert")
+    first, second = (
+        task(folder, path, head="classification").dataset("train")
+        for path in (lines, tmp_path / "r.parquet")
+    )
+    assert [(ids.tolist(), n) for ids, n in first] == [(ids.tolist(), n) for ids, n in second]
+
+
+# ---- refusals ----
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Folders of models in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    write_gpt2(tmp_path / "gpt2")
+    write_gpt2(tmp_path / "small", vocab_size=290)
+    write_gpt2(tmp_path / "pickled")
+    (tmp_path / "pickled" / "x.gguf").write_bytes(b"")
+    write_bert(tmp_path / "bert")
+    (write_gpt2(tmp_path / "bare") / "tokenizer.json").unlink()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "no such"}')
+
+
+@pytest.mark.usefixtures("folders")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gpt2-xl", {}, "nothing is downloaded: run `hf download gpt2-xl"),
+        ("text", {}, "text: has no config.json"),
+        ("gpt2", {"max_length": 33}, "--hf.max-length 33: the model of .* takes at most 32"),
+        ("gpt2", {"head": "masked-lm"}, "has no model for --hf.head masked-lm"),
+        ("bert", {"tokenizer": "bytes", "head": "masked-lm"}, "the tokenizer has no mask token"),
+        ("small", {}, "the tokenizer has 300 tokens, and the model of .* only 290"),
+        ("bare", {}, "has no tokenizer.json: give --data.tokenizer"),
+        ("pickled", {}, r"weights of another kind \(x.gguf\)"),
+        ("bert", {"head": "classification"}, "has no field 'label': .* by --hf.label-field"),
+        ("odd", {}, "is not a configuration of the transformers library"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(text, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        task(Path(name), text, **options)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([1, 1.5], "line 2: 'label' is a float, and must be an integer or a text"),
+        ([1, True], "line 2: 'label' is a bool"),
+        ([1, "1"], "line 2: 'label' is a str, and that of earlier records is a int"),
+        ([1, 1], "has 1 labels: classification needs two"),
+    ],
+)
+def test_labels_that_are_none_are_refused(tmp_path, labels, message):
+    path = write_reviews(tmp_path / "r.jsonl", labels)
+    with pytest.raises(ValueError, match=message):
+        task(write_bert(tmp_path / "bert"), path, head="classification")
+
+
+def test_token_ids_outside_the_vocabulary_of_the_model_are_refused(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(310) % 305)
+    with pytest.raises(ValueError, match="token id 304, outside the vocabulary of 304: the model"):
+        task(write_gpt2(tmp_path / "gpt2"), tmp_path / "ids.npy")
+
+
+def test_the_library_that_is_not_installed_is_named(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("mntrain.huggingface.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'mntrain\[hf\]'"):
+        task(write_gpt2(tmp_path / "gpt2"), text)
