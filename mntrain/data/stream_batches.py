@@ -56,6 +56,7 @@ class StreamBatches:
             drop_last=drop_last,
             num_workers=options.workers,
             multiprocessing_context=options.start_method if options.workers else None,
+            persistent_workers=options.workers > 0,  # over the epochs
             collate_fn=_MicroBatches(options.collate or default_collate, options.micro_batch_size),
             worker_init_fn=ignore_signals,
         )

@@ -83,8 +83,6 @@ SLOW = pytest.mark.thorough
     [
         (140, 50),
         pytest.param(50, 140, marks=SLOW),
-        pytest.param(140, 0, marks=SLOW),
-        pytest.param(50, 0, marks=SLOW),
         pytest.param(30, 0, marks=SLOW),
     ],
 )

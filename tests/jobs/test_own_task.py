@@ -171,7 +171,7 @@ def expect_plain(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "stage"),
-    [(3, "2"), *(pytest.param(n, s, marks=pytest.mark.thorough) for n, s in [(1, "0"), (4, "1")])],
+    [(3, "2"), pytest.param(4, "1", marks=pytest.mark.thorough)],
 )
 def test_a_tasks_optimizer_schedule_and_metrics_are_those_of_plain_torch(tmp_path, ranks, stage):
     result = completed(train(ranks, tmp_path, "--zero.stage", stage))
@@ -191,6 +191,7 @@ def test_a_tasks_schedule_goes_on_at_another_size_and_stage(tmp_path):
     assert {path.name for path in list_checkpoints(tmp_path / "run")} <= set(told)
 
 
+@pytest.mark.thorough
 def test_several_validation_sets_are_reported_by_name_and_together(tmp_path):
     best = ["--checkpoint.every", "100", "--checkpoint.best", "first accuracy:max"]
     completed(train(3, tmp_path, "--task", "own:Sets", *best))
@@ -206,14 +207,15 @@ def test_several_validation_sets_are_reported_by_name_and_together(tmp_path):
         assert sets["first perplexity"] == pytest.approx(math.exp(sets["first loss"]))
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.thorough)])
-def test_a_callback_of_one_rank_ends_the_run_on_all(tmp_path, ranks):
-    completed(train(ranks, tmp_path, "--task", "own:Asks", "--checkpoint.every", "100"))
+@pytest.mark.thorough
+def test_a_callback_of_one_rank_ends_the_run_on_all(tmp_path):
+    completed(train(3, tmp_path, "--task", "own:Asks", "--checkpoint.every", "100"))
     whole = summary(tmp_path)
     assert (whole["status"], whole["reason"], whole["steps"]) == ("stopped", "enough points", 5)
     assert whole["checkpoint"].endswith("step-00000005")
 
 
+@pytest.mark.thorough
 def test_the_best_checkpoint_by_a_metric_is_kept_and_the_run_ends_without_a_better_one(tmp_path):
     saves = ["--checkpoint.every", "100", "--checkpoint.keep", "1"]
     best = ["--checkpoint.best", "accuracy:max", "--train.patience", "2", "--train.eval-every", "1"]
@@ -229,6 +231,7 @@ def test_the_best_checkpoint_by_a_metric_is_kept_and_the_run_ends_without_a_bett
     assert kept == [highest + 2, highest]
 
 
+@pytest.mark.thorough
 def test_a_metric_that_the_evaluations_lack_is_refused_with_those_they_have(tmp_path):
     result = train(2, tmp_path, "--checkpoint.best", "accuracies:max")
     assert result.returncode == 1

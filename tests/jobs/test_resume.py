@@ -172,6 +172,7 @@ def test_a_full_disk_leaves_checkpoints_intact_and_names_the_space_needed(tmp_pa
         subprocess.run(["umount", small], check=True)
 
 
+@pytest.mark.thorough
 def test_the_command_that_is_printed_continues_a_run(whole, parts):
     completed(train(2, whole))
     stopped = completed(train(2, parts, *ONE_EACH, "--run.stop-after", "2"))
@@ -187,6 +188,7 @@ def test_the_command_that_is_printed_continues_a_run(whole, parts):
     assert losses(parts) == losses(whole)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_may_change_its_batch_size_and_sees_every_sample_once(parts):
     epoch = ["--train.batch-size", "8", "--data.valid-fraction", "0"]
     completed(train(2, parts, *ONE_EACH, *epoch, "--run.stop-after", "2"))

@@ -95,9 +95,8 @@ def close(found, expected):
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (3, []),
+        pytest.param(3, ["--zero.stage", "2"], marks=pytest.mark.thorough),
         pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.thorough),
-        pytest.param(4, ["--zero.stage", "2"], marks=pytest.mark.thorough),
     ],
 )
 def test_ranks_take_the_same_global_batches_of_a_stream(tmp_path, alone, ranks, options):
@@ -105,6 +104,7 @@ def test_ranks_take_the_same_global_batches_of_a_stream(tmp_path, alone, ranks, 
     assert close(steps(tmp_path), alone)
 
 
+@pytest.mark.thorough
 def test_a_stream_is_resumed_at_another_size(tmp_path, alone):
     saves = ["--checkpoint.every", "2"]
     completed(train(3, tmp_path, *saves, "--run.stop-after", "6"))
@@ -120,6 +120,7 @@ def test_a_stream_that_shards_itself_gives_each_sample_to_one_rank(tmp_path):
     assert sum(total for _, total, _ in found) == sum(range(30))
 
 
+@pytest.mark.thorough
 def test_a_stream_without_a_sample_is_refused(tmp_path):
     result = train(2, tmp_path, "--task", "own:Empty")
     assert result.returncode == 1
