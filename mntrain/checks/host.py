@@ -1,6 +1,7 @@
 """Checks of one host: its shared memory and its limits. Local; MPI need not run."""
 
 import os
+import re
 import resource
 import sys
 import time
@@ -152,3 +153,25 @@ def merge(findings: Iterable[tuple[str, Finding]]) -> Finding:
         return bad
     names = ", ".join(list(hosts)[:4]) + (f" and {len(hosts) - 4} others" if len(hosts) > 4 else "")
     return Finding(bad.status, f"{names}: {bad.text}", bad.fix)
+
+
+# Flags of a CPU with instructions for a dtype, in /proc/cpuinfo: those of x86, and those of Arm.
+_INSTRUCTIONS = {
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "fphp"},
+}
+
+
+def arithmetic(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
+    """Check that this CPU has instructions for bf16 or fp16; others convert to fp32 and back."""
+    try:
+        line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        line = None
+    if line is None or _INSTRUCTIONS[dtype] & set(line[1].split()):
+        return passed(f"nothing is known to make {dtype} slow on this CPU")
+    return Finding(
+        "warn",
+        f"this CPU has no instructions for {dtype}, which may take several times as long as fp32",
+        "give --train.precision fp32 on CPUs",
+    )

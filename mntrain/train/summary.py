@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from mntrain.checks import host
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
@@ -66,16 +67,7 @@ class JobResult:
 def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     """Show what runs where, and where a resumed run continues. Collective."""
     reporter, zero, library = job.reporter, config.zero, world.library
-    count = sum(parameter.numel() for parameter in job.model.parameters())
-    fixed = sum(p.numel() for p in job.model.parameters() if not p.requires_grad)
-    frozen = f", of which {fixed / 1e6:.2f} M are frozen" if fixed else ""
-    reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters{frozen}", "bold")
-    if weights := job.initial_weights:
-        reporter.note(f"weights: {weights}")
-        for problem in weights.problems():
-            reporter.warn(problem)
-    for line in (job.task.describe_data() or "").splitlines():
-        reporter.note(line)
+    _describe_model_and_data(config, job)
     where = f"{world.topology}, {world.algorithm}"
     reporter.note(f"{where}, {library.name} (thread level {library.threads})")
     facts = {
@@ -89,6 +81,11 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
     reporter.note(f"optimizer: {job.choice}, schedule {job.schedule}")
+    dtype = config.train.precision.removesuffix("-pure")
+    if world.device.type == "cpu" and dtype != "fp32":
+        arithmetic = host.arithmetic(dtype)
+        if arithmetic.status == "warn":
+            reporter.warn(str(arithmetic))
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     if any(reasons):
         nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
@@ -100,22 +97,44 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     reporter.places(world.places)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
-    if resumed := job.resumed:
-        for path, reason in resumed.skipped.items():
-            reporter.warn(f"{path.name} was passed over: {reason}")
-        reporter.note(
-            f"resumed after step {resumed.manifest.step}, from {resumed.path} "
-            f"(saved by {resumed.manifest.writers})"
+    _describe_resumption(config, job)
+
+
+def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
+    """Show the size of the model, what weights it begins with, and the data. Local."""
+    reporter = job.reporter
+    count = sum(parameter.numel() for parameter in job.model.parameters())
+    fixed = sum(p.numel() for p in job.model.parameters() if not p.requires_grad)
+    frozen = f", of which {fixed / 1e6:.2f} M are frozen" if fixed else ""
+    reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters{frozen}", "bold")
+    if weights := job.initial_weights:
+        reporter.note(f"weights: {weights}")
+        for problem in weights.problems():
+            reporter.warn(problem)
+    for line in (job.task.describe_data() or "").splitlines():
+        reporter.note(line)
+
+
+def _describe_resumption(config: Config, job: TrainingJob) -> None:
+    """Show where a resumed run continues, and what has changed. Local."""
+    reporter, resumed = job.reporter, job.resumed
+    if resumed is None:
+        return
+    for path, reason in resumed.skipped.items():
+        reporter.warn(f"{path.name} was passed over: {reason}")
+    reporter.note(
+        f"resumed after step {resumed.manifest.step}, from {resumed.path} "
+        f"(saved by {resumed.manifest.writers})"
+    )
+    if resumed.manifest.position is None:
+        reporter.warn("the version that saved it took samples in another order")
+    if changes := changed_options(resumed, config):
+        reporter.note(f"changed since then: {'; '.join(changes)}")
+    if others := job.changed_data():
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        reporter.warn(
+            f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
         )
-        if resumed.manifest.position is None:
-            reporter.warn("the version that saved it took samples in another order")
-        if changes := changed_options(resumed, config):
-            reporter.note(f"changed since then: {'; '.join(changes)}")
-        if others := job.changed_data():
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            reporter.warn(
-                f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
-            )
 
 
 def resume_command(world: World, config: Config, job: TrainingJob) -> str:
