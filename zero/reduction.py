@@ -89,7 +89,7 @@ class StepReduction:
         unused = self._unused() if missing else frozenset()
         if not divisor > 0:
             self.clear(set_to_none=True)
-            raise ValueError(f"the ranks' weights sum to {weight}: at least one needs a sample")
+            raise ValueError(f"the ranks' weights sum to {weight:g}: at least one needs a sample")
         self._gradients.finish(self.weight.unit / divisor, unused)
         self.buckets.end(again=bool(late))
         if late:

@@ -134,7 +134,7 @@ def test_a_step_without_a_sample_on_any_rank_is_refused_by_all():
     with init() as world:
         optimizer = world.optimizer(model, ADAMW)
         optimizer.share(0)
-        with pytest.raises(ValueError, match=r"sum to 0\.0"):
+        with pytest.raises(ValueError, match="sum to 0:"):
             optimizer.step()
 
 

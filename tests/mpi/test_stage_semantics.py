@@ -168,7 +168,7 @@ def test_a_step_without_a_sample_on_any_rank_is_refused_by_all(world, make, mode
     optimizer = make(model, SGD, **mode)
     before = model_digest(model)
     optimizer.share(0)
-    with pytest.raises(ValueError, match=r"sum to 0\.0"):
+    with pytest.raises(ValueError, match="sum to 0:"):
         optimizer.step()
     assert model_digest(model) == before
 
