@@ -1,8 +1,9 @@
 """The selection of tests: a quick set, all with --all; those of tests/mpi on ranks only.
 
-The quick set leaves out tests marked `thorough`. Of a parametrized test it keeps as few cases as
-show every value of every parameter at least once; --all runs every combination. --rest runs what
-the quick set has left out, and tests of hypothesis again, with more examples.
+The quick set leaves out tests marked `thorough` or `exhaustive`. Of a parametrized test it keeps as
+few cases as show every value of every parameter at least once; --all runs every combination. --rest
+runs what the quick set has left out but for `exhaustive` tests, whole jobs that take long, and
+tests of hypothesis again, with more examples.
 """
 
 import os
@@ -41,11 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     by_function: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("thorough") is None:
+        if not {"thorough", "exhaustive"} & {marker.name for marker in item.iter_markers()}:
             by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept = {item for cases in by_function.values() for item in covering(cases)}
     if rest:
-        kept = {item for item in items if item not in kept or is_hypothesis(item)}
+        left = [item for item in items if item.get_closest_marker("exhaustive") is None]
+        kept = {item for item in left if item not in kept or is_hypothesis(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

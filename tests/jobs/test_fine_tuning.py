@@ -43,7 +43,7 @@ def test_a_run_takes_weights_and_trains_the_layers_that_are_not_frozen(tmp_path,
     assert metrics(tmp_path / "tuned")[0]["loss"] < metrics(first)[0]["loss"] - 0.1
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_resumed_run_keeps_its_weights_and_its_frozen_layers(tmp_path, first):
     frozen = ["--init.freeze", "embedding*"]
     completed(tune(2, tmp_path, first, *frozen, "--train.steps", "6"))
@@ -57,6 +57,7 @@ def test_a_resumed_run_keeps_its_weights_and_its_frozen_layers(tmp_path, first):
     assert losses(tmp_path / "parts") == losses(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_weights_that_do_not_match_are_refused_before_any_work(tmp_path, first):
     torch.save({"other": torch.ones(1)}, tmp_path / "other.pt")
     result = tune(2, tmp_path, first, "--init.from", str(tmp_path / "other.pt"))

@@ -82,7 +82,7 @@ def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss
     assert said.startswith("12 and 13")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_is_resumed_with_its_model_and_refused_with_another(tmp_path, text):
     options = [*HF, *text, "--hf.model", str(write_gpt2(tmp_path / "gpt2"))]
     completed(train(2, tmp_path, *options, "--run.stop-after", "2"))
@@ -96,7 +96,7 @@ def test_a_run_is_resumed_with_its_model_and_refused_with_another(tmp_path, text
     assert "is of another run: the model's config.json was " in result.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_bert_has_the_same_masks_on_any_number_of_ranks(tmp_path, text):
     options = [*HF, *text, "--hf.head", "masked-lm"]
@@ -144,7 +144,7 @@ def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_fo
     assert correct > 30
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_begins_with_the_weights_of_a_folder(tmp_path, text):
     folder = write_gpt2(tmp_path / "gpt2", weights=True)
     named = completed(train(2, tmp_path, *HF, *text, "--hf.model", str(folder)))

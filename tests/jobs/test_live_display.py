@@ -75,7 +75,7 @@ def emulated_run(
     return lines, terminal.output, screen
 
 
-SLOW = pytest.mark.thorough
+SLOW = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_terminal_under_mpirun_ends_with_one_panel_that_fits(tmp_path, width, 
     assert pyte.modes.DECAWM in screen.mode
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_lines_of_other_ranks_stay_and_leave_one_panel(tmp_path):
     (tmp_path / "talkative.py").write_text(TALKATIVE)
     command = command_line(tmp_path, "--train.steps", "40", "--task", "talkative:Talkative")

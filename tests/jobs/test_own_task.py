@@ -171,7 +171,7 @@ def expect_plain(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "stage"),
-    [(3, "2"), pytest.param(4, "1", marks=pytest.mark.thorough)],
+    [(3, "2"), pytest.param(4, "1", marks=pytest.mark.exhaustive)],
 )
 def test_a_tasks_optimizer_schedule_and_metrics_are_those_of_plain_torch(tmp_path, ranks, stage):
     result = completed(train(ranks, tmp_path, "--zero.stage", stage))
@@ -207,7 +207,7 @@ def test_several_validation_sets_are_reported_by_name_and_together(tmp_path):
         assert sets["first perplexity"] == pytest.approx(math.exp(sets["first loss"]))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_callback_of_one_rank_ends_the_run_on_all(tmp_path):
     completed(train(3, tmp_path, "--task", "own:Asks", "--checkpoint.every", "100"))
     whole = summary(tmp_path)
@@ -231,7 +231,7 @@ def test_the_best_checkpoint_by_a_metric_is_kept_and_the_run_ends_without_a_bett
     assert kept == [highest + 2, highest]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_metric_that_the_evaluations_lack_is_refused_with_those_they_have(tmp_path):
     result = train(2, tmp_path, "--checkpoint.best", "accuracies:max")
     assert result.returncode == 1

@@ -144,7 +144,7 @@ def test_a_job_leaves_a_picture_of_its_loss_or_says_why_not(jobs):
     assert picture.exists() or "it took too long" in output or not find_spec("matplotlib")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_missing_package_is_refused_on_all_ranks_before_any_work(tmp_path):
     (tmp_path / "wandb.py").write_text("raise ModuleNotFoundError('no wandb')\n")
     result = train(2, tmp_path, "--log.wandb", "digits")  # from the current folder
@@ -156,7 +156,7 @@ def test_a_missing_package_is_refused_on_all_ranks_before_any_work(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_that_fails_in_its_first_step_says_how_far_its_run_is(tmp_path):
     (tmp_path / "late.py").write_text(
         LATE

@@ -96,7 +96,7 @@ def close(found, expected):
     ("ranks", "options"),
     [
         pytest.param(3, ["--zero.stage", "2"], marks=pytest.mark.thorough),
-        pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.thorough),
+        pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_ranks_take_the_same_global_batches_of_a_stream(tmp_path, alone, ranks, options):
@@ -112,7 +112,7 @@ def test_a_stream_is_resumed_at_another_size(tmp_path, alone):
     assert close(steps(tmp_path), alone)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_stream_that_shards_itself_gives_each_sample_to_one_rank(tmp_path):
     completed(train(2, tmp_path, "--task", "own:OwnStream", "--train.steps", "5"))
     found = steps(tmp_path)

@@ -44,7 +44,7 @@ def test_a_job_on_json_lines_learns_resumes_and_its_sample_decodes(tmp_path, opt
     assert result.stdout.startswith("12 and 13")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_folder_of_tokens_trains_as_its_text_does_and_resumes_its_run(tmp_path, options):
     given = Path(options[-1].removeprefix("bpe:"))
     words = ["a.jsonl", "tokens", "--text-field", "story", "--tokenizer", f"bpe:{given.name}"]
