@@ -199,7 +199,7 @@ def batches(
 def validation_batches(dataset: Dataset[Any], options: LoaderOptions) -> Iterator[Any]:
     """Yield this rank's collated micro-batches of one pass over a dataset, in its order. Local.
 
-    Every sample goes to one rank. ShardContext may get unequal numbers of micro-batches, or none.
+    Every sample goes to one rank. Ranks may get unequal numbers of micro-batches, or none.
     """
     samples = len(cast(Sized, dataset))
     plan = SamplingPlan(samples, options.size * options.micro_batch_size, seed=0, shuffle=False)

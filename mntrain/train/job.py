@@ -28,6 +28,7 @@ from mntrain.train.fingerprint import differences
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
+from mntrain.train.sample_check import check_validation
 from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.world import World
 
@@ -88,6 +89,14 @@ class TrainingJob:
             self.choice = choose_optimizer(self.task, self.model, config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
+            check_validation(
+                self.task,
+                self.model,
+                self.data,
+                config.task,
+                floats=self.precision.parameters,
+                autocast=self.precision.autocast,
+            )
         if resumed:
             run_directory.check_same_run(
                 world, resumed, config, self.data.samples, self.fingerprint["values"]

@@ -67,6 +67,12 @@ class JobData:
         """Yield this rank's micro-batches of a validation set."""
         return sampling.validation_batches(self._valid[name], self._options)
 
+    def first_validation_samples(self, name: str) -> list[Any]:
+        """Return the samples of one micro-batch of a validation set, the same on all ranks."""
+        dataset = self._valid[name]
+        count = min(self._options.micro_batch_size, len(cast(Sized, dataset)))
+        return [dataset[index] for index in range(count)]
+
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
         return self.stream.length(step) if self.stream else self._plan.length(step - 1)

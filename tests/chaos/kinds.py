@@ -37,6 +37,8 @@ class Kind(NamedTuple):
 
 
 WAITED = r"error: rank.* waited \d+ s for rank {rank} on "
+# Nobody sees the state of a rank's process that is alone on its node.
+STOPPED = r"(.*\n)*.*(stopped by a signal|its process is stopped, or held in C code)"
 LOST = r"error: rank {rank} on \S+ is lost: its process has ended"
 NODE_LOST = r"error: ranks? (\d+, )*{rank}\b[ ,\d]* on n\d (is|are) lost"
 FAILED = r"mntrain: rank {rank} of \d+ on \S+ failed:\n(.*\n)*.*a bug of one rank"
@@ -57,7 +59,7 @@ KINDS = {
     "spins": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in spin", waits=True),
     "never leaves": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in train", waits=True),
     "late to a broadcast": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in extra_collectives", waits=True),
-    "stopped": Kind(WAITED + r"(.*\n)*.*stopped by a signal", waits=True),
+    "stopped": Kind(WAITED + STOPPED, waits=True),
     "held": Kind(WAITED + r"(.*\n)*.*held in C code", waits=True),
     "killed": Kind(LOST, dies=True),
     "segfault": Kind(LOST, dies=True),
