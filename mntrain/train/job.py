@@ -89,14 +89,6 @@ class TrainingJob:
             self.choice = choose_optimizer(self.task, self.model, config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
-            check_validation(
-                self.task,
-                self.model,
-                self.data,
-                config.task,
-                floats=self.precision.parameters,
-                autocast=self.precision.autocast,
-            )
         if resumed:
             run_directory.check_same_run(
                 world, resumed, config, self.data.samples, self.fingerprint["values"]
@@ -115,6 +107,15 @@ class TrainingJob:
             overlap_forward=True,
             **self.choice.options,
         )
+        with world.agreement():
+            check_validation(
+                self.task,
+                self.model,
+                self.data,
+                config.task,
+                floats=self.precision.parameters,
+                autocast=self.precision.autocast,
+            )
         self._set_up_checkpoints(world, config)
         if config.train.recompute:
             recompute_regions(self.task.regions(self.model))

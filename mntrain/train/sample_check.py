@@ -1,5 +1,6 @@
 """A trial of a task's validation data at the start, since the first evaluation comes much later."""
 
+import copy
 import inspect
 import traceback
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def check_validation(
     returns no Loss, with the error and its line; `name` is what --task names the task.
     """
     on = next((p.device for p in model.parameters()), torch.device("cpu"))
+    task = copy.copy(task)  # one that counts its calls, say, must not count this one
     training = {module: module.training for module in model.modules()}
     states = random_states(on)
     model.eval()

@@ -24,7 +24,10 @@ class Points(Task):
         data = TensorDataset(torch.randn(5, 2), torch.randn(5, 1))
         return data if split == "train" else dict.fromkeys(self.valid_sets, data)
 
+    calls = 0
+
     def loss(self, model, batch):
+        self.calls += 1
         x, y = batch
         return Loss((model(x) - y).square().mean(), len(x))
 
@@ -77,6 +80,7 @@ def check(kind, micro_batch_size=2):
     try:
         check_validation(task, model, data, config.task, floats=None, autocast=None)
     finally:
+        assert task.calls == 0
         assert torch.equal(torch.get_rng_state(), state)
         assert [module.training for module in model.modules()] == [True, True, True, False, True]
         for name, value in model.state_dict().items():
