@@ -1,11 +1,12 @@
 """Tasks: a model, its datasets and its loss. `load` imports one by name."""
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from mntrain.config import Config
 from mntrain.metrics.registry import StepRecord
 from mntrain.tasks.importing import import_class
 
-__all__ = ["Loss", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
+__all__ = ["Loss", "Losses", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 
 Split = Literal["train", "valid"]
 
@@ -68,6 +69,23 @@ class Loss:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Several losses of one micro-batch, each a mean over items of its own, such as box and class.
+
+    The loss of a step is the sum over all parts of factor x mean, where the mean is over the part's
+    items of all ranks and micro-batches; the gradient is exactly that of this sum. A part without
+    any item in the whole step adds nothing to its loss and gradient, and is not reported. Where
+    a part's count is 0, its value is ignored, also if it is NaN. The means are metrics under the
+    names of the parts, without their factors. Needs `Task.counts`.
+    """
+
+    parts: dict[str, Mean]  # by name, with tensors on which `backward` is called
+    factors: dict[str, float] = field(default_factory=dict)  # by name of the part; the others' is 1
+    metrics: dict[str, Metric] = field(default_factory=dict)  # further ones; means have counts
+    items: int | None = None  # that `tokens_per_s` counts; by default the sum of the parts' counts
+
+
 class Task(ABC):
     """Base class of a model with its data and its loss.
 
@@ -98,12 +116,22 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the loss of one collated micro-batch.
+    def loss(self, model: nn.Module, batch: Any) -> Loss | Losses:
+        """Return the loss of one collated micro-batch, always of the same of the two classes.
 
         The batch is on the model's device. If the parameters are of 16 bits, its floating-point
         tensors have the dtype of the parameters.
         """
+
+    def counts(self, batch: Any) -> Mapping[str, int]:
+        """Return the counts of the `Losses` that `loss` will return for a batch, by part.
+
+        A task that returns `Losses` must override it. Called for all micro-batches of a step before
+        the first forward, with the batch as collated, on the CPU: ranks sum the counts, which
+        backward needs. What decides them, such as random masks, must therefore be in the batch. A
+        part that is left out has a count of 0.
+        """
+        return {}
 
     def derive(self, loss: float, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics to report of a step or an evaluation. Called on every rank.
@@ -170,7 +198,7 @@ class Task(ABC):
         return None
 
     def flops_per_item(self, model: nn.Module) -> float | None:
-        """Return the FLOPs of one item that `Loss` counts, forward and backward, or None.
+        """Return the FLOPs of one item that the loss counts, forward and backward, or None.
 
         A multiplication and an addition are two operations; recomputation is not counted. The job
         reports the utilisation of its GPUs from it.
@@ -233,12 +261,21 @@ def _takes_arguments(function: Callable[..., Any]) -> bool:
 
 
 def check_loss(loss: object, task: str) -> None:
-    """Raise TypeError with what to return unless a task's `loss` has returned a `Loss`. Local."""
-    fix = "return mntrain.tasks.Loss(mean, count, metrics)"
-    if not isinstance(loss, Loss):
-        raise TypeError(f"loss() of --task {task} returned a {type(loss).__name__}: {fix}")
-    counts = {"count": loss.count}
-    for name, metric in {"mean": loss.mean, **loss.metrics}.items():
+    """Raise TypeError with what to return, unless a task's `loss` has returned it. Local."""
+    if isinstance(loss, Losses):
+        _check_parts(loss, task)
+        values: dict[str, object] = {**loss.parts, **loss.metrics}
+        counts = {} if loss.items is None else {"items": loss.items}
+    elif isinstance(loss, Loss):
+        if "loss" in loss.metrics:
+            raise TypeError(f"loss() of --task {task}: a metric is named loss: give another name")
+        values, counts = {"mean": loss.mean, **loss.metrics}, {"count": loss.count}
+    else:
+        raise TypeError(
+            f"loss() of --task {task} returned a {type(loss).__name__}: return "
+            "mntrain.tasks.Loss(mean, count, metrics)"
+        )
+    for name, metric in values.items():
         value: object = metric
         if isinstance(metric, Mean | Sum | Max):
             value = torch.as_tensor(metric.value)
@@ -254,3 +291,45 @@ def check_loss(loss: object, task: str) -> None:
                 f"loss() of --task {task}: {name} is {count!r}, and must be the number of items "
                 "that the mean is over, an int"
             )
+
+
+def _check_parts(losses: Losses, task: str) -> None:
+    """Raise TypeError for parts, factors or names of `Losses` that have no clear meaning."""
+    where, parts = f"loss() of --task {task}", losses.parts
+    if not parts:
+        raise TypeError(f"{where} returned Losses without a part: give at least one")
+    for name, part in parts.items():
+        if not isinstance(part, Mean) or not isinstance(part.value, Tensor):
+            raise TypeError(
+                f"{where}: the part {name} is {part!r}, and must be a mntrain.tasks.Mean of a "
+                "tensor and its count"
+            )
+    for name, factor in losses.factors.items():
+        if name not in parts:
+            raise TypeError(
+                f"{where}: there is a factor of {name}, but no such part; there are "
+                + ", ".join(parts)
+            )
+        if not isinstance(factor, Real) or not math.isfinite(factor):
+            raise TypeError(
+                f"{where}: the factor of {name} is {factor!r}, and must be a finite number; "
+                "multiply the part's value by a factor that is learned"
+            )
+    for name, metric in losses.metrics.items():
+        if isinstance(metric, Tensor):
+            raise TypeError(
+                f"{where}: the metric {name} of Losses needs a count of its own: give Mean(value, "
+                "count), Sum(value) or Max(value)"
+            )
+    taken = ["loss", *parts, *map(loss_of, parts)]
+    names = [*taken, *losses.metrics]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise TypeError(
+            f"{where}: {', '.join(repeated)} would be reported twice: the names of parts and "
+            f"metrics must differ from each other and from {', '.join(taken)}"
+        )
+
+
+def loss_of(part: str) -> str:
+    """Return the name under which factor x mean of a part is summed over ranks."""
+    return f"loss of {part}"

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS
-from mntrain.tasks import Max, Mean, Metric
+from mntrain.tasks import Loss, Losses, Max, Mean, Metric, loss_of
 from zero.collectives import Collectives, gather_objects
 
 
@@ -23,15 +23,18 @@ class GlobalMeans:
 
     loss: float
     metrics: dict[str, float]  # of the task, without means over no items
-    count: int  # items that the loss is over; 0 if a rank failed
+    count: int  # items that the loss counts; 0 if a rank failed
     values: dict[str, float]  # the other values, reduced
     nonfinite: str  # "nan on rank 1" if the loss is not finite, else ""
+    # What adds up to the loss, with numbers of items: that of a `Loss`, or the parts of `Losses`.
+    addends: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-_Kind = Literal["mean", "sum", "max"]
+_Kind = Literal["mean", "sum", "max", "addend"]  # an addend of the loss is a mean, too
 # Value and count of a rank that has seen none.
 _NOTHING: dict[_Kind, tuple[float, float]] = {
     "mean": (0.0, 0.0),
+    "addend": (0.0, 0.0),
     "sum": (0.0, 0.0),
     "max": (-math.inf, 0.0),
 }
@@ -77,10 +80,26 @@ class MeanAccumulator:
     def add(self, count: int, metrics: Mapping[str, Metric]) -> None:
         """Add a micro-batch of `count` items. Local; does not wait for a device."""
         for name, metric in metrics.items():
-            if isinstance(metric, Tensor) and not count:
-                continue
-            total = _total(metric, count)
-            self._totals[name] = self._totals[name] + total if name in self._totals else total
+            if not isinstance(metric, Tensor) or count:
+                self._add(name, _total(metric, count))
+
+    def add_loss(self, loss: Loss | Losses) -> None:
+        """Add what a task has returned for a micro-batch. Local; does not wait for a device."""
+        if isinstance(loss, Loss):
+            self.add(loss.count, {"loss": loss.mean, **loss.metrics})
+            return
+        self.add(0, {**loss.parts, **loss.metrics})
+        values = []
+        for name, part in loss.parts.items():
+            total = _total(part, part.count)
+            values.append(total.value * loss.factors.get(name, 1.0))
+            self._add(loss_of(name), _Total("addend", values[-1], part.count))
+        items = sum(part.count for part in loss.parts.values())
+        count = items if loss.items is None else loss.items
+        self._add("loss", _Total("mean", torch.stack(values).sum(), count))
+
+    def _add(self, name: str, total: _Total) -> None:
+        self._totals[name] = self._totals[name] + total if name in self._totals else total
 
     def reduce(
         self, group: Collectives, where: str, local_values: Mapping[str, float] | None = None
@@ -114,14 +133,18 @@ class MeanAccumulator:
         }
         if values.get("failed"):
             return GlobalMeans(math.nan, {}, 0, values, "")
-        loss, count = reduced.pop("loss", (0.0, 0.0))
-        if not count:
+        own_loss = reduced.pop("loss", (0.0, 0.0))
+        parts = [name for name, kind in self._kinds.items() if kind == "addend"]
+        addends = {name: reduced.pop(name) for name in parts} or {"loss": own_loss}
+        addends = {name: (value, items) for name, (value, items) in addends.items() if items}
+        if not addends:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._rank
             )
         metrics = {name: value for name, (value, items) in reduced.items() if items}
+        loss = sum((value for value, _ in addends.values()), 0.0)
         nonfinite = "" if math.isfinite(loss) else _find_non_finite(loss, local, group)
-        return GlobalMeans(loss, metrics, int(count), values, nonfinite)
+        return GlobalMeans(loss, metrics, int(own_loss[1]), values, nonfinite, addends)
 
     def _agree_on_kinds(
         self, by_rank: Sequence[Mapping[str, _Kind]], where: str
@@ -152,7 +175,7 @@ def _encode(kind: _Kind, value: float, count: float, group: Collectives) -> list
     """Return what to sum over ranks for a value: a maximum needs a place for each rank."""
     if kind == "max":
         return [value if rank == group.rank else 0.0 for rank in range(group.size)]
-    return [value, count] if kind == "mean" else [value]
+    return [value] if kind == "sum" else [value, count]
 
 
 def _decode(kind: _Kind, sums: Iterator[float], size: int) -> tuple[float, float]:

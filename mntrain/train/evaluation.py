@@ -1,6 +1,7 @@
 """Evaluations of a job: on which metric they are judged, and when they end the run."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +14,21 @@ EVAL_LOSS = "eval_loss"
 def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, float]]:
     """Return the loss over the items of all validation sets, and the metrics of each by its name.
 
-    The metrics of an only set without a name keep their names.
+    Of several parts (`Losses`), the loss is the sum over parts of factor x mean over the part's
+    items of all sets. The metrics of an only set without a name keep their names.
     """
     if set(by_set) == {""}:
         return by_set[""].loss, by_set[""].metrics
-    total = sum(means.loss * means.count for means in by_set.values())
+    totals: dict[str, float] = defaultdict(float)
+    counts: dict[str, float] = defaultdict(float)
     metrics: dict[str, float] = {}
     for name, means in by_set.items():
         named = {"loss": means.loss, **means.metrics}
         metrics |= {f"{name} {metric}": value for metric, value in named.items()}
-    return total / sum(means.count for means in by_set.values()), metrics
+        for part, (value, items) in means.addends.items():
+            totals[part] += value * items
+            counts[part] += items
+    return sum(totals[part] / counts[part] for part in totals), metrics
 
 
 class BestMetric:

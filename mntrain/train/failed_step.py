@@ -12,22 +12,31 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
 from mntrain.errors import AgreedError, RemoteRankError
 from mntrain.world import World
-from zero.optimizer import ZeroOptimizer
 
 _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
 
 
-class FailedStep:
-    """The exception of this rank in a step, if any, and what all ranks do about one."""
+class Interruptible(Protocol):
+    """A part of the step in which ranks communicate."""
 
-    def __init__(self, world: World, optimizer: ZeroOptimizer) -> None:
-        self._world, self._optimizer = world, optimizer
+    def finish_interrupted(self) -> None:
+        """Take part in what is left of its collectives in this step. Collective."""
+
+
+class FailedStep:
+    """The exception of this rank in a step, if any, and what all ranks do about one.
+
+    `communicating` are the parts of a step that communicate, in this order.
+    """
+
+    def __init__(self, world: World, *communicating: Interruptible) -> None:
+        self._world, self._communicating = world, communicating
         self._error: Exception | None = None
         self._states = random_states(world.device)
 
@@ -42,7 +51,7 @@ class FailedStep:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Keep an exception of the block, and do what ends its backward on all ranks. Collective.
+        """Keep an exception of the block, and do what ends the block on all ranks. Collective.
 
         Errors that all ranks know of are raised.
         """
@@ -54,7 +63,8 @@ class FailedStep:
             self._error = error
             with self._told_if_late(error):
                 try:
-                    self._optimizer.finish_interrupted()
+                    for part in self._communicating:
+                        part.finish_interrupted()
                 except Exception:
                     raise error from None  # communication has failed, too
 

@@ -28,6 +28,7 @@ from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_rank
 from mntrain.train.evaluation import merge_sets
 from mntrain.train.failed_step import FailedStep
 from mntrain.train.job import TrainingJob
+from mntrain.train.part_counts import PartCounts
 from mntrain.train.run_saving import RunSaving
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World
@@ -71,7 +72,8 @@ class Trainer:
         self._early_end = partial(write_early_end, job.run_dir)
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = MeanAccumulator(world.rank)
-        self._failed_step = FailedStep(world, job.optimizer)
+        self._counts = PartCounts(job.task, config.task, world.collectives)
+        self._failed_step = FailedStep(world, self._counts, job.optimizer)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saving = RunSaving(world, config, job, self._result)
@@ -160,6 +162,7 @@ class Trainer:
                 micro_batches = next(self._job.batches)
             self._forward_backward(micro_batches, timer)
         with timer("reduce_wait"):
+            self._counts.end_step()
             self._optimizer.synchronize()
             means = self._reduce_means(step)
         if means.values["failed"]:
@@ -171,29 +174,29 @@ class Trainer:
         return self._check_and_evaluate(record), means.values
 
     def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> None:
-        """Accumulate gradients and means over micro-batches. Local.
+        """Accumulate gradients and means over micro-batches. Collective.
 
         At stages 0 and 1, only the last backward sends gradients. It also waits for them.
         """
+        self._counts.start(micro_batches)
         waited_s = self._optimizer.waited_s
         for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with timer("forward"):
                 loss = self._forward(batch)
             with timer("backward"), self._optimizer.no_sync() if left else nullcontext():
-                self._optimizer.backward(loss.mean, weight=loss.count)
+                self._optimizer.backward(*self._counts.weigh(loss, timer))
         if not micro_batches:
             self._optimizer.share(0)
         timer.move(self._optimizer.waited_s - waited_s, "backward", "reduce_wait")
 
-    def _forward(self, batch: Any) -> tasks.Loss:
+    def _forward(self, batch: Any) -> tasks.Loss | tasks.Losses:
         """Return the task's loss of a micro-batch on the device, and add up its means. Local."""
         precision, on = self._job.precision, self._world.device
         moved = device.move(batch, on, precision.parameters)
         dtype = precision.autocast
         with torch.autocast(on.type, dtype=dtype) if dtype else nullcontext():
-            loss = self._job.task.loss(self._model, moved)
-        tasks.check_loss(loss, self._config.task)
-        self._means.add(loss.count, {"loss": loss.mean, **loss.metrics})
+            loss = self._counts.checked(self._job.task.loss(self._model, moved))
+        self._means.add_loss(loss)
         return loss
 
     def _reduce_means(self, step: int) -> GlobalMeans:

@@ -1,0 +1,146 @@
+"""What a task may say about the counts of its losses, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mntrain.config import Config
+from mntrain.metrics.registry import StepTimer
+from mntrain.tasks import Loss, Losses, Mean, Task
+from mntrain.train.consensus import MeanAccumulator
+from mntrain.train.evaluation import merge_sets
+from mntrain.train.part_counts import PartCounts
+from zero import SingleProcessCollectives
+
+GROUP = SingleProcessCollectives()
+TIMER = StepTimer(SimpleNamespace(busy_s=0.0, waited_s=0.0))
+
+
+class OneLoss(Task):
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def dataset(self, split):
+        return None
+
+    def loss(self, model, batch):
+        return Loss(torch.tensor(2.0), 3)
+
+
+class Several(OneLoss):
+    """Losses and counts are the batch."""
+
+    def loss(self, model, batch):
+        return Losses({name: Mean(torch.tensor(1.0), n) for name, n in batch[0].items()})
+
+    def counts(self, batch):
+        return batch[1]
+
+
+def weighed(task, *batches):
+    """The weighted mean of what a step passes to backward, over its micro-batches."""
+    counts = PartCounts(task(Config()), "mine:Task", GROUP)
+    counts.start(batches)
+    pairs = []
+    for batch in batches:
+        loss = counts.checked(task(Config()).loss(None, batch))
+        pairs.append(counts.weigh(loss, TIMER))
+    counts.end_step()
+    return sum(float(value) * weight for value, weight in pairs) / sum(w for _, w in pairs)
+
+
+def test_the_mean_over_a_step_is_the_sum_of_the_parts_means():
+    class Given(Several):
+        def loss(self, model, batch):
+            parts = {name: Mean(torch.tensor(v), n) for name, (v, n) in batch.items()}
+            return Losses(parts, {"b": 10.0})
+
+        def counts(self, batch):
+            return {name: n for name, (_, n) in batch.items()}
+
+    nan = float("nan")
+    first, second = {"a": (1.0, 3), "b": (nan, 0)}, {"a": (5.0, 1), "b": (7.0, 2)}
+    assert weighed(Given, first, second, {"b": (nan, 0)}) == pytest.approx(2.0 + 10 * 7.0)
+
+
+def test_a_task_with_one_loss_communicates_no_counts():
+    class NoGroup:
+        def named(self, label):
+            return self
+
+    counts = PartCounts(OneLoss(Config()), "mine:Task", NoGroup())
+    counts.start([1, 2])
+    loss = OneLoss(Config()).loss(None, 1)
+    assert counts.weigh(counts.checked(loss), TIMER) == (loss.mean, 3)
+    counts.end_step()
+    counts.finish_interrupted()
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({"a": 3, "b": 2}, {"a": 3, "b": 5}),
+        ({"a": 3, "b": 2}, {"a": 3}),
+        ({"a": 3}, {"a": 3, "b": 2}),
+    ],
+)
+def test_losses_with_other_counts_than_those_summed_are_refused(returned, said):
+    words = (
+        rf"--task mine:Task returned Losses with {returned.get('b', 0)} items of the part b, but "
+        rf"counts\(\) said {said.get('b', 0)}"
+    )
+    with pytest.raises(ValueError, match=words):
+        weighed(Several, (returned, said))
+
+
+def test_a_part_may_be_left_out_where_its_count_is_0():
+    assert weighed(Several, ({"a": 3, "b": 0}, {"a": 3}), ({"a": 1}, {"a": 1, "b": 0})) == 1.0
+
+
+@pytest.mark.parametrize("said", [None, [3], {"a": 3.0}, {"a": -3}, {1: 3}])
+def test_counts_that_are_no_numbers_of_items_are_refused(said):
+    with pytest.raises(TypeError, match=r"counts\(\) of --task mine:Task returned .*: return a"):
+        weighed(Several, ({"a": 3}, said))
+
+
+def test_losses_without_counts_are_refused_with_what_to_add():
+    class Forgets(Several):
+        counts = Task.counts
+
+    words = r"loss\(\) of --task mine:Task returned Losses, .* returns {\"a\": ..., \"b\": ...}"
+    with pytest.raises(TypeError, match=words):
+        weighed(Forgets, ({"a": 3, "b": 1}, {}))
+
+
+def test_one_loss_of_a_task_with_counts_is_refused():
+    class Mixes(OneLoss):
+        def counts(self, batch):
+            return {"a": 1}
+
+    with pytest.raises(TypeError, match=r"returned a Loss, but the task has counts\(\)"):
+        weighed(Mixes, 1)
+
+
+def test_the_loss_of_several_validation_sets_is_that_of_their_items_together():
+    sets = {
+        "x": Losses({"a": Mean(torch.tensor(1.0), 3), "b": Mean(torch.tensor(7.0), 2)}, {"b": 0.5}),
+        "y": Losses({"a": Mean(torch.tensor(5.0), 1), "b": Mean(torch.tensor(0.0), 0)}),
+    }
+    by_set = {}
+    means = MeanAccumulator(0)
+    for name, losses in sets.items():
+        means.add_loss(losses)
+        by_set[name] = means.reduce(GROUP, "in evaluation")
+    assert merge_sets(by_set) == (
+        2.0 + 0.5 * 7.0,
+        {"x loss": 4.5, "x a": 1.0, "x b": 7.0, "y loss": 5.0, "y a": 5.0},
+    )
+
+
+def test_items_are_those_that_the_task_names_or_those_of_all_parts():
+    means = MeanAccumulator(0)
+    parts = {"a": Mean(torch.tensor(1.0), 3), "b": Mean(torch.tensor(7.0), 2)}
+    for items, count in ((None, 5), (11, 11)):
+        means.add_loss(Losses(parts, items=items))
+        assert means.reduce(GROUP, "in step 1").count == count
