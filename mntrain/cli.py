@@ -189,12 +189,18 @@ def _parser(model: Any, prog: str, description: str) -> ArgumentParser:
             off = flag_of(f"{section}.no_{key}".lstrip("."))
             add(flag_of(name), dest=name, action="store_true", help=about)
             add(off, dest=name, action="store_false", help=f"turn {flag_of(name)} off.")
-        elif get_origin(info.annotation) is tuple:
-            singular = key.removesuffix("s").upper()
-            add(flag_of(name), dest=name, metavar=singular, help=about, nargs="+")
+        elif word := _metavar_of_words(info.annotation, key):
+            add(flag_of(name), dest=name, metavar=word, help=about, nargs="+")
         else:
             add(flag_of(name), dest=name, metavar=_metavar(info.annotation), help=about)
     return parser
+
+
+def _metavar_of_words(kind: Any, key: str) -> str:
+    """Return the placeholder of a word if an option takes several; else an empty text."""
+    if dict[str, Path] in get_args(kind):
+        return "[NAME=]PATH"
+    return key.removesuffix("s").upper() if get_origin(kind) is tuple else ""
 
 
 def _metavar(kind: Any) -> str:

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from mntrain.comm import algorithms
 from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table, parse_names
+from mntrain.data_config import DataConfig
 from mntrain.huggingface import HuggingFaceConfig
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
@@ -18,6 +19,7 @@ MAY_DIFFER = {
     "config": "the path of a file; the options in it are compared",
     "data.path": "data on local disks; its content is compared",
     "data.tokenizer": "a file on local disks; its content is compared",
+    "data.valid_path": "data on local disks; its names and its content are compared",
     "data.worker_start": "results do not depend on it",
     "data.workers": "results do not depend on it, and nodes may have different numbers of cores",
     "device": "each rank has its own",
@@ -31,39 +33,6 @@ RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostn
 
 Device = Literal["auto", "cpu", "cuda"]
 Change = Literal["batch-size", "drop-last", "seed", "data"]
-
-
-@dataclass(frozen=True, config=STRICT)
-class DataConfig:
-    """Training data of the built-in task: text or token ids."""
-
-    path: OptionalPath = Field(
-        default=None,
-        description="text file, .jsonl or .parquet, folder of these, .npy or .bin of uint16 "
-        "tokens, or the output of `tokenize`. none: Python's own library.",
-    )
-    glob: str = Field(default="**/*", description="pattern of the files to read in a folder.")
-    tokenizer: str = Field(
-        default="auto",
-        description="tokenizer of text. bytes, bpe:FILE (a tokenizer.json), hf:PATH (of Hugging "
-        "Face), or auto: that of --hf.model for --task hf, else bytes.",
-    )
-    text_field: str = Field(default="text", description="field of .jsonl and .parquet files.")
-    valid_fraction: float = Field(
-        default=0.05, ge=0, lt=1, description="fraction of the data kept for validation. 0: none."
-    )
-    drop_last: bool = Field(
-        default=False,
-        description="leave out the last batch of an epoch, which may be smaller than the others.",
-    )
-    workers: int = Field(
-        default=0, ge=0, description="data-loader processes per rank. 0: load in the rank itself."
-    )
-    worker_start: Literal["spawn", "forkserver", "fork"] = Field(
-        default="spawn",
-        description="start method of data-loader processes. fork: unsafe with most MPI libraries "
-        "and with CUDA.",
-    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -148,7 +117,9 @@ class TrainConfig:
         default=50, ge=0, description="steps between validations. 0: only at the end."
     )
     eval_samples: int = Field(
-        default=256, ge=0, description="maximum of validation samples, evenly spaced. 0: all."
+        default=256,
+        ge=0,
+        description="maximum of samples of a validation set, evenly spaced. 0: all.",
     )
     patience: int = Field(
         default=0,

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -54,10 +54,54 @@ def parse_names(value: Any) -> Any:
     return () if names in ("none", ("none",)) else names
 
 
+def _parse_named_paths(value: Any) -> Any:
+    """Return a path, a mapping of names to paths, or None, of one of these or of words.
+
+    A word is NAME=PATH if the part before its first "=" has no slash, and a path otherwise.
+    """
+    if isinstance(value, list | tuple):
+        if len(value) == 1 and isinstance(value[0], str) and not _names_path(value[0]):
+            return _parse_path(value[0])
+        return _name_paths(value)
+    if not isinstance(value, Mapping):
+        return _parse_path(value)
+    for name, path in value.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise ValueError(
+                "must have names of letters, digits, '_', '.' and '-', since metrics have them "
+                f"({name!r} is none)"
+            )
+        if not isinstance(path, str | Path) or path in ("", "none"):
+            raise ValueError(f"must be names and paths (the path of {name!r} is missing)")
+    # Sorted, so that all ranks evaluate the sets in one order.
+    return {name: Path(path) for name, path in sorted(value.items())} or None
+
+
+def _names_path(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in name
+
+
+def _name_paths(words: Sequence[Any]) -> Any:
+    """Return the mapping of words NAME=PATH. Raises ValueError for others."""
+    named: dict[str, str] = {}
+    for word in words:
+        if not isinstance(word, str) or not _names_path(word):
+            raise ValueError(
+                "must be one path, or several as NAME=PATH, such as news=news.txt code=code/"
+            )
+        name, _, path = word.partition("=")
+        if name in named:
+            raise ValueError(f"must have each name once ({name!r} is there twice)")
+        named[name] = path
+    return _parse_named_paths(named)
+
+
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]  # written "none" if there is none
+NamedPaths = Annotated[Path | dict[str, Path] | None, BeforeValidator(_parse_named_paths)]
 Table = Annotated[dict[str, Any], BeforeValidator(_parse_table)]  # written as in TOML
 
 
@@ -80,5 +124,7 @@ def words_of(value: Any) -> list[str]:
     if isinstance(value, tuple | list):
         return list(map(str, value)) or ["none"]
     if isinstance(value, Mapping):
+        if value and all(isinstance(item, Path) for item in value.values()):
+            return [f"{name}={path}" for name, path in value.items()]
         return [", ".join(f"{n} = {json.dumps(item)}" for n, item in value.items()) or "none"]
     return ["none" if value is None else str(value)]

@@ -18,12 +18,18 @@ class LabelledTexts:
 
 
 def read_labelled(
-    sources: CorpusFiles, text_field: str, label_field: str, known: Sequence[str] = ()
+    sources: CorpusFiles,
+    text_field: str,
+    label_field: str,
+    known: Sequence[str] = (),
+    *,
+    only_known: bool = False,
 ) -> LabelledTexts:
     """Return all records of some files. Raises ValueError for a malformed one.
 
     Labels are integers or text. They are numbered in the order of `known` names if these are the
-    names of all labels, else in sorted order.
+    names of all labels, else in sorted order. `only_known`: they are numbered in the order of
+    `known`, of which some may be missing, and others are refused.
     """
     if text_field == label_field:
         raise ValueError(
@@ -34,20 +40,30 @@ def read_labelled(
         text_field: f"the text by {TRAIN_OPTIONS.text_field}",
         label_field: "the label by --hf.label-field",
     }
+    allowed = frozenset(known)
     texts: list[str] = []
     found: list[int | str] = []
     for file in sources.files:
         if not holds_records(file):
-            raise ValueError(f"{file} has no labels: give .jsonl or .parquet files to classify")
+            raise ValueError(
+                f"{file} has no labels: give .jsonl, .parquet or .arrow files to classify"
+            )
         for place, (text, label) in read_fields(file, fields):
             texts.append(checked_text(text, place, text_field))
             found.append(_checked_label(label, found, place, label_field))
+            if only_known and str(label) not in allowed:
+                raise ValueError(
+                    f"{place}: {label_field!r} is {label!r}, which no record of "
+                    f"{TRAIN_OPTIONS.path} has"
+                )
     distinct: list[Any] = list(set(found))  # of one type
     distinct.sort()
-    if len(distinct) < 2:
-        raise ValueError(f"{sources.root} has {len(distinct)} labels: classification needs two")
     names = [str(label) for label in distinct]
-    if set(known) == set(names) and len(known) == len(names):
+    if only_known:
+        names = list(known)
+    elif len(names) < 2:
+        raise ValueError(f"{sources.root} has {len(names)} labels: classification needs two")
+    elif set(known) == set(names) and len(known) == len(names):
         names = list(known)
     indices = {name: index for index, name in enumerate(names)}
     return LabelledTexts(texts, [indices[str(label)] for label in found], names)

@@ -1,7 +1,8 @@
-"""Records of JSON lines and of Parquet files."""
+"""Records of JSON lines, of Parquet files and of Arrow streams."""
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 _LINES = (".jsonl", ".jsonl.gz")
 _PARQUET = ".parquet"
+_ARROW = ".arrow"
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+_ROWS = 256  # that are read at once
 _MAX_LINE = 1 << 30  # bytes; a file with longer ones has no lines
 
 Fields = Mapping[str, str]  # what each field is, and the option that names it: "the text by --x"
@@ -16,7 +20,7 @@ Fields = Mapping[str, str]  # what each field is, and the option that names it: 
 
 def holds_records(path: Path) -> bool:
     """Return whether a file holds records with fields, by its name."""
-    return path.name.lower().endswith((*_LINES, _PARQUET))
+    return path.name.lower().endswith((*_LINES, _PARQUET, _ARROW))
 
 
 def read_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
@@ -24,8 +28,9 @@ def read_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
 
     Raises ValueError with the place for a record without such a field, and for malformed files.
     """
-    read = _parquet_fields if path.name.lower().endswith(_PARQUET) else _line_fields
-    yield from read(path, fields)
+    name = path.name.lower()
+    columns = name.endswith((_PARQUET, _ARROW))
+    yield from (_column_fields if columns else _line_fields)(path, fields)
 
 
 def _line_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
@@ -62,23 +67,44 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     return record
 
 
-def _parquet_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
+def _column_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
     try:
         import pyarrow  # noqa: PLC0415 - optional
-        from pyarrow import parquet  # noqa: PLC0415
     except ImportError as error:
         raise ValueError(f"{path} needs pyarrow: pip install 'mntrain[data]'") from error
+    parquet = path.name.lower().endswith(_PARQUET)
+    read, kind = (_parquet_batches, "Parquet") if parquet else (_arrow_batches, "an Arrow stream")
+    row = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            _expect(fields, file.schema_arrow.names, str(path))
-            row = 0
-            for batch in file.iter_batches(batch_size=256, columns=list(fields)):
-                columns = [batch.column(name).to_pylist() for name in fields]
-                for values in zip(*columns, strict=True):
-                    row += 1
-                    yield f"{path}, row {row}", list(values)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+        for batch in read(path, fields):
+            columns = [batch.column(name).to_pylist() for name in fields]
+            for values in zip(*columns, strict=True):
+                row += 1
+                yield f"{path}, row {row}", list(values)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
+
+
+def _parquet_batches(path: Path, fields: Fields) -> Iterator[Any]:
+    from pyarrow import parquet  # noqa: PLC0415 - optional
+
+    with parquet.ParquetFile(path) as file:
+        _expect(fields, file.schema_arrow.names, str(path))
+        yield from file.iter_batches(batch_size=_ROWS, columns=list(fields))
+
+
+def _arrow_batches(path: Path, fields: Fields) -> Iterator[Any]:
+    import pyarrow  # noqa: PLC0415 - optional
+
+    with path.open("rb") as ending:
+        ending.seek(-min(len(_ARROW_END), path.stat().st_size), os.SEEK_END)
+        if ending.read() != _ARROW_END:  # a stream that is cut between two batches has no error
+            raise ValueError(f"{path} has no end: it was cut short, or is not an Arrow stream")
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        _expect(fields, stream.schema.names, str(path))
+        for batch in stream:
+            for start in range(0, batch.num_rows, _ROWS):
+                yield batch.slice(start, _ROWS)
 
 
 def _expect(fields: Fields, present: Any, place: str) -> None:

@@ -1,4 +1,4 @@
-"""The files of a corpus, and the text in them: plain text, JSON lines and Parquet."""
+"""The files of a corpus, and the text in them: plain text, and records."""
 
 import codecs
 import os
@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mntrain.corpus.records import holds_records, read_fields
+from mntrain.corpus.saved_datasets import (
+    dataset_of,
+    is_saved_dataset,
+    list_splits,
+    saved_files,
+    validation_split,
+)
 
 ID_SUFFIXES = (".bin", ".npy")  # files of token ids
 _BINARY = (  # endings, whatever the content is
@@ -35,9 +42,25 @@ class OptionNames:
     glob: str = "--data.glob"
     text_field: str = "--data.text-field"
     tokenizer: str = "--data.tokenizer"
+    dataset: str = ""  # the name of a set of validation data, if it has one
+
+    def given(self, path: Path) -> str:
+        """Return the option of the path with a value: --data.valid-path news=news.txt."""
+        return f"{self.label}{'=' if self.dataset else ' '}{path}"
+
+    @property
+    def label(self) -> str:
+        """The option of the path, and the name of the set."""
+        return f"{self.path} {self.dataset}".strip()
+
+    @property
+    def validation(self) -> str:
+        """The set in descriptions of data and in metrics: validation, or validation news."""
+        return f"validation {self.dataset}".strip()
 
 
 TRAIN_OPTIONS = OptionNames()
+VALID_PATH = "--data.valid-path"
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,10 @@ class CorpusFiles:
             return {self.root.name: self.root}
         return {os.path.relpath(file, self.root): file for file in self.files}
 
+    def compared(self, options: OptionNames) -> dict[str, Path]:
+        """Return the files by a name that is the same on all nodes: that of a file may differ."""
+        return {options.label: self.root} if self.root.is_file() else self.by_name()
+
     def describe_skipped(self) -> str:
         """Return how many files were left out, with a few names; an empty text if none was."""
         names = [os.path.relpath(file, self.root) for file in self.skipped]
@@ -65,20 +92,25 @@ class CorpusFiles:
 def find_files(path: Path | None, glob: str, options: OptionNames = TRAIN_OPTIONS) -> CorpusFiles:
     """Return the files of a corpus: one file, those of a folder that match, or Python's library.
 
-    They are sorted by path, so that the order is the same on every node. Raises ValueError if
-    there are none, if all are binary, or if `path` is a binary file.
+    They are sorted by path, so that the order is the same on every node; those of a dataset that
+    the datasets library has saved have its order. Raises ValueError if there are none, if all are
+    binary, if `path` is a binary file, and for a part of such a dataset or several of them.
     """
     if path is None:
         return CorpusFiles(_python_library(), tuple(_python_sources()))
     if path.is_file():
+        _refuse_part(path, options)
         if not is_token_ids(path) and (reason := why_binary(path)):
             raise ValueError(
-                f"{options.path} {path} is no text: {reason}; give UTF-8 text, .jsonl, .parquet, "
-                "or token ids as .npy or .bin"
+                f"{options.given(path)} is no text: {reason}; give UTF-8 text, .jsonl, .parquet, "
+                ".arrow, or token ids as .npy or .bin"
             )
         return CorpusFiles(path, (path,))
     if not path.is_dir():
-        raise ValueError(f"{options.path} {path}: must be a file or a folder; give one that exists")
+        raise ValueError(f"{options.given(path)}: must be a file or a folder; give one that exists")
+    _refuse_splits(path, options)
+    if is_saved_dataset(path):
+        return CorpusFiles(path, tuple(saved_files(path)))
     try:
         found = sorted(file for file in path.glob(glob) if file.is_file())
     except (ValueError, NotImplementedError) as error:
@@ -91,16 +123,44 @@ def find_files(path: Path | None, glob: str, options: OptionNames = TRAIN_OPTION
             f"{options.glob} {glob!r} matches no file in {path}: give another pattern, such as "
             "'**/*'"
         )
+    for file in found:
+        _refuse_part(file, options)
     skipped = tuple(file for file in found if not is_token_ids(file) and why_binary(file))
     left_out = set(skipped)
     files = tuple(file for file in found if file not in left_out)
     if not files:
         some = ", ".join(os.path.relpath(file, path) for file in skipped[:3])
         raise ValueError(
-            f"{options.path} {path} has no text: its {len(skipped)} files that match "
+            f"{options.given(path)} has no text: its {len(skipped)} files that match "
             f"{options.glob} {glob!r} are binary, such as {some}"
         )
     return CorpusFiles(path, files, skipped)
+
+
+def _refuse_part(file: Path, options: OptionNames) -> None:
+    """Raise ValueError for an Arrow file of a saved dataset, whose state.json counts too."""
+    if folder := dataset_of(file):
+        raise ValueError(
+            f"{folder} is a dataset that the datasets library has saved, and can only be read "
+            f"alone: give {options.given(folder)}"
+        )
+
+
+def _refuse_splits(path: Path, options: OptionNames) -> None:
+    """Raise ValueError for a DatasetDict, with the options that name its splits."""
+    if splits := list_splits(path):
+        valid = validation_split(splits)
+        if options.path == VALID_PATH:
+            fix = options.given(valid or splits[-1])
+        else:
+            train = next((one for one in splits if one.name == "train"), splits[0])
+            fix = options.given(train)
+            if options == TRAIN_OPTIONS and valid not in (None, train):
+                fix += f" {VALID_PATH} {valid}"
+        raise ValueError(
+            f"{options.given(path)} is a DatasetDict with the splits "
+            f"{', '.join(one.name for one in splits)}: give {fix}"
+        )
 
 
 def is_token_ids(path: Path) -> bool:

@@ -44,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mntrain tokenize",
         description="Tokenize text into a folder of tokens for --data.path. Text is UTF-8 files, "
-        "or a field of JSON lines (.jsonl, .jsonl.gz) or Parquet (.parquet); other files are "
-        "skipped and named.",
+        "or a field of JSON lines (.jsonl, .jsonl.gz), Parquet (.parquet) or a dataset that the "
+        "datasets library has saved; other files are skipped and named.",
     )
     parser.add_argument("input", metavar="INPUT", type=Path, help="a file, or a folder of files")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="a new folder")

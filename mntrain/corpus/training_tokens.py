@@ -5,7 +5,9 @@ from pathlib import Path
 
 from mntrain.corpus.records import holds_records
 from mntrain.corpus.text_files import (
+    TRAIN_OPTIONS,
     CorpusFiles,
+    OptionNames,
     find_files,
     is_token_ids,
 )
@@ -16,8 +18,15 @@ from mntrain.corpus.token_folder import (
     is_token_folder,
     open_token_folder,
 )
-from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
+from mntrain.corpus.tokenizer import (
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from mntrain.corpus.tokens import Corpus
+from mntrain.corpus.validation import refuse_shared
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,57 @@ def open_training_tokens(
     """
     given = load_tokenizer(tokenizer)
     if path is not None and is_token_folder(path):
-        return _of_folder(path, open_token_folder(path), given)
-    sources = find_files(path, glob)
-    _refuse_parts_of_folders(sources)
-    alone = sources.root.is_file()  # it may have another name on another node
-    files = {"--data.path": sources.root} if alone else sources.by_name()
+        folder = open_token_folder(path)
+        if isinstance(given, FileTokenizer) and given.identity != folder.tokenizer.identity:
+            raise ValueError(
+                f"--data.tokenizer {given.path} is not the tokenizer of {path}: leave the option "
+                "out, or tokenize the text with this one"
+            )
+        return _of_folder(folder)
+    return _of_files(find_files(path, glob), given, text_field, TRAIN_OPTIONS)
+
+
+def open_validation_tokens(
+    path: Path, glob: str, text_field: str, training: TrainingTokens, options: OptionNames
+) -> TrainingTokens:
+    """Return tokens to validate on, by the tokenizer of those that are trained on. Local.
+
+    `options` has the names of the options, for errors. Raises ValueError as `open_training_tokens`,
+    and for data whose tokenizer is another one or is not known, and for data that is trained on.
+    """
+    tokenizer = training.tokenizer
+    if is_token_folder(path):
+        folder = open_token_folder(path)
+        found = _of_folder(folder)
+        refuse_shared(training.sources, found.sources, options)
+        if tokenizer is None or folder.tokenizer.identity != tokenizer.identity:
+            raise ValueError(
+                f"{options.given(path)}: its tokens are of another tokenizer than those of "
+                f"{TRAIN_OPTIONS.path}, or of one that is not known: tokenize both with the same"
+            )
+        return found
+    sources = find_files(path, glob, options)
+    refuse_shared(training.sources, sources, options)
+    have_ids = any(map(is_token_ids, sources.files))
+    if have_ids and training.checked:
+        raise ValueError(
+            f"{options.given(path)} holds token ids of an unknown tokenizer, and "
+            f"{TRAIN_OPTIONS.path} does not: give text, or the output of `tokenize`"
+        )
+    if not have_ids and tokenizer is None:
+        raise ValueError(
+            f"{options.given(path)} is text, and {TRAIN_OPTIONS.path} holds token ids without "
+            "a tokenizer: give token ids, or their --data.tokenizer"
+        )
+    return _of_files(sources, tokenizer or ByteTokenizer(), text_field, options)
+
+
+def _of_files(
+    sources: CorpusFiles, given: Tokenizer, text_field: str, options: OptionNames
+) -> TrainingTokens:
+    """Return the tokens of files of text or of token ids."""
+    _refuse_parts_of_folders(sources, options)
+    files = sources.compared(options)
     from_file = isinstance(given, FileTokenizer)
     if any(map(is_token_ids, sources.files)):
         corpus = Corpus(sources.files)
@@ -74,34 +129,27 @@ def open_training_tokens(
     return TrainingTokens(Corpus(sources.files), sources, given, None, True, files)
 
 
-def _of_folder(path: Path, folder: TokenFolder, given: Tokenizer) -> TrainingTokens:
-    """Return the tokens of a folder. Raises ValueError if another tokenizer is given."""
-    if isinstance(given, FileTokenizer) and given.identity != folder.tokenizer.identity:
-        raise ValueError(
-            f"--data.tokenizer {given.path} is not the tokenizer of {path}: leave the option out, "
-            "or tokenize the text with this one"
-        )
-    tokens = Corpus([folder.tokens_path], f"<u{folder.dtype_bytes}")
+def _of_folder(folder: TokenFolder) -> TrainingTokens:
+    """Return the tokens of a folder."""
+    path, manifest = folder.path, folder.manifest
     names = [MANIFEST_FILE, folder.tokens_path.name]
     if isinstance(folder.tokenizer, FileTokenizer):
         names.append(TOKENIZER_FILE)
-    files = {name: path / name for name in names}
-    manifest = folder.manifest
     return TrainingTokens(
-        tokens,
+        Corpus([folder.tokens_path], f"<u{folder.dtype_bytes}"),
         CorpusFiles(path, (folder.tokens_path,)),
         folder.tokenizer,
         manifest.end_of_text,
         True,
-        files,
+        {name: path / name for name in names},
         manifest.documents,
     )
 
 
-def _refuse_parts_of_folders(sources: CorpusFiles) -> None:
+def _refuse_parts_of_folders(sources: CorpusFiles, options: OptionNames) -> None:
     """Raise ValueError for a file of a folder of tokens, whose dtype its manifest has."""
     for folder in {file.parent for file in sources.files if is_token_ids(file)}:
         if is_token_folder(folder):
             raise ValueError(
-                f"{folder} is a folder of tokens with a manifest: give --data.path {folder}"
+                f"{folder} is a folder of tokens with a manifest: give {options.given(folder)}"
             )

@@ -29,8 +29,8 @@ class HuggingFaceTask(Task):
         """Return a new model in fp32, with the folder's weights if it has some."""
         return self._folder.make()
 
-    def dataset(self, split: Split) -> Dataset[Any]:
-        """Return a split of the data."""
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
+        """Return a split of the data; for validation, sets by name if the options name them."""
         return self._head.dataset(split)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:

@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
-from mntrain.corpus.labelled import read_labelled
-from mntrain.corpus.text_files import find_files, is_token_ids
+from mntrain.corpus.labelled import LabelledTexts, read_labelled
+from mntrain.corpus.text_files import (
+    TRAIN_OPTIONS,
+    find_files,
+    is_token_ids,
+)
 from mntrain.corpus.token_folder import is_token_folder, open_token_folder
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from mntrain.corpus.training_tokens import open_training_tokens
+from mntrain.corpus.validation import named_files, refuse_shared, validation_set
 from mntrain.tasks import Loss, Split
 from mntrain.tasks.hf_model import ModelFolder
 from mntrain.tasks.masking import IGNORED, MaskedWindows, Masking
@@ -38,8 +43,8 @@ class Head(ABC):
         """Read the data; a head may change the configuration of the folder's models."""
 
     @abstractmethod
-    def dataset(self, split: Split) -> Dataset[Any]:
-        """Return a split."""
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
+        """Return a split; for validation, sets by name if --data.valid-path names them."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -87,7 +92,7 @@ class CausalLM(TokenHead):
     tokens_per_item = 1.0
     overlap = 1
 
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return windows (length + 1) of token ids."""
         return self.splits.dataset(split)
 
@@ -124,9 +129,13 @@ class MaskedLM(TokenHead):
         found = [end for end in ends if end is not None]
         return found if len(found) == len(ends) else []
 
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return pairs of token ids and labels; those of validation are masked always alike."""
-        return MaskedWindows(self.splits.dataset(split), self._masking, fixed=split == "valid")
+        windows = self.splits.dataset(split)
+        masked = partial(MaskedWindows, masking=self._masking, fixed=split == "valid")
+        if isinstance(windows, dict):
+            return {name: masked(one) for name, one in windows.items()}
+        return masked(windows)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
         """Return the mean cross-entropy in nats of masked tokens, which it counts."""
@@ -152,8 +161,8 @@ class Classification(Head):
         _, tokenizer = _find_tokenizer(config, folder)
         if data.path is None or not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
-                "--hf.head classification: give --data.path of .jsonl or .parquet files, and "
-                "--data.tokenizer hf:PATH or bpe:FILE"
+                "--hf.head classification: give --data.path of .jsonl, .parquet or .arrow "
+                "files, and --data.tokenizer hf:PATH or bpe:FILE"
             )
         self.tokenizer = tokenizer
         sources = find_files(data.path, data.glob)
@@ -164,35 +173,43 @@ class Classification(Head):
         folder.config.label2id = {name: index for index, name in enumerate(labelled.names)}
         if folder.config.pad_token_id is None:
             folder.config.pad_token_id = tokenizer.end_of_text
-        length = folder.length()
-        samples = tokenizer.encode_samples(labelled.texts, length)
-        end = torch.tensor([tokenizer.end_of_text])
-        ids = [torch.from_numpy(one) if len(one) else end for one in samples]
-        self._samples = LabelledTokens(ids, labelled.labels)
-        # Files are often sorted by label; both splits should have all labels.
-        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0)).tolist()
-        valid = min(max(round(len(ids) * data.valid_fraction), 1), len(ids) - 1)
-        valid = valid if data.valid_fraction else 0
-        self._order = {"train": order[: len(ids) - valid], "valid": order[len(ids) - valid :]}
         self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
-        alone = sources.root.is_file()
-        self.files = {"--data.path": sources.root} if alone else sources.by_name()
+        self.files = sources.compared(TRAIN_OPTIONS)
         self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(labelled.names)}
-        counts = torch.bincount(torch.tensor(labelled.labels)).tolist()
-        listed = ", ".join(
-            f"{name} {count:,}" for name, count in zip(labelled.names[:8], counts, strict=False)
-        )
-        full = sum(len(one) == length for one in ids)
+        length = folder.length()
+        samples = LabelledTokens(labelled, tokenizer, length)
+        # Files are often sorted by label; both splits should have all labels.
+        count, given = len(samples), data.validation_paths
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+        valid = min(max(round(count * data.valid_fraction), 1), count - 1)
+        valid = valid if data.valid_fraction and not given else 0
+        self._train = Subset(samples, order[: count - valid])
+        self._valid: dict[str, Dataset[Any]] = {}  # by name; "" is the name of an only one
+        if not given:
+            self._valid[""] = Subset(samples, order[count - valid :])
         self._text = (
-            f"data: {len(ids):,} records, {valid:,} of them for validation, with "
-            f"{len(counts):,} labels: {listed}{', ...' if len(counts) > 8 else ''}\n"
-            f"{sum(map(len, ids)) / len(ids):.1f} tokens each; {full:,} have the most, {length}, "
-            "or were cut"
+            f"data: {count:,} records{'' if given else f', {valid:,} of them for validation,'} "
+            f"with {_describe_labels(labelled)}\n{samples.describe(length)}"
         )
+        for name, path in given.items():
+            with validation_set(name) as options:
+                found = find_files(path, data.glob, options)
+                refuse_shared(sources, found, options)
+                texts = read_labelled(
+                    found, data.text_field, config.hf.label_field, labelled.names, only_known=True
+                )
+                if not texts.texts:
+                    raise ValueError(f"{options.given(path)} has no records: give some")
+            self._valid[name] = LabelledTokens(texts, tokenizer, length)
+            self.files |= named_files(found.compared(options), options)
+            self._text += (
+                f"\n{options.validation}: {len(texts.texts):,} records with "
+                f"{_describe_labels(texts)}"
+            )
 
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return pairs of token ids and the index of the label."""
-        return Subset(self._samples, self._order[split])
+        return self._train if split == "train" else self._valid.get("", self._valid)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
         """Return the mean cross-entropy in nats over records, and the accuracy."""
@@ -211,10 +228,15 @@ class Classification(Head):
 class LabelledTokens(Dataset[Any]):
     """Token ids with labels, in two tensors that worker processes share."""
 
-    def __init__(self, samples: Sequence[Tensor], labels: Sequence[int]) -> None:
-        self._ids = torch.cat(list(samples)).to(torch.int32)
+    def __init__(self, labelled: LabelledTexts, tokenizer: FileTokenizer, length: int) -> None:
+        end = torch.tensor([tokenizer.end_of_text])
+        samples = [
+            torch.from_numpy(one) if len(one) else end
+            for one in tokenizer.encode_samples(labelled.texts, length)
+        ]
+        self._ids = torch.cat(samples).to(torch.int32)
         self._ends = torch.tensor([0, *map(len, samples)]).cumsum(0)
-        self._labels = torch.tensor(labels)
+        self._labels = torch.tensor(labelled.labels)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -222,6 +244,23 @@ class LabelledTokens(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         start, stop = self._ends[index : index + 2].tolist()
         return self._ids[start:stop].long(), int(self._labels[index])
+
+    def describe(self, length: int) -> str:
+        """Return the number of tokens, and of samples that were cut to a length."""
+        full = int((self._ends.diff() == length).sum())
+        return (
+            f"{len(self._ids) / len(self):.1f} tokens each; {full:,} have the most, {length}, or "
+            "were cut"
+        )
+
+
+def _describe_labels(labelled: LabelledTexts) -> str:
+    """Return the number of labels, and how many records have each of the first ones."""
+    counts = torch.bincount(torch.tensor(labelled.labels), minlength=len(labelled.names)).tolist()
+    listed = ", ".join(
+        f"{name} {count:,}" for name, count in zip(labelled.names[:8], counts, strict=False)
+    )
+    return f"{len(counts):,} labels: {listed}{', ...' if len(counts) > 8 else ''}"
 
 
 def pad_batch(samples: list[tuple[Tensor, int]], padding: int) -> tuple[Tensor, Tensor, Tensor]:

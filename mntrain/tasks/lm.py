@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import Dataset
 
 from mntrain.config import Config
 from mntrain.corpus.training_tokens import TrainingTokens, open_training_tokens
@@ -22,8 +22,9 @@ from mntrain.tasks.transformer import Transformer
 class LanguageModel(Task):
     """Next-token prediction over bytes or token ids, by a small transformer.
 
-    The last `data.valid_fraction` of the windows, at least one unless it is 0, are the validation
-    split. Raises ValueError for data that is missing, malformed or too short.
+    Without `data.valid_path`, the last `data.valid_fraction` of the windows, at least one unless it
+    is 0, are the validation split. Raises ValueError for data that is missing, malformed or too
+    short.
     """
 
     def __init__(self, config: Config) -> None:
@@ -43,8 +44,8 @@ class LanguageModel(Task):
         sizes = shape.layers, shape.width, shape.heads, shape.context, self._vocab
         return Transformer(*sizes, kv_heads=shape.kv_heads)
 
-    def dataset(self, split: Split) -> Subset[Tensor]:
-        """Return the windows of a split, which are contiguous in the corpus."""
+    def dataset(self, split: Split) -> Dataset[Tensor] | dict[str, Dataset[Tensor]]:
+        """Return the windows of a split (`TokenSplits.dataset`)."""
         return self._splits.dataset(split)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:

@@ -1,11 +1,11 @@
 """Masked tokens, which a model of language predicts."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Sized
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.data.randomness import mixed_seed
@@ -62,11 +62,11 @@ class MaskedWindows(Dataset[Any]):
     `fixed`: an item is always the same. Otherwise it is drawn by torch's default generator.
     """
 
-    def __init__(self, windows: Subset[Tensor], masking: Masking, *, fixed: bool) -> None:
+    def __init__(self, windows: Dataset[Tensor], masking: Masking, *, fixed: bool) -> None:
         self._windows, self._masking, self._fixed = windows, masking, fixed
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return len(cast(Sized, self._windows))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         seeded = torch.Generator().manual_seed(mixed_seed(index)) if self._fixed else None

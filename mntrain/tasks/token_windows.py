@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
+from mntrain.corpus.text_files import TRAIN_OPTIONS, OptionNames
 from mntrain.corpus.tokens import Corpus
-from mntrain.corpus.training_tokens import TrainingTokens
+from mntrain.corpus.training_tokens import TrainingTokens, open_validation_tokens
+from mntrain.corpus.validation import named_files, validation_set
 from mntrain.tasks import Split
 
 SAMPLE_TOKENS = 300
@@ -37,6 +39,14 @@ class Windows(Dataset[Tensor]):
         self._tokens, self._context, self._vocab = tokens, context, vocab
         self.overlap, self._fix = overlap, fix
 
+    def tokens_of(self, count: int) -> int:
+        """Return the number of tokens of so many windows."""
+        return count * self._context + self.overlap
+
+    def over(self, tokens: Corpus, fix: str) -> "Windows":
+        """Return windows of other tokens, of the same length, overlap and vocabulary."""
+        return Windows(tokens, self._context, self._vocab, self.overlap, fix)
+
     def __len__(self) -> int:
         return max(0, len(self._tokens) - self.overlap) // self._context
 
@@ -54,40 +64,68 @@ class Windows(Dataset[Tensor]):
 
 
 class TokenSplits:
-    """The windows of a job's tokens, of which the last are for validation.
+    """The windows of a job's tokens, and those that it validates on.
 
-    These are the last `data.valid_fraction` of the windows, at least one unless it is 0. Raises
-    ValueError for data that are too short, and names `option`, which has set the windows' length.
+    These are the data of `data.valid_path`; without it, the last `data.valid_fraction` of the
+    windows, at least one unless it is 0. Raises ValueError for data that are too short, and names
+    `option`, which has set the windows' length, and for validation data that do not fit.
     """
 
     def __init__(
         self, config: Config, data: TrainingTokens, windows: Windows, length: int, option: str
     ) -> None:
-        both = config.data.valid_fraction > 0
+        given = config.data.validation_paths
+        both = not given and config.data.valid_fraction > 0
         count = len(windows)
         if count < 1 + both:
             who = (
                 "training and validation need a window each" if both else "training needs a window"
             )
-            needed = (1 + both) * length + windows.overlap
-            raise ValueError(
-                f"the data has {len(data.tokens)} tokens, but {who}, {needed} tokens with "
-                f"{option} {length}: give more data, or a shorter context"
-            )
+            raise ValueError(_too_short(data, who, windows, 1 + both, f"{option} {length}"))
         valid = min(max(round(count * config.data.valid_fraction), 1), count - 1)
         self._split = count - (valid if both else 0)
         self._config, self._data, self._windows, self._length = config, data, windows, length
+        self._files = dict(data.files)
+        self._lines: list[str] = []  # about the validation data
+        self._valid: dict[str, Dataset[Tensor]] = {}  # of data.valid_path
+        for name, path in given.items():
+            with validation_set(name) as options:
+                self._open_set(name, path, options, f"{option} {length}")
 
-    def dataset(self, split: Split) -> Subset[Tensor]:
-        """Return the windows of a split, which are contiguous in the corpus."""
+    def _open_set(self, name: str, path: Path, options: OptionNames, option: str) -> None:
+        """Open the validation data at a path. Raises ValueError for data that do not fit."""
+        given = self._config.data
+        found = open_validation_tokens(path, given.glob, given.text_field, self._data, options)
+        fix = f"give data of the tokenizer of {TRAIN_OPTIONS.path}, or a larger vocabulary"
+        windows = self._windows.over(found.tokens, fix)
+        if not len(windows):
+            who = "validation needs a window"
+            raise ValueError(_too_short(found, who, windows, 1, option))
+        if not found.checked:
+            windows.check_ids()
+        self._valid[name] = windows
+        self._files |= named_files(found.files, options)
+        skipped = found.sources.describe_skipped()
+        self._lines += [
+            f"{options.validation}: {found.describe()}, {len(windows):,} windows",
+            skipped and f"{options.label}: {skipped}",
+        ]
+
+    def dataset(self, split: Split) -> Dataset[Tensor] | dict[str, Dataset[Tensor]]:
+        """Return the windows of a split, in the order of the corpus.
+
+        For validation, a mapping by name if --data.valid-path names sets.
+        """
+        if split == "valid" and self._valid:
+            return self._valid.get("", self._valid)
         all_windows = range(len(self._windows))
         chosen = all_windows[: self._split] if split == "train" else all_windows[self._split :]
         return Subset(self._windows, chosen)
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files of the data, by their path within its folder."""
-        return self._data.files
+        """The files of the data, by their path within its folder; then those for validation."""
+        return self._files
 
     @property
     def values(self) -> dict[str, str]:
@@ -98,14 +136,25 @@ class TokenSplits:
     def describe(self) -> str:
         """Return the amount of data, its split, and how often the run passes over it."""
         train, windows = self._config.train, self._split
+        valid = "" if self._valid else f" and {len(self._windows) - windows:,} validation"
         lines = [
             f"data: {self._data.describe()}",
-            f"{windows:,} training and {len(self._windows) - windows:,} validation windows of "
+            f"{windows:,} training{valid} windows of "
             f"{self._length} tokens; {train.steps:,} steps of {train.batch_size} windows are "
             f"{train.steps * train.batch_size / windows:.3g} epochs",
             self._data.sources.describe_skipped(),
+            *self._lines,
         ]
         return "\n".join(line for line in lines if line)
+
+
+def _too_short(data: TrainingTokens, who: str, windows: Windows, count: int, option: str) -> str:
+    """Return the error for data without `count` windows, which `option` has set the length of."""
+    needed = windows.tokens_of(count)
+    return (
+        f"the data has {len(data.tokens)} tokens, but {who}, {needed} tokens with {option}: give "
+        "more data, or a shorter context"
+    )
 
 
 @torch.no_grad()

@@ -201,12 +201,19 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Return a configuration that finds its files from any folder."""
-    data, weights, model = config.data.path, config.init.from_, config.hf.model
+    data, valid = config.data.path, config.data.valid_path
+    weights, model = config.init.from_, config.hf.model
+    if isinstance(valid, dict):
+        valid = {name: path.absolute() for name, path in valid.items()}
+    elif valid is not None:
+        valid = valid.absolute()
     kind, colon, file = config.data.tokenizer.partition(":")
     tokenizer = f"{kind}:{Path(file).absolute()}" if colon else kind
     return replace(
         config,
-        data=replace(config.data, path=data and data.absolute(), tokenizer=tokenizer),
+        data=replace(
+            config.data, path=data and data.absolute(), valid_path=valid, tokenizer=tokenizer
+        ),
         init=replace(config.init, from_=weights and weights.absolute()),
         hf=replace(config.hf, model=model and model.absolute()),
     )

@@ -20,6 +20,26 @@ def write_records(path: Path, texts: Iterable[str], field: str = "text") -> Path
     return path
 
 
+def write_saved_dataset(
+    folder: Path, records: Sequence[dict], files: int = 1, **state: object
+) -> Path:
+    """A folder as save_to_disk of the datasets library writes it, in record batches of 3 rows."""
+    import pyarrow
+
+    folder.mkdir(parents=True)
+    schema = pyarrow.Table.from_pylist(list(records)).schema
+    names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
+    for i, name in enumerate(names):
+        part = records[len(records) * i // files : len(records) * (i + 1) // files]
+        table = pyarrow.Table.from_pylist(part, schema)
+        with pyarrow.ipc.new_stream(folder / name, schema) as stream:
+            stream.write_table(table, max_chunksize=3)
+    listed = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps({**listed, "_fingerprint": "0", **state}))
+    (folder / "dataset_info.json").write_text('{"features": {}}')
+    return folder
+
+
 def stories(count: int) -> list[str]:
     """Short documents that have something to learn."""
     return [f"{i} and {i + 1} make {2 * i + 1}.\nThat is all\n" for i in range(count)]

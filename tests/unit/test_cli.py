@@ -28,6 +28,18 @@ def test_no_options_give_the_defaults():
     [
         (["--task", "my.module:Task"], Config(task="my.module:Task")),
         (["--data.path", "a folder"], Config(data=DataConfig(path=Path("a folder")))),
+        (["--data.valid-path", "v=1/b"], Config(data=DataConfig(valid_path={"v": Path("1/b")}))),
+        (["--data.valid-path", "./v=1/b"], Config(data=DataConfig(valid_path=Path("v=1/b")))),
+        (["--data.valid-path=a b"], Config(data=DataConfig(valid_path=Path("a b")))),
+        (
+            ["--data.valid-path", "news=a=b", "code=c", "--data.valid-fraction", "0"],
+            Config(
+                data=DataConfig(
+                    valid_path={"code": Path("c"), "news": Path("a=b")}, valid_fraction=0
+                )
+            ),
+        ),
+        (["--data.valid-path", "a=b", "--data.valid-path", "none"], Config()),
         (["--train.batch-size", "64"], Config(train=TrainConfig(batch_size=64))),
         (["--train.batch_size=64"], Config(train=TrainConfig(batch_size=64))),
         (["--train.compile"], Config(train=TrainConfig(compile=True))),
@@ -63,6 +75,40 @@ def test_options_of_the_command_line(argv, expected):
         ("--train.steps", "argument --train.steps: expected one argument"),
         ("--train.steps --zero.stage 1", "argument --train.steps: expected one argument"),
         ("--train.steps 5 6", "6: no option takes it; see python -m mntrain --help"),
+        (
+            "--data.valid-path a b",
+            "--data.valid-path: must be one path, or several as NAME=PATH, such as news=news.txt "
+            "code=code/, not ('a', 'b')",
+        ),
+        (
+            "--data.valid-path a=x b/c=y",
+            "--data.valid-path: must be one path, or several as NAME=PATH, such as news=news.txt "
+            "code=code/, not ('a=x', 'b/c=y')",
+        ),
+        (
+            "--data.valid-path a=x a=y",
+            "--data.valid-path: must have each name once ('a' is there twice), not ('a=x', 'a=y')",
+        ),
+        (
+            "--data.valid-path =x",
+            "--data.valid-path: must have names of letters, digits, '_', '.' and '-', since "
+            "metrics have them ('' is none), not ('=x',)",
+        ),
+        (
+            "--data.valid-path a:min=x",
+            "--data.valid-path: must have names of letters, digits, '_', '.' and '-', since "
+            "metrics have them ('a:min' is none), not ('a:min=x',)",
+        ),
+        (
+            "--data.valid-path a=",
+            "--data.valid-path: must be names and paths (the path of 'a' is missing), not ('a=',)",
+        ),
+        ("--data.valid-path=", "--data.valid-path: must be a path or none, not ('',)"),
+        (
+            "--data.valid-path a --data.valid-fraction 0.1",
+            "--data.valid-fraction 0.1: --data.valid-path gives other validation data, so that all "
+            "of --data.path trains: leave one of both out",
+        ),
         ("--data.valid-fraction 1", "--data.valid-fraction: Input should be less than 1, not 1.0"),
         (
             "--optim.max-grad-norm 0",
@@ -152,5 +198,6 @@ def test_help_lists_every_option_with_its_default_and_examples(capsys):
                 assert flag_of(f"{section.name}.{option_name(option.name)}") in out
     assert "mpirun -n 4 python -m mntrain --config run.toml" in out
     assert "FLOAT|none" in out
+    assert "--data.valid-path [NAME=]PATH [[NAME=]PATH ...]" in out
     assert "1: the optimizer's state. 2: gradients too." in " ".join(out.replace("│", " ").split())
     assert "(default: 200)" in out

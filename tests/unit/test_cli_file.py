@@ -26,6 +26,9 @@ FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 FRACTIONS = st.floats(0, 1)
 TEXTS = st.text(min_size=1)
 PATHS = st.none() | st.sampled_from([Path("none"), Path()]) | TEXTS.map(Path)
+SETS = st.dictionaries(
+    st.from_regex(r"[A-Za-z0-9_.-]+", fullmatch=True), PATHS.filter(bool), min_size=1
+)
 CONFIGS = st.builds(
     Config,
     task=TEXTS,
@@ -34,7 +37,7 @@ CONFIGS = st.builds(
         DataConfig,
         path=PATHS,
         glob=TEXTS,
-        valid_fraction=st.floats(0, 1, exclude_min=True, exclude_max=True),
+        valid_path=PATHS | SETS,
         workers=st.integers(0, 99),
         worker_start=st.sampled_from(["spawn", "forkserver", "fork"]),
     ),
@@ -90,6 +93,15 @@ def toml(tmp_path):
     return write
 
 
+def test_validation_data_are_a_path_or_a_table(toml):
+    config = parse(["--config", str(toml('[data]\nvalid_path = "a=b"'))])
+    assert config.data.validation_paths == {"": Path("a=b")}
+    config = parse(["--config", str(toml('[data.valid_path]\nnews = "n"\ncode = "c"'))])
+    assert list(config.data.validation_paths.items()) == [("code", Path("c")), ("news", Path("n"))]
+    assert config.data.validation_paths == config.data.valid_path
+    assert parse(["--config", str(toml("[data.valid_path]"))]).data.valid_path is None
+
+
 def test_command_line_wins_over_the_file(toml):
     path = toml("[train]\nsteps = 7\nbatch_size = 16\ncompile = true\n[optim]\nlr = 1\n")
     config = parse(["--train.steps", "9", "--config", str(path), "--train.no-compile"])
@@ -135,6 +147,15 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
         ("[optim]\nlr = inf", "optim.lr: Input should be a finite number, not inf"),
         ("[optim]\nlr = 0", "optim.lr: Input should be greater than 0, not 0"),
         ('[run]\ndir = ""', "run.dir: must be a path or none, not ''"),
+        (
+            '[data.valid_path]\n"a b" = "x"',
+            "data.valid_path: must have names of letters, digits, '_', '.' and '-', since metrics "
+            "have them ('a b' is none), not {'a b': 'x'}",
+        ),
+        (
+            "[data.valid_path]\na = 3",
+            "data.valid_path: must be names and paths (the path of 'a' is missing), not {'a': 3}",
+        ),
         ("[data]\nglob = 3", "data.glob: Input should be a valid string, not 3"),
         (
             "[checkpoint]\nevery = true",

@@ -22,7 +22,14 @@ LAYERS = [
         "mntrain.watch.recording",
     },
     {"mntrain.checks", "mntrain.config_types"},
-    {"mntrain.comm", "mntrain.kernels", "mntrain.data", "mntrain.corpus", "mntrain.huggingface"},
+    {
+        "mntrain.comm",
+        "mntrain.kernels",
+        "mntrain.data",
+        "mntrain.data_config",
+        "mntrain.corpus",
+        "mntrain.huggingface",
+    },
     {"mntrain.config", "mntrain.errors", "mntrain.rank_info", "mntrain.watch"},
     {
         "mntrain.metrics",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.checkpoint import FoundCheckpoint
+from mntrain.cli import parse
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.train.run_directory import changed_options, check_same_run, prepare, to_json
@@ -60,6 +61,23 @@ def test_the_saved_configuration_finds_its_data_from_any_folder(tmp_path, monkey
     prepare(world, given, tmp_path / "run", None, saves=False).close()
     saved = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert saved["data"]["path"] == str(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("given", [Path("a"), {"news": Path("a"), "code": Path("/b")}, None])
+def test_the_saved_configuration_finds_its_validation_data_too(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    world = SimpleNamespace(rank=0, master=True, agreement=nullcontext)
+    config = replace(Config(), data=replace(Config().data, valid_path=given))
+    prepare(world, config, tmp_path / "run", None, saves=False).close()
+    saved = parse(["--config", str(tmp_path / "run" / "config.toml")]).data.valid_path
+    absolute = tmp_path / "a"
+    assert saved == (given and (absolute if given == Path("a") else given | {"news": absolute}))
+
+
+def test_validation_data_that_were_changed_are_named():
+    before = to_json(replace(Config(), data=replace(Config().data, valid_path={"a": Path("x")})))
+    (line,) = changed_options(found(before), Config())
+    assert line == "--data.valid-path was {'a': 'x'}, is None"
 
 
 def test_changed_options_are_named_but_not_those_of_the_job():

@@ -1,0 +1,170 @@
+import json
+
+import pytest
+from corpora import stories, write_bpe, write_records, write_saved_dataset
+
+from mntrain.corpus.labelled import read_labelled
+from mntrain.corpus.text_files import OptionNames, find_files, read_pieces
+from mntrain.corpus.training_tokens import open_training_tokens
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def records(count=20):
+    return [{"id": i, "text": text, "label": i % 3} for i, text in enumerate(stories(count))]
+
+
+def texts(path, field="text"):
+    files = find_files(path, "**/*").files
+    return [text for file in files for text, _ in read_pieces(file, field, as_bytes=False)]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return write_saved_dataset(tmp_path / "saved", records(), files=3)
+
+
+def change_state(folder, **changes):
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, **changes}))
+
+
+def test_records_are_read_from_the_listed_files_in_their_order(saved):
+    assert texts(saved) == stories(20)
+    (saved / "cache-1.arrow").write_bytes((saved / "data-00000-of-00003.arrow").read_bytes())
+    assert texts(saved) == stories(20)
+    files = json.loads((saved / "state.json").read_text())["_data_files"]
+    change_state(saved, _data_files=files[::-1])
+    assert texts(saved) == [*stories(20)[13:], *stories(20)[6:13], *stories(20)[:6]]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_the_tokens_are_those_of_the_same_records_as_json_lines(tmp_path, saved, kind):
+    given = "bytes" if kind == "bytes" else f"bpe:{write_bpe(tmp_path)}"
+    lines = write_records(tmp_path / "a.jsonl", stories(20))
+    first, second = (open_training_tokens(path, "**/*", given, "text") for path in (saved, lines))
+    count = len(second.tokens)
+    assert first.tokens.read(0, len(first.tokens)).tolist() == second.tokens.read(0, count).tolist()
+    assert list(first.files)[:3] == [f"data-0000{i}-of-00003.arrow" for i in range(3)]
+
+
+def test_labelled_records_are_those_of_json_lines(tmp_path, saved):
+    lines = "".join(json.dumps(record) + "\n" for record in records())
+    (tmp_path / "a.jsonl").write_text(lines)
+    first, second = (
+        read_labelled(find_files(path, "**/*"), "text", "label")
+        for path in (saved, tmp_path / "a.jsonl")
+    )
+    assert first == second
+    assert first.names == ["0", "1", "2"]
+
+
+def test_an_arrow_stream_alone_is_a_file_of_records(tmp_path, saved):
+    path = tmp_path / "alone.arrow"
+    path.write_bytes((saved / "data-00001-of-00003.arrow").read_bytes())
+    assert texts(path) == stories(20)[6:13]
+    with pytest.raises(ValueError, match=r"alone.arrow has no field 'story': its fields are id"):
+        texts(path, "story")
+
+
+def cut(folder, count):
+    """Cut bytes from the end of the last file."""
+    path = folder / "data-00002-of-00003.arrow"
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def cut_at_a_batch(folder):
+    """Leave the schema and the first two of three record batches of the last file."""
+    import pyarrow
+
+    path = folder / "data-00002-of-00003.arrow"
+    content = path.read_bytes()
+    with pyarrow.BufferReader(content) as file, pyarrow.ipc.open_stream(file) as stream:
+        stream.read_next_batch()
+        stream.read_next_batch()
+        path.write_bytes(content[: file.tell()])
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        assert stream.read_all().num_rows == 6  # of 7: the library does not notice
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda f: change_state(f, _indices_data_files=[{"filename": "indices.arrow"}]),
+            "is a selection of its files' records, .*: load it .* save dataset.flatten_indices",
+        ),
+        (
+            lambda f: change_state(f, _data_files=[{"filename": "gone.arrow"}]),
+            "state.json names .*gone.arrow, which does not exist",
+        ),
+        (
+            lambda f: change_state(f, _data_files=[{"filename": "a", "skip": 3}]),
+            "state.json has no list of whole files",
+        ),
+        (lambda f: change_state(f, _data_files=[]), "saved has no records"),
+        (lambda f: (f / "state.json").write_text("[]"), "state.json is a JSON list"),
+        (lambda f: (f / "state.json").write_text("{"), "state.json cannot be read as JSON"),
+        (lambda f: cut(f, 8), "00002-of-00003.arrow has no end: it was cut short"),
+        (lambda f: cut(f, 100), "00002-of-00003.arrow has no end: it was cut short"),
+        (cut_at_a_batch, "00002-of-00003.arrow has no end: it was cut short"),
+        (
+            lambda f: (f / "data-00000-of-00003.arrow").write_bytes(b"\xff\xff\xff\xff\0\0\0\0"),
+            "00000-of-00003.arrow cannot be read as an Arrow stream",
+        ),
+        (lambda f: (f / "data-00000-of-00003.arrow").write_bytes(b""), "00003.arrow has no end"),
+    ],
+)
+def test_a_folder_that_would_give_other_records_is_refused(saved, damage, message):
+    damage(saved)
+    with pytest.raises(ValueError, match=message):
+        texts(saved)
+
+
+def test_a_part_of_a_dataset_and_a_dataset_among_other_files_are_refused(tmp_path, saved):
+    for path in (saved / "data-00000-of-00003.arrow", tmp_path):
+        with pytest.raises(ValueError, match=r"saved is a dataset .* give --data.path .*/saved$"):
+            find_files(path, "**/*")
+
+
+@pytest.mark.parametrize(
+    ("splits", "options", "fix"),
+    [
+        (
+            ["train", "test", "validation"],
+            OptionNames(),
+            "--data.path D/train --data.valid-path D/validation",
+        ),
+        (["train", "test"], OptionNames(), "--data.path D/train --data.valid-path D/test"),
+        (["train"], OptionNames(), "--data.path D/train"),
+        (["test"], OptionNames(), "--data.path D/test"),
+        (
+            ["train", "validation"],
+            OptionNames("--data.valid-path", dataset="news"),
+            "--data.valid-path news=D/validation",
+        ),
+        (["train", "validation"], OptionNames("INPUT"), "INPUT D/train"),
+    ],
+)
+def test_a_folder_of_splits_is_refused_with_the_options_that_name_them(
+    tmp_path, splits, options, fix
+):
+    folder = tmp_path / "D"
+    for name in splits:
+        write_saved_dataset(folder / name, records(4))
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": [*splits, "gone"]}))
+    with pytest.raises(ValueError, match="is a DatasetDict with the splits") as error:
+        find_files(folder, "**/*", options)
+    assert str(error.value).endswith(f": give {fix.replace('D/', f'{folder}/')}")
+    for name in splits:
+        assert texts(folder / name) == stories(4)
+
+
+def test_a_state_file_of_something_else_is_text(tmp_path):
+    (tmp_path / "state.json").write_text('{"phase": 3}')
+    assert [file.name for file in find_files(tmp_path, "**/*").files] == ["state.json"]

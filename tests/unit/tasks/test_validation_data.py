@@ -1,0 +1,218 @@
+"""Validation data of their own, by --data.valid-path, in the built-in tasks."""
+
+import json
+import socket
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from corpora import stories, write_records, write_saved_dataset
+from hf_models import write_bert, write_gpt2
+
+from mntrain.config import Config
+from mntrain.corpus.tokenizer import FileTokenizer
+from mntrain.tasks import load
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """No cache of others, and no network."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(socket.socket, "connect", None)
+
+
+def lm(path, valid, vocab=0):
+    config = Config()
+    model = replace(config.model, context=4, layers=1, width=16, vocab=vocab)
+    data = replace(config.data, path=path, valid_path=valid)
+    return load("lm", replace(config, data=data, model=model))
+
+
+def hf(model, path, valid, **options):
+    config = Config()
+    data = replace(config.data, path=path, valid_path=valid)
+    return load("hf", replace(config, data=data, hf=replace(config.hf, model=model, **options)))
+
+
+def samples(dataset):
+    return [dataset[i] for i in range(len(dataset))]
+
+
+def tokens(windows):
+    """The tokens of windows of the language model, which overlap by one."""
+    found = samples(windows)
+    return [int(found[0][0]), *(int(token) for window in found for token in window[1:])]
+
+
+# ---- the language model ----
+
+
+def test_train_bin_trains_as_a_whole_and_val_bin_validates(tmp_path):
+    np.arange(41, dtype="<u2").tofile(tmp_path / "train.bin")
+    np.array([40, 3, 0, 5, 6, 7, 8, 9, 10, 0], "<u2").tofile(tmp_path / "val.bin")
+    made = lm(tmp_path / "train.bin", tmp_path / "val.bin")
+    assert tokens(made.dataset("train")) == list(range(41))
+    assert tokens(made.dataset("valid")) == [40, 3, 0, 5, 6, 7, 8, 9, 10]
+    assert made.model().embedding.weight.shape[0] == 41
+    assert made.compared_files() == {
+        "--data.path": tmp_path / "train.bin",
+        "--data.valid-path": tmp_path / "val.bin",
+    }
+    assert made.describe_data().splitlines()[1:] == [
+        "10 training windows of 4 tokens; 200 steps of 32 windows are 640 epochs",
+        "validation: 1 file, 10 token ids without a tokenizer, 2 windows",
+    ]
+
+
+@pytest.mark.parametrize("vocab", [0, 50])
+def test_token_ids_outside_the_vocabulary_are_refused(tmp_path, vocab):
+    np.arange(40).astype("<u2").tofile(tmp_path / "train.bin")
+    np.array([1, 2, 3, 4, 50]).astype("<u2").tofile(tmp_path / "val.bin")
+    given = {"code": tmp_path / "val.bin"}
+    with pytest.raises(
+        ValueError,
+        match=rf"^--data.valid-path code: .* id 50, outside the vocabulary of {vocab or 40}: give",
+    ):
+        lm(tmp_path / "train.bin", given, vocab)
+    lm(tmp_path / "train.bin", given, vocab=51)
+
+
+def test_sets_are_named_everywhere(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.txt").write_text("all of this trains")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.txt").write_text("code, in a folder")
+    (tmp_path / "code" / "b.png").touch()
+    (tmp_path / "news.txt").write_text("some news")
+    given = {"code": tmp_path / "code", "news": tmp_path / "news.txt"}
+    made = lm(tmp_path / "train", given)
+    sets = made.dataset("valid")
+    assert {name: bytes(tokens(windows)) for name, windows in sets.items()} == {
+        "code": b"code, in a folder",
+        "news": b"some news",
+    }
+    assert bytes(tokens(made.dataset("train"))) == b"all of this trains"[:17]
+    assert made.compared_files() == {
+        "a.txt": tmp_path / "train" / "a.txt",
+        "--data.valid-path code: a.txt": tmp_path / "code" / "a.txt",
+        "--data.valid-path news": tmp_path / "news.txt",
+    }
+    assert made.describe_data().splitlines()[2:] == [
+        "validation code: 1 file, 17 tokens, which are bytes, 4 windows",
+        "--data.valid-path code: skipped 1 binary file: b.png",
+        "validation news: 1 file, 9 tokens, which are bytes, 2 windows",
+    ]
+
+
+def test_data_too_short_for_a_window_are_refused_with_the_set(tmp_path):
+    (tmp_path / "a.txt").write_text("12345")
+    (tmp_path / "b.txt").write_text("1234")
+    with pytest.raises(
+        ValueError,
+        match=r"^--data.valid-path b: the data has 4 tokens, but validation needs a window, 5 tok",
+    ):
+        lm(tmp_path / "a.txt", {"b": tmp_path / "b.txt"})
+    with pytest.raises(ValueError, match=r"^the data has 4 tokens, but training needs a window, 5"):
+        lm(tmp_path / "b.txt", tmp_path / "a.txt")
+
+
+def test_splits_of_a_saved_dataset_train_and_validate(tmp_path):
+    pytest.importorskip("pyarrow")
+    texts = stories(30)
+    for name, part in (("train", texts[:20]), ("validation", texts[20:])):
+        write_saved_dataset(tmp_path / "set" / name, [{"text": text} for text in part])
+    made = lm(tmp_path / "set" / "train", tmp_path / "set" / "validation")
+    for split, part in (("train", texts[:20]), ("valid", texts[20:])):
+        whole = "".join(text + "\0" for text in part).encode()
+        assert bytes(tokens(made.dataset(split))) == whole[: (len(whole) - 1) // 4 * 4 + 1]
+
+
+# ---- Hugging Face models ----
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_records(tmp_path / "a.jsonl", stories(50))
+
+
+def test_a_causal_model_validates_on_text_by_its_own_tokenizer(tmp_path, text):
+    other = write_records(tmp_path / "b.jsonl", stories(90)[50:])
+    folder = write_gpt2(tmp_path / "gpt2")
+    made = hf(folder, text, {"b": other})
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    encoded = [token for one in tokenizer.encode(stories(90)[50:]) for token in (*one, 0)]
+    expected = encoded[: (len(encoded) - 1) // 32 * 32 + 1]
+    assert tokens(made.dataset("valid")["b"]) == expected
+    assert {"--data.path", "--data.valid-path b"} <= set(made.compared_files())
+    np.full(99, 304, "<u2").tofile(tmp_path / "v.bin")
+    np.zeros(99, "<u2").tofile(tmp_path / "t.bin")
+    with pytest.raises(
+        ValueError, match=r"--data.valid-path: .* 304, outside the vocabulary of 304"
+    ):
+        hf(folder, tmp_path / "t.bin", tmp_path / "v.bin")
+
+
+def test_masked_validation_data_are_masked_always_alike(tmp_path, text):
+    other = write_records(tmp_path / "b.jsonl", stories(90)[50:])
+    folder = write_bert(tmp_path / "bert")
+    only = hf(folder, text, other, head="masked-lm").dataset("valid")
+    sets = hf(folder, text, {"b": other, "c": other}, head="masked-lm").dataset("valid")
+    draws = []
+    for seed, windows in enumerate((only, sets["b"], sets["c"], only)):
+        torch.manual_seed(seed)
+        assert len(windows) == len(only) > 9
+        draws.append([windows[i][0].tolist() for i in range(3)])
+    assert draws[0] == draws[1] == draws[2] == draws[3]
+
+
+def reviews(path, labels):
+    lines = [json.dumps({"text": f"{i} and", "label": one}) + "\n" for i, one in enumerate(labels)]
+    path.write_text("".join(lines))
+    return path
+
+
+def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
+    train = reviews(tmp_path / "a.jsonl", ["pos", "neg", "none"] * 4)
+    given = {
+        "one": reviews(tmp_path / "b.jsonl", ["pos", "pos"]),
+        "two": reviews(tmp_path / "c.jsonl", ["none", "neg", "pos"]),
+    }
+    folder = write_bert(tmp_path / "bert")
+    made = hf(folder, train, given, head="classification")
+    assert made.model().config.label2id == {"neg": 0, "none": 1, "pos": 2}
+    assert len(made.dataset("train")) == 12
+    sets = made.dataset("valid")
+    assert {name: [label for _, label in samples(sets[name])] for name in sets} == {
+        "one": [2, 2],
+        "two": [1, 0, 2],
+    }
+    encoded = FileTokenizer(folder / "tokenizer.json").encode_samples(["0 and", "1 and"], 24)
+    assert [ids.tolist() for ids, _ in samples(sets["one"])] == [one.tolist() for one in encoded]
+    assert list(made.compared_files())[:3] == [
+        "--data.path",
+        "--data.valid-path one",
+        "--data.valid-path two",
+    ]
+    assert "data: 12 records with 3 labels: neg 4, none 4, pos 4\n" in made.describe_data()
+    assert "\nvalidation one: 2 records with 3 labels: neg 0, none 0, pos 2\n" in (
+        made.describe_data()
+    )
+    assert len(hf(folder, train, given["one"], head="classification").dataset("valid")) == 2
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["pos", "odd"], r"news: .*b.jsonl, line 2: 'label' is 'odd', which no record of --data."),
+        ([], "news=.*b.jsonl has no records"),
+    ],
+)
+def test_records_that_cannot_validate_are_refused(tmp_path, labels, message):
+    train = reviews(tmp_path / "a.jsonl", ["pos", "neg"] * 4)
+    given = {"news": reviews(tmp_path / "b.jsonl", labels)}
+    folder = write_bert(tmp_path / "bert")
+    with pytest.raises(ValueError, match=f"^--data.valid-path {message}"):
+        hf(folder, train, given, head="classification")
+    with pytest.raises(ValueError, match=r"trains on .*a.jsonl, too"):
+        hf(folder, train, {"news": train}, head="classification")
