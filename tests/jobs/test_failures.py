@@ -87,9 +87,9 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
     ("ranks", "task", "stage", "every"),
     [
         (3, "InBackward", 2, 100),
-        pytest.param(3, "Raises", 0, 100, marks=pytest.mark.thorough),
+        pytest.param(3, "Raises", 0, 100, marks=pytest.mark.exhaustive),
         pytest.param(3, "Raises", 1, 1, marks=pytest.mark.thorough),
-        pytest.param(3, "InBackward", 0, 100, marks=pytest.mark.thorough),
+        pytest.param(3, "InBackward", 0, 100, marks=pytest.mark.exhaustive),
         pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.thorough),
         pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.thorough),
     ],

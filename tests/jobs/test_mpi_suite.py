@@ -3,14 +3,14 @@
 import pytest
 from launch import MPI_TESTS, run_suite
 
-# On one rank, the tests whose subject differs there. On two and three ranks together, every test in
+# On one rank, the tests whose subject differs there. On one to three ranks together, every test in
 # every combination. On four, the tests that depend on which rank is on which node, each parameter
 # value once; parity and wire dtypes also run on emulated nodes of two ranks each.
 OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "state")
 OF_ONE += ("trainer", "world")
 OF_NODES = ("collectives", "state", "transports")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
-AT_THREE = ("jobs", "cost", "stage_cost", "soak", "transports", "wire")
+AT_THREE = ("trainer", "own_loop", "jobs", "cost", "stage_cost", "soak", "transports", "wire")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],

@@ -117,7 +117,7 @@ def test_data_of_the_same_size_and_other_content_is_named(tmp_path):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_ranks_may_differ_in_what_no_result_depends_on(tmp_path):
     (tmp_path / "there.txt").write_text(write_corpus(tmp_path).read_text())
     (tmp_path / "empty.toml").write_text("")
@@ -151,7 +151,7 @@ class Own(LanguageModel):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_dataset_that_opens_a_file_in_each_worker_is_still_sent_to_workers(tmp_path):
     (tmp_path / "opens.py").write_text(OPENS)
     completed(start(tmp_path, "--task", "opens:Own", "--data.workers", "1", ranks=1))
