@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from torch import Tensor, nn
 
 from mntrain.config import Config, DataConfig
+from mntrain.corpus.training_tokens import open_training_tokens
 from mntrain.data.sampling import spread
 from mntrain.tasks.lm import LanguageModel
 
@@ -107,8 +108,9 @@ def main() -> None:
     task = LanguageModel(config)
     valid = spread(task.dataset("valid"), options.eval_samples)
     valid = [valid[index] for index in range(len(valid))]
-    own = task.dataset("train")
-    text = torch.cat([own[index][:-1] for index in range(len(own))]).to(torch.uint8)
+    tokens = open_training_tokens(options.data, config.data.glob, "bytes", "text").tokens
+    # Up to the first validation window.
+    text = torch.from_numpy(tokens.read(0, len(task.dataset("train")) * shape.context))
     torch.manual_seed(config.run.seed)
     model = GPT(shape.layers, shape.heads, shape.width, shape.context)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -125,7 +127,7 @@ def main() -> None:
                 group["lr"] = learning_rate(step, options.steps)
             begins = torch.randint(len(text) - shape.context - 1, (train.batch_size,))
             windows = torch.stack([text[i : i + shape.context + 1] for i in begins.tolist()])
-            loss = model(windows.long())
+            loss = model(windows)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
