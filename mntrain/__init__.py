@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from mntrain._version import __version__
 
-__all__ = ["AgreedError", "Loss", "RemoteRankError", "Task", "World", "__version__", "init"]
+__all__ = ["AgreedError", "Loss", "RemoteRankError", "Task", "World", "__version__", "init", "sync"]
 
 if TYPE_CHECKING:
+    from mntrain import sync
     from mntrain.errors import AgreedError, RemoteRankError
     from mntrain.start import init
     from mntrain.tasks import Loss, Task
@@ -31,6 +32,8 @@ else:  # hidden from type checkers, for which any name would exist
 
     def __getattr__(name: str) -> object:
         """Import a name on first use, so that --help needs no torch."""
+        if name == "sync":  # a module, which becomes an attribute of this package
+            return import_module("mntrain.sync")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value = getattr(import_module(_MODULES[name]), name)

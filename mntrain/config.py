@@ -13,6 +13,7 @@ from mntrain.comm import algorithms
 from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table, parse_names
 from mntrain.data_config import DataConfig
 from mntrain.huggingface import HuggingFaceConfig
+from mntrain.sync import SyncConfig
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -323,6 +324,7 @@ class Config:
     train: TrainConfig = Field(default=TrainConfig())
     comm: CommConfig = Field(default=CommConfig())
     zero: ZeroConfig = Field(default=ZeroConfig())
+    sync: SyncConfig = Field(default=SyncConfig())
     run: RunConfig = Field(default=RunConfig())
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
     log: LogConfig = Field(default=LogConfig())

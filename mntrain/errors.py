@@ -307,11 +307,11 @@ def describe(model: nn.Module, options: Mapping[str, object]) -> dict[str, objec
 
 
 def _describe_option(option: object) -> object:
-    """Return text, a number or None as it is, and an object as its class and plain attributes."""
+    """Return text, numbers and None as they are, and others by class and what all ranks share."""
     if option is None or isinstance(option, str | Real):
         return option
-    attributes = getattr(option, "__dict__", {}).items()
-    plain = [(n, v) for n, v in attributes if isinstance(v, str | Real) and n[0] != "_"]
+    attributes = {n: v for n, v in getattr(option, "__dict__", {}).items() if n != "replica"}
+    plain = [(n, v) for n, v in attributes.items() if isinstance(v, str | Real) and n[0] != "_"]
     return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"
 
 

@@ -8,11 +8,14 @@ from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.topology import Topology
 
 
-def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -> WorldCollectives:
+def make_group_collectives(
+    parts: WorldParts, level: Literal["node", "cross"], user: str = ""
+) -> WorldCollectives:
     """Make collectives over this rank's node or cross group. Collective over the world.
 
     All messages count for `level`. Tensors on GPUs are staged in host memory where the world's go
-    through NCCL.
+    through NCCL. The node group has the world's shared memory. `user` names what the collectives
+    are for, if they are not the world's own.
     """
     rank, topology, engine = parts.comm.rank, parts.topology, parts.engine
     group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
@@ -30,7 +33,8 @@ def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -
         node = parts.node if level == "node" else split(rank, "self")
         comm = split(group[0], f"{level} group")
         comm.traffic, comm.levels = parts.comm.traffic, [level] * comm.size
-        stream = engine.add_stream(f"the {level} group of rank {group[0]}", group)
+        name = f"the {level} group of rank {group[0]}{user and f' of {user}'}"
+        stream = engine.add_stream(name, group)
         return WorldCollectives(
             comm,
             node,
@@ -40,6 +44,7 @@ def make_group_collectives(parts: WorldParts, level: Literal["node", "cross"]) -
             stream=stream,
             choice=choice,
             transport=transport,
+            memory=parts.collectives.memory if level == "node" else None,
         )
 
     return parts.collectives.call_together(make, f"world.{level}_collectives").wait()

@@ -27,6 +27,7 @@ from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.own_loop import OwnLoop
+from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
 from zero.sync_schedule import SyncSchedule
@@ -108,7 +109,7 @@ class World:
         loss_scale: float | Literal["dynamic"] | None = None,
         groups: Iterable[Any] | None = None,
         comm_hook: str | CommHook | None = None,
-        schedule: SyncSchedule | None = None,
+        sync: LocalSGD | SyncSchedule | None = None,
         overlap_forward: bool = False,
         **kwargs: Any,
     ) -> ZeroOptimizer:
@@ -120,13 +121,14 @@ class World:
 
         Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are what
         torch's optimizers take: parameters or parameter groups, with or without names; by default
-        all parameters form one group. The groups of a `schedule` are
+        all parameters form one group. With `sync` nodes exchange parameters every few steps instead
+        of gradients in each: `mntrain.sync.LocalSGD` or `DiLoCo`, or a schedule of your own over
         `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
         and `step`.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale`, in the class or a
-        public number, string or bool of `comm_hook` or `schedule`, or in the class, options and
+        public number, string or bool of `comm_hook` or `sync`, or in the class, options and
         parameters of the torch optimizer; or if any rank cannot accept one.
         """
         options: dict[str, Any] = {
@@ -137,7 +139,7 @@ class World:
             "non_finite": non_finite,
             "loss_scale": loss_scale,
             "comm_hook": comm_hook,
-            "schedule": schedule,
+            "sync": sync,
             "overlap_forward": overlap_forward,
         }
         optimizer = make_optimizer(

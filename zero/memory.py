@@ -38,7 +38,7 @@ class Memory:
     gradients: int  # kept, at the peak
     buckets: int  # tensors through which gradients and parameters travel
     master: int  # master weights
-    state: int  # tensors of the torch optimizer
+    state: int  # tensors of the torch optimizer, and of the sync schedule
 
     @property
     def total(self) -> int:
@@ -54,11 +54,13 @@ def predict(
     options: Mapping[str, dict[str, Any]],
     *,
     gather_dtype: torch.dtype | None,
+    sync_copies: int = 0,
 ) -> Memory:
     """Return the bytes of the rank that owns a slot of planned buckets. Local.
 
     `options` are those of the parameter groups, by parameter name; `gather_dtype` is None at stage
-    0. The optimizer's state is measured on small tensors (see `_trial_bytes`).
+    0. The optimizer's state is measured on small tensors (see `_trial_bytes`). The sync schedule
+    keeps `sync_copies` tensors of the size of each that is updated.
     """
     size = len(plan[0].bounds) - 1
     stage = stage if size > 1 else 0
@@ -73,8 +75,10 @@ def predict(
             narrow = numel * bucket.dtype.itemsize
             wide = owned * FP32 if is_16_bit(bucket.dtype) else 0
             gradients += narrow + (wide if wide > narrow else 0)
-        if dtype := master_dtype(bucket.dtype, gather_dtype):
+        dtype = master_dtype(bucket.dtype, gather_dtype)
+        if dtype:
             master += owned * dtype.itemsize
+        state += sync_copies * owned * (dtype or bucket.dtype).itemsize
         if size > 1 and (dtype := narrower(gather_dtype, bucket.dtype)):
             travelling += bucket.numel * dtype.itemsize
         for piece in bucket.pieces(start, stop):

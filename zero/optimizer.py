@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zero.averaging import AveragingOptimizer
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, make_hook, restore_hook_state, saved_hook_state
 from zero.kernels import Kernels
@@ -19,24 +20,23 @@ from zero.master_weights import OptimizerShard
 from zero.norms import NonFiniteGradientError, find_non_finite
 from zero.param_groups import Named, check_sharding, hyperparameters
 from zero.precision import LossScale, check_travel_dtype, is_positive
-from zero.reducing_optimizer import ReducingOptimizer
 from zero.reduction import StepReduction
 from zero.state import StateSlice, check_groups
-from zero.sync_schedule import EveryStep, SyncSchedule
+from zero.sync_schedule import EveryStep, SyncSchedule, check_replicas
 
 
 class StepResult(NamedTuple):
-    """Figures of one step, the same on every rank."""
+    """Figures of one step, the same on all ranks that it is averaged over."""
 
     grad_norm: float  # of the mean gradient, before clipping
     clip_coef: float  # factor of the gradient: 1.0 if it was not clipped, 0.0 if skipped
     clipped_norm: float  # after clipping
     weight: float  # samples (or tokens, or ranks) that the mean is over
-    skipped: bool  # whether the gradient was not finite, and nothing was updated
+    skipped: bool  # whether a gradient of any rank was not finite, and nothing was updated
     loss: Any = None  # what the closure of `step` returned; differs between ranks
 
 
-class ZeroOptimizer(ReducingOptimizer):
+class ZeroOptimizer(AveragingOptimizer):
     """Any torch optimizer over gradients that are reduced across ranks, at a ZeRO stage.
 
     `parameters` are pairs (name, parameter), as `model.named_parameters()` yields, or parameter
@@ -67,7 +67,8 @@ class ZeroOptimizer(ReducingOptimizer):
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
     - `schedule`: over which ranks a step is averaged (`zero.sync_schedule`); by default all.
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
-    - `buffers`: tensors that are overwritten with rank 0's after every step.
+    - `buffers`: tensors that are overwritten with rank 0's after every step: with the first's of
+      the ranks that the step was averaged over, and after an exchange with rank 0's everywhere.
     - `order`: names of parameters in the order of forward; by default that of `parameters`.
     - `model`: `start` also broadcasts its buffers, and its parameters that do not train.
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
@@ -79,8 +80,9 @@ class ZeroOptimizer(ReducingOptimizer):
     parameters between steps is copied to them.
 
     Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
-    and for an optimizer that cannot be driven here, or not at this stage and partition: its results
-    in a trial on small tensors depend on which rank updates what (`zero.partition_trial`).
+    for a schedule whose replicas are not all ranks, and for an optimizer that cannot be driven
+    here, or not at this stage and partition: its results in a trial on small tensors depend on
+    which rank updates what (`zero.partition_trial`).
     """
 
     def __init__(
@@ -123,11 +125,12 @@ class ZeroOptimizer(ReducingOptimizer):
         self._warned_of_sparse = False
         self._hook = make_hook(comm_hook, wire_dtype)
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
+        check_replicas(self.schedule, collectives)
         alone, sharding = collectives.size == 1, self.schedule.sharding
         gather_dtype, own_stage = gather_dtype if stage else None, stage if sharding.size > 1 else 0
         waiting = model if overlap_forward else None
         owned = OptimizerShard(own_stage, sharding, waiting, gather_dtype, alone=alone)
-        self._reduction = StepReduction(owned, self._hook, self.schedule, alone=alone)
+        self._reduction = StepReduction(owned, self._hook, self.schedule, collectives.size)
         super().__init__(
             parameters,
             partial(optimizer_class, **kwargs),
@@ -153,8 +156,9 @@ class ZeroOptimizer(ReducingOptimizer):
 
         A closure is run once before; it computes the loss and runs backward, the same number of
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
-        and ValueError if the weights of all ranks sum to 0.
+        ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`.
         """
+        self._check_not_averaging()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,6 +169,9 @@ class ZeroOptimizer(ReducingOptimizer):
         finite = math.isfinite(norm)
         coef = min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
         self.wait_for_parameters()
+        self._owned.sync_from_parameters()
+        steps = self._reduction.steps
+        self.schedule.before_update(steps, self._updated_tensors(), equal=self.in_sync)
         if finite:
             self._update(coef / self._scale.value, unused)
         else:
@@ -188,14 +195,16 @@ class ZeroOptimizer(ReducingOptimizer):
             "loss_scale": self._scale.state_dict(),
             "comm_hook": saved_hook_state(self._hook, self.schedule.sharding, self._owned.plan),
             "steps": self._reduction.steps,
+            "in_sync": self._in_sync,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, here or at any stage and number of ranks. Local.
 
-        The slices must cover what this rank owns; others are ignored. "comm_hook" and "steps" may
-        be absent. Raises ValueError, before anything is changed, for a state that does not fit.
+        The slices must cover what this rank owns; others are ignored. "comm_hook", "steps" and
+        "in_sync" may be absent. Raises ValueError, before anything is changed, for a state that
+        does not fit.
         """
         groups = check_groups(state_dict, self._named_groups())
         self.load_slices(StateSlice(**piece) for piece in state_dict["slices"])
@@ -205,6 +214,7 @@ class ZeroOptimizer(ReducingOptimizer):
         hook_state = state_dict.get("comm_hook")
         restore_hook_state(self._hook, self.schedule.sharding, self._owned.plan, hook_state)
         self._reduction.steps = state_dict.get("steps", self._reduction.steps)
+        self._in_sync = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
 
     def close(self) -> None:
         """Remove the hooks from the model. Local."""
@@ -224,7 +234,6 @@ class ZeroOptimizer(ReducingOptimizer):
 
     def _update(self, factor: float, unused: frozenset[str]) -> None:
         """Let the torch optimizer update this rank's slices by means times `factor`. Local."""
-        self._owned.sync_from_parameters()
         self._owned.set_gradients(factor, unused, self._kernels)
         try:
             self._inner_step()
@@ -245,12 +254,15 @@ class ZeroOptimizer(ReducingOptimizer):
 
         The all-gathers are still in flight on return.
         """
-        updated_tensors = [own.tensor for own in self._owned.pieces]
-        exchanged = self.schedule.after_update(self._reduction.steps, updated_tensors)
-        broadcast_from_rank_0(self.group, self._buffers)
+        step = self._reduction.steps
+        exchanged = self.schedule.exchange_due(step)
+        if exchanged:
+            self.schedule.exchange(self._updated_tensors())
+        broadcast_from_rank_0(self._collectives if exchanged else self.group, self._buffers)
+        whole = self.group.size == self._collectives.size
+        self._in_sync = exchanged or (self._in_sync and whole)
         if updated or exchanged:
-            self._owned.copy_to_parameters()
-            self._owned.parameters.launch()
+            self._publish_parameters()
 
     def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:
         """Plan buckets of parameters, and watch their gradients."""

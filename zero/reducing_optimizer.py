@@ -164,12 +164,17 @@ class ReducingOptimizer(ShardedOptimizer):
     def _agreed_norm(self, norm_type: float) -> float:
         """Return the norm of the mean gradient of this rank's group. Collective.
 
-        Not finite if that of any group is not, so that all ranks skip or stop together.
+        Not finite if that of any group is not, so that all ranks skip or stop together. Raises
+        ValueError on all ranks if no group has a sample.
         """
         shards = [shard for _, shard in self._owned.shards()]
-        norm = global_norm(self.group, shards, norm_type, self._kernels) / self._scale.value
+        sharding = self._owned.sharding  # each of the group's has the whole mean
+        norm = global_norm(sharding, shards, norm_type, self._kernels) / self._scale.value
         if self.group.size == self._collectives.size:
             return norm
-        total = torch.tensor([norm], dtype=torch.float64)
-        self._collectives.all_reduce(total).wait()
-        return norm if math.isfinite(total) else float(total)
+        totals = torch.tensor([norm, self._reduction.finished_weight], dtype=torch.float64)
+        self._collectives.all_reduce(totals).wait()
+        total, weight = totals.tolist()
+        if not weight > 0:
+            self._reduction.refuse_weight(weight)
+        return norm if math.isfinite(total) else total

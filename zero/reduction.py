@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch.nn import Parameter
@@ -28,10 +29,11 @@ class StepReduction:
     """
 
     def __init__(
-        self, owned: OptimizerShard, hook: CommHook, schedule: SyncSchedule, *, alone: bool
+        self, owned: OptimizerShard, hook: CommHook, schedule: SyncSchedule, world_size: int
     ) -> None:
         self._gradients, self._hook, self._schedule = owned.gradients, hook, schedule
         self._sharded, every_micro_batch = owned.sharded, owned.stage == 2
+        self._world_size, alone = world_size, world_size == 1
         self.steps = 0  # taken, skipped ones included
         self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
         self.weight = BatchWeight(
@@ -88,9 +90,10 @@ class StepReduction:
         weight, divisor, missing, late = self._totals()
         unused = self._unused() if missing else frozenset()
         if not divisor > 0:
-            self.clear(set_to_none=True)
-            raise ValueError(f"the ranks' weights sum to {weight:g}: at least one needs a sample")
-        self._gradients.finish(self.weight.unit / divisor, unused)
+            if self.group.size == self._world_size:
+                self.refuse_weight(weight)
+            unused = frozenset(self._names)  # this group has no sample
+        self._gradients.finish(self.weight.unit / divisor if divisor > 0 else 0.0, unused)
         self.buckets.end(again=bool(late))
         if late:
             self._finish()
@@ -137,6 +140,16 @@ class StepReduction:
         if self.buckets.syncing:
             self.finish()
 
+    @property
+    def finished_weight(self) -> float:
+        """The weight of what was reduced since the last step, in samples."""
+        return self._finished_weight or 0.0
+
+    def refuse_weight(self, weight: float) -> NoReturn:
+        """Discard all gradients, and raise ValueError for the sum of all ranks' weights."""
+        self.clear(set_to_none=True)
+        raise ValueError(f"the ranks' weights sum to {weight:g}: at least one needs a sample")
+
     def clear(self, set_to_none: bool) -> None:
         """Discard all gradients."""
         self.buckets.clear(set_to_none)
@@ -144,7 +157,7 @@ class StepReduction:
 
     def end_step(self) -> float:
         """Begin another step; return the weight of this one, in samples. Local."""
-        weight, self._finished_weight = self._finished_weight or 0.0, None
+        weight, self._finished_weight = self.finished_weight, None
         group = self.group
         self.steps += 1
         if self.group is not group:  # units must be the same on all of its ranks
@@ -159,7 +172,9 @@ class StepReduction:
         if group.size == 1:
             return CompletedWork()
         flat = self._gradients.flat(index)
-        return self._hook(ReducibleBucket(index, layout, flat, group, self._sharded))
+        # Several sharding groups together need the whole sum, of which each rank keeps its shard.
+        sharded = self._sharded and group.size == self._schedule.sharding.size
+        return self._hook(ReducibleBucket(index, layout, flat, group, sharded))
 
     def _announce(self) -> None:
         """Announce a micro-batch. Collective; does not wait."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from zero.layout import Bucket, ParameterSpec, plan_buckets
@@ -20,6 +21,7 @@ from zero.param_groups import (
 )
 from zero.partition_trial import check_drivable, check_partition
 from zero.state import StateSlice, load_slices, own_slices
+from zero.sync_schedule import SyncSchedule
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -29,6 +31,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     updates the slices of them in `owned`. With `may_shard` it has to be one that can be sharded,
     also where a rank is alone.
     """
+
+    schedule: SyncSchedule
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def slices(self) -> Iterator[StateSlice]:
         """Yield the state of what this rank owns. Local; tensors are not copied."""
-        return own_slices(self._owned, self._inner.state)
+        return own_slices(self._owned, self._inner.state, self._sync_state)
 
     def load_slices(self, slices: Iterable[StateSlice]) -> None:
         """Load the state of what this rank owns from slices of any extent, in any order. Local.
@@ -105,27 +109,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         what this rank owns.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
-        load_slices(self._owned, self._inner, slices, shapes)
+        load_slices(self._owned, self._inner, slices, shapes, self.schedule.load_state)
         self.state = self._inner.state
 
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         gradients = self._owned.gradients
+        kept = [self.schedule.state(owned.tensor) for owned in self._owned.pieces]
         return Memory(
             parameters=sum(parameter.nbytes for parameter in self._named.values()),
             gradients=gradients.peak_bytes,
             buckets=gradients.working_bytes + self._owned.parameters.gather_bytes,
             master=self._owned.master_bytes,
-            state=state_bytes(self._inner.state.values()),
+            state=state_bytes([*self._inner.state.values(), *kept]),
         )
 
     def expected_memory(self) -> Memory:
-        """Return what `memory` will be after a step, from the plan alone. Local."""
+        """Return what `memory` will be after a step, and a warm-up, from the plan alone. Local."""
         groups = self._named_groups()
         options = {name: hyperparameters(group) for group in groups for name in group["params"]}
         own = self._owned
         return predict(
-            own.plan, self._make_inner, own.stage, own.slot, options, gather_dtype=own.gather_dtype
+            own.plan,
+            self._make_inner,
+            own.stage,
+            own.slot,
+            options,
+            gather_dtype=own.gather_dtype,
+            sync_copies=self.schedule.state_copies,
         )
 
     def close(self) -> None:
@@ -183,6 +194,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f'optimizer.add_param_group({{"params": [("{names[0]}", ...), ...]}})',
                 stacklevel=4,
             )
+
+    def _sync_state(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what the sync schedule keeps for an updated tensor."""
+        return self.schedule.state(tensor)
 
     def _inner_step(self) -> None:
         """Update this rank's slices by their gradients, under this optimizer's hyperparameters.

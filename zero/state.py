@@ -8,7 +8,7 @@
 A rank can load any slices that cover what it owns, of any number of ranks and any stage.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from zero.kernels import order
 from zero.master_weights import OptimizerShard, OwnedSlice, ParamGroup
 
 MASTER = "master"  # the key of the master weights
+SYNC = "sync."  # the beginning of keys of the sync schedule
+LOCAL = f"{SYNC}local"  # the key of parameters that differ between replicas
 
 
 class StateSlice(NamedTuple):
@@ -41,11 +43,14 @@ class StateSlice(NamedTuple):
 
 
 def own_slices(
-    owned: OptimizerShard, state: Mapping[Tensor, dict[str, Any]]
+    owned: OptimizerShard,
+    state: Mapping[Tensor, dict[str, Any]],
+    sync_state: Callable[[Tensor], dict[str, Tensor]],
 ) -> Iterator[StateSlice]:
     """Yield a slice for each slice that this rank owns, in their order. Local.
 
     Tensors are the optimizer's own memory, where it has the memory format of the parameter.
+    `sync_state` returns what else is kept for an updated tensor, in its shape.
     """
     for own in owned.pieces:
         piece, tensors, others = own.piece, {}, {}
@@ -56,6 +61,7 @@ def own_slices(
                 others[key] = value
         if own.has_master:
             tensors[MASTER] = own.flattened(own.tensor)
+        tensors |= {k: own.flattened(value) for k, value in sync_state(own.tensor).items()}
         name, shape, memory_order = piece.spec.name, piece.spec.shape, order(own.parameter)
         yield StateSlice(name, shape, memory_order, piece.low, piece.high, tensors, others)
 
@@ -85,12 +91,14 @@ def load_slices(
     optimizer: torch.optim.Optimizer,
     slices: Iterable[StateSlice],
     shapes: Mapping[str, tuple[int, ...]],
+    load_sync_state: Callable[[Tensor, dict[str, Tensor]], None],
 ) -> None:
     """Copy what this rank owns out of slices, which are read one by one. Local.
 
     `shapes` are those of all parameters of the model. Master weights that slices lack keep their
-    values, and those that are not needed are ignored. The torch optimizer loads, casts and moves
-    the rest. Raises ValueError with every mismatch, before anything is changed.
+    values, and those that are not needed are ignored. `load_sync_state` gets what `sync_state` of
+    `own_slices` returned for each updated tensor. The torch optimizer loads, casts and moves the
+    rest. Raises ValueError with every mismatch, before anything is changed.
     """
     assemblers = {piece.piece.spec.name: _SliceAssembler(piece) for piece in owned.pieces}
     mismatches: dict[str, str] = {}
@@ -108,7 +116,12 @@ def load_slices(
             mismatches.setdefault(name, problem)
     if mismatches:
         raise ValueError(f"the state does not fit this optimizer: {'; '.join(mismatches.values())}")
-    states = {id(a.owned.tensor): state for a in assemblers.values() if (state := a.assemble())}
+    states = {}
+    for assembler in assemblers.values():
+        state, sync_state = assembler.assemble()
+        load_sync_state(assembler.owned.tensor, sync_state)
+        if state:
+            states[id(assembler.owned.tensor)] = state
     numbers: dict[int, int] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -179,11 +192,19 @@ class _SliceAssembler:
             return f"not all slices of {part.name} have {', '.join(sorted(differing))}"
         return ""
 
-    def assemble(self) -> dict[str, Any]:
-        """Return the state for the torch optimizer, and copy the master weights in place."""
-        tensors = {key: self.owned.in_shape(value) for key, value in self._tensors.items()}
-        state = {**self._others, **tensors}
-        master = state.pop(MASTER, None)
-        if master is not None and self.owned.has_master:
-            self.owned.tensor.copy_(master)
-        return state
+    def assemble(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the states for the torch optimizer and for the sync schedule.
+
+        Copies the master weights, and parameters of this replica, in place.
+        """
+        owned = self.owned
+        tensors = {key: owned.in_shape(value) for key, value in self._tensors.items()}
+        sync_state = {k: tensors.pop(k) for k in self._tensors if k.startswith(SYNC)}
+        master, local = tensors.pop(MASTER, None), sync_state.pop(LOCAL, None)
+        if master is not None and owned.has_master:
+            owned.tensor.copy_(master)
+        if local is not None:
+            owned.tensor.copy_(local)
+            if owned.has_master:
+                owned.home.copy_(owned.rounded())
+        return {**self._others, **tensors}, sync_state

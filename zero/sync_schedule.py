@@ -1,49 +1,74 @@
-"""Sync schedules: which ranks a step is averaged over, and what is exchanged after it.
+"""Sync schedules: which ranks a step is averaged over, and when groups exchange parameters.
 
-step              0         1         2         3
-EveryStep         world     world     world     world
-one that averages parameters over nodes every 2 steps:
-    group         node      node      node      node
-    after_update            average             average
+step                            0         1         2         3
+EveryStep                       world     world     world     world
+LocalSGDSchedule, every 2
+steps after 1 of warm-up        world     node      node      node
+exchange after it                               yes
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from zero.collectives import Collectives
 
 
-class SyncSchedule(Protocol):
-    """The groups of ranks that a training step communicates in.
+class SyncSchedule:
+    """The groups of ranks that a training step communicates in. Base class.
 
-    Gradients, batch weights, the norm and buffers of a step are exchanged over `group(step)` alone.
-    All ranks of a group give the same answers, and at least one of them has a sample in each step.
+    Gradients, batch weights and buffers of a step are exchanged over `group(step)` alone. State is
+    sharded over `sharding` in every step: `group(step)` is the same ranks, or several sharding
+    groups together. If no rank of a group has a sample in a step, the group updates nothing.
 
     Decisions about the job are agreed over all ranks in every step, since one group must not end or
     save while another continues. So a step that is not finite in one group is skipped, or raises,
     on all ranks; and a trainer takes means, signals and save requests over the world.
 
-    Between exchanges, parameters, buffers and optimizer state differ between groups. A checkpoint,
-    a comparison of replicas or an evaluation of one model belongs after a step that exchanged them.
+    Between exchanges, parameters, buffers and optimizer state differ between sharding groups, which
+    are called replicas. The tensors below are those that this rank updates, flat slices or whole
+    parameters, in fp32 or wider: the same ones on ranks with the same slot in their sharding
+    groups. All ranks get the same answers from `group` and `exchange_due`.
     """
 
-    sharding: Collectives  # over which state and gradients are sharded; from stage 1 on the group
+    sharding: Collectives
+    replica = 0  # number of this rank's sharding group
+    replicas = 1  # of equal sizes, which together are all ranks
+    state_copies = 0  # tensors of the size of an updated one that `state` returns
 
     def group(self, step: int) -> Collectives:
         """Return the ranks over which step number `step`, counted from 0, is averaged. Local."""
+        raise NotImplementedError
 
-    def after_update(self, step: int, updated: Sequence[Tensor]) -> bool:
-        """Exchange updated parameters in place, if this step asks for it; return whether it did.
+    def exchange_due(self, step: int) -> bool:
+        """Return whether replicas exchange parameters after a step, also a skipped one. Local."""
+        return False
 
-        Collective, after every step, also after one that was skipped. `updated` are the tensors
-        that this rank updates, flat slices or whole parameters, in fp32 or wider: the same ones on
-        ranks with the same slot in their sharding groups.
+    def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
+        """Note the parameters before a step changes them. Collective.
+
+        `equal` states that all replicas hold the same.
         """
 
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, in place, by their means over replicas. Collective."""
 
-class EveryStep:
+    def exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Make parameters the same on all replicas, in place. Collective. By default the mean."""
+        self.average(tensors)
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what is kept for a parameter, in its shape; the same on all replicas. Local.
+
+        The keys begin with `zero.state.SYNC`. It is saved with the optimizer's state.
+        """
+        return {}
+
+    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned, or nothing, for a parameter. Local."""
+
+
+class EveryStep(SyncSchedule):
     """The schedule of synchronous data parallelism: every step is averaged over all ranks."""
 
     def __init__(self, collectives: Collectives) -> None:
@@ -53,6 +78,13 @@ class EveryStep:
         """Return all ranks."""
         return self.sharding
 
-    def after_update(self, step: int, updated: Sequence[Tensor]) -> bool:
-        """Exchange nothing: every rank has the same parameters."""
-        return False
+
+def check_replicas(schedule: SyncSchedule, collectives: Collectives) -> None:
+    """Raise ValueError for a schedule whose replicas together are not all ranks. Local."""
+    ranks, replicas, replica = schedule.sharding.size, schedule.replicas, schedule.replica
+    if ranks * replicas != collectives.size or not 0 <= replica < replicas:
+        raise ValueError(
+            f"the sync schedule shards over {ranks} ranks, and this is replica {replica} of "
+            f"{replicas}, but there are {collectives.size} ranks: set its replicas to the number "
+            "of sharding groups, and replica to that of this rank's, from 0"
+        )

@@ -33,6 +33,7 @@ OPTIMIZER = "optimizer.safetensors"  # "parameter/key": optimizer state and mast
 RANDOM = "random.safetensors"  # "rank/source": states of random generators
 FILES = (MODEL, OPTIMIZER, RANDOM)
 
+REPLICAS = "replicas"  # in "world" of a manifest: groups of ranks with states of their own
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -165,7 +166,7 @@ class Manifest:
     step: int  # number of steps taken
     date: str
     versions: dict[str, str]
-    world: dict[str, Any]  # "ranks" and "nodes" that wrote it
+    world: dict[str, Any]  # "ranks" and "nodes" that wrote it, and "replicas" if there are several
     config: dict[str, Any]
     samples: int
     skipped_steps: int
@@ -211,6 +212,14 @@ class Manifest:
             raise ValueError(f"the optimizer's options cannot be saved: {error}") from error
         whole = {"format": FORMAT, "checksum": zlib.crc32(content.encode()), "content": content}
         return json.dumps(whole, indent=1) + "\n"
+
+
+def replica_name(parameter: str, replica: int) -> str:
+    """Return the name under which a replica keeps its own state of a parameter.
+
+    That of replica 0 is the parameter's, which also has the state that all replicas share.
+    """
+    return f"{parameter}@{replica}" if replica else parameter
 
 
 # Names in the file of fields that have other names here.

@@ -20,17 +20,20 @@ from mntrain.checkpoint.format import (
     OPTIMIZER,
     RANDOM,
     RANGE_BYTES,
+    REPLICAS,
     Manifest,
     decode_values,
     open_tensors,
     read_manifest,
+    replica_name,
 )
 from mntrain.checkpoint.objects import Stateful, select
-from mntrain.checkpoint.shards import set_random_states
+from mntrain.checkpoint.shards import is_shared, set_random_states
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.kernels import without_repeats
 from zero.optimizer import ZeroOptimizer
+from zero.state import LOCAL
 
 # Options of parameter groups that are never restored, since they depend on the device.
 DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
@@ -177,8 +180,12 @@ def load(
 
     In place. Every rank reads only the optimizer state of its own shard. `kept_options` of the
     parameter groups, and those that depend on the device, keep their present values. A checkpoint
-    does not hold the state of a communication hook, which starts anew. Raises AgreedError if the
-    checkpoint is of another model or lacks an object; the model is unchanged then.
+    does not hold the state of a communication hook, which starts anew. Replicas of a sync schedule
+    continue with states of their own; if the checkpoint has another number of them, with the mean
+    of the parameters, and replica i with the optimizer state of replica i modulo that number. Where
+    the next step is synchronous, all continue with the mean and the state of replica 0. Raises
+    AgreedError if the checkpoint is of another model or lacks an object; the model is unchanged
+    then.
     """
     kept_options = (*DEVICE_OPTIONS, *kept_options)
     with world.agreement():
@@ -196,6 +203,7 @@ def load(
                     "param_groups": found.manifest.param_groups,
                     "loss_scale": found.manifest.loss_scale,
                     "steps": found.manifest.step,  # the phase of the sync schedule
+                    "in_sync": not _has_replicas(found.manifest, optimizer),
                 }
             )
         for group, before in zip(optimizer.param_groups, present, strict=True):
@@ -204,6 +212,8 @@ def load(
             group.update({k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)})
         for name, state in states.items():
             (objects or {})[name].load_state_dict(state)
+    if optimizer.schedule.replicas > 1:
+        optimizer.publish_loaded()
 
 
 def restore_randomness(found: FoundCheckpoint, world: Ranks) -> None:
@@ -242,18 +252,43 @@ def load_model(file: safe_open, model: nn.Module) -> None:
         target.copy_(file.get_tensor(name)[tuple(map(slice, target.shape))])
 
 
+def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
+    """Return whether replicas are to continue with parameters of their own.
+
+    The checkpoint has those of as many replicas, and the next step is not averaged over all ranks.
+    """
+    if content.world.get(REPLICAS, 1) != optimizer.schedule.replicas:
+        return False
+    has_own = any(LOCAL in state.tensor_keys for state in content.parameter_states.values())
+    return has_own and _trains_alone(content, optimizer)
+
+
+def _trains_alone(content: Manifest, optimizer: ZeroOptimizer) -> bool:
+    """Return whether the step after a checkpoint is averaged over a replica, not over several."""
+    schedule = optimizer.schedule
+    return schedule.group(content.step).size == schedule.sharding.size
+
+
 def _read_slices(
     file: safe_open, content: Manifest, optimizer: ZeroOptimizer
 ) -> Iterator[dict[str, Any]]:
     """Yield this rank's slices of the optimizer state, one at a time to bound the memory used."""
+    replicas, states = content.world.get(REPLICAS, 1), content.parameter_states
+    # Replicas that take the same steps need the same state.
+    replica = optimizer.schedule.replica if _trains_alone(content, optimizer) else 0
     for piece in optimizer.slices():
-        if piece.name not in content.parameter_states:
+        name = replica_name(piece.name, replica % replicas)
+        if piece.name not in states or name not in states:
             continue  # the optimizer raises for the missing slice
-        saved = content.parameter_states[piece.name]
-        keys = saved.tensor_keys if saved.shape == piece.shape else ()
+        saved = states[name]
+        names = {key: piece.name for key in states[piece.name].tensor_keys if is_shared(key)}
+        names |= {key: name for key in saved.tensor_keys if not is_shared(key)}
+        if not _has_replicas(content, optimizer):
+            names.pop(LOCAL, None)
         tensors = {
-            key: file.get_tensor(f"{piece.name}/{key}").reshape(-1)[piece.low : piece.high]
-            for key in keys
+            key: file.get_tensor(f"{of}/{key}").reshape(-1)[piece.low : piece.high]
+            for key, of in names.items()
+            if saved.shape == piece.shape
         }
         yield piece._replace(
             shape=saved.shape,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
-from mntrain.checkpoint.format import FILES, MODEL, FileLayout, Manifest
+from mntrain.checkpoint.format import FILES, MODEL, REPLICAS, FileLayout, Manifest
 from mntrain.checkpoint.objects import Stateful, encode_objects, merge
 from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints, scores
 from mntrain.checkpoint.shards import (
@@ -75,7 +75,8 @@ class Saver:
     """Saves a run into its directory, one checkpoint at a time. Created by all ranks.
 
     From the first `begin` on, it keeps host memory for a snapshot of this rank's part. Over all
-    ranks this is the size of a checkpoint. `objects` are saved too, by name.
+    ranks this is the size of a checkpoint. `objects` are saved too, by name. Where replicas differ,
+    the model is their mean, and each replica's own parameters are part of the optimizer's state.
     """
 
     def __init__(
@@ -127,12 +128,16 @@ class Saver:
 
         No other save may be in progress: call `finish` first. Errors are raised by `advance`.
         """
-        self._begin(progress, in_background=True)
+        with self._optimizer.averaged() as differing:
+            self._begin(progress, in_background=True)
+            if differing:  # the end of the block changes the parameters
+                self._buffer.before_changes()
 
     def save(self, progress: RunProgress) -> SavedCheckpoint:
         """Save synchronously, without a snapshot. Collective. Raises AgreedError as `advance`."""
-        self._begin(progress, in_background=False)
-        saved = self.finish()
+        with self._optimizer.averaged():
+            self._begin(progress, in_background=False)
+            saved = self.finish()
         self._thread.submit(lambda: None).result()  # until old checkpoints are removed
         return saved
 
@@ -258,11 +263,16 @@ class Saver:
     def _manifest(self, progress: RunProgress) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""
         world, state = self._world, self._optimizer.state_dict()
+        replicas = self._optimizer.schedule.replicas
         return Manifest(
             **vars(progress),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"mntrain": __version__, "torch": torch.__version__},
-            world={"ranks": world.size, "nodes": len(world.topology.nodes)},
+            world={
+                "ranks": world.size,
+                "nodes": len(world.topology.nodes),
+                **({REPLICAS: replicas} if replicas > 1 else {}),
+            },
             wrote_s=0.0,
             param_groups=state["param_groups"],
             loss_scale=state["loss_scale"],

@@ -1,7 +1,8 @@
 """The part of a checkpoint that a rank saves, and its snapshot.
 
 A rank saves the optimizer state of its own shard, its random generators, and an equal part of
-everything that all ranks hold in full: the model, and at stage 0 the optimizer state. Training may
+everything that all ranks hold in full: the model, and at stage 0 the optimizer state. Replicas of a
+sync schedule save states of their own, and replica 0 what all share. Training may
 change the tensors while their snapshot is written. On a GPU, only the snapshot's consumers wait:
 
     training stream   ... step | E1 | forward, backward        | wait E2, step ...
@@ -29,13 +30,14 @@ from mntrain.checkpoint.format import (
     ParameterState,
     Shapes,
     encode_values,
+    replica_name,
 )
 from mntrain.checkpoint.objects import Stateful, encode_objects
 from mntrain.comm.device_copy import pin
 from mntrain.ranks import Ranks
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
-from zero.state import StateSlice
+from zero.state import LOCAL, MASTER, SYNC, StateSlice
 
 _ALIGNMENT = 64  # bytes, of a tensor in a snapshot
 _PYTHON = struct.Struct("<?d")  # whether random.gauss has a cached value, and the value
@@ -74,7 +76,7 @@ class CheckpointShard:
     ) -> None:
         self._rank, self._size = world.rank, world.size
         self._model: dict[str, Tensor] = dict(model.state_dict())
-        self._slices = list(self._own_slices(optimizer))
+        self._slices = list(_own_slices(optimizer))
         self._random = random_states(world.device)
         self._objects = objects
 
@@ -99,7 +101,8 @@ class CheckpointShard:
             for key, tensor in piece.tensors.items():
                 yield TensorRange(OPTIMIZER, f"{piece.name}/{key}", tensor, piece.low)
         tensors = list(self._model.items())
-        for index, low, high in self._equal_part([tensor.numel() for _, tensor in tensors]):
+        sizes = [tensor.numel() for _, tensor in tensors]
+        for index, low, high in _equal_part(sizes, self._rank, self._size):
             name, tensor = tensors[index]
             yield TensorRange(MODEL, name, tensor.detach().reshape(-1)[low:high], low)
         for key, state in self._random.items():
@@ -132,25 +135,43 @@ class CheckpointShard:
         }
         return layouts, states
 
-    def _own_slices(self, optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
-        slices = list(optimizer.slices())
-        if optimizer.sharded:
-            yield from slices
-            return
-        for index, low, high in self._equal_part([piece.high for piece in slices]):
-            piece = slices[index]
-            tensors = {key: tensor[low:high] for key, tensor in piece.tensors.items()}
-            yield piece._replace(low=low, high=high, tensors=tensors)
 
-    def _equal_part(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, low, high) of this rank's equal part of the items, laid end to end."""
-        first, last = split(sum(lengths), self._size)[self._rank : self._rank + 2]
-        start = 0
-        for index, length in enumerate(lengths):
-            low, high = max(first - start, 0), min(last - start, length)
-            if low < high:
-                yield index, low, high
-            start += length
+def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
+    """Yield the slices that this rank saves, of its replica, under the names in the file."""
+    replica = optimizer.schedule.replica
+    for piece in _cut_slices(optimizer):
+        shared = {k for k in piece.tensors if replica and is_shared(k)}
+        tensors = {key: tensor for key, tensor in piece.tensors.items() if key not in shared}
+        yield piece._replace(name=replica_name(piece.name, replica), tensors=tensors)
+
+
+def _cut_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
+    """Yield this rank's part of the state of its replica."""
+    slices = list(optimizer.slices())
+    if optimizer.sharded:
+        yield from slices
+        return
+    group = optimizer.schedule.sharding
+    for index, low, high in _equal_part([p.high for p in slices], group.rank, group.size):
+        piece = slices[index]
+        tensors = {key: tensor[low:high] for key, tensor in piece.tensors.items()}
+        yield piece._replace(low=low, high=high, tensors=tensors)
+
+
+def is_shared(key: str) -> bool:
+    """Return whether the optimizer state under a key is the same in all replicas."""
+    return key == MASTER or (key.startswith(SYNC) and key != LOCAL)
+
+
+def _equal_part(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, low, high) of a rank's equal part of items, laid end to end."""
+    first, last = split(sum(lengths), size)[rank : rank + 2]
+    start = 0
+    for index, length in enumerate(lengths):
+        low, high = max(first - start, 0), min(last - start, length)
+        if low < high:
+            yield index, low, high
+        start += length
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:

@@ -1,5 +1,6 @@
 """The optimizer of a world: checked alike on all ranks, with collectives of its own."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,10 @@ from torch import nn
 
 from mntrain import errors
 from mntrain.bootstrap import TRAVEL_DTYPES, WorldParts
+from mntrain.comm.collectives import WorldCollectives
+from mntrain.groups import make_group_collectives
 from mntrain.ranks import Ranks
+from mntrain.sync import LocalSGD
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
     check_sharding,
@@ -19,6 +23,7 @@ from zero.param_groups import (
     name_parameters,
 )
 from zero.partition_trial import check_partition
+from zero.sync_schedule import SyncSchedule
 
 
 def make_optimizer(
@@ -33,11 +38,13 @@ def make_optimizer(
 ) -> ZeroOptimizer:
     """Make the optimizer of `World.optimizer`, with the options of `ZeroOptimizer`. Collective.
 
-    Raises AgreedError on all ranks, before anything is allocated, if they differ in what they give
-    or if any of them cannot accept it.
+    Its `schedule` is called `sync` here, and may be a description. Raises AgreedError on all ranks,
+    before anything is allocated, if they differ in what they give or if any of them cannot accept
+    it.
     """
     with world.agreement():
         _check_kinds(model, optimizer_class)
+        _check_sync(world, options["sync"])
     description = errors.describe(model, options)
     gathered = world.collectives.gather_objects(description, "world.optimizer")
     errors.expect_same(gathered.wait(), world.rank)
@@ -52,13 +59,16 @@ def make_optimizer(
     described = {"the optimizer": describe_optimizer(make, trainable)}
     errors.expect_same(world.gather(described), world.rank)
     kind = getattr(optimizer_class, "__name__", "torch")
-    stream = world.collectives.add_stream(f"optimizer {next(parts.optimizer_numbers)} ({kind})")
+    name = f"optimizer {next(parts.optimizer_numbers)} ({kind})"
+    stream = _without_sole_use(world.collectives.add_stream(name))
+    own = {key: value for key, value in options.items() if key != "sync"}
+    schedule = _make_schedule(world, parts, options["sync"], stream, stage=own["stage"], user=name)
     persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
     with world.agreement(), _arguments_of(optimizer_class):
         optimizer = ZeroOptimizer(
             named,
             optimizer_class,
-            stream.replace(choice=stream.choice.among_others()),
+            stream,
             bucket_bytes=parts.settings.bucket_bytes,
             buffers=[b for name, b in model.named_buffers() if name in persistent],
             order=[name for name, _ in model.named_parameters()],
@@ -66,7 +76,8 @@ def make_optimizer(
             wire_dtype=TRAVEL_DTYPES[parts.settings.wire_dtype],
             gather_dtype=TRAVEL_DTYPES[parts.settings.gather_dtype],
             kernels=parts.kernels,
-            **options,
+            schedule=schedule,
+            **own,
             **kwargs,
         )
     optimizer.start()
@@ -84,6 +95,52 @@ def _check_kinds(model: object, optimizer_class: object) -> None:
             f"optimizer_class is of type {type(optimizer_class).__name__}: give a class such as "
             "torch.optim.AdamW, and its arguments by keyword"
         )
+
+
+def _check_sync(world: Ranks, sync: object) -> None:
+    """Raise ValueError for what is no schedule, or none for these nodes."""
+    if sync is None or isinstance(sync, SyncSchedule):
+        return
+    if not isinstance(sync, LocalSGD):
+        raise ValueError(
+            f"sync is of type {type(sync).__name__}: give mntrain.sync.LocalSGD(every=...), "
+            "mntrain.sync.DiLoCo(every=...), a zero.sync_schedule.SyncSchedule, or None"
+        )
+    sizes = [len(node) for node in world.topology.nodes]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"the nodes have {'+'.join(map(str, sizes))} ranks: nodes that exchange rarely need "
+            "equal numbers of ranks; launch as many on each, or average every step over all ranks"
+        )
+
+
+def _make_schedule(
+    world: Ranks,
+    parts: WorldParts,
+    sync: LocalSGD | SyncSchedule | None,
+    stream: WorldCollectives,
+    *,
+    stage: int,
+    user: str,
+) -> SyncSchedule | None:
+    """Bind a description to collectives of an optimizer's own. Collective.
+
+    On one node, warns that there is nothing to exchange, and returns None.
+    """
+    if not isinstance(sync, LocalSGD):
+        return sync
+    if len(world.topology.nodes) == 1:
+        if world.master:
+            warnings.warn(f"{sync}: there is one node, so every step is synchronous", stacklevel=4)
+        return None
+    node = _without_sole_use(make_group_collectives(parts, "node", user))
+    cross = _without_sole_use(make_group_collectives(parts, "cross", user))
+    return sync.bind(stream, node, cross, stage=stage)
+
+
+def _without_sole_use(collectives: WorldCollectives) -> WorldCollectives:
+    """Return collectives whose calls run while the ranks compute and call others."""
+    return collectives.replace(choice=collectives.choice.among_others())
 
 
 @contextmanager

@@ -213,11 +213,17 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def differing_ranks(digests: Sequence[str]) -> list[int]:
-    """Return the ranks whose digest is not the most common one. Pure; `digests` is by rank.
+def differing_ranks(
+    digests: Sequence[str], groups: Sequence[Sequence[int]] | None = None
+) -> list[int]:
+    """Return the ranks whose digest is not the most common one of their group. Pure.
 
-    If two are equally common, rank 0's counts as right.
+    `digests` is by rank; `groups` are by default one of all ranks. If two digests are equally
+    common, that of the group's first rank counts as right.
     """
-    counts = Counter(digests)
-    expected = max(counts, key=lambda digest: (counts[digest], digest == digests[0]))
-    return [rank for rank, digest in enumerate(digests) if digest != expected]
+    differing = []
+    for group in groups or [range(len(digests))]:
+        counts = Counter(digests[rank] for rank in group)
+        expected = max(counts, key=lambda d: (counts[d], d == digests[group[0]]))
+        differing += [rank for rank in group if digests[rank] != expected]
+    return sorted(differing)

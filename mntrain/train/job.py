@@ -21,6 +21,7 @@ from mntrain.metrics.writers import expect_installed
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
 from mntrain.run.signals import Deadline
+from mntrain.sync import LocalSGD
 from mntrain.train import run_directory
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
 from mntrain.train.evaluation import BestMetric, EarlyStopping
@@ -82,6 +83,7 @@ class TrainingJob:
             self.data = JobData(world, config, self.task, resumed)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
         with world.agreement():
+            self.sync = _choose_sync(world, config)
             torch.manual_seed(config.run.seed)
             self.initial_weights: LoadedWeights | None = None
             self.model = self.task.model().to(world.device, self.precision.parameters)
@@ -103,6 +105,7 @@ class TrainingJob:
             max_grad_norm=config.optim.max_grad_norm,
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,
+            sync=self.sync,
             groups=self.choice.groups,
             overlap_forward=True,
             **self.choice.options,
@@ -210,9 +213,10 @@ class TrainingJob:
 
     def _warn_of_little_space(self, world: World, *, sharded: bool) -> None:
         """Warn if a checkpoint will not fit on the disk. Collective."""
-        memory = self.optimizer.expected_memory()
+        memory, replicas = self.optimizer.expected_memory(), self.optimizer.schedule.replicas
         own = memory.state + memory.master
-        nbytes = world.sum([own])[0] if sharded else own
+        nbytes = world.sum([own])[0] if sharded else own * replicas
+        nbytes += memory.parameters * replicas if replicas > 1 else 0  # of replicas that differ
         nbytes += sum(tensor.nbytes for tensor in self.model.state_dict().values())
         with suppress(OSError):
             folder = existing_folder(self.run_dir)
@@ -221,3 +225,19 @@ class TrainingJob:
                     f"a checkpoint takes about {nbytes / 1e6:.1f} MB, and {folder} has "
                     f"{free / 1e6:.1f} MB free: free space, or give another --run.dir"
                 )
+
+
+def _choose_sync(world: World, config: Config) -> LocalSGD | None:
+    """Return how nodes exchange parameters; None if every step is synchronous, as on one node.
+
+    Raises ValueError if there are too few samples for the nodes.
+    """
+    nodes, description = len(world.topology.nodes), config.sync.description
+    if description is None or nodes == 1:
+        return None
+    if config.train.batch_size < nodes:
+        raise ValueError(
+            f"--train.batch-size {config.train.batch_size}: with --sync.mode {config.sync.mode}, "
+            f"each of the {nodes} nodes needs a sample in each step; give at least {nodes}"
+        )
+    return description

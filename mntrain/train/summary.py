@@ -80,6 +80,12 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             reporter.note(f"{name}: {fact}")
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
+    if job.sync:
+        reporter.note(f"between nodes: {job.sync}")
+    elif config.sync.mode != "every-step":
+        reporter.warn(
+            f"--sync.mode {config.sync.mode}: there is one node, so every step is synchronous"
+        )
     reporter.note(f"optimizer: {job.choice}, schedule {job.schedule}")
     dtype = config.train.precision.removesuffix("-pure")
     if world.device.type == "cpu" and dtype != "fp32":

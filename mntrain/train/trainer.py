@@ -4,11 +4,10 @@ A step: load -> forward and backward of each micro-batch (full buckets are sent 
 the gradients and means -> update -> report.
 """
 
-import gc
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -27,6 +26,7 @@ from mntrain.train.compiling import uncompiled
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
 from mntrain.train.evaluation import merge_sets
 from mntrain.train.failed_step import FailedStep
+from mntrain.train.garbage import frozen_garbage
 from mntrain.train.job import TrainingJob
 from mntrain.train.part_counts import PartCounts
 from mntrain.train.run_saving import RunSaving
@@ -93,7 +93,7 @@ class Trainer:
             self._job.lock or nullcontext(),
             self._reporter,
             self._signals as signals,
-            _frozen_garbage(),
+            frozen_garbage(),
         ):
             describe_job(self._world, self._config, self._job)
             self._train()
@@ -232,6 +232,8 @@ class Trainer:
             raise self._stopped(f"in step {step}, {error}") from None
         self._optimizer.zero_grad()
         self._job.schedule.after_step()
+        if step == self._config.train.steps:
+            self._optimizer.exchange()
         return update
 
     def _record(
@@ -270,7 +272,7 @@ class Trainer:
         due = record.step == train.steps or _due(train.eval_every, record.step)
         if not (due and self._job.data.validation_sets):
             return record
-        with self._world.recorder.phase("evaluate", record.step):
+        with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
             loss, metrics = self.evaluate()
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
@@ -308,9 +310,10 @@ class Trainer:
         return merge_sets(by_set)
 
     def _check_replicas(self, step: int) -> None:
-        """Raise TrainingStoppedError if ranks hold different weights. Collective."""
+        """Raise TrainingStoppedError if ranks, or those of a node, do not agree. Collective."""
         self._optimizer.wait_for_parameters()
-        if ranks := differing_ranks(self._world.gather(model_digest(self._model))):
+        groups = None if self._optimizer.in_sync else self._world.topology.nodes
+        if ranks := differing_ranks(self._world.gather(model_digest(self._model)), groups):
             raise self._stopped(
                 f"after step {step}, the weights differ between ranks: "
                 f"rank {', '.join(map(str, ranks))} against the others"
@@ -333,17 +336,6 @@ class Trainer:
 
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)
-
-
-@contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, which takes about 0.2 s for torch's."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _due(every: int, step: int) -> bool:

@@ -8,7 +8,7 @@ from launch import MPI_TESTS, run_suite
 # value once; parity and wire dtypes also run on emulated nodes of two ranks each.
 OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "state")
 OF_ONE += ("trainer", "world")
-OF_NODES = ("collectives", "state", "transports")
+OF_NODES = ("collectives", "local_sgd", "state", "transports")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("trainer", "own_loop", "jobs", "cost", "stage_cost", "soak", "transports", "wire")
 SUITES = {

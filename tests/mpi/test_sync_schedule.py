@@ -7,31 +7,34 @@ import torch
 from mpi4py import MPI
 from oracle import init
 from torch import nn
+from worlds import refusal
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.norms import NonFiniteGradientError
+from zero.sync_schedule import SyncSchedule
 
 pytestmark = pytest.mark.mpi
 
 RANKS, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 
 
-class AverageEverySecondStep:
+class AverageEverySecondStep(SyncSchedule):
     """Every rank is a group of its own; after steps 1, 3, ... ranks average their parameters."""
 
     def __init__(self, world):
         self.sharding, self._world = SingleProcessCollectives(), world
+        self.replica, self.replicas = world.rank, world.size
 
     def group(self, step):
         return self.sharding
 
-    def after_update(self, step, updated):
-        if step % 2 == 0:
-            return False
-        for tensor in updated:
+    def exchange_due(self, step):
+        return step % 2 == 1
+
+    def average(self, tensors):
+        for tensor in tensors:
             self._world.all_reduce(tensor.detach().view(-1)).wait()
             tensor.div_(self._world.size)
-        return True
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -75,7 +78,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(loss_scale):
             model,
             torch.optim.SGD,
             lr=0.5,
-            schedule=schedule,
+            sync=schedule,
             non_finite="skip",
             loss_scale=loss_scale,
         )
@@ -91,10 +94,20 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks():
     model = nn.Linear(4, 1, bias=False)
     with init() as world:
         schedule = AverageEverySecondStep(world.collectives)
-        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.5, schedule=schedule)
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.5, sync=schedule)
         factor = math.inf if RANK == RANKS - 1 else 1.0
         (model(torch.ones(1, 4)).sum() * factor).backward()
         with pytest.raises(NonFiniteGradientError) as error:
             optimizer.step()
         assert "not finite in weight" in str(error.value)
         assert world.gather(str(error.value)) == [str(error.value)] * RANKS
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("replica", "replicas"), [(0, 1), (RANKS, RANKS)])
+def test_replicas_that_are_not_all_ranks_are_refused(replica, replicas):
+    with init() as world:
+        schedule = AverageEverySecondStep(world.collectives)
+        schedule.replica, schedule.replicas = replica, replicas
+        said = refusal(world.optimizer, nn.Linear(4, 1), torch.optim.SGD, lr=0.5, sync=schedule)
+    assert said.startswith(f"the sync schedule shards over 1 ranks, and this is replica {replica}")

@@ -23,11 +23,14 @@ from mntrain.config import (
     TrainConfig,
     ZeroConfig,
 )
+from mntrain.sync import SyncConfig
 from mntrain.tasks.lm import LanguageModel
+from mntrain.train.consensus import model_digest
 from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
+EACH_STEP = {"eval_every": 1, "check_every": 1}
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
@@ -212,3 +215,35 @@ def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
     assert Trainer(world, config).fit() == 0
     warned = capsys.readouterr().err.count("since the checkpoint before was still being written")
     assert warned == (1 if world.master else 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run(tmp_path):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    jobs = [("whole", None, {}), *[("parts", n, EACH_STEP) for n in (3, None)]]
+    for name, stop_after, options in jobs:
+        config = replace(
+            small(folder, steps=6, **options),
+            sync=SyncConfig(mode="diloco", every=4, warmup=1),
+            run=RunConfig(dir=folder / name, stop_after=stop_after),
+            checkpoint=CheckpointConfig(every="100"),
+        )
+        with make_world(layout=1) as world:
+            trainer = Trainer(world, config)
+            assert trainer.fit() == 0
+            assert len(set(world.gather(model_digest(trainer._model)))) == (
+                RANKS if stop_after else 1
+            )
+    if MPI.COMM_WORLD.rank == 0:
+        whole, parts = (
+            list(map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines()))
+            for name in ("whole", "parts")
+        )
+        assert [line["loss"] for line in whole] == [line["loss"] for line in parts]
+        assert [line["step"] for line in parts if "eval_loss" in line] == [1, 2, 3, 4, 5, 6]
+        assert whole[-1]["eval_loss"] == parts[-1]["eval_loss"]
+        models = {
+            (folder / name / "checkpoints/step-00000006/model.safetensors").read_bytes()
+            for name in ("whole", "parts")
+        }
+        assert len(models) == 1

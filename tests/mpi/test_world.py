@@ -13,9 +13,10 @@ from worlds import BUT_LAST, LAYOUTS, RANKS, Worlds, refusal
 import mntrain
 from mntrain.comm.topology import Topology
 from mntrain.errors import AgreedError
+from mntrain.sync import DiLoCo, LocalSGD
 from zero.collectives import gather_objects
 from zero.comm_hooks.cast import CastHook
-from zero.sync_schedule import EveryStep
+from zero.sync_schedule import EveryStep, SyncSchedule
 
 pytestmark = pytest.mark.mpi
 
@@ -195,7 +196,7 @@ def test_an_agreed_error_passes_through_an_outer_agreement(world):
     assert refusal(refuse) == "once"
 
 
-class Every:
+class Every(SyncSchedule):
     """What ranks compare of a schedule: its public attributes, but not the others."""
 
     def __init__(self, steps):
@@ -304,8 +305,9 @@ def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
         ("non_finite", "stop", "skip"),
         ("loss_scale", None, "dynamic"),
         ("comm_hook", "uncompressed", "bf16"),
-        ("schedule", None, Every(2)),
-        ("schedule", Every(2), Every(3)),
+        ("sync", None, LocalSGD(2)),
+        ("sync", LocalSGD(2), DiLoCo(2)),
+        ("sync", Every(2), Every(3)),
     ],
 )
 def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other):
@@ -316,7 +318,7 @@ def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other)
 
 def test_a_hook_and_a_schedule_are_passed_on(world):
     schedule, hook = EveryStep(world.node_collectives), CastHook(torch.bfloat16)
-    optimizer = world.optimizer(two_layers(), comm_hook=hook, schedule=schedule, **SGD)
+    optimizer = world.optimizer(two_layers(), comm_hook=hook, sync=schedule, **SGD)
     assert optimizer.schedule is schedule
     assert optimizer.group is world.node_collectives
     optimizer.close()
@@ -332,6 +334,7 @@ def test_a_hook_and_a_schedule_are_passed_on(world):
         ({"learning_rate": 3}, "AdamW cannot be made with these arguments: .*'learning_rate'"),
         ({"model": [1]}, "model is of type list: give the torch.nn.Module to train"),
         ({"optimizer_class": None}, "optimizer_class is of type NoneType: give a class such as"),
+        ({"sync": "diloco"}, "sync is of type str: give mntrain.sync.LocalSGD"),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1])

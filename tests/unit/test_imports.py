@@ -29,6 +29,7 @@ LAYERS = [
         "mntrain.data_config",
         "mntrain.corpus",
         "mntrain.huggingface",
+        "mntrain.sync",
     },
     {"mntrain.config", "mntrain.errors", "mntrain.rank_info", "mntrain.watch"},
     {

@@ -12,6 +12,7 @@ from mntrain.comm.topology import Topology
 from mntrain.config import Config, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.resources import memory_by_role
+from mntrain.sync import SyncConfig
 from mntrain.train.summary import JobResult, describe_job, peak_flops
 from zero.memory import Memory
 
@@ -32,7 +33,8 @@ class Recorder:
         self.shown = places
 
 
-def described(device="cpu", reasons=("", "", "", ""), compiles=False):
+def described(device="cpu", reasons=("", "", "", ""), compiles=False, nodes=2):
+    mode = SyncConfig(mode="local-sgd", every=7)
     world = SimpleNamespace(
         topology=Topology(((0, 1), (2, 3))),
         algorithm="lanes",
@@ -46,7 +48,7 @@ def described(device="cpu", reasons=("", "", "", ""), compiles=False):
         places=["a place"],
     )
     train = TrainConfig(precision="bf16-pure", compile=compiles)
-    config = Config(train=train, zero=ZeroConfig(stage=2))
+    config = Config(train=train, zero=ZeroConfig(stage=2), sync=mode)
     reporter = Recorder()
     job = SimpleNamespace(
         model=nn.Linear(99, 100),
@@ -57,6 +59,7 @@ def described(device="cpu", reasons=("", "", "", ""), compiles=False):
         frozen=0,
         choice="AdamW",
         schedule="cosine",
+        sync=mode.description if nodes > 1 else None,
     )
     describe_job(world, config, job)
     return reporter
@@ -74,10 +77,16 @@ def test_description_has_model_place_tuning_and_sharding(device):
         "auto: lanes: 1.9x flat",
         *(of_gpu if device == "cuda" else []),
         "zero: stage 2, by element; precision bf16-pure",
+        "between nodes: LocalSGD(every=7, warmup=0)",
         "optimizer: AdamW, schedule cosine",
     ]
     assert reporter.warnings == []
     assert reporter.shown == ["a place"]
+
+
+def test_one_node_that_is_to_exchange_rarely_is_told_that_it_has_no_peer():
+    (said,) = described(nodes=1).warnings
+    assert said == "--sync.mode local-sgd: there is one node, so every step is synchronous"
 
 
 def test_compiling_is_announced_before_the_first_step():

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.sync_schedule import EveryStep
+from zero.sync_schedule import EveryStep, SyncSchedule
 
 
-class Doubling:
+class Doubling(SyncSchedule):
     """Counts the steps of its group, and doubles parameters after every second step."""
 
     def __init__(self):
@@ -21,11 +21,12 @@ class Doubling:
         self.steps.append(step)
         return self.sharding
 
-    def after_update(self, step, updated):
-        if step % 2:
-            for tensor in updated:
-                tensor.mul_(2)
-        return bool(step % 2)
+    def exchange_due(self, step):
+        return step % 2 == 1
+
+    def exchange(self, tensors):
+        for tensor in tensors:
+            tensor.mul_(2)
 
 
 def weight_of_1(dtype=torch.float32):
