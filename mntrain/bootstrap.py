@@ -24,7 +24,7 @@ from mntrain.checks import all_ranks, launcher
 from mntrain.checks.before_mpi import StartError
 from mntrain.checks.facts import RankFacts, collect
 from mntrain.checks.finding import Finding
-from mntrain.comm import autotune, mpi, transport
+from mntrain.comm import autotune, compression, mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice, check_name
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.disagreement import DisagreementWatch
@@ -47,8 +47,7 @@ from zero.layout import MIB
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Dtypes in which gradients or updated parameters travel; None: their own.
-TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # None: their own
 
 REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
 
@@ -63,6 +62,7 @@ class WorldSettings:
     ranks_per_node: int | None = None
     tune: bool = True
     wire_dtype: str = "fp32"
+    compress: str = "none"
     gather_dtype: str = "fp32"
     transport: str = "auto"
     timeout: float | None = TIMEOUT_S
@@ -82,6 +82,7 @@ class WorldSettings:
         for name in ("wire_dtype", "gather_dtype"):
             if (dtype := getattr(self, name)) not in TRAVEL_DTYPES:
                 raise ValueError(f"{name} {dtype!r} is unknown: choose {', '.join(TRAVEL_DTYPES)}")
+        compression.check(self.compress, self.wire_dtype)
         transport.expect_known(self.transport)
         limits = self.warn_after, 1.0 if self.timeout is None else self.timeout
         if not all(map(is_positive, limits)):

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.comm import algorithms
+from mntrain.comm.compression import Compression
 from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table, parse_names
 from mntrain.data_config import DataConfig
 from mntrain.huggingface import HuggingFaceConfig
@@ -161,6 +162,12 @@ class CommConfig:
         default="fp32",
         description="dtype in which gradients travel between nodes. Sums accumulate in fp32; "
         "parameters keep their dtype.",
+    )
+    compress: Compression = Field(
+        default="none",
+        description="compression of gradients between nodes, for slow links. bf16: as "
+        "--comm.wire-dtype bf16. int8, topk, powersgd: with error feedback; see "
+        "docs/compression.md.",
     )
     gather_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",

@@ -1,4 +1,4 @@
-"""Collectives over a part of a world: this rank's node group, or its cross group."""
+"""Collectives over parts of a world: this rank's node group and cross group."""
 
 from typing import Literal
 
@@ -6,6 +6,7 @@ from mntrain.bootstrap import WorldParts
 from mntrain.comm import mpi
 from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.topology import Topology
+from zero.node_levels import NodeLevels
 
 
 def make_group_collectives(
@@ -15,7 +16,7 @@ def make_group_collectives(
 
     All messages count for `level`. Tensors on GPUs are staged in host memory where the world's go
     through NCCL. The node group has the world's shared memory. `user` names what the collectives
-    are for, if they are not the world's own.
+    are for, the same on all ranks, if they are not the world's own.
     """
     rank, topology, engine = parts.comm.rank, parts.topology, parts.engine
     group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
@@ -44,7 +45,25 @@ def make_group_collectives(
             stream=stream,
             choice=choice,
             transport=transport,
-            memory=parts.collectives.memory if level == "node" else None,
+            shares=parts.collectives if level == "node" else None,
         )
 
     return parts.collectives.call_together(make, f"world.{level}_collectives").wait()
+
+
+def make_node_levels(parts: WorldParts, user: str) -> NodeLevels:
+    """Make the node group and the cross group of a communication hook. Collective over the world.
+
+    `user` names the optimizer.
+    """
+    rank, topology = parts.comm.rank, parts.topology
+    node = make_group_collectives(parts, "node", user)
+    cross = make_group_collectives(parts, "cross", user)
+    choice = cross.choice.among_others()
+    return NodeLevels(
+        node.replace(choice=choice),
+        cross.replace(choice=choice),
+        len(topology.nodes),
+        topology.lane_slots,
+        topology.node_slots(rank),
+    )

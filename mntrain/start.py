@@ -20,6 +20,7 @@ def init(
     ranks_per_node: int | None = None,
     tune: bool = True,
     wire_dtype: str = "fp32",
+    compress: str = "none",
     gather_dtype: str = "fp32",
     transport: str = "auto",
     timeout: float | None = TIMEOUT_S,
@@ -39,6 +40,8 @@ def init(
         ranks_per_node: cut every node into virtual nodes of this many ranks.
         tune: for algorithm auto, time the candidates (about a second; cached). False: use lanes.
         wire_dtype: fp32, bf16 or fp16, in which wider gradients cross nodes.
+        compress: none, bf16, int8, powersgd or topk: how gradients cross nodes. The `comm_hook` of
+            optimizers that are given none.
         gather_dtype: the same for updated parameters at stages 1 and 2.
         transport: auto, host, cuda-aware or nccl, for tensors on GPUs (`mntrain.comm.transport`).
         timeout: seconds without progress that a rank waits for others, until rank 0 reports who
@@ -54,6 +57,7 @@ def init(
         ranks_per_node,
         tune,
         wire_dtype,
+        compress,
         gather_dtype,
         transport,
         timeout,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.comm_hooks import wait_all
+from zero.comm_hooks import ChainedWork, wait_all
 from zero.gradients import Gradients
 from zero.kernels import Kernels, copy_scaled, own_view, rescale
 from zero.layout import Bucket, ParameterSlice
@@ -70,8 +70,15 @@ class FlatGradients(Gradients):
         return self._memory[index][: self._buckets[index].numel]
 
     def launched(self, index: int, work: Work) -> None:
-        """Record the reduction, which `wait` waits for."""
+        """Record the reduction, which `wait` waits for, and advance the one before.
+
+        So the second collective of a chain overlaps backward, too. The first one of a hook between
+        nodes stays in the node, and is over soon.
+        """
+        before = self._works[-1] if self._works else None
         self._works.append(work)
+        if isinstance(before, ChainedWork):
+            before.advance()
 
     def wait(self) -> None:
         """Wait for every reduction."""

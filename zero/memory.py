@@ -39,6 +39,7 @@ class Memory:
     buckets: int  # tensors through which gradients and parameters travel
     master: int  # master weights
     state: int  # tensors of the torch optimizer, and of the sync schedule
+    hook: int = 0  # the communication hook's state
 
     @property
     def total(self) -> int:

@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +14,12 @@ from torch.nn import Parameter
 
 from zero.averaging import AveragingOptimizer
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.comm_hooks import CommHook, make_hook, restore_hook_state, saved_hook_state
+from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.kernels import Kernels
 from zero.layout import MIB, Bucket
 from zero.master_weights import OptimizerShard
+from zero.memory import Memory
+from zero.node_levels import NodeLevels
 from zero.norms import NonFiniteGradientError, find_non_finite
 from zero.param_groups import Named, check_sharding, hyperparameters
 from zero.precision import LossScale, check_travel_dtype, is_positive
@@ -63,6 +66,7 @@ class ZeroOptimizer(AveragingOptimizer):
     - `loss_scale`: None, a number, or "dynamic" (`zero.precision.LossScale`), for fp16.
     - `wire_dtype`: bf16 or fp16, in which sums of wider gradients travel between nodes.
     - `comm_hook`: a name in `zero.comm_hooks.names()` or a `CommHook`, instead of `wire_dtype`.
+    - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
     - `schedule`: over which ranks a step is averaged (`zero.sync_schedule`); by default all.
@@ -100,6 +104,7 @@ class ZeroOptimizer(AveragingOptimizer):
         wire_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
         comm_hook: str | CommHook | None = None,
+        levels: NodeLevels | None = None,
         schedule: SyncSchedule | None = None,
         bucket_bytes: int = 25 * MIB,
         buffers: Iterable[Tensor] = (),
@@ -127,10 +132,23 @@ class ZeroOptimizer(AveragingOptimizer):
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
         check_replicas(self.schedule, collectives)
         alone, sharding = collectives.size == 1, self.schedule.sharding
+        self._levels = bind_hook(
+            self._hook,
+            levels,
+            size=collectives.size,
+            scheduled=not isinstance(self.schedule, EveryStep),
+        )
         gather_dtype, own_stage = gather_dtype if stage else None, stage if sharding.size > 1 else 0
         waiting = model if overlap_forward else None
         owned = OptimizerShard(own_stage, sharding, waiting, gather_dtype, alone=alone)
-        self._reduction = StepReduction(owned, self._hook, self.schedule, collectives.size)
+        self._reduction = StepReduction(
+            owned,
+            self._hook,
+            self.schedule,
+            self._levels,
+            self._scale,
+            world_size=collectives.size,
+        )
         super().__init__(
             parameters,
             partial(optimizer_class, **kwargs),
@@ -177,7 +195,7 @@ class ZeroOptimizer(AveragingOptimizer):
         else:
             self._skip_or_raise(norm)
         self._publish(updated=finite)
-        weight = self._reduction.end_step()
+        weight = self._reduction.end_step(taken=finite)
         if finite and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
         norms = (norm, coef, norm * coef if finite else 0.0)
@@ -193,7 +211,7 @@ class ZeroOptimizer(AveragingOptimizer):
             "slices": [piece._asdict() for piece in self.slices()],
             "param_groups": self._named_groups(),
             "loss_scale": self._scale.state_dict(),
-            "comm_hook": saved_hook_state(self._hook, self.schedule.sharding, self._owned.plan),
+            "comm_hook": self.hook_state.state_dict(),
             "steps": self._reduction.steps,
             "in_sync": self._in_sync,
         }
@@ -211,10 +229,23 @@ class ZeroOptimizer(AveragingOptimizer):
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(copy.deepcopy(hyperparameters(saved)))
         self._scale.load_state_dict(state_dict["loss_scale"])
-        hook_state = state_dict.get("comm_hook")
-        restore_hook_state(self._hook, self.schedule.sharding, self._owned.plan, hook_state)
+        self.hook_state.load_state_dict(state_dict.get("comm_hook"))
         self._reduction.steps = state_dict.get("steps", self._reduction.steps)
         self._in_sync = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
+
+    def memory(self) -> Memory:
+        """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
+        return replace(super().memory(), hook=self._hook.nbytes())
+
+    def expected_memory(self) -> Memory:
+        """Return what `memory` will be after a step, from the plan alone. Local."""
+        nbytes = self._hook.expected_nbytes(self._owned.plan, self._levels)
+        return replace(super().expected_memory(), hook=nbytes)
+
+    @property
+    def hook_state(self) -> HookState:
+        """The state of the communication hook on this rank, with what it depends on."""
+        return HookState(self._hook, self.schedule.sharding, self._owned.plan, self._levels)
 
     def close(self) -> None:
         """Remove the hooks from the model. Local."""
@@ -246,7 +277,7 @@ class ZeroOptimizer(AveragingOptimizer):
         if not self._scale.shrink() and not self._skips:
             shards, finite = self._owned.shards(), self._reduction.finite
             where = find_non_finite(self._collectives, shards, self._named, finite)
-            self._reduction.end_step()
+            self._reduction.end_step(taken=False)
             raise NonFiniteGradientError(f"the gradient's norm is {norm}: {where}")
 
     def _publish(self, *, updated: bool) -> None:

@@ -12,7 +12,9 @@ from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.layout import Bucket
 from zero.master_weights import OptimizerShard
+from zero.node_levels import NodeLevels
 from zero.norms import FiniteCheck
+from zero.precision import LossScale
 from zero.step_weights import BatchWeight
 from zero.sync_schedule import SyncSchedule
 
@@ -29,9 +31,17 @@ class StepReduction:
     """
 
     def __init__(
-        self, owned: OptimizerShard, hook: CommHook, schedule: SyncSchedule, world_size: int
+        self,
+        owned: OptimizerShard,
+        hook: CommHook,
+        schedule: SyncSchedule,
+        levels: NodeLevels | None,
+        scale: LossScale,
+        *,
+        world_size: int,
     ) -> None:
         self._gradients, self._hook, self._schedule = owned.gradients, hook, schedule
+        self._levels, self._scale = levels, scale
         self._sharded, every_micro_batch = owned.sharded, owned.stage == 2
         self._world_size, alone = world_size, world_size == 1
         self.steps = 0  # taken, skipped ones included
@@ -49,7 +59,8 @@ class StepReduction:
             announce=announce,
             finish=self.finish,
         )
-        self._names: list[str] = []
+        self._parameters: dict[str, Parameter] = {}
+        self._count = 0  # of buckets
         self._finished_weight: float | None = None  # of what was reduced since the last step
         self.waited_s = 0.0  # in `finish`
 
@@ -65,7 +76,8 @@ class StepReduction:
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Add buckets of parameters by name. Collective, between steps."""
         self.buckets.add(buckets, parameters)
-        self._names.extend(parameters)
+        self._parameters |= parameters
+        self._count += len(buckets)
         if any(bucket.dtype == torch.float16 for bucket in buckets) and not self._small_range:
             self._small_range = True
             self.weight.begin_group(1)
@@ -92,8 +104,10 @@ class StepReduction:
         if not divisor > 0:
             if self.group.size == self._world_size:
                 self.refuse_weight(weight)
-            unused = frozenset(self._names)  # this group has no sample
+            unused = frozenset(self._parameters)  # this group has no sample
         self._gradients.finish(self.weight.unit / divisor if divisor > 0 else 0.0, unused)
+        if divisor > 0:
+            self._hook.end_reduction(divisor)
         self.buckets.end(again=bool(late))
         if late:
             self._finish()
@@ -154,9 +168,14 @@ class StepReduction:
         """Discard all gradients."""
         self.buckets.clear(set_to_none)
         self._finished_weight = None
+        self._hook.end_step(taken=False)
 
-    def end_step(self) -> float:
-        """Begin another step; return the weight of this one, in samples. Local."""
+    def end_step(self, *, taken: bool) -> float:
+        """Begin another step; return the weight of this one, in samples. Local.
+
+        Without `taken`, this step has updated nothing.
+        """
+        self._hook.end_step(taken=taken)
         weight, self._finished_weight = self.finished_weight, None
         group = self.group
         self.steps += 1
@@ -174,7 +193,19 @@ class StepReduction:
         flat = self._gradients.flat(index)
         # Several sharding groups together need the whole sum, of which each rank keeps its shard.
         sharded = self._sharded and group.size == self._schedule.sharding.size
-        return self._hook(ReducibleBucket(index, layout, flat, group, sharded))
+        multiplier = self.weight.unit / self._scale.value
+        bucket = ReducibleBucket(
+            index,
+            layout,
+            flat,
+            group,
+            sharded,
+            self._levels,
+            multiplier,
+            last=index == self._count - 1,
+            parameters=self._parameters,
+        )
+        return self._hook(bucket)
 
     def _announce(self) -> None:
         """Announce a micro-batch. Collective; does not wait."""
@@ -210,8 +241,10 @@ class StepReduction:
 
     def _unused(self) -> frozenset[str]:
         """Return the names of parameters that no rank has used. Collective."""
-        flags = torch.tensor([n in self.buckets.used for n in self._names], dtype=torch.float64)
+        flags = torch.tensor(
+            [n in self.buckets.used for n in self._parameters], dtype=torch.float64
+        )
         if self.group.size > 1:
             self.group.all_reduce(flags).wait()
-        by_name = zip(self._names, flags.tolist(), strict=True)
+        by_name = zip(self._parameters, flags.tolist(), strict=True)
         return frozenset(name for name, ranks in by_name if not ranks)

@@ -30,7 +30,9 @@ FORMAT = "mntrain checkpoint 1"
 FILE = "manifest.json"
 MODEL = "model.safetensors"  # parameters and buffers, as in the model's state_dict
 OPTIMIZER = "optimizer.safetensors"  # "parameter/key": optimizer state and master weights
-RANDOM = "random.safetensors"  # "rank/source": states of random generators
+# What ranks have for themselves: "rank/source", states of random generators, and
+# "comm_hook/rank/number", tensors of the communication hook.
+RANDOM = "random.safetensors"
 FILES = (MODEL, OPTIMIZER, RANDOM)
 
 REPLICAS = "replicas"  # in "world" of a manifest: groups of ranks with states of their own
@@ -178,6 +180,7 @@ class Manifest:
     checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the run's data
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
+    hook: dict[str, Any] = field(default_factory=dict)  # `hook_state`, merged as objects are
     scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
     position: tuple[int, int] | None = None  # epoch and offset of the next step's first sample
     score: float | None = None  # by it, where it is not eval_loss; the lowest is the best

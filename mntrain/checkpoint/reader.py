@@ -27,6 +27,7 @@ from mntrain.checkpoint.format import (
     read_manifest,
     replica_name,
 )
+from mntrain.checkpoint.hook_state import join_state, tensor_name
 from mntrain.checkpoint.objects import Stateful, select
 from mntrain.checkpoint.shards import is_shared, set_random_states
 from mntrain.errors import AgreedError
@@ -179,11 +180,12 @@ def load(
     """Load the state of a model, its optimizer and objects from a checkpoint. Collective.
 
     In place. Every rank reads only the optimizer state of its own shard. `kept_options` of the
-    parameter groups, and those that depend on the device, keep their present values. A checkpoint
-    does not hold the state of a communication hook, which starts anew. Replicas of a sync schedule
-    continue with states of their own; if the checkpoint has another number of them, with the mean
-    of the parameters, and replica i with the optimizer state of replica i modulo that number. Where
-    the next step is synchronous, all continue with the mean and the state of replica 0. Raises
+    parameter groups, and those that depend on the device, keep their present values. A
+    communication hook starts anew, with a warning, if its state is of other ranks or shards.
+    Replicas of a sync schedule continue with states of their own; if the checkpoint has another
+    number of them, with the mean of the parameters, and replica i with the optimizer state of
+    replica i modulo that number. Where the next step is synchronous, all continue with the mean and
+    the state of replica 0. Raises
     AgreedError if the checkpoint is of another model or lacks an object; the model is unchanged
     then.
     """
@@ -204,6 +206,7 @@ def load(
                     "loss_scale": found.manifest.loss_scale,
                     "steps": found.manifest.step,  # the phase of the sync schedule
                     "in_sync": not _has_replicas(found.manifest, optimizer),
+                    "comm_hook": _read_hook_state(found, world),
                 }
             )
         for group, before in zip(optimizer.param_groups, present, strict=True):
@@ -214,6 +217,22 @@ def load(
             (objects or {})[name].load_state_dict(state)
     if optimizer.schedule.replicas > 1:
         optimizer.publish_loaded()
+
+
+def _read_hook_state(found: FoundCheckpoint, world: Ranks) -> dict[str, Any] | None:
+    """Return the state of this rank's communication hook, or what stands for one of other ranks."""
+    merged, ranks = found.manifest.hook, found.manifest.world["ranks"]
+    if not merged:
+        return None
+    if ranks != world.size:
+        return {"context": f"{ranks} ranks", "state": merged}
+    with open_tensors(found.path / RANDOM) as file:
+        return join_state(
+            merged,
+            world.rank,
+            world.size,
+            lambda name: file.get_tensor(tensor_name(world.rank, name)),
+        )
 
 
 def restore_randomness(found: FoundCheckpoint, world: Ranks) -> None:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from mntrain._version import __version__
 from mntrain.checkpoint import writer
-from mntrain.checkpoint.format import FILES, MODEL, REPLICAS, FileLayout, Manifest
+from mntrain.checkpoint.format import FILES, MODEL, RANDOM, REPLICAS, FileLayout, Manifest
+from mntrain.checkpoint.hook_state import merge_states, split_state
 from mntrain.checkpoint.objects import Stateful, encode_objects, merge
 from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints, scores
 from mntrain.checkpoint.shards import (
@@ -109,6 +110,7 @@ class Saver:
                     "tensors; make it one, or save no checkpoints"
                 )
         encode_objects(self._objects)
+        split_state(self._optimizer.hook_state.state_dict())
         FileLayout(shapes_of(self._model.state_dict()))
 
     def best_score(self, last: int, metric: str) -> float | None:
@@ -189,7 +191,10 @@ class Saver:
             return shard.ranges()
         buffers = {name for name, _ in self._model.named_buffers()}
         return self._buffer.copy(
-            list(shard.ranges()), in_order=lambda item: item.file == MODEL and item.name in buffers
+            list(shard.ranges()),
+            in_order=lambda item: (
+                item.file == RANDOM or (item.file == MODEL and item.name in buffers)
+            ),
         )
 
     def _begin(self, progress: RunProgress, *, in_background: bool) -> None:
@@ -218,7 +223,10 @@ class Saver:
             _raise_any([outline.error for outline in outlines], ValueError)
             save.layouts, states = shard.layouts(outlines)
             objects = merge([outline.objects for outline in outlines])
-            save.manifest = replace(save.manifest, parameter_states=states, objects=objects)
+            hook = merge_states([outline.hook for outline in outlines])
+            save.manifest = replace(
+                save.manifest, parameter_states=states, objects=objects, hook=hook
+            )
             save.folder = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
             if self._world.master:
                 writer.make_folder(save, save.folder)

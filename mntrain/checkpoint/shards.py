@@ -1,9 +1,10 @@
 """The part of a checkpoint that a rank saves, and its snapshot.
 
-A rank saves the optimizer state of its own shard, its random generators, and an equal part of
-everything that all ranks hold in full: the model, and at stage 0 the optimizer state. Replicas of a
-sync schedule save states of their own, and replica 0 what all share. Training may
-change the tensors while their snapshot is written. On a GPU, only the snapshot's consumers wait:
+A rank saves the optimizer state of its own shard, its random generators, the state of its
+communication hook, and an equal part of everything that all ranks hold in full: the model, and at
+stage 0 the optimizer state. Replicas of a sync schedule save states of their own, and replica 0
+what all share. Training may change the tensors while their snapshot is written. On a GPU, only the
+snapshot's consumers wait:
 
     training stream   ... step | E1 | forward, backward        | wait E2, step ...
     side stream             wait E1 | copy to pinned memory | E2 |
@@ -32,6 +33,7 @@ from mntrain.checkpoint.format import (
     encode_values,
     replica_name,
 )
+from mntrain.checkpoint.hook_state import split_state, tensor_name
 from mntrain.checkpoint.objects import Stateful, encode_objects
 from mntrain.comm.device_copy import pin
 from mntrain.ranks import Ranks
@@ -61,6 +63,8 @@ class ShardOutline(NamedTuple):
     random: dict[str, int]  # bytes of the random states, by source
     token: str  # unique; rank 0's is part of the temporary folder's name
     objects: dict[str, Any]  # encoded states
+    hook: dict[str, Any]  # state of the communication hook without tensors, if it has one
+    hook_shapes: Shapes  # of its tensors, by name
     error: str | None = None  # the reason why it cannot be saved
 
 
@@ -79,6 +83,7 @@ class CheckpointShard:
         self._slices = list(_own_slices(optimizer))
         self._random = random_states(world.device)
         self._objects = objects
+        self._hook = optimizer.hook_state.state_dict()
 
     def outline(self) -> ShardOutline:
         """Describe this shard to the other ranks, with copies of all that is not a tensor in it."""
@@ -91,9 +96,10 @@ class CheckpointShard:
                 others = encode_values(piece.others)
                 slices.append((piece._replace(tensors={}, others=others), dtypes))
             objects = encode_objects(self._objects)
+            hook, tensors = split_state(self._hook)
         except ValueError as error:
-            return ShardOutline([], sizes, token, {}, str(error))
-        return ShardOutline(slices, sizes, token, objects)
+            return ShardOutline([], sizes, token, {}, {}, {}, str(error))
+        return ShardOutline(slices, sizes, token, objects, hook, shapes_of(tensors))
 
     def ranges(self) -> Iterator[TensorRange]:
         """Yield all ranges to write: views, except for parameters that are not contiguous."""
@@ -107,6 +113,8 @@ class CheckpointShard:
             yield TensorRange(MODEL, name, tensor.detach().reshape(-1)[low:high], low)
         for key, state in self._random.items():
             yield TensorRange(RANDOM, f"{self._rank}/{key}", state, 0)
+        for key, tensor in split_state(self._hook)[1].items():
+            yield TensorRange(RANDOM, tensor_name(self._rank, key), tensor.detach().reshape(-1), 0)
 
     def layouts(
         self, outlines: Sequence[ShardOutline]
@@ -121,6 +129,8 @@ class CheckpointShard:
         for rank, outline in enumerate(outlines):
             for key, length in outline.random.items():
                 random_shapes[f"{rank}/{key}"] = (torch.uint8, (length,))
+            for key, described in outline.hook_shapes.items():
+                random_shapes[tensor_name(rank, key)] = described
             for piece, dtypes in outline.slices:
                 state = ParameterState(piece.shape, piece.order, tuple(dtypes), piece.others)
                 states.setdefault(piece.name, state)

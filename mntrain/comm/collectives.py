@@ -67,14 +67,13 @@ class WorldCollectives:
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
     Construction is collective over the world, on the engine's thread; `node` is the communicator of
     this rank's node. `devices` is given by all ranks or by none. `stream` is by default the
-    engine's main one. The options are the same on all ranks:
+    engine's main one, and shared memory that of `shares` if given. All ranks give the same options:
 
         choice                 the algorithm (default: lanes)
         transport              how device tensors travel: staged in host memory, directly by MPI, or
                                by `node_first`, the collectives of transport nccl
         label                  what the calls are for, in messages about ranks that disagree
         small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
-        memory                 shared by the ranks of `node` (default: new)
     """
 
     def __init__(
@@ -90,23 +89,22 @@ class WorldCollectives:
         transport: Transport = "host",
         node_first: NodeFirstCollectives | None = None,
         small_message_bytes: int | None = None,
-        memory: NodeSharedMemory | None = None,
+        shares: "WorldCollectives | None" = None,
     ) -> None:
-        self.label = ""
         self.rank, self.size = comm.rank, comm.size
         self.choice = choice or AlgorithmChoice("lanes")
-        self.transport, self.node_first = transport, node_first
-        limit = SMALL_MESSAGE_BYTES if small_message_bytes is None else small_message_bytes
-        self.small_message_bytes = limit
-        self._engine, self._devices = engine, devices
-        self._node, self.memory = node, memory or NodeSharedMemory(node)
+        self.label, self.transport, self.node_first = "", transport, node_first
+        given = small_message_bytes
+        self.small_message_bytes = SMALL_MESSAGE_BYTES if given is None else given
+        self._node = node
+        self._memory: NodeSharedMemory = shares._memory if shares else NodeSharedMemory(node)
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
-        self._stream = stream or engine.main
-        flags = SharedFlags(self.memory, node.rank, node.size)
+        self._engine, self._devices, self._stream = engine, devices, stream or engine.main
+        flags = SharedFlags(self._memory, node.rank, node.size)
         self._host = CommContext(comm, topology, flags, BufferPool(), Kernels().add)
         self._stagings: list[Staging] = []  # of all streams
         if devices is not None:
-            self._staging = Staging(self.memory, devices.copier, devices.slot_bytes)
+            self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
             self._stagings.append(self._staging)
             self._device = dataclasses.replace(
                 self._host,
@@ -137,13 +135,13 @@ class WorldCollectives:
 
         def make() -> WorldCollectives:
             other, devices = copy.copy(self), self._devices
-            flags = SharedFlags(self.memory, self._node.rank, self._node.size)
+            flags = SharedFlags(self._memory, self._node.rank, self._node.size)
             own: dict[str, Any] = {"comm": self._host.comm.duplicate(name), "flags": flags}
             other._stream = self._engine.add_stream(name)
             other._host = dataclasses.replace(self._host, **own)
             if devices is not None:
                 other._device = dataclasses.replace(self._device, **own)
-                other._staging = Staging(self.memory, devices.copier, devices.slot_bytes)
+                other._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
                 self._stagings.append(other._staging)
             return other
 
@@ -176,7 +174,7 @@ class WorldCollectives:
     @property
     def no_shared_memory_reason(self) -> str:
         """The reason if this node's ranks share no memory and send messages; else empty."""
-        return self.memory.why_not
+        return self._memory.why_not
 
     @property
     def pinned_bytes(self) -> int:
@@ -203,7 +201,7 @@ class WorldCollectives:
             return torch.zeros(numel, dtype=dtype, device=device)
         nbytes = numel * dtype.itemsize
         what = f"allocate of {nbytes} bytes"
-        return self.call_together(lambda: self.memory.allocate(nbytes), what).wait().view(dtype)
+        return self.call_together(lambda: self._memory.allocate(nbytes), what).wait().view(dtype)
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Start to sum a tensor over all ranks, in place. Collective."""

@@ -10,6 +10,7 @@ local rank:  0        1        2           rank 0 and rank 3 are the leaders
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,25 @@ class Topology:
         for slot, rank in enumerate(self.owners):
             slots[rank] = slot
         return tuple(slots)
+
+    @cached_property
+    def lane_slots(self) -> tuple[int, ...]:
+        """The bounds of the lanes in the order of slots: lane k has slots [k] to [k + 1]."""
+        counts = [
+            sum(len(node[lane :: self.smallest_node]) for node in self.nodes)
+            for lane in range(self.smallest_node)
+        ]
+        return (0, *accumulate(counts))
+
+    def node_slots(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the slots (from, to) of the ranks on a rank's node, by lane."""
+        node, lanes = self.node(rank), self.smallest_node
+        ranges = []
+        for lane in range(lanes):
+            counts = [len(ranks[lane::lanes]) for ranks in self.nodes]
+            start = self.lane_slots[lane] + sum(counts[:node])
+            ranges.append((start, start + counts[node]))
+        return tuple(ranges)
 
     def __str__(self) -> str:
         """Return a short description: "4 ranks on 2 nodes of 2"."""

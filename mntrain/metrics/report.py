@@ -45,6 +45,7 @@ _MEMORY_LABELS = {
     "buckets": "working buckets",
     "master": "master weights",
     "state": "optimizer state",
+    "hook": "communication hook",
     "total": "total of these",
     "pinned": "pinned host memory",
 }  # of the roles that are not called by their name

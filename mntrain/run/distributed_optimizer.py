@@ -1,5 +1,6 @@
 """The optimizer of a world: checked alike on all ranks, with collectives of its own."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +12,12 @@ from torch import nn
 
 from mntrain import errors
 from mntrain.bootstrap import TRAVEL_DTYPES, WorldParts
+from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
-from mntrain.groups import make_group_collectives
+from mntrain.groups import make_group_collectives, make_node_levels
 from mntrain.ranks import Ranks
 from mntrain.sync import LocalSGD
+from zero.comm_hooks import CommHook, make_hook
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
     check_sharding,
@@ -50,6 +53,7 @@ def make_optimizer(
     errors.expect_same(gathered.wait(), world.rank)
     make = partial(optimizer_class, **kwargs)
     with world.agreement():
+        hook = _make_hook(parts, options["comm_hook"])
         named = name_parameters(model, groups)
         check_sharding(options["stage"], options["partition"])
         trainable = check_trainable(named, sharded=options["stage"] != 0)
@@ -59,10 +63,12 @@ def make_optimizer(
     described = {"the optimizer": describe_optimizer(make, trainable)}
     errors.expect_same(world.gather(described), world.rank)
     kind = getattr(optimizer_class, "__name__", "torch")
-    name = f"optimizer {next(parts.optimizer_numbers)} ({kind})"
-    stream = _without_sole_use(world.collectives.add_stream(name))
-    own = {key: value for key, value in options.items() if key != "sync"}
-    schedule = _make_schedule(world, parts, options["sync"], stream, stage=own["stage"], user=name)
+    label = f"optimizer {next(parts.optimizer_numbers)} ({kind})"
+    stream = _without_sole_use(world.collectives.add_stream(label))
+    own = {key: value for key, value in options.items() if key != "sync"} | {"comm_hook": hook}
+    schedule = _make_schedule(world, parts, options["sync"], stream, stage=own["stage"], user=label)
+    needs_levels = hook.between_nodes and world.size > 1
+    levels = make_node_levels(parts, label) if needs_levels else None
     persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
     with world.agreement(), _arguments_of(optimizer_class):
         optimizer = ZeroOptimizer(
@@ -73,15 +79,25 @@ def make_optimizer(
             buffers=[b for name, b in model.named_buffers() if name in persistent],
             order=[name for name, _ in model.named_parameters()],
             model=model,
-            wire_dtype=TRAVEL_DTYPES[parts.settings.wire_dtype],
             gather_dtype=TRAVEL_DTYPES[parts.settings.gather_dtype],
             kernels=parts.kernels,
             schedule=schedule,
+            levels=levels,
             **own,
             **kwargs,
         )
+    note = hook.note(len(world.topology.nodes), sharded=optimizer.sharded)
+    if note and world.master:
+        print(f"mntrain: {note}", file=sys.stderr)
     optimizer.start()
     return optimizer
+
+
+def _make_hook(parts: WorldParts, given: str | CommHook | None) -> CommHook:
+    """Return the communication hook that is given, or that of the world's options. Local."""
+    settings = parts.settings
+    hook, wire = compression.select_hook(settings.compress, settings.wire_dtype, given)
+    return make_hook(hook, TRAVEL_DTYPES[wire])
 
 
 def _check_kinds(model: object, optimizer_class: object) -> None:

@@ -14,22 +14,26 @@ returns the `Work` that leaves the sum in it. As in DDP, a hook may cast or comp
 
     HOOKS = {"my-compressor": MyCompressor}
 
-Each module of this package names its hooks in `HOOKS`, so a new compressor is one new module. In a
-group of one rank no hook is called.
+Modules of this package name hooks that need no arguments in `HOOKS`, so a new compressor is one new
+module. In a group of one rank no hook is called. A hook that treats traffic between nodes unlike
+that within them sets `between_nodes`: its buckets then have the collectives of both levels
+(`zero.between_nodes`).
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.layout import Bucket
+from zero.node_levels import NodeLevels
 from zero.precision import check_travel_dtype
 
 
@@ -42,6 +46,11 @@ class ReducibleBucket:
     gradients: Tensor  # flat, layout.numel elements of layout.dtype; the hook overwrites it
     collectives: Collectives  # the group
     sharded: bool  # whether only this rank's shard of the sum is needed
+    levels: NodeLevels | None = None  # of the group; for hooks that are `between_nodes`
+    # The mean gradient is the sum times this, divided by what `CommHook.end_reduction` is told.
+    multiplier: float = 1.0
+    last: bool = False  # whether no bucket follows in this round
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # of the model, by name
 
     @property
     def shard(self) -> Tensor:
@@ -65,6 +74,8 @@ class CommHook:
     # The dtype in which sums travel, None for their own. With fp16 the optimizer scales gradients
     # so that a sum over ranks is no larger than a rank's gradient times the number of ranks.
     wire_dtype: torch.dtype | None = None
+    between_nodes = False  # whether the hook needs `ReducibleBucket.levels`
+    bound = False  # whether an optimizer has such a hook
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Start to sum a bucket over its group, in place. Collective.
@@ -74,6 +85,30 @@ class CommHook:
         collectives once the first has finished returns a `ChainedWork`.
         """
         raise NotImplementedError
+
+    def expect_size(self, size: int) -> None:
+        """Raise ValueError if the hook cannot serve a group of so many ranks. Local."""
+
+    def note(self, nodes: int, *, sharded: bool) -> str:
+        """Return what a user should know of this hook on so many nodes; empty if nothing. Local."""
+        return ""
+
+    def end_reduction(self, divisor: float) -> None:
+        """Note that the buckets since the last call are reduced, and divided by `divisor`. Local.
+
+        A step has one reduction, unless several backward passes outside of `no_sync` precede it.
+        """
+
+    def end_step(self, *, taken: bool) -> None:
+        """Note that a step ends; without `taken`, its gradients are dropped. Local."""
+
+    def nbytes(self) -> int:
+        """Return the bytes of this rank's state. Local."""
+        return 0
+
+    def expected_nbytes(self, plan: Sequence[Bucket], levels: NodeLevels | None) -> int:
+        """Return what `nbytes` will be after a step with the buckets of a plan. Local."""
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, such as error feedback; by default empty. Local.
@@ -141,8 +176,12 @@ def make_hook(hook: str | CommHook | None, wire_dtype: torch.dtype | None = None
         hook = by_dtype[wire_dtype] if wire_dtype else "uncompressed"
     elif wire_dtype not in (None, torch.float32):
         raise ValueError("a communication hook decides the wire dtype: give one of the two")
-    if not isinstance(hook, str):
+    if isinstance(hook, CommHook):
         return hook
+    if not isinstance(hook, str):
+        raise ValueError(
+            f"comm_hook is of type {type(hook).__name__}: give a name or a zero.comm_hooks.CommHook"
+        )
     if hook not in (hooks := _hooks()):
         raise ValueError(f"comm_hook {hook!r} is unknown: choose one of {', '.join(sorted(hooks))}")
     return hooks[hook]()
@@ -151,27 +190,68 @@ def make_hook(hook: str | CommHook | None, wire_dtype: torch.dtype | None = None
 def _hooks() -> dict[str, Callable[[], CommHook]]:
     """Return the factory of each hook, by name, from the `HOOKS` of the modules of this package."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-    return {name: make for module in modules for name, make in module.HOOKS.items()}
+    return {name: make for m in modules for name, make in getattr(m, "HOOKS", {}).items()}
 
 
-def saved_hook_state(hook: CommHook, group: Collectives, plan: Sequence[Bucket]) -> dict[str, Any]:
-    """Return a hook's state with what it depends on: the rank, the size and the buckets."""
-    return {"context": _hook_context(hook, group, plan), "state": hook.state_dict()}
+def bind_hook(
+    hook: CommHook, levels: NodeLevels | None, *, size: int, scheduled: bool
+) -> NodeLevels | None:
+    """Let a hook serve an optimizer on `size` ranks; return the levels that its buckets have.
 
-
-def restore_hook_state(
-    hook: CommHook, group: Collectives, plan: Sequence[Bucket], saved: dict[str, Any] | None
-) -> None:
-    """Restore what `saved_hook_state` returned; warn if its hook, size or buckets differ."""
-    if saved is None or not saved["state"]:
-        return
-    if saved["context"] == _hook_context(hook, group, plan):
-        hook.load_state_dict(saved["state"])
-    elif group.rank == 0:
-        warnings.warn(
-            "the state is of another comm_hook, size or layout: the hook starts anew", stacklevel=2
+    `scheduled` means a sync schedule of the user's. Raises ValueError for a hook that cannot serve
+    so many ranks, and for one between nodes with a schedule, without levels, or in use.
+    """
+    if size == 1:
+        return None
+    hook.expect_size(size)
+    if not hook.between_nodes:
+        return None
+    name = type(hook).__name__
+    if scheduled:
+        raise ValueError(
+            f"comm_hook {name} compresses what crosses nodes in every step, and a schedule decides "
+            "when anything does: give one of the two"
         )
+    if levels is None:
+        raise ValueError(f"comm_hook {name} needs `levels`: world.optimizer gives them")
+    if hook.bound:
+        raise ValueError(
+            f"comm_hook {name} holds what another optimizer has not sent: make a hook for each"
+        )
+    hook.bound = True
+    return levels
 
 
-def _hook_context(hook: CommHook, group: Collectives, plan: Sequence[Bucket]) -> list[Any]:
-    return [type(hook).__name__, group.rank, group.size, [bucket.numel for bucket in plan]]
+class HookState:
+    """The state of a hook with what it depends on: the rank, the size, nodes and buckets."""
+
+    def __init__(
+        self,
+        hook: CommHook,
+        group: Collectives,
+        plan: Sequence[Bucket],
+        levels: NodeLevels | None = None,
+    ) -> None:
+        self._hook, self._group = hook, group
+        self._context: list[Any] = [type(hook).__name__, group.rank, group.size]
+        if levels is None:
+            self._context.append([bucket.numel for bucket in plan])
+        else:
+            self._context.append([[bucket.numel, *bucket.bounds] for bucket in plan])
+            self._context.append([levels.count, *levels.lane_slots])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hook's state on this rank. Local."""
+        return {"context": self._context, "state": self._hook.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Restore what `state_dict` returned; warn if its hook, size or buckets differ. Local."""
+        if saved is None or not saved["state"]:
+            return
+        if saved["context"] == self._context:
+            self._hook.load_state_dict(saved["state"])
+        elif self._group.rank == 0:
+            warnings.warn(
+                "the state is of another comm_hook, size or layout: the hook starts anew",
+                stacklevel=3,
+            )

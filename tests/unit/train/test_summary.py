@@ -134,6 +134,7 @@ def test_every_role_has_its_own_peak():
         "buckets": (0, 3),
         "master": (0, 4),
         "state": (0, 5),
+        "hook": (0, 0),
         "total": (0, 15),
         "process_peak": (0, 7),
         "device_peak": (1, 2),

@@ -1,0 +1,343 @@
+"""Gradients that are compressed between nodes: sums, bytes, training, and what may go wrong."""
+
+import itertools
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from cases import RANK, bits, check_bits, in_order
+from oracle import SHARED
+from torch import nn
+from torch.nn import functional
+from worlds import DEALT, RANKS, refusal
+
+import mntrain
+from mntrain import checkpoint
+from mntrain.groups import make_node_levels
+from zero import NonFiniteGradientError, precision
+from zero.comm_hooks import ReducibleBucket
+from zero.comm_hooks.int8 import Int8Hook
+from zero.comm_hooks.powersgd import PowerSGDHook
+from zero.comm_hooks.topk import TopKHook
+from zero.layout import ParameterSpec, plan_buckets
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs two nodes")]
+
+# Ranks alone on their nodes, nodes of two (the last may have one), and nodes of unequal size.
+LAYOUTS = [1, *([2] if RANKS > 2 else []), *DEALT]
+UNEQUAL = {2: 1, 3: "abb", 4: "abbb"}.get(RANKS, 2)
+HOOKS = {
+    "int8": Int8Hook,
+    "topk": lambda: TopKHook(0.2),
+    "powersgd": lambda: PowerSGDHook(rank=1, start_step=1, least_ratio=1.0),
+}
+by_hook = pytest.mark.parametrize("make_hook", HOOKS.values(), ids=HOOKS)
+by_layout = pytest.mark.parametrize("layout", LAYOUTS)
+SGD = {"lr": 0.1, "momentum": 0.9}
+_numbers = itertools.count()
+
+
+class Seam:
+    """A hook between the nodes of a world, called with buckets of one parameter."""
+
+    def __init__(self, world, hook, numel, dtype=torch.float32, *, sharded=False):
+        self.world, self.hook, self.sharded = world, hook, sharded
+        self.levels = make_node_levels(world._parts, f"test {next(_numbers)}")
+        (self.layout,) = plan_buckets([ParameterSpec("p", (numel,), dtype)], 1 << 30, RANKS)
+
+    def reduce(self, own):
+        """The part of the sum of all ranks' tensors that this rank needs."""
+        bucket = ReducibleBucket(
+            0, self.layout, own.clone(), self.world.collectives, self.sharded, self.levels
+        )
+        self.hook(bucket).wait()
+        self.hook.end_reduction(1.0)
+        self.hook.end_step(taken=True)
+        return bucket.shard
+
+    def lanes(self):
+        """The elements of each lane, by the ranks that own its slots."""
+        owners, bounds = self.world.topology.owners, self.layout.bounds
+        ranges = []
+        for lane in range(self.levels.lanes):
+            locals_of = self.world.topology.local_rank
+            count = self.levels.lanes
+            slots = [s for s, rank in enumerate(owners) if locals_of(rank) % count == lane]
+            assert slots == list(range(slots[0], slots[-1] + 1))
+            ranges.append((bounds[slots[0]], bounds[slots[-1] + 1]))
+        return ranges
+
+
+def everyone(numel, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(RANKS, numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def coded(hook, sums):
+    code = torch.zeros(hook.code_bytes(len(sums), sums.dtype), dtype=torch.uint8)
+    total = torch.zeros_like(sums)
+    if len(sums):
+        hook.encode(sums, code)
+        hook.decode(code, total)
+    return total
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@by_layout
+def test_nodes_sums_are_coded_and_added_in_order(worlds, layout, sharded):
+    world = worlds(layout=layout)
+    cases = [(1, torch.float32), (1003, torch.float32), (777, torch.float64), (900, torch.bfloat16)]
+    for make, (numel, dtype) in itertools.product([Int8Hook, TopKHook], cases):
+        seam, plain = Seam(world, make(), numel, dtype, sharded=sharded), make()
+        wide = torch.promote_types(dtype, torch.float32)
+        left = torch.zeros(len(world.topology.nodes), numel, dtype=wide)
+        for step in range(3):
+            given = everyone(numel, dtype, step)
+            found = seam.reduce(given[RANK])
+            expected = torch.zeros(numel, dtype=wide)
+            for node, ranks in enumerate(world.topology.nodes):
+                left[node] += in_order([given[rank] for rank in ranks]).to(wide)
+                for low, high in seam.lanes():
+                    expected[low:high] += coded(plain, left[node, low:high])
+            mine = slice(*seam.layout.shard(world.collectives.slot(RANK)))
+            expected = expected.to(dtype)[mine] if sharded else expected.to(dtype)
+            assert torch.equal(bits(found.clone()), bits(expected)), (make, numel, dtype, step)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@by_layout
+def test_the_bytes_between_nodes_are_those_of_the_codes(worlds, layout, sharded):
+    world, numel = worlds(layout=layout), 9001
+    others = len(world.topology.nodes) - 1
+    for hook in (Int8Hook(), TopKHook(0.05)):
+        seam = Seam(world, hook, numel, sharded=sharded)
+        before = [used.cross_bytes for used in world.usage()]
+        seam.reduce(torch.ones(numel))
+        after = [used.cross_bytes for used in world.usage()]
+        lengths = [high - low for low, high in seam.lanes()]
+        expected = []
+        for rank in range(RANKS):
+            lane = world.topology.local_rank(rank)
+            nbytes = hook.code_bytes(lengths[lane], torch.float32) if lane < len(lengths) else 0
+            expected.append(others * (nbytes + -nbytes % 8))
+        assert [b - a for a, b in zip(before, after, strict=True)] == expected
+
+
+# Training.
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Linear(12, 1)).to(
+        dtype
+    )
+
+
+def samples(step, dtype=torch.float32, rows=8):
+    generator = torch.Generator().manual_seed(1000 * step + RANK)
+    x = torch.randn(rows, 12, generator=generator).to(dtype)
+    return x, torch.tanh(x.sum(1, keepdim=True))
+
+
+def train(world, hook, steps=5, *, model=None, optimizer=None, bad=(), after=None, **options):
+    """Weights of this rank and the optimizer; a gradient of step `bad` is not finite on rank 0."""
+    model = net() if model is None else model
+    dtype = next(model.parameters()).dtype
+    if optimizer is None:
+        optimizer = world.optimizer(model, torch.optim.SGD, comm_hook=hook, **SGD | options)
+    for step in range(steps) if isinstance(steps, int) else steps:
+        x, y = samples(step, dtype)
+        factor = math.inf if step in bad and RANK == 0 else 1.0
+        optimizer.scale(functional.mse_loss(model(x * factor), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if after:
+            after(optimizer)
+    optimizer.wait_for_parameters()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), optimizer
+
+
+@by_hook
+@pytest.mark.parametrize(("layout", "partition"), [(1, "element"), (UNEQUAL, "parameter")])
+def test_stages_and_ranks_have_the_same_bits(worlds, layout, partition, make_hook):
+    world = worlds(layout=layout, bucket_mb=SHARED)
+    results = []
+    for stage in (0, 1, 2):
+        weights, optimizer = train(world, make_hook(), stage=stage, partition=partition)
+        assert optimizer.memory() == optimizer.expected_memory()
+        assert any(world.gather(optimizer.memory().hook))
+        results.append(weights)
+    assert all(torch.equal(weights, results[0]) for weights in results)
+    check_bits(world, results)
+    assert not torch.equal(results[0], train(world, None)[0])
+
+
+@pytest.mark.thorough
+@by_hook
+def test_16_bit_gradients_are_summed_in_fp32(worlds, make_hook):
+    world = worlds(layout=UNEQUAL)
+    weights, _ = train(world, make_hook(), model=net(torch.bfloat16), stage=1)
+    exact, _ = train(world, None, model=net(torch.bfloat16), stage=1)
+    check_bits(world, [weights])
+    torch.testing.assert_close(weights, exact, rtol=0.0, atol=0.1)
+
+
+@by_hook
+def test_a_regression_ends_where_it_does_without_compression(worlds, make_hook):
+    world = worlds(layout=UNEQUAL)
+    truth = torch.linspace(-1.0, 1.0, 12 * 8).view(8, 12)
+    torch.manual_seed(3)
+    model = nn.Linear(12, 8, bias=False)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, comm_hook=make_hook(), stage=1)
+    for step in range(80):
+        x, _ = samples(step, rows=32)
+        functional.mse_loss(model(x), x @ truth.T, reduction="sum").div(64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_for_parameters()
+    assert (model.weight.detach() - truth).abs().max() < 0.02  # without compression it is the truth
+
+
+@by_hook
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_skipped_step_leaves_what_was_before_it(worlds, make_hook, stage):
+    world, options = worlds(layout=UNEQUAL), {"stage": stage, "non_finite": "skip"}
+    left_out, _ = train(world, make_hook(), [0, 1, 3, 4], **options)
+    skipped, _ = train(world, make_hook(), [0, 1, 2, 3, 4], bad=[2], **options)
+    assert torch.equal(skipped, left_out)
+
+
+@by_hook
+def test_a_gradient_that_is_not_finite_stops_all_ranks(worlds, make_hook):
+    world = worlds(layout=UNEQUAL)
+    with pytest.raises(NonFiniteGradientError, match="on rank 0"):
+        train(world, make_hook(), bad=[1], stage=1)
+
+
+@by_hook
+def test_the_loss_scale_changes_no_bits(worlds, monkeypatch, make_hook):
+    world = worlds(layout=UNEQUAL)
+    plain, _ = train(world, make_hook())
+    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
+    growing, optimizer = train(world, make_hook(), loss_scale="dynamic")
+    assert optimizer.state_dict()["loss_scale"]["value"] == 2.0**18
+    assert torch.equal(growing, plain)
+
+
+@pytest.mark.thorough
+@by_hook
+def test_gradients_that_are_discarded_leave_no_trace(worlds, make_hook):
+    world, model = worlds(layout=UNEQUAL), net()
+
+    def discard(optimizer):
+        x, y = samples(99)
+        (1e3 * functional.mse_loss(model(x), y)).backward()
+        optimizer.zero_grad()
+
+    expected, _ = train(world, make_hook())
+    assert torch.equal(train(world, make_hook(), model=model, after=discard)[0], expected)
+
+
+@by_hook
+def test_a_resumed_run_goes_on_with_the_same_bits(worlds, tmp_path, make_hook):
+    world, options = worlds(layout=UNEQUAL), {"stage": 1}
+    folder = Path(world.gather(str(tmp_path))[0])
+    expected, _ = train(world, make_hook(), **options)
+    model = net()
+    _, optimizer = train(world, make_hook(), 3, model=model, **options)
+    progress = checkpoint.RunProgress(3, {}, samples=0, skipped_steps=0, eval_loss=None)
+    checkpoint.Saver(world, model, optimizer, folder, keep=1).save(progress)
+    model = net()
+    resumed = world.optimizer(model, torch.optim.SGD, comm_hook=make_hook(), stage=1, **SGD)
+    checkpoint.load(checkpoint.newest(world, folder), model, resumed, world)
+    weights, _ = train(world, None, (3, 4), model=model, optimizer=resumed)
+    assert torch.equal(weights, expected)
+    other = world.optimizer(net(), torch.optim.SGD, comm_hook="bf16", stage=1, **SGD)
+    with pytest.warns(UserWarning, match="anew") if world.master else nullcontext():
+        other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.thorough
+@by_hook
+def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(worlds, make_hook):
+    world = worlds(layout=UNEQUAL)
+    results = []
+    for stage in (0, 1, 2):
+        model = net()
+        optimizer = world.optimizer(
+            model, torch.optim.SGD, lr=0.1, comm_hook=make_hook(), stage=stage
+        )
+        for step in range(3):
+            for micro in range(2 + (RANK == 0)):  # a rank has more of them than others
+                x, y = samples(10 * step + micro)
+                last = micro == 1 + (RANK == 0)
+                with nullcontext() if last else optimizer.no_sync():
+                    functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.wait_for_parameters()
+        results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    check_bits(world, results)
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[2], results[0], rtol=0.0, atol=0.3)
+
+
+@by_hook
+def test_means_lose_nothing_where_shares_and_batches_change(worlds, make_hook):
+    world = worlds(layout=UNEQUAL)
+    kept, sums = [], []
+    for hook in (None, make_hook()):
+        torch.manual_seed(5)
+        model = nn.Linear(12, 30, bias=False)
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.0, comm_hook=hook, stage=1)
+        total = torch.zeros(30, 12)
+        for step, shares in enumerate([(1, 2, 3, 4), (8, 8, 8, 8), (64, 1, 0, 3), (2, 0, 1, 1)]):
+            optimizer.share(shares[RANK])
+            functional.mse_loss(model(samples(step)[0]), torch.ones(8, 30)).backward()
+            total += optimizer.full_gradient(model.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        sums.append(total.sum())
+        state = optimizer.hook_state.state_dict()["state"].get("residuals", {}).get("0")
+        scale = state["multiplier"] / state["divisor"] if state else 0.0
+        kept.append(scale * float(state["residual"].sum()) if state else 0.0)
+    (left,) = world.sum([kept[1]])
+    assert abs(left) > 1e-3
+    torch.testing.assert_close(sums[1] + left, sums[0], rtol=1e-4, atol=1e-4)
+
+
+# Options.
+
+
+def test_on_one_node_nothing_is_compressed_and_that_is_said_once(worlds, capfd):
+    world = worlds(layout=None)
+    capfd.readouterr()
+    weights, optimizer = train(world, "int8")
+    said = capfd.readouterr().err
+    assert said.count("all ranks are on one node, and Int8Hook compresses") == world.master
+    assert torch.equal(weights, train(world, None)[0])
+    assert optimizer.memory().hook == optimizer.expected_memory().hook == 0
+
+
+def test_compress_is_the_hook_of_optimizers_that_are_given_none():
+    options = {"ranks_per_node": 1, "device": "cpu", "tune": False}
+    with mntrain.init(compress="int8", **options) as world:
+        weights, _ = train(world, None)
+        assert torch.equal(weights, train_with(options, "int8"))
+        assert "both say how gradients cross nodes" in refusal(train, world, "topk")
+    with mntrain.init(compress="bf16", **options) as world:
+        weights, _ = train(world, None)
+    with mntrain.init(wire_dtype="bf16", **options) as world:
+        assert torch.equal(weights, train(world, None)[0])
+    words = refusal(mntrain.init, compress="int8", wire_dtype="bf16", **options)
+    assert "compress int8 and wire_dtype bf16 both say how gradients cross nodes" in words
+    assert "compress 'gzip' is unknown: choose none, bf16, int8, powersgd, topk" in refusal(
+        mntrain.init, compress="gzip", **options
+    )
+
+
+def train_with(options, hook):
+    with mntrain.init(**options) as world:
+        return train(world, hook)[0]

@@ -1,0 +1,215 @@
+"""Communication hooks that compress what crosses nodes, and nothing within a node.
+
+    reduce-scatter in the node   | encode, exchange, decode  | all-gather in the node, or
+    each lane owner has the sum  | with the lane's owners on | delivery to the ranks whose shards
+    of its node                  | the other nodes           | these are
+
+The owner of a lane encodes its node's sum together with what it has not sent before
+(`zero.residual`). All nodes decode the same bytes and add in the order of nodes, in fp32 or wider,
+so all ranks have the same bits. What is sent depends on lanes alone, so the stages agree.
+
+A NaN or an infinity makes the gradients of at least its own parameter not finite, on every node.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.collectives import Collectives, CompletedWork, Work
+from zero.comm_hooks import ChainedWork, CommHook, ReducibleBucket
+from zero.layout import Bucket
+from zero.node_levels import NodeLevels
+from zero.residual import Residual
+
+ALIGNED_BYTES = 8  # of the code of a lane, so that its parts can be viewed as any dtype
+RUN = 1 << 16  # elements that the CPU encodes or decodes at a time, so that they stay in its cache
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the sums of gradients are encoded and added."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def runs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield parts of flat tensors of equal length that the CPU's cache holds; on a GPU, the whole.
+
+    The length of all parts but the last is `RUN`.
+    """
+    if tensors[0].device.type != "cpu":
+        yield tensors
+    else:
+        yield from zip(*(tensor.split(RUN) for tensor in tensors), strict=True)
+
+
+class BetweenNodesHook(CommHook):
+    """Base class of hooks that compress between nodes. An instance serves one optimizer.
+
+    On a single node, and for complex gradients, sums travel as they are.
+    """
+
+    between_nodes = True
+    collectives_per_lane = 1  # that `_exchange` starts
+
+    def __init__(self) -> None:
+        self._residuals: dict[int, Residual] = {}  # by bucket
+        self._saved: dict[int, dict[str, Any]] = {}  # states of residuals that are not in use yet
+
+    def __call__(self, bucket: ReducibleBucket) -> Work:
+        """Start to sum a bucket; what crosses nodes is compressed."""
+        levels = bucket.levels
+        assert levels is not None, "the optimizer gives them to hooks that are between_nodes"
+        if levels.count == 1 or bucket.gradients.is_complex():
+            return bucket.reduce()
+        return ChainedWork(self._steps(bucket, levels))
+
+    def note(self, nodes: int, *, sharded: bool) -> str:
+        """Say where nothing is compressed."""
+        if nodes > 1:
+            return ""
+        return (
+            f"all ranks are on one node, and {type(self).__name__} compresses between nodes: "
+            "gradients travel as they are"
+        )
+
+    def end_reduction(self, divisor: float) -> None:
+        """Let residuals take part in the means that `divisor` makes."""
+        for residual in self._residuals.values():
+            residual.reduced(divisor)
+
+    def end_step(self, *, taken: bool) -> None:
+        """Keep the residuals of a step that was taken, and drop those of one that was not."""
+        for residual in self._residuals.values():
+            residual.settle(taken=taken)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the residuals."""
+        return sum(residual.nbytes for residual in self._residuals.values())
+
+    def expected_nbytes(self, plan: Sequence[Bucket], levels: NodeLevels | None) -> int:
+        """Return what `nbytes` will be after a step."""
+        if levels is None or levels.count == 1:
+            return 0
+        total = 0
+        for bucket in plan:
+            start, stop = levels.own_range(bucket)
+            if not bucket.dtype.is_complex:
+                total += 2 * (stop - start) * sum_dtype(bucket.dtype).itemsize
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals of the last step, by bucket."""
+        used = {index: residual.state_dict() for index, residual in self._residuals.items()}
+        residuals = {str(index): state for index, state in (self._saved | used).items()}
+        return {"residuals": residuals} if residuals else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the residuals."""
+        self._residuals.clear()
+        self._saved = {int(index): saved for index, saved in state["residuals"].items()}
+
+    def _steps(self, bucket: ReducibleBucket, levels: NodeLevels) -> Iterator[Work]:
+        label = f"gradient bucket {bucket.index}"
+        node, cross = levels.node.named(label), levels.cross.named(label)
+        layout, gradients = bucket.layout, bucket.gradients
+        bounds = levels.lane_bounds(layout)
+        yield node.reduce_scatter(gradients, bounds)
+        start, stop = levels.own_range(layout)
+        if start < stop:
+            yield from self._exchange(bucket, gradients[start:stop], cross)
+        else:  # so that chains keep in step with those of the node's other ranks
+            yield from repeat(CompletedWork(), self.collectives_per_lane)
+        if not bucket.sharded:
+            yield node.all_gather(gradients, bounds)
+        elif node.size > levels.lanes:
+            yield from self._deliver(bucket, levels, node)
+
+    def _exchange(
+        self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
+    ) -> Iterator[Work]:
+        """Replace a lane of the node's sums by the sum over nodes: collectives, one by one."""
+        raise NotImplementedError
+
+    def _residual(self, bucket: ReducibleBucket, lane: Tensor) -> Residual:
+        residual = self._residuals.get(bucket.index)
+        if residual is None:
+            residual = Residual(lane.numel(), sum_dtype(lane.dtype), lane.device)
+            if saved := self._saved.pop(bucket.index, None):
+                residual.load_state_dict(saved)
+            self._residuals[bucket.index] = residual
+        return residual
+
+    def _deliver(
+        self, bucket: ReducibleBucket, levels: NodeLevels, node: Collectives
+    ) -> Iterator[Work]:
+        """Bring each rank its shard, on a node where some ranks own no lane."""
+        layout, gradients = bucket.layout, bucket.gradients
+        ranges = [levels.node_range(layout, lane) for lane in range(levels.lanes)]
+        bounds = [0]
+        for start, stop in ranges:
+            bounds.append(bounds[-1] + stop - start)
+        packed = torch.empty(bounds[-1], dtype=gradients.dtype, device=gradients.device)
+        if (own := levels.lane) is not None:
+            start, stop = ranges[own]
+            packed[bounds[own] : bounds[own + 1]] = gradients[start:stop]
+        yield node.all_gather(packed, bounds + bounds[-1:] * (node.size - levels.lanes))
+        start, stop = layout.shard(bucket.collectives.slot(bucket.collectives.rank))
+        for lane, (low, high) in enumerate(ranges):
+            if low <= start and stop <= high:
+                bucket.shard.copy_(packed[bounds[lane] + start - low :][: stop - start])
+
+
+class GatheredHook(BetweenNodesHook):
+    """Base class of hooks whose nodes exchange codes of their sums, which each of them decodes.
+
+    Every owner of a lane receives the codes of all other nodes: with M nodes, M - 1 times
+    `code_bytes`. An all-reduce without compression sends 2 (M - 1) / M times the lane, and a
+    reduce-scatter half of it, so these hooks are for few nodes.
+    """
+
+    def note(self, nodes: int, *, sharded: bool) -> str:
+        """Say also where codes take more bytes than the sums."""
+        sample = 1 << 20
+        plain = sample * torch.float32.itemsize * (1 if sharded else 2) / nodes
+        code = self.code_bytes(sample, torch.float32)
+        if nodes > 1 and code >= plain:
+            return (
+                f"{type(self).__name__} sends {code / plain:.2g} times the bytes of fp32 gradients "
+                f"between {nodes} nodes, since each receives the codes of all others: it is for "
+                "fewer nodes"
+            )
+        return super().note(nodes, sharded=sharded)
+
+    def code_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the code of so many sums in `dtype`, fp32 or fp64."""
+        raise NotImplementedError
+
+    def encode(self, sums: Tensor, code: Tensor) -> None:
+        """Write the code of flat sums, and subtract from them what it decodes to.
+
+        `code` has `code_bytes` elements of uint8. Sums that are not finite give a code that is
+        decoded to some that are not.
+        """
+        raise NotImplementedError
+
+    def decode(self, code: Tensor, total: Tensor) -> None:
+        """Add what a code stands for to flat sums."""
+        raise NotImplementedError
+
+    def _exchange(
+        self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
+    ) -> Iterator[Work]:
+        sums = self._residual(bucket, lane).add(lane, bucket.multiplier)
+        nbytes = -(-self.code_bytes(len(sums), sums.dtype) // ALIGNED_BYTES) * ALIGNED_BYTES
+        codes = torch.zeros(cross.size * nbytes, dtype=torch.uint8, device=lane.device)
+        by_node = [codes[slot * nbytes :][:nbytes] for slot in map(cross.slot, range(cross.size))]
+        self.encode(sums, by_node[cross.rank])
+        yield cross.all_gather(codes, [slot * nbytes for slot in range(cross.size + 1)])
+        total = lane if lane.dtype == sums.dtype else torch.empty_like(sums)
+        total.zero_()
+        for code in by_node:
+            self.decode(code, total)
+        if total is not lane:
+            lane.copy_(total)
