@@ -28,7 +28,14 @@ MPI_TESTS = TESTS / "mpi"
 # finds those that left mpirun's process group or outlived their parent.
 FOLDER = "MPI_LAUNCH_FOLDER"
 
-REDIRECT = f'exec "$@" >"${FOLDER}/rank ${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}}.output" 2>&1'
+# Each rank has a place of its own for pytest's temporary folders: where several ranks remove old
+# ones at a time, one fails, or leaves an iterator open.
+REDIRECT = f"""
+rank=${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}}
+export PYTEST_DEBUG_TEMPROOT="${FOLDER}/pytest of rank $rank"
+mkdir "$PYTEST_DEBUG_TEMPROOT"
+exec "$@" >"${FOLDER}/rank $rank.output" 2>&1
+"""
 
 OUTLIVE = '"$@" && exit; code=$?; sleep 30; exit $code'
 
