@@ -130,6 +130,12 @@ def output_of(command: Sequence[str], environment: dict[str, str], limit_s: floa
     return out
 
 
+def here() -> dict[str, str]:
+    """Return the environment in which `python` and `mpirun` are those of this interpreter."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(HERE.parent), **HEAP}
+
+
 def _stop(process: subprocess.Popen[str]) -> None:
     """Terminate mpirun, and give it time to remove its temporary files."""
     if process.poll() is None:

@@ -11,7 +11,6 @@ cores.
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import figures
 import option_types
 import torch
-from emulated import HERE, environment_line, facts, folders, output_of, write
+from emulated import HERE, environment_line, facts, folders, here, output_of, write
 
 from mntrain.config import Config
 
@@ -80,7 +79,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
         plain=" ".join(f"--{option} {value}" for option, value in numbers.items()) + data,
     )
     with tempfile.TemporaryDirectory() as folder:
-        output_of([*shlex.split(command), "--run.dir", folder], _environment(), LIMIT_S)
+        output_of([*shlex.split(command), "--run.dir", folder], here(), LIMIT_S)
         text = (Path(folder) / "metrics.jsonl").read_text()
     records = [record for line in text.splitlines() if "loss" in (record := json.loads(line))]
     evaluated = [record for record in records if record.get("eval_loss") is not None]
@@ -92,12 +91,6 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
             {"step": record["step"], "eval_loss": record["eval_loss"]} for record in evaluated
         ],
     }
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment in which `python` and `mpirun` are those of this interpreter."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(HERE.parent)}
 
 
 def report(page: dict[str, Any]) -> str:

@@ -29,13 +29,18 @@ SOCKETS = "compute, raw sockets"
 BASELINES = ("compute only", "compute only, barriers", SOCKETS)  # each rank trains alone
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
 WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # with a network only
+# For slow links, only on request: their losses differ. EVERY of ranks/variants.py is in the names.
+SLOW = tuple(
+    f"mntrain stage 0, {name}"
+    for name in ("int8", "powersgd", "topk", "local SGD every 20", "DiLoCo every 20")
+)
 PEERS = (
     *("DDP", "DDP, 4 MB buckets", "DDP, ZeroRedundancyOptimizer"),
     *("FSDP2, ZeRO-2", "FSDP2, ZeRO-3"),
     *(f"DeepSpeed stage {stage}" for stage in (0, 1, 2)),
     "Horovod",
 )
-VARIANTS = (*BASELINES, *STAGES, *WIRED, *PEERS)
+VARIANTS = (*BASELINES, *STAGES, *WIRED, *PEERS)  # of a run without options
 WIRED_LOSS = 5e-3  # by how much a 16-bit wire may change the loss after so few steps
 
 
@@ -53,7 +58,7 @@ def main() -> int:
     parser.add_argument("--turns", type=count, default=5, help="of every variant")
     parser.add_argument("--solo-steps", type=count, default=40, help="steps in layout 1")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT"
+        "--variants", nargs="+", choices=[*VARIANTS, *SLOW], default=VARIANTS, metavar="VARIANT"
     )
     parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--curve-steps", type=count, default=120)
@@ -66,7 +71,8 @@ def main() -> int:
             page = measure_solo(layout, options.solo_steps)
         else:
             page = measure(layout, options)
-        step_page.publish(page, f"step-{layout.name}", options.output)
+        rate = f"-{layout.link}" if layout.link not in (None, "1gbit") else ""
+        step_page.publish(page, f"step-{layout.name}{rate}", options.output)
     if options.curves:
         page = loss_curves.measure(options.curve_steps)
         loss_curves.publish(page, "wire-dtype", options.output)
@@ -84,7 +90,8 @@ def measure_solo(layout: Layout, steps: int) -> dict[str, Any]:
 
 def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
     """Measure every variant in one layout. Returns all figures, one row per variant."""
-    variants = [it for it in options.variants if layout.link or it not in (*WIRED, SOCKETS)]
+    networked = (*WIRED, *SLOW, SOCKETS)
+    variants = [it for it in options.variants if layout.link or it not in networked]
     before = facts()
     jobs: dict[str, dict[str, Any]] = {}
     with nodes(layout) as running:

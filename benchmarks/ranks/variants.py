@@ -20,8 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import mntrain
+import mntrain.sync
 from mntrain.bench.candidates import rendezvous
+from zero.comm_hooks.int8 import Int8Hook
+from zero.comm_hooks.powersgd import PowerSGDHook
+from zero.comm_hooks.topk import TopKHook
 
 
 class Variant(NamedTuple):
@@ -79,11 +82,14 @@ def compute_with_sockets(model: nn.Module, connections: Ring) -> Variant:
     return Variant(exchanged(model, connections), settings)
 
 
-def mntrain_stage(stage: int) -> Callable[[nn.Module, mntrain.World], Variant]:
-    """Return a maker of mntrain with default settings."""
+def mntrain_stage(
+    stage: int, **options: Callable[[], Any]
+) -> Callable[[nn.Module, mntrain.World], Variant]:
+    """Return a maker of mntrain with default settings but for `options`, which are made anew."""
 
     def make(model: nn.Module, world: mntrain.World) -> Variant:
-        optimizer = world.optimizer(model, torch.optim.AdamW, stage=stage, **ADAMW)
+        made = {name: option() for name, option in options.items()}
+        optimizer = world.optimizer(model, torch.optim.AdamW, stage=stage, **made, **ADAMW)
         return Variant(
             plain_step(model, optimizer),
             f"defaults; {world.tuning or 'nothing to tune'}",
@@ -210,6 +216,10 @@ def started_horovod() -> Iterator[Any]:
 Group = Callable[[], AbstractContextManager[Any]]
 Make = Callable[[nn.Module, Any], Variant]
 STAGES = (0, 1, 2)
+# For slow links. PowerSGD compresses from the first step that is timed on.
+COMPRESSED = {"int8": Int8Hook, "powersgd": partial(PowerSGDHook, start_step=0), "topk": TopKHook}
+RARE = {"local SGD": mntrain.sync.LocalSGD, "DiLoCo": mntrain.sync.DiLoCo}
+EVERY = 20  # steps between exchanges
 bf16_wire = partial(mntrain.init, wire_dtype="bf16")
 VARIANTS: dict[str, tuple[Group, Make]] = {
     "compute only": (nullcontext, compute_only),
@@ -217,6 +227,17 @@ VARIANTS: dict[str, tuple[Group, Make]] = {
     "compute, raw sockets": (ring, compute_with_sockets),
     **{f"mntrain stage {stage}": (mntrain.init, mntrain_stage(stage)) for stage in STAGES},
     **{f"mntrain stage {stage}, bf16 wire": (bf16_wire, mntrain_stage(stage)) for stage in STAGES},
+    **{
+        f"mntrain stage 0, {name}": (mntrain.init, mntrain_stage(0, comm_hook=hook))
+        for name, hook in COMPRESSED.items()
+    },
+    **{
+        f"mntrain stage 0, {name} every {EVERY}": (
+            mntrain.init,
+            mntrain_stage(0, sync=partial(sync, every=EVERY)),
+        )
+        for name, sync in RARE.items()
+    },
     "DDP": (gloo, ddp(25)),
     "DDP, 4 MB buckets": (gloo, ddp(4)),
     "DDP, ZeroRedundancyOptimizer": (gloo, ddp(25, sharded=True)),
