@@ -63,7 +63,7 @@ def make_node_levels(parts: WorldParts, user: str) -> NodeLevels:
     return NodeLevels(
         node.replace(choice=choice),
         cross.replace(choice=choice),
-        len(topology.nodes),
+        topology.nodes,
         topology.lane_slots,
         topology.node_slots(rank),
     )

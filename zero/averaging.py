@@ -42,8 +42,11 @@ class AveragingOptimizer(ReducingOptimizer):
         self.wait_for_parameters()
         self._owned.sync_from_parameters()
         tensors = self._updated_tensors()
-        self.schedule.before_update(self._reduction.steps, tensors, equal=False)
-        self.schedule.exchange(tensors)
+        if self.group.size == self._collectives.size:  # the state was loaded: steps are synchronous
+            self.schedule.average(tensors)
+        else:
+            self.schedule.before_update(self._reduction.steps, tensors, equal=False)
+            self.schedule.exchange(tensors)
         broadcast_from_rank_0(self._collectives, self._buffers)
         self._in_sync = True
         self._publish_parameters()
@@ -52,9 +55,9 @@ class AveragingOptimizer(ReducingOptimizer):
     def averaged(self) -> Iterator[bool]:
         """Return a context in which all ranks hold the means of their parameters. Collective.
 
-        Buffers are rank 0's in it. At its end every rank gets back its own, to the bit. Yields
-        whether they differ; if the sync schedule has just exchanged them, nothing happens. For
-        evaluation and saving: parameters must not be changed in it.
+        Buffers are rank 0's in it. At its end every rank gets back its own. Yields whether they
+        differ; if the sync schedule has just exchanged them, nothing happens. For evaluation and
+        saving: parameters must not be changed in it.
         """
         if self.in_sync:
             yield False
@@ -71,7 +74,7 @@ class AveragingOptimizer(ReducingOptimizer):
 
         Nothing at stage 0. Needed only for a state that was made in a block of `averaged`.
         """
-        self._owned.parameters.launch()
+        self._publish_parameters()
         self.wait_for_parameters()
 
     @torch.no_grad()

@@ -84,6 +84,11 @@ class BetweenNodesHook(CommHook):
         for residual in self._residuals.values():
             residual.settle(taken=taken)
 
+    def reset(self) -> None:
+        """Forget the residuals."""
+        self._residuals.clear()
+        self._saved.clear()
+
     def nbytes(self) -> int:
         """Return the bytes of the residuals."""
         return sum(residual.nbytes for residual in self._residuals.values())

@@ -46,7 +46,8 @@ class GradientBuckets:
     Gradients are stored in `gradients`, multiplied by `weight` and checked by `finite`, and
     `reduce` starts the sum of a full bucket over ranks. `announce` is called before the first
     launch of a round, where every micro-batch is a round. None: under `no_sync` gradients only
-    accumulate. `finish` is called when a backward that is not under `no_sync` ends.
+    accumulate. `finish` is called when a backward that is not under `no_sync` ends, and `dropped`
+    when gradients are found to have been dropped before a step, as by model.zero_grad().
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class GradientBuckets:
         reduce: Callable[[int, Bucket], Work],
         announce: Callable[[], None] | None,
         finish: Callable[[], None],
+        dropped: Callable[[], None],
     ) -> None:
         self._gradients, self._weight, self._finite = gradients, weight, finite
         self._reduce, self._announce, self._finish = reduce, announce, finish
+        self._dropped = dropped
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
@@ -112,6 +115,7 @@ class GradientBuckets:
         if not self.begun or not dropped:
             return
         if len(dropped) == len(self.used):
+            self._dropped()
             self._gradients.forget()
             self._discard()
         elif self._announce:
@@ -139,6 +143,8 @@ class GradientBuckets:
         """Begin a reduction, unless one has begun."""
         if not self.begun:
             self.begun = True
+            if self._gradients.all_dropped:
+                self._dropped()
             self._gradients.begin()
 
     def launch_remaining(self) -> None:

@@ -171,6 +171,11 @@ class Gradients:
         self._aside_names.clear()
         self.held = False
 
+    @property
+    def all_dropped(self) -> bool:
+        """True if means are held, and every `p.grad` of them was dropped."""
+        return self.held and not any(map(self.keeps, self._parameters))
+
     def keeps(self, name: str) -> bool:
         """Return whether a parameter's `grad` is still what this object has made of it."""
         return self._parameters[name].grad is self._unavailable[name]

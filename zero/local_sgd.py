@@ -121,6 +121,8 @@ class DiLoCoSchedule(LocalSGDSchedule):
 
     def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
         """Copy the parameters that the first step after the warm-up finds. Collective."""
+        if step < self._warmup:
+            self._outer.clear()  # of an earlier job, whose warm-up was shorter
         new = [tensor for tensor in tensors if tensor not in self._outer]
         if step < self._warmup or not new:
             return

@@ -22,9 +22,14 @@ class NodeLevels:
 
     node: Collectives  # this rank's node
     cross: Collectives  # the ranks with this local rank, by node
-    count: int  # of nodes
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each
     lane_slots: tuple[int, ...]  # lane k has the slots lane_slots[k] to lane_slots[k + 1]
     own_slots: tuple[tuple[int, int], ...]  # of this node's ranks, by lane
+
+    @property
+    def count(self) -> int:
+        """The number of nodes."""
+        return len(self.nodes)
 
     @property
     def lanes(self) -> int:

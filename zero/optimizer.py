@@ -230,7 +230,7 @@ class ZeroOptimizer(AveragingOptimizer):
             group.update(copy.deepcopy(hyperparameters(saved)))
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
-        self._reduction.steps = state_dict.get("steps", self._reduction.steps)
+        self._reduction.resume(state_dict.get("steps", self._reduction.steps))
         self._in_sync = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
 
     def memory(self) -> Memory:
@@ -245,7 +245,8 @@ class ZeroOptimizer(AveragingOptimizer):
     @property
     def hook_state(self) -> HookState:
         """The state of the communication hook on this rank, with what it depends on."""
-        return HookState(self._hook, self.schedule.sharding, self._owned.plan, self._levels)
+        own = self._owned.plan, self._levels, self._reduction.used
+        return HookState(self._hook, self.schedule.sharding, *own)
 
     def close(self) -> None:
         """Remove the hooks from the model. Local."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -58,9 +59,11 @@ class StepReduction:
             reduce=self._reduce,
             announce=announce,
             finish=self.finish,
+            dropped=partial(hook.end_step, taken=False),
         )
         self._parameters: dict[str, Parameter] = {}
         self._count = 0  # of buckets
+        self.used = set[str]()  # parameters with a gradient so far, where a hook keeps some of it
         self._finished_weight: float | None = None  # of what was reduced since the last step
         self.waited_s = 0.0  # in `finish`
 
@@ -101,6 +104,10 @@ class StepReduction:
         self.buckets.launch_remaining()
         weight, divisor, missing, late = self._totals()
         unused = self._unused() if missing else frozenset()
+        if self._levels is not None and self._levels.count > 1:
+            # The hook also sends what it has not sent before.
+            self.used |= self._parameters.keys() - unused
+            unused -= self.used
         if not divisor > 0:
             if self.group.size == self._world_size:
                 self.refuse_weight(weight)
@@ -169,6 +176,13 @@ class StepReduction:
         self.buckets.clear(set_to_none)
         self._finished_weight = None
         self._hook.end_step(taken=False)
+
+    def resume(self, steps: int) -> None:
+        """Continue after so many steps. Local; the same on all ranks."""
+        group = self.group
+        self.steps = steps
+        if self.group is not group:
+            self.weight.begin_group(self._counted_ranks)
 
     def end_step(self, *, taken: bool) -> float:
         """Begin another step; return the weight of this one, in samples. Local.

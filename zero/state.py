@@ -95,10 +95,10 @@ def load_slices(
 ) -> None:
     """Copy what this rank owns out of slices, which are read one by one. Local.
 
-    `shapes` are those of all parameters of the model. Master weights that slices lack keep their
-    values, and those that are not needed are ignored. `load_sync_state` gets what `sync_state` of
-    `own_slices` returned for each updated tensor. The torch optimizer loads, casts and moves the
-    rest. Raises ValueError with every mismatch, before anything is changed.
+    `shapes` are those of all parameters of the model. Master weights that slices lack become those
+    of the parameters, and those that are not needed are ignored. `load_sync_state` gets what
+    `sync_state` of `own_slices` returned for each updated tensor. The torch optimizer loads, casts
+    and moves the rest. Raises ValueError with every mismatch, before anything is changed.
     """
     assemblers = {piece.piece.spec.name: _SliceAssembler(piece) for piece in owned.pieces}
     mismatches: dict[str, str] = {}
@@ -207,4 +207,6 @@ class _SliceAssembler:
             owned.tensor.copy_(local)
             if owned.has_master:
                 owned.home.copy_(owned.rounded())
+        elif master is None and owned.has_master:
+            owned.tensor.copy_(owned.home)
         return {**self._others, **tensors}, sync_state

@@ -181,6 +181,7 @@ class Manifest:
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the run's data
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
     hook: dict[str, Any] = field(default_factory=dict)  # `hook_state`, merged as objects are
+    optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run
     scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
     position: tuple[int, int] | None = None  # epoch and offset of the next step's first sample
     score: float | None = None  # by it, where it is not eval_loss; the lowest is the best

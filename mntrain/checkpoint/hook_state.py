@@ -55,7 +55,7 @@ def merge_states(by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the encoded states of all ranks, of which some may have none, for the manifest."""
     if not any(by_rank):
         return {}
-    none = encode_objects({NAME: _Given({"context": [], "state": {}})})
+    none = encode_objects({NAME: _Given({"context": [], "state": {}, "used": []})})
     return merge([state or none for state in by_rank])
 
 

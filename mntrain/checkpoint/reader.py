@@ -204,7 +204,7 @@ def load(
                     "slices": _read_slices(file, found.manifest, optimizer),
                     "param_groups": found.manifest.param_groups,
                     "loss_scale": found.manifest.loss_scale,
-                    "steps": found.manifest.step,  # the phase of the sync schedule
+                    "steps": _optimizer_steps(found.manifest),  # the phase of the sync schedule
                     "in_sync": not _has_replicas(found.manifest, optimizer),
                     "comm_hook": _read_hook_state(found, world),
                 }
@@ -285,7 +285,12 @@ def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
 def _trains_alone(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     """Return whether the step after a checkpoint is averaged over a replica, not over several."""
     schedule = optimizer.schedule
-    return schedule.group(content.step).size == schedule.sharding.size
+    return schedule.group(_optimizer_steps(content)).size == schedule.sharding.size
+
+
+def _optimizer_steps(content: Manifest) -> int:
+    steps = content.optimizer_steps
+    return content.step if steps is None else steps
 
 
 def _read_slices(

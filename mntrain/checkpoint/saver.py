@@ -130,9 +130,9 @@ class Saver:
 
         No other save may be in progress: call `finish` first. Errors are raised by `advance`.
         """
-        with self._optimizer.averaged() as differing:
+        with self._optimizer.averaged():
             self._begin(progress, in_background=True)
-            if differing:  # the end of the block changes the parameters
+            if self._optimizer.schedule.replicas > 1:  # the end of a block changes the parameters
                 self._buffer.before_changes()
 
     def save(self, progress: RunProgress) -> SavedCheckpoint:
@@ -286,6 +286,7 @@ class Saver:
             loss_scale=state["loss_scale"],
             parameter_states={},
             checksums={},
+            optimizer_steps=state["steps"],
         )
 
 

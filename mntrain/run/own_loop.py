@@ -63,6 +63,12 @@ class OwnLoop:
             of_model = set(map(id, model.parameters()))
             if any(id(p) not in of_model for g in optimizer.param_groups for p in g["params"]):
                 raise ValueError("optimizer trains parameters that model does not have")
+            rare = [o for o in self._optimizers if o is not optimizer and o.schedule.replicas > 1]
+            if any(id(p) in of_model for o in rare for g in o.param_groups for p in g["params"]):
+                raise ValueError(
+                    "another optimizer with sync= trains parameters of model, and only those of "
+                    "one are averaged for a checkpoint: give it a model of its own, or no sync="
+                )
             for name, value in objects.items():
                 if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                     raise ValueError(

@@ -79,7 +79,7 @@ def describe_samples(name: str, dataset: Dataset[Any]) -> dict[str, Given]:
     sample that cannot be drawn counts as the type of its exception.
     """
     try:
-        copied = _detached(dataset)
+        copied = detached(dataset)
     except Exception:
         return {}
     return {text: _drawn(copied, index) for text, index in _chosen(name, dataset).items()}
@@ -92,7 +92,7 @@ def random_samples(name: str, dataset: Dataset[Any]) -> set[str]:
     generators.
     """
     try:
-        copied = _detached(dataset)
+        copied = detached(dataset)
     except Exception:
         return set()
     found = set()
@@ -167,14 +167,14 @@ def _parts_of_tensor(tensor: Tensor, elements: list[float]) -> Iterator[bytes | 
         yield flat.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _detached(dataset: Any) -> Any:
+def detached(dataset: Any) -> Any:
     """Return a shallow copy of a dataset, of those that it wraps, and of their generators."""
     made = copy.copy(dataset)
     for name, value in list(getattr(made, "__dict__", {}).items()):
         if isinstance(value, Dataset):
-            made.__dict__[name] = _detached(value)
+            made.__dict__[name] = detached(value)
         elif isinstance(value, list | tuple) and any(isinstance(v, Dataset) for v in value):
-            made.__dict__[name] = [_detached(v) for v in value]
+            made.__dict__[name] = [detached(v) for v in value]
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
             made.__dict__[name] = copy.deepcopy(value)
         elif isinstance(value, torch.Generator):

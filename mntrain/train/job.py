@@ -32,6 +32,7 @@ from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.sample_check import check_validation
 from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.world import World
+from zero.layout import split
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class TrainingJob:
             self.data = JobData(world, config, self.task, resumed)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
         with world.agreement():
-            self.sync = _choose_sync(world, config)
+            self.sync = choose_sync(world, config)
             torch.manual_seed(config.run.seed)
             self.initial_weights: LoadedWeights | None = None
             self.model = self.task.model().to(world.device, self.precision.parameters)
@@ -227,7 +228,7 @@ class TrainingJob:
                 )
 
 
-def _choose_sync(world: World, config: Config) -> LocalSGD | None:
+def choose_sync(world: World, config: Config) -> LocalSGD | None:
     """Return how nodes exchange parameters; None if every step is synchronous, as on one node.
 
     Raises ValueError if there are too few samples for the nodes.
@@ -235,9 +236,10 @@ def _choose_sync(world: World, config: Config) -> LocalSGD | None:
     nodes, description = len(world.topology.nodes), config.sync.description
     if description is None or nodes == 1:
         return None
-    if config.train.batch_size < nodes:
+    bounds = split(config.train.batch_size, world.size)
+    if any(all(bounds[r] == bounds[r + 1] for r in node) for node in world.topology.nodes):
         raise ValueError(
             f"--train.batch-size {config.train.batch_size}: with --sync.mode {config.sync.mode}, "
-            f"each of the {nodes} nodes needs a sample in each step; give at least {nodes}"
+            f"each of the {nodes} nodes needs a sample in each step; give at least {world.size}"
         )
     return description

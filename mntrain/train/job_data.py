@@ -10,6 +10,7 @@ from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data import sampling
 from mntrain.data.stream_batches import StreamBatches
+from mntrain.train.data_digest import detached
 from mntrain.world import World
 
 
@@ -68,10 +69,13 @@ class JobData:
         return sampling.validation_batches(self._valid[name], self._options)
 
     def first_validation_samples(self, name: str) -> list[Any]:
-        """Return the samples of one micro-batch of a validation set, the same on all ranks."""
-        dataset = self._valid[name]
-        count = min(self._options.micro_batch_size, len(cast(Sized, dataset)))
-        return [dataset[index] for index in range(count)]
+        """Return the samples of one micro-batch of a validation set, the same on all ranks.
+
+        They are drawn from a copy: files that the dataset opens in workers stay closed here.
+        """
+        copied = detached(self._valid[name])
+        count = min(self._options.micro_batch_size, len(cast(Sized, copied)))
+        return [copied[index] for index in range(count)]
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""

@@ -10,7 +10,7 @@ while the first forward is running.
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -23,16 +23,17 @@ from zero.collectives import Collectives, Work, gather_objects
 
 
 class PartCounts:
-    """The numbers of items of each part of a task's `Losses` in a step, over all ranks.
+    """The numbers of items of each part of a task's `Losses` in a step, over its ranks.
 
     A task that does not override `counts` returns `Loss`, and needs no communication. Otherwise
     there is one small all-reduce in a step; the first one of a new name also gathers the names, so
     that a rank without a sample of its own knows them too. `name` is that of the task, for errors.
+    `group` returns the ranks that the current step is averaged over.
     """
 
-    def __init__(self, task: Task, name: str, group: Collectives) -> None:
-        self._task, self._name = task, name
-        self._group = group.named("counts of the losses")
+    def __init__(self, task: Task, name: str, group: Callable[[], Collectives]) -> None:
+        self._task, self._name, self._choose_group = task, name, group
+        self._group: Collectives  # of this step
         self._has_parts = getattr(task.counts, "__func__", None) is not Task.counts
         self._names: list[str] = []  # that all ranks know
         self._own = deque[Mapping[str, int]]()  # of micro-batches that have no backward yet
@@ -113,6 +114,7 @@ class PartCounts:
             self._finish()
 
     def _launch(self) -> None:
+        self._group = self._choose_group().named("counts of the losses")
         unknown = float(any(name not in self._names for name in self._local))
         counts = [float(self._local[name]) for name in self._names]
         self._sums = torch.tensor([unknown, *counts], dtype=torch.float64)

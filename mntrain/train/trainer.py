@@ -32,6 +32,7 @@ from mntrain.train.part_counts import PartCounts
 from mntrain.train.run_saving import RunSaving
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World
+from zero.collectives import Collectives
 from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult
 
@@ -72,7 +73,7 @@ class Trainer:
         self._early_end = partial(write_early_end, job.run_dir)
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = MeanAccumulator(world.rank)
-        self._counts = PartCounts(job.task, config.task, world.collectives)
+        self._counts = PartCounts(job.task, config.task, self._step_group)
         self._failed_step = FailedStep(world, self._counts, job.optimizer)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
@@ -308,6 +309,11 @@ class Trainer:
             by_set[name] = replace(means, metrics=metrics)
         self._model.train()
         return merge_sets(by_set)
+
+    def _step_group(self) -> Collectives:
+        """Return the ranks that the current step is averaged over, for more than gradients."""
+        whole = self._optimizer.group.size == self._world.size
+        return self._world.collectives if whole else self._world.node_collectives
 
     def _check_replicas(self, step: int) -> None:
         """Raise TrainingStoppedError if ranks, or those of a node, do not agree. Collective."""

@@ -10,7 +10,8 @@ OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "s
 OF_ONE += ("trainer", "world")
 OF_NODES = ("collectives", "local_sgd", "state", "transports")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
-AT_THREE = ("trainer", "own_loop", "jobs", "cost", "stage_cost", "soak", "transports", "wire")
+AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
+AT_THREE += ("wire",)
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],

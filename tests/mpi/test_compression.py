@@ -226,18 +226,50 @@ def test_the_loss_scale_changes_no_bits(worlds, monkeypatch, make_hook):
     assert torch.equal(growing, plain)
 
 
-@pytest.mark.thorough
 @by_hook
-def test_gradients_that_are_discarded_leave_no_trace(worlds, make_hook):
+@pytest.mark.parametrize(("stage", "by"), [(0, "optimizer"), (0, "model"), (2, "model")])
+def test_gradients_that_are_discarded_leave_no_trace(worlds, make_hook, stage, by):
     world, model = worlds(layout=UNEQUAL), net()
 
     def discard(optimizer):
         x, y = samples(99)
         (1e3 * functional.mse_loss(model(x), y)).backward()
-        optimizer.zero_grad()
+        (optimizer if by == "optimizer" else model).zero_grad()
 
-    expected, _ = train(world, make_hook())
-    assert torch.equal(train(world, make_hook(), model=model, after=discard)[0], expected)
+    expected, _ = train(world, make_hook(), stage=stage)
+    found, _ = train(world, make_hook(), model=model, after=discard, stage=stage)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_is_left_of_a_gradient_arrives_in_steps_that_do_not_use_the_parameter(worlds, stage):
+    world = worlds(layout=UNEQUAL)
+    heads = nn.ModuleList([nn.Linear(5, 3, bias=False), nn.Linear(5, 4, bias=False)])
+    before = heads[1].weight.detach().clone()
+    hook = TopKHook(0.3)
+    optimizer = world.optimizer(heads, torch.optim.SGD, lr=1.0, comm_hook=hook, stage=stage)
+    x = everyone(5)[RANK]
+    for step in range(8):
+        (heads[1](x).sum() if step == 0 else 0.0 * heads[0](x).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:  # a job goes on from here
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+    optimizer.wait_for_parameters()
+    change = everyone(5).mean(dim=0).expand(4, 5)
+    torch.testing.assert_close(before - heads[1].weight.detach(), change, rtol=0.0, atol=1e-6)
+
+
+def test_loading_a_state_without_one_of_the_hook_forgets_what_was_kept(worlds):
+    world, model = worlds(layout=UNEQUAL), net()
+    expected, _ = train(world, TopKHook(0.2))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = world.optimizer(net(), torch.optim.SGD, **SGD).state_dict()
+    _, optimizer = train(world, TopKHook(0.2), model=model)
+    model.load_state_dict(start)
+    optimizer.load_state_dict(plain)
+    assert torch.equal(train(world, None, model=model, optimizer=optimizer)[0], expected)
 
 
 @by_hook

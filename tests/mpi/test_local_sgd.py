@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from worlds import RANKS, refusal
 from mntrain.sync import DiLoCo, LocalSGD
 from mntrain.train.consensus import differing_ranks, model_digest
 from zero.norms import NonFiniteGradientError
+from zero.state import MASTER
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -142,6 +144,67 @@ def test_nodes_train_as_replicas_in_one_process_do(world, make, sync, stage):
     replicas.exchange()
     assert_close(model, replicas.models[0])
     assert len(set(digests(world, model))) == 1
+
+
+def test_a_longer_warm_up_begins_the_outer_state_anew(world, make):
+    kind, first = partial(torch.optim.SGD, lr=0.1), net()
+    before = make(first, kind, sync=DiLoCo(every=2))
+    for step in range(4):
+        take_step(world, first, before, step)
+    resumed, fresh = copy.deepcopy(first), copy.deepcopy(first)
+    longer = make(resumed, kind, sync=DiLoCo(every=2, warmup=9))
+    longer.load_state_dict(before.state_dict())
+    expected = make(fresh, kind, sync=DiLoCo(every=2, warmup=5))
+    for step in range(4, 13):
+        take_step(world, resumed, longer, step)
+        take_step(world, fresh, expected, step)
+    assert_close(resumed, fresh)
+
+
+def test_a_state_of_the_warm_up_is_loaded_after_it(world, make):
+    kind, sync, model, other = partial(torch.optim.SGD, lr=0.1), LocalSGD(3, 2), net(), net()
+    start = copy.deepcopy(model.state_dict())
+    optimizer, expected = make(model, kind, sync=sync), make(other, kind, sync=sync)
+    state = copy.deepcopy(optimizer.state_dict())
+    for step in range(4):
+        loss = loss_of(model, mine(world, samples(12, step)))
+        optimizer.backward(loss, weight=1000.0 if NODE else 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict(start)
+    optimizer.load_state_dict(state)
+    for step in range(2):
+        take_step(world, model, optimizer, step)
+        take_step(world, other, expected, step)
+        assert_close(model, other)
+
+
+@pytest.mark.skipif(RANKS != 4, reason="needs nodes of two ranks")
+def test_parameters_without_saved_masters_are_loaded_as_they_are(make):
+    with init(ranks_per_node=2, gather_dtype="bf16") as narrow:
+        model = net()
+        saved = narrow.optimizer(model, ADAMW, sync=LocalSGD(3)).state_dict()  # at stage 0
+        other = net()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.0009765)
+        optimizer = narrow.optimizer(other, ADAMW, sync=LocalSGD(3), stage=1)
+        other.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(saved)
+        optimizer.publish_loaded()
+        exact = dict(model.named_parameters())
+        for piece in optimizer.slices():
+            right = exact[piece.name].detach().reshape(-1)[piece.low : piece.high]
+            assert torch.equal(piece.tensors[MASTER], right)
+
+
+def test_one_model_of_two_optimizers_that_exchange_is_not_saved(world, make, tmp_path):
+    model = net()
+    pairs = list(model.named_parameters())
+    one, _ = (make(model, sync=LocalSGD(3), groups=part) for part in (pairs[:2], pairs[2:]))
+    folder = world.gather(str(tmp_path))[0]
+    said = refusal(world.checkpoints, folder, model=model, optimizer=one)
+    assert "another optimizer with sync= trains parameters of model" in said
 
 
 @stages

@@ -3,11 +3,14 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mntrain.cli import parse
+from mntrain.config import Config, TrainConfig
 from mntrain.sync import DiLoCo, LocalSGD, SyncConfig
+from mntrain.train.job import choose_sync
 
 
 def description(*words):
@@ -84,3 +87,24 @@ def test_wrong_arguments_of_a_description_are_refused(make, error):
 def test_descriptions_need_no_torch_and_are_an_attribute_of_the_package():
     code = "import sys, mntrain; mntrain.sync.DiLoCo(every=50); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "nodes", "fits"),
+    [
+        (2, ((0, 1), (2, 3)), True),  # samples of ranks 1 and 3
+        (2, ((0, 2), (1, 3)), False),
+        (1, ((0, 1), (2, 3)), False),
+        (3, ((0, 2), (1, 3)), True),
+    ],
+)
+def test_each_node_needs_a_sample_of_a_batch(batch_size, nodes, fits):
+    world = SimpleNamespace(size=4, topology=SimpleNamespace(nodes=nodes))
+    config = Config(
+        train=TrainConfig(batch_size=batch_size), sync=SyncConfig(mode="local-sgd", every=5)
+    )
+    if fits:
+        assert choose_sync(world, config) == LocalSGD(5)
+    else:
+        with pytest.raises(ValueError, match="each of the 2 nodes needs a sample in each step"):
+            choose_sync(world, config)

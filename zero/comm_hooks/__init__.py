@@ -76,6 +76,7 @@ class CommHook:
     wire_dtype: torch.dtype | None = None
     between_nodes = False  # whether the hook needs `ReducibleBucket.levels`
     bound = False  # whether an optimizer has such a hook
+    world_only = False  # whether the hook reduces over all ranks, whatever the bucket's group is
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Start to sum a bucket over its group, in place. Collective.
@@ -101,6 +102,9 @@ class CommHook:
 
     def end_step(self, *, taken: bool) -> None:
         """Note that a step ends; without `taken`, its gradients are dropped. Local."""
+
+    def reset(self) -> None:
+        """Forget the state. Local."""
 
     def nbytes(self) -> int:
         """Return the bytes of this rank's state. Local."""
@@ -199,57 +203,74 @@ def bind_hook(
     """Let a hook serve an optimizer on `size` ranks; return the levels that its buckets have.
 
     `scheduled` means a sync schedule of the user's. Raises ValueError for a hook that cannot serve
-    so many ranks, and for one between nodes with a schedule, without levels, or in use.
+    so many ranks, for one between nodes with a schedule, without levels, or in use, and for one
+    over all ranks with a schedule.
     """
     if size == 1:
         return None
     hook.expect_size(size)
-    if not hook.between_nodes:
-        return None
     name = type(hook).__name__
+    if not (hook.between_nodes or hook.world_only):
+        return None
+    if scheduled and hook.world_only:
+        raise ValueError(
+            f"comm_hook {name} communicates over all ranks, and a sync schedule over those of a "
+            "node: give one of the two"
+        )
     if scheduled:
         raise ValueError(
             f"comm_hook {name} compresses what crosses nodes in every step, and a schedule decides "
             "when anything does: give one of the two"
         )
-    if levels is None:
+    if hook.between_nodes and levels is None:
         raise ValueError(f"comm_hook {name} needs `levels`: world.optimizer gives them")
     if hook.bound:
         raise ValueError(
-            f"comm_hook {name} holds what another optimizer has not sent: make a hook for each"
+            f"comm_hook {name} keeps a state for another optimizer: make a hook for each"
         )
     hook.bound = True
-    return levels
+    return levels if hook.between_nodes else None
 
 
 class HookState:
-    """The state of a hook with what it depends on: the rank, the size, nodes and buckets."""
+    """The state of a hook with what it depends on: the rank, the size, nodes and buckets.
+
+    `used` are the names of parameters of which the hook may have gradients that were not sent.
+    """
 
     def __init__(
         self,
         hook: CommHook,
         group: Collectives,
         plan: Sequence[Bucket],
-        levels: NodeLevels | None = None,
+        levels: NodeLevels | None,
+        used: set[str],
     ) -> None:
-        self._hook, self._group = hook, group
+        self._hook, self._group, self._used = hook, group, used
         self._context: list[Any] = [type(hook).__name__, group.rank, group.size]
         if levels is None:
             self._context.append([bucket.numel for bucket in plan])
         else:
             self._context.append([[bucket.numel, *bucket.bounds] for bucket in plan])
-            self._context.append([levels.count, *levels.lane_slots])
+            self._context.append([*map(list, levels.nodes)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state on this rank. Local."""
-        return {"context": self._context, "state": self._hook.state_dict()}
+        state = self._hook.state_dict()
+        return {"context": self._context, "state": state, "used": sorted(self._used)}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
-        """Restore what `state_dict` returned; warn if its hook, size or buckets differ. Local."""
+        """Restore what `state_dict` returned; warn if its hook, ranks or buckets differ. Local.
+
+        Without a state that fits, the hook starts anew.
+        """
+        self._hook.reset()
+        self._used.clear()
         if saved is None or not saved["state"]:
             return
         if saved["context"] == self._context:
             self._hook.load_state_dict(saved["state"])
+            self._used.update(saved.get("used", ()))
         elif self._group.rank == 0:
             warnings.warn(
                 "the state is of another comm_hook, size or layout: the hook starts anew",

@@ -70,6 +70,8 @@ class DDPHook(CommHook):
     another order on another rank. With `overlap`, for hooks of one collective, it goes on.
     """
 
+    world_only = True
+
     def __init__(
         self,
         state: Any,

@@ -140,6 +140,13 @@ class PowerSGDHook(BetweenNodesHook):
         self._taken = int(state["steps"])
         self._factors = {int(index): list(qs) for index, qs in state["factors"].items()}
 
+    def reset(self) -> None:
+        """Forget the residuals, the factors and the number of steps."""
+        super().reset()
+        self._taken = 0
+        self._factors.clear()
+        self._next_factors.clear()
+
     def _exchange(
         self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
     ) -> Iterator[Work]:
@@ -161,7 +168,7 @@ class PowerSGDHook(BetweenNodesHook):
         second, rights = _message([(block.columns, self.rank) for block in plan.blocks], sums)
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
             torch.mm(matrix.t(), left, out=right)
-            matrix.addmm_(left, right.t(), alpha=-1.0)
+            multiply(left, right, matrix, subtract=True)  # as it is decoded, to the bit
         yield cross.all_reduce(second)
         parts = rest.view(-1).split([high - low for low, high in plan.rest])
         for (low, high), part in zip(plan.rest, parts, strict=True):
@@ -235,14 +242,20 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return torch.stack(basis, dim=1).to(matrix.dtype)
 
 
-def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write left times the transpose of `right`, the same bits for any rows and threads."""
+def multiply(left: Tensor, right: Tensor, out: Tensor, *, subtract: bool = False) -> None:
+    """Write left times the transpose of `right`, or subtract it from `out`.
+
+    The same bits for any rows and threads, and whatever precision torch has for matrix products.
+    """
     rows = max(1, RUN // out.shape[1]) if out.device.type == "cpu" else len(out)
     for part, target in zip(left.split(rows), out.split(rows), strict=True):
         total = torch.outer(part[:, 0], right[:, 0])
         for column in range(1, left.shape[1]):
             total += torch.outer(part[:, column], right[:, column])
-        target.copy_(total)
+        if subtract:
+            target.sub_(total)
+        else:
+            target.copy_(total)
 
 
 def _message(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:

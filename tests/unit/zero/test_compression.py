@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from zero.between_nodes import RUN
-from zero.comm_hooks import CommHook, bind_hook, make_hook
+from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.int8 import Int8Hook
 from zero.comm_hooks.powersgd import Block, PowerSGDHook, multiply, orthonormal, plan_lane
 from zero.comm_hooks.topk import TopKHook
 from zero.layout import Bucket, ParameterSlice, ParameterSpec
+from zero.node_levels import NodeLevels
 from zero.residual import Residual
 
 SIZES = [1, 2, 255, 256, 257, 1003, RUN + 300]
@@ -319,6 +320,37 @@ def test_a_hook_between_nodes_needs_levels_no_schedule_and_an_optimizer_of_its_o
     assert bind_hook(hook, levels, size=2, scheduled=False) is levels
     with pytest.raises(ValueError, match="make a hook for each"):
         bind_hook(hook, levels, size=2, scheduled=False)
+
+
+def test_a_hook_over_all_ranks_takes_no_schedule():
+    class Everywhere(CommHook):
+        world_only = True
+
+    with pytest.raises(ValueError, match="Everywhere communicates over all ranks, and a sync"):
+        bind_hook(Everywhere(), None, size=2, scheduled=True)
+    assert bind_hook(Everywhere(), None, size=2, scheduled=False) is None
+
+
+def test_a_state_is_not_loaded_where_ranks_lie_on_other_nodes():
+    def state_of(hook, *nodes):
+        levels = NodeLevels(None, None, nodes, (0, 2, 4), ((0, 1), (2, 3)))
+        return HookState(hook, SimpleNamespace(rank=0, size=4), [], levels, set())
+
+    class Counting(CommHook):
+        value = 0
+
+        def state_dict(self):
+            return {"value": 7}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    saved = state_of(Counting(), (0, 1), (2, 3)).state_dict()
+    same, other = Counting(), Counting()
+    state_of(same, (0, 1), (2, 3)).load_state_dict(saved)
+    with pytest.warns(UserWarning, match="anew"):
+        state_of(other, (0, 2), (1, 3)).load_state_dict(saved)
+    assert (same.value, other.value) == (7, 0)
 
 
 def test_what_is_no_hook_is_refused():
