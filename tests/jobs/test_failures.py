@@ -88,9 +88,9 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
     [
         (3, "InBackward", 2, 100),
         pytest.param(3, "Raises", 0, 100, marks=pytest.mark.exhaustive),
-        pytest.param(3, "Raises", 1, 1, marks=pytest.mark.thorough),
+        pytest.param(3, "Raises", 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(3, "InBackward", 0, 100, marks=pytest.mark.exhaustive),
-        pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.thorough),
+        pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.exhaustive),
         pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.thorough),
     ],
 )

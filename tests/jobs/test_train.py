@@ -72,7 +72,7 @@ def test_the_summary_of_a_run_that_stops_has_its_last_evaluation(tmp_path):
     assert summary(tmp_path)["eval_loss"] == evaluated[0]["eval_loss"]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_model_learns(tmp_path):
     completed(train(2, tmp_path, "--train.steps", "40", "--data.workers", "1"))
     values = losses(tmp_path)
