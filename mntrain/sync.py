@@ -5,6 +5,7 @@ a description to the ranks of a job. Importing this module needs neither torch n
 """
 
 import math
+from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,7 @@ from mntrain.config_types import STRICT, OrNone
 
 if TYPE_CHECKING:
     from zero.collectives import Collectives
+    from zero.local_sgd import LocalSGDSchedule
     from zero.sync_schedule import SyncSchedule
 
 # ruff: noqa: PLC0415 - zero imports torch, which --help does without
@@ -49,10 +51,12 @@ class LocalSGD:
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
     ) -> "SyncSchedule":
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
+        return self._schedule()(world, node, cross, sharded=stage > 0, **asdict(self))
+
+    def _schedule(self) -> "type[LocalSGDSchedule]":
         from zero.local_sgd import LocalSGDSchedule
 
-        steps = {"every": self.every, "warmup": self.warmup}
-        return LocalSGDSchedule(world, node, cross, sharded=stage > 0, **steps)
+        return LocalSGDSchedule
 
 
 @plain_dataclass(frozen=True)
@@ -75,22 +79,10 @@ class DiLoCo(LocalSGD):
                 f"outer_momentum is {self.outer_momentum!r}: give a number from 0, and below 1"
             )
 
-    def bind(
-        self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
-    ) -> "SyncSchedule":
-        """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
+    def _schedule(self) -> "type[LocalSGDSchedule]":
         from zero.local_sgd import DiLoCoSchedule
 
-        return DiLoCoSchedule(
-            world,
-            node,
-            cross,
-            sharded=stage > 0,
-            every=self.every,
-            warmup=self.warmup,
-            outer_lr=self.outer_lr,
-            outer_momentum=self.outer_momentum,
-        )
+        return DiLoCoSchedule
 
 
 @dataclass(frozen=True, config=STRICT)

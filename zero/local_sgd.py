@@ -14,6 +14,7 @@ for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,24 +99,16 @@ class DiLoCoSchedule(LocalSGDSchedule):
     """Take a step of Nesterov momentum, every `every` steps, towards the mean of the nodes.
 
     Its gradient is the difference between the parameters after the last exchange and the mean of
-    the nodes' parameters now. Its update is that of torch.optim.SGD with nesterov=True.
+    the nodes' parameters now. Its update is that of torch.optim.SGD with nesterov=True. The other
+    arguments are those of `LocalSGDSchedule`.
     """
 
     state_copies = 2
 
     def __init__(
-        self,
-        world: Collectives,
-        node: Collectives,
-        cross: Collectives,
-        *,
-        sharded: bool,
-        every: int,
-        warmup: int = 0,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        self, *groups: Collectives, outer_lr: float, outer_momentum: float, **options: Any
     ) -> None:
-        super().__init__(world, node, cross, sharded=sharded, every=every, warmup=warmup)
+        super().__init__(*groups, **options)
         self._lr, self._momentum = outer_lr, outer_momentum
         self._outer: dict[Tensor, dict[str, Tensor]] = {}
 

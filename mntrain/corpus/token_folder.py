@@ -50,7 +50,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Manifest:
+class TokenManifest:
     """The content of manifest.json."""
 
     format: Literal["mntrain tokens 1"]
@@ -77,7 +77,7 @@ class TokenFolder:
     """A complete folder of tokens."""
 
     path: Path
-    manifest: Manifest
+    manifest: TokenManifest
     tokenizer: Tokenizer
 
     @property
@@ -107,7 +107,7 @@ def open_token_folder(path: Path) -> TokenFolder:
     """
     again = "run `python -m mntrain tokenize` again"
     try:
-        content = TypeAdapter(Manifest).validate_json((path / MANIFEST_FILE).read_bytes())
+        content = TypeAdapter(TokenManifest).validate_json((path / MANIFEST_FILE).read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -155,7 +155,7 @@ def write_token_folder(
     overwrite: bool,
     at_batch: Callable[[int, int], None] = lambda files, tokens: None,
     options: OptionNames = TRAIN_OPTIONS,
-) -> Manifest:
+) -> TokenManifest:
     """Tokenize files into a new folder, which appears when it is complete.
 
     The memory used does not depend on the amount of data. `at_batch` is told the numbers of files
@@ -191,7 +191,7 @@ def write_token_folder(
             )
         separated = tokenizer.separates_files or any(map(holds_records, sources.files))
         made_by = tokenizer if isinstance(tokenizer, FileTokenizer) else None
-        manifest = Manifest(
+        manifest = TokenManifest(
             format=_FORMAT,
             dtype=dtype,
             vocabulary=tokenizer.size,

@@ -29,7 +29,7 @@ from mntrain.tasks.masking import IGNORED, MaskedWindows, Masking
 from mntrain.tasks.token_windows import TokenSplits, Windows
 
 
-class Head(ABC):
+class TaskHead(ABC):
     """An objective, and its data. Raises ValueError for data that do not fit the model."""
 
     collate: Callable[[list[Any]], Any] | None = None
@@ -55,7 +55,7 @@ class Head(ABC):
         """Return lines about the data."""
 
 
-class TokenHead(Head):
+class TokenHead(TaskHead):
     """An objective on windows of tokens."""
 
     overlap = 0  # tokens that a window shares with the next one
@@ -151,7 +151,7 @@ class MaskedLM(TokenHead):
         return Loss(total / max(count, 1), count)
 
 
-class Classification(Head):
+class Classification(TaskHead):
     """Classification of labelled records; a sample is token ids and the index of the label."""
 
     tokens_per_item = None
@@ -321,7 +321,7 @@ def _mask_token(tokenizer: Tokenizer | None) -> int:
     return found
 
 
-HEADS: dict[str, type[Head]] = {
+HEADS: dict[str, type[TaskHead]] = {
     "causal-lm": CausalLM,
     "masked-lm": MaskedLM,
     "classification": Classification,

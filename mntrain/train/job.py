@@ -83,6 +83,30 @@ class TrainingJob:
             self.task = tasks.load(config.task, config)
             self.data = JobData(world, config, self.task, resumed)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
+        self._make_model(world, config)
+        self._make_optimizer(world, config)
+        self._set_up_checkpoints(world, config)
+        if config.train.recompute:
+            recompute_regions(self.task.regions(self.model))
+        if config.train.compile:
+            compile_regions(self.task.regions(self.model))
+        # Seeds dropout.
+        torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
+        self.batches = self.data.batches(self.done, self.last_step)
+        with world.agreement():
+            files = self.task.run_files()
+        self.lock = run_directory.prepare(
+            world, config, run_dir, resumed, saves=self.saves, files=files
+        )
+        start_recording(world, run_dir, config.run.recorder)
+        if resumed:
+            checkpoint.restore_randomness(resumed, world)
+
+    def _make_model(self, world: World, config: Config) -> None:
+        """Make the model, and choose what trains it and how nodes exchange. Collective.
+
+        A new run's initial weights are loaded on the master.
+        """
         with world.agreement():
             self.sync = choose_sync(world, config)
             torch.manual_seed(config.run.seed)
@@ -92,12 +116,15 @@ class TrainingJob:
             self.choice = choose_optimizer(self.task, self.model, config.optim, world.device)
             if config.train.compile:
                 check_compiler(world.device)
-        if resumed:
+        if self.resumed:
             run_directory.check_same_run(
-                world, resumed, config, self.data.samples, self.fingerprint["values"]
+                world, self.resumed, config, self.data.samples, self.fingerprint["values"]
             )
         else:
             self._load_initial_weights(world, config)
+
+    def _make_optimizer(self, world: World, config: Config) -> None:
+        """Make the optimizer, which compares the models; try the validation data. Collective."""
         self.optimizer = world.optimizer(
             self.model,
             self.choice.kind,
@@ -120,22 +147,6 @@ class TrainingJob:
                 floats=self.precision.parameters,
                 autocast=self.precision.autocast,
             )
-        self._set_up_checkpoints(world, config)
-        if config.train.recompute:
-            recompute_regions(self.task.regions(self.model))
-        if config.train.compile:
-            compile_regions(self.task.regions(self.model))
-        # Seeds dropout.
-        torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
-        self.batches = self.data.batches(self.done, self.last_step)
-        with world.agreement():
-            files = self.task.run_files()
-        self.lock = run_directory.prepare(
-            world, config, run_dir, resumed, saves=self.saves, files=files
-        )
-        start_recording(world, run_dir, config.run.recorder)
-        if resumed:
-            checkpoint.restore_randomness(resumed, world)
 
     def _load_initial_weights(self, world: World, config: Config) -> None:
         """Load the weights of --init.from on the master. Collective; its optimizer spreads them."""
@@ -236,6 +247,12 @@ def choose_sync(world: World, config: Config) -> LocalSGD | None:
     nodes, description = len(world.topology.nodes), config.sync.description
     if description is None or nodes == 1:
         return None
+    compress = config.comm.compress
+    if compress not in ("none", "bf16"):
+        raise ValueError(
+            f"--comm.compress {compress} compresses what crosses nodes in every step, and "
+            f"--sync.mode {config.sync.mode} exchanges rarely: give one of the two"
+        )
     bounds = split(config.train.batch_size, world.size)
     if any(all(bounds[r] == bounds[r + 1] for r in node) for node in world.topology.nodes):
         raise ValueError(

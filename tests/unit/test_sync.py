@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.cli import parse
-from mntrain.config import Config, TrainConfig
+from mntrain.config import CommConfig, Config, TrainConfig
 from mntrain.sync import DiLoCo, LocalSGD, SyncConfig
 from mntrain.train.job import choose_sync
 
@@ -108,3 +108,10 @@ def test_each_node_needs_a_sample_of_a_batch(batch_size, nodes, fits):
     else:
         with pytest.raises(ValueError, match="each of the 2 nodes needs a sample in each step"):
             choose_sync(world, config)
+
+
+def test_compressed_gradients_and_rare_exchanges_are_two_ways():
+    world = SimpleNamespace(size=2, topology=SimpleNamespace(nodes=((0,), (1,))))
+    config = Config(comm=CommConfig(compress="topk"), sync=SyncConfig(mode="diloco", every=5))
+    with pytest.raises(ValueError, match=r"--comm\.compress topk .* --sync\.mode diloco exchanges"):
+        choose_sync(world, config)
