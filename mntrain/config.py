@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from mntrain.balance_config import BalanceConfig
 from mntrain.comm import algorithms
 from mntrain.comm.compression import Compression
 from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table, parse_names
@@ -332,6 +333,7 @@ class Config:
     comm: CommConfig = Field(default=CommConfig())
     zero: ZeroConfig = Field(default=ZeroConfig())
     sync: SyncConfig = Field(default=SyncConfig())
+    balance: BalanceConfig = Field(default=BalanceConfig())
     run: RunConfig = Field(default=RunConfig())
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
     log: LogConfig = Field(default=LogConfig())

@@ -84,7 +84,8 @@ class World:
         self._own_loop = OwnLoop(world, self._optimizers)
         # A method of the proxy would keep the world alive.
         gather = lambda value: world.gather(value)  # noqa: E731, PLW0108 - for this reason
-        self._shards = ShardRegistry(self.rank, self.size, gather, self._optimizers)
+        waited_s = lambda: parts.collectives.waited_s  # noqa: E731 - stands beside its kin
+        self._shards = ShardRegistry(self.rank, self.size, gather, waited_s, self._optimizers)
 
     @cached_property
     def node_collectives(self) -> WorldCollectives:
@@ -161,6 +162,7 @@ class World:
         *,
         weight: Callable[[Any], float] | None = None,
         lists: Literal["samples", "columns"] | None = None,
+        balance: bool = False,
     ) -> ShardedLoader:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
@@ -174,9 +176,13 @@ class World:
         Each iteration is an epoch of its own, also if `shard` is called for each one. `seed`
         decides how a shuffling loader shuffles, independently of the number of ranks. `lists`
         states what the lists in a batch that is cut hold: samples, or columns as in a tuple.
+        With `balance`, parts follow the speeds of ranks, measured while training, on CPUs: then the
+        training thread of every rank iterates over it, and every tenth batch is collective.
         """
         self._parts.engine.check_open()
-        return self._shards.shard(loader, seed, weight, lists)
+        if balance and self.device.type != "cpu":
+            raise ValueError("balance=True: speeds are measured on CPUs only; leave it out")
+        return self._shards.shard(loader, seed, weight, lists, balance=balance)
 
     def mean(self, value: float | Tensor, weight: float = 1.0) -> float | Tensor:
         """Return the mean over all ranks, in fp64, weighted for example by samples. Collective.

@@ -1,6 +1,7 @@
 """The gradients of an optimizer: their weights, their reduction by backward, and access to them."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -33,6 +34,13 @@ class ReducingOptimizer(ShardedOptimizer):
     def waited_s(self) -> float:
         """Seconds so far in which backward and `step` finished reductions of gradients."""
         return self._reduction.waited_s
+
+    def call_after_backward(self, action: Callable[[], None] | None) -> None:
+        """Call `action` whenever backward has computed all gradients, before it waits for others.
+
+        Local. None: no longer.
+        """
+        self._reduction.before_finish = action
 
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.

@@ -1,7 +1,7 @@
 """The reduction of a step's gradients over ranks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -66,6 +66,7 @@ class StepReduction:
         self.used = set[str]()  # parameters with a gradient so far, where a hook keeps some of it
         self._finished_weight: float | None = None  # of what was reduced since the last step
         self.waited_s = 0.0  # in `finish`
+        self.before_finish: Callable[[], None] | None = None  # called when it begins
 
     @property
     def group(self) -> Collectives:
@@ -93,6 +94,8 @@ class StepReduction:
         differ.
         """
         start = time.perf_counter()
+        if self.before_finish is not None:
+            self.before_finish()
         try:
             self._finish()
         finally:

@@ -35,11 +35,16 @@ None: samples if no entry is a tensor or array with dimensions; columns if some 
 Rows: TypeAlias = slice
 
 
-def share_of(samples: int, rank: int, size: int) -> tuple[Rows, int]:
-    """Return a rank's rows of a batch, or the stand-in's, and the rank's number of samples."""
+def share_of(
+    samples: int, rank: int, size: int, bounds: Sequence[int] | None = None
+) -> tuple[Rows, int]:
+    """Return a rank's rows of a batch, or the stand-in's, and the rank's number of samples.
+
+    `bounds` are those of the ranks' parts; None makes these equal to within one.
+    """
     if samples == 0:
         raise ValueError("the loader made a batch of no samples: leave it out")
-    start, stop = split(samples, size)[rank : rank + 2]
+    start, stop = (bounds or split(samples, size))[rank : rank + 2]
     return (slice(start, stop), stop - start) if start < stop else (slice(0, 1), 0)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
-from mntrain.data.cutting import Lists, cut, length_of, share_of
+from mntrain.data.cutting import Lists, cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.source import Part, Pass, ShardContext, Source, rebuilt
 from mntrain.data.streams import StreamSource
@@ -75,7 +75,10 @@ class ShardedLoader:
     no stand-ins are handed out, so each sample is seen once, and ranks may get unequal numbers of
     batches. The optimizers are told nothing.
 
-    Local, but for training on an IterableDataset with streams of its own for each worker. A source
+    With `balance` in the context, parts are in proportion to the ranks' speeds instead of equal.
+
+    Local, but for training with `balance`, which is iterated by the training thread, or on an
+    IterableDataset with streams of its own for each worker. A source
     of randomness other than the default generators, such as a sampler with its own generator, must
     be seeded alike on all ranks by the caller. Raises ValueError for a loader with a
     DistributedSampler, whose batches are sharded already; iterating, ValueError for an empty batch
@@ -107,6 +110,7 @@ class ShardedLoader:
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
+        self._number = 0  # of training passes
 
     @property
     def epoch(self) -> int:
@@ -131,7 +135,10 @@ class ShardedLoader:
             self._passes.epoch = state["epoch"] + 1
         seed = mixed_seed(self._seed, state["epoch"])
         own_seed = mixed_seed(seed, self._context.rank)
-        this = Pass(own_seed, seed, state["batches"], state["stream"], stand_ins=training)
+        self._number += training
+        this = Pass(
+            own_seed, seed, state["batches"], state["stream"], training, number=self._number
+        )
         if not training:
             return (part.batch for part in self._source.parts(this))
         if self._passes.left_early:
@@ -175,6 +182,9 @@ class ShardedLoader:
         # Batches that were drawn but not used yet keep their weight: a prefetcher trains them after
         # the end, and so may the caller of next(iter(...)). If the pass was left early, the next
         # one drops them.
+        balance = self._context.balance
+        if balance is not None:
+            balance.begin_pass()
         try:
             for part in self._source.parts(this):
                 state["batches"] += 1
@@ -183,6 +193,8 @@ class ShardedLoader:
                 self._drawn.drawn += 1
                 self._context.expect(own, part.total, part.digest, self._drawn)
                 yield part.batch
+                if balance is not None:
+                    balance.batch_done(part.own, part.total)
         except GeneratorExit:
             self._passes.left_early = True
             raise
@@ -225,7 +237,7 @@ class _CutSource:
             if index < this.done:
                 continue
             total = length_of(batch, self._lists)
-            rows, own = share_of(total, self._context.rank, self._context.size)
+            rows, own = self._context.part_of(total, this, index)
             if own or this.stand_ins:
                 yield Part(cut(batch, rows, self._lists), own, total)
 
@@ -265,7 +277,7 @@ class _ShardSampler:
         for number, batch in enumerate(_seeded(self._batches, this.seed, list)):
             if number < this.done:
                 continue
-            rows, own = share_of(len(batch), self._context.rank, self._context.size)
+            rows, own = self._context.part_of(len(batch), this, number)
             if own or this.stand_ins:
                 parts.append(Part(None, own, len(batch), _digest(batch)))
                 yield batch[rows]

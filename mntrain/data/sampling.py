@@ -3,11 +3,13 @@
     epoch:    a permutation of the samples, a function of (seed, epoch)
     step:     the next batch_size samples: the global batch   [------------------------]
     rank:     a contiguous share of the global batch          [-------|--------|-------]
+              (of equal size, unless `mntrain.data.shares` says otherwise)
     worker:   micro-batches whose sizes differ by at most 1   [---|---|----|---|---|---]
 
-Every level is a closed form of the step, the rank and the size. The global order is therefore the
-same on any number of ranks, and a job resumes by starting at a later step. The random numbers that
-a dataset draws for a sample are a function of the seed, the step and the sample.
+Every level but unequal shares is a closed form of the step, the rank and the size. The global order
+is therefore the same on any number of ranks, and a job resumes by starting at a later step. The
+random numbers that a dataset draws for a sample are a function of the seed, the step and the
+sample.
 
 Nothing in this module communicates.
 """
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from mntrain.data.permutation import permuted
 from mntrain.data.randomness import SeededDraws, mixed_seed, seed_all
+from mntrain.data.shares import BatchNumber, Shares
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
@@ -56,6 +59,7 @@ class SamplingPlan:
     shuffle: bool = True  # False: the dataset's order in every epoch
     drop_last: bool = False
     origin: Position = BEGIN
+    shares: Shares | None = None  # None: equal
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -77,29 +81,30 @@ class SamplingPlan:
 
     def position(self, step: int) -> Position:
         """Return where a step begins."""
-        epoch, start, _ = self._share_bounds(step, 0, 1)
+        epoch, start, _ = self._batch_bounds(step)
         return Position(step, epoch, start)
 
     def length(self, step: int) -> int:
         """Return the number of samples in a step's global batch."""
-        _, start, stop = self._share_bounds(step, 0, 1)
+        _, start, stop = self._batch_bounds(step)
         return stop - start
 
     def indices(self, step: int) -> Tensor:
         """Return the samples of a step's global batch, new, 1-D int64."""
-        return self.share(step, 0, 1)
+        return self._samples(*self._batch_bounds(step))
 
     def share(self, step: int, rank: int, size: int) -> Tensor:
         """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
-        epoch, start, stop = self._share_bounds(step, rank, size)
-        if not self.shuffle:
-            return torch.arange(start, stop)
-        return torch.from_numpy(permuted(start, stop, self.samples, self.seed, epoch))
+        return self._samples(*self._share_bounds(step, rank, size))
+
+    def share_length(self, step: int, rank: int, size: int) -> int:
+        """Return the number of samples in a rank's share of a step."""
+        _, start, stop = self._share_bounds(step, rank, size)
+        return stop - start
 
     def micro_batch_count(self, step: int, rank: int, size: int, micro_batch_size: int) -> int:
         """Return the number of a rank's micro-batches in a step, without computing them."""
-        _, start, stop = self._share_bounds(step, rank, size)
-        return -(-(stop - start) // micro_batch_size)
+        return -(-self.share_length(step, rank, size) // micro_batch_size)
 
     def micro_batches(
         self, step: int, rank: int, size: int, micro_batch_size: int
@@ -113,8 +118,23 @@ class SamplingPlan:
         bounds = split(len(share), count) if count else ()
         return [share[low:high] for low, high in pairwise(bounds)]
 
+    def _samples(self, epoch: int, start: int, stop: int) -> Tensor:
+        """Return the samples at [start, stop) of an epoch's order."""
+        if not self.shuffle:
+            return torch.arange(start, stop)
+        return torch.from_numpy(permuted(start, stop, self.samples, self.seed, epoch))
+
     def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of a rank's share in the epoch's order."""
+        epoch, start, stop = self._batch_bounds(step)
+        if self.shares is None:
+            bounds = split(stop - start, size)
+        else:
+            bounds = self.shares.bounds(stop - start, BatchNumber(0, step))
+        return epoch, start + bounds[rank], start + bounds[rank + 1]
+
+    def _batch_bounds(self, step: int) -> tuple[int, int, int]:
+        """Return the step's epoch, and the [start, stop) of its batch in the epoch's order."""
         since = step - self.origin.step
         assert since >= 0, "the plan begins later"
         epoch, start = self.origin.epoch, self.origin.offset + since * self.batch_size
@@ -122,8 +142,7 @@ class SamplingPlan:
         if since >= left:
             epochs, batch = divmod(since - left, self.steps_per_epoch)
             epoch, start = epoch + 1 + epochs, batch * self.batch_size
-        bounds = split(min(self.batch_size, self.samples - start), size)
-        return epoch, start + bounds[rank], start + bounds[rank + 1]
+        return epoch, start, min(start + self.batch_size, self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mntrain.data.loader import PassesByDataset, ShardedLoader
+from mntrain.data.loader_balance import LoaderBalance
 from mntrain.data.source import ShardContext
 from zero.optimizer import ZeroOptimizer
 from zero.step_weights import BatchSource
@@ -16,9 +17,15 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local."""
 
     def __init__(
-        self, rank: int, size: int, gather: Callable[..., Any], optimizers: Sequence[ZeroOptimizer]
+        self,
+        rank: int,
+        size: int,
+        gather: Callable[..., Any],
+        waited_s: Callable[[], float],
+        optimizers: Sequence[ZeroOptimizer],
     ) -> None:
         self._rank, self._size, self._gather, self._optimizers = rank, size, gather, optimizers
+        self._waited_s = waited_s
         self._passes = PassesByDataset()
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
@@ -29,6 +36,8 @@ class ShardRegistry:
         seed: int,
         weight: Callable[[Any], float] | None,
         lists: Literal["samples", "columns"] | None,
+        *,
+        balance: bool,
     ) -> ShardedLoader:
         """Return the shard of a loader. See `World.shard`."""
         if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
@@ -36,10 +45,20 @@ class ShardRegistry:
                 f"loader is of type {type(loader).__name__}: give a torch DataLoader, or another "
                 "iterable of global batches"
             )
-        key = id(loader), seed, id(weight), lists
+        if balance and isinstance(getattr(loader, "dataset", None), IterableDataset):
+            raise ValueError(
+                "balance=True: the samples of an IterableDataset are divided equally; give a "
+                "loader of a dataset with __len__ and __getitem__, or leave it out"
+            )
+        key = id(loader), seed, id(weight), lists, balance
         shard = self._shards.get(key)
         if shard is None:
-            context = ShardContext(self._rank, self._size, self._gather, self._expect, self._forget)
+            plan = None
+            if balance and self._size > 1:
+                plan = LoaderBalance(self._size, self._gather, self._waited_s)
+            context = ShardContext(
+                self._rank, self._size, self._gather, self._expect, self._forget, plan
+            )
             passes = self._passes.of(loader)
             shard = ShardedLoader(loader, context, passes, seed=seed, weight=weight, lists=lists)
             self._shards[key] = shard

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
+from mntrain.data.cutting import Rows, share_of
+from mntrain.data.loader_balance import LoaderBalance
+from mntrain.data.shares import BatchNumber
 from zero.step_weights import BatchSource
 
 
@@ -22,6 +25,14 @@ class ShardContext:
     gather: Callable[[Any], list[Any]]  # collective: every rank's object, by rank
     expect: Callable[[float, int, int | None, BatchSource], None]
     forget: Callable[[bool], None]
+    balance: LoaderBalance | None = None  # None: equal parts
+
+    def part_of(self, samples: int, this: "Pass", number: int) -> tuple[Rows, int]:
+        """Return this rank's rows of a batch of a pass, or a stand-in's, and its samples."""
+        bounds = None
+        if self.balance is not None and this.stand_ins:
+            bounds = self.balance.bounds(samples, BatchNumber(this.number, number))
+        return share_of(samples, self.rank, self.size, bounds)
 
 
 class Pass(NamedTuple):
@@ -32,6 +43,7 @@ class Pass(NamedTuple):
     done: int  # batches to skip, of a pass that was begun before
     stream: Any  # where a stream continues; None: behind `done` batches
     stand_ins: bool  # whether a rank without samples gets some of another
+    number: int = 0  # of the training passes of its loader
 
 
 class Part(NamedTuple):

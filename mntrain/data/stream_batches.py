@@ -30,7 +30,8 @@ class _Place(NamedTuple):
     epoch: int
     batches: int  # of the epoch, so far
     stream: Any  # `mntrain.data.source.Part.stream`
-    samples: int
+    samples: int  # over all ranks
+    own: int  # of this rank
 
 
 class StreamBatches:
@@ -68,7 +69,7 @@ class StreamBatches:
             seed,
             options.rank,
         )
-        self._begin = _Place(0, 0, None, 0)
+        self._begin = _Place(0, 0, None, 0, 0)
         self._places: dict[int, _Place] = {}  # of the last two steps: the last one may fail
         self._settled: _Place = self._begin
 
@@ -85,13 +86,13 @@ class StreamBatches:
             yield micro_batches
 
     def _parts(self) -> Iterator[tuple[list[Any], _Place]]:
-        epoch, done, stream, _ = self._begin
+        epoch, done, stream, *_ = self._begin
         for number in count(epoch):
             seed = mixed_seed(self._seed, number)
             this = Pass(mixed_seed(seed, self._rank), seed, done, stream, stand_ins=True)
             for part in self._source.parts(this):
                 done += 1
-                place = _Place(number, done, part.stream, part.total)
+                place = _Place(number, done, part.stream, part.total, part.own)
                 yield part.batch if part.own else [], place
             if not done:
                 raise ValueError("the training stream has no samples: give at least one")
@@ -100,6 +101,10 @@ class StreamBatches:
     def length(self, step: int) -> int:
         """Return the number of samples of one of the last two steps, over all ranks."""
         return self._places[step].samples
+
+    def own_length(self, step: int) -> int:
+        """Return the number of samples of this rank in one of the last two steps."""
+        return self._places[step].own
 
     def settle(self, step: int) -> tuple[int, int]:
         """Let the state be that behind one of the last two steps; return its epoch and batches."""
@@ -119,4 +124,6 @@ class StreamBatches:
 
         Unless each reader has a stream of its own: then on as many.
         """
-        self._begin = self._settled = _Place(state["epoch"], state["batches"], state["stream"], 0)
+        self._begin = self._settled = _Place(
+            state["epoch"], state["batches"], state["stream"], 0, 0
+        )

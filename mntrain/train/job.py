@@ -23,6 +23,7 @@ from mntrain.run.directory import start_recording
 from mntrain.run.signals import Deadline
 from mntrain.sync import LocalSGD
 from mntrain.train import run_directory
+from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
 from mntrain.train.evaluation import BestMetric, EarlyStopping
 from mntrain.train.fingerprint import differences
@@ -159,6 +160,7 @@ class TrainingJob:
         """Set up reports, checkpointing and the learning rate; load a checkpoint. Collective."""
         resumed = self.resumed
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
+        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
         self.best = BestMetric(config.checkpoint.best)

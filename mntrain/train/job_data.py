@@ -9,6 +9,7 @@ from mntrain import tasks
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data import sampling
+from mntrain.data.shares import Shares
 from mntrain.data.stream_batches import StreamBatches
 from mntrain.train.data_digest import detached
 from mntrain.world import World
@@ -40,6 +41,10 @@ class JobData:
         )
         size, seed, drop_last = config.train.batch_size, config.run.seed, config.data.drop_last
         self.samples = 0  # of an epoch; 0: of a stream
+        self.full_batch = size  # samples of a step, unless an epoch has fewer left
+        stream = isinstance(train, IterableDataset)
+        self.shares = choose_shares(config, world.size, stream=stream)
+        self.can_balance = not stream and config.sync.mode == "every-step"
         if isinstance(train, IterableDataset):
             self.stream = StreamBatches(
                 train, self._options, size, seed, drop_last=drop_last, gather=world.gather
@@ -50,7 +55,12 @@ class JobData:
         self.samples = len(cast(Sized, self._train))
         origin = _find_origin(resumed, self.samples)
         self._plan = sampling.SamplingPlan(
-            self.samples, size, seed, drop_last=drop_last, origin=origin
+            self.samples,
+            size,
+            seed,
+            drop_last=drop_last,
+            origin=origin,
+            shares=self.shares,
         )
 
     def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
@@ -81,6 +91,12 @@ class JobData:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
         return self.stream.length(step) if self.stream else self._plan.length(step - 1)
 
+    def own_samples(self, step: int) -> int:
+        """Return the number of samples of this rank in a step, 1 for the first."""
+        if self.stream:
+            return self.stream.own_length(step)
+        return self._plan.share_length(step - 1, self._options.rank, self._options.size)
+
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the offset of the first sample after a step, 1 for the first.
 
@@ -90,6 +106,37 @@ class JobData:
             return self.stream.settle(step)
         _, epoch, offset = self._plan.position(step)
         return epoch, offset
+
+
+def choose_shares(config: Config, size: int, *, stream: bool) -> Shares | None:
+    """Return the shares of ranks of unequal speed; None if they are equal, as on one rank.
+
+    Raises ValueError for speeds of ranks that do not exist, and where shares must be equal.
+    """
+    balance = config.balance
+    if balance.mode == "off":
+        return None
+    option = f"--balance.mode {balance.mode}"
+    if stream:
+        raise ValueError(
+            f"{option}: the training data is an IterableDataset, whose samples are divided "
+            "equally; give a dataset with __len__ and __getitem__, or leave it out"
+        )
+    if config.sync.mode != "every-step":
+        raise ValueError(
+            f"{option}: with --sync.mode {config.sync.mode}, each node counts the same in an "
+            "exchange, whatever its samples; give one of the two"
+        )
+    if config.train.batch_size < size:
+        raise ValueError(
+            f"{option}: --train.batch-size {config.train.batch_size} has no sample for each of "
+            f"the {size} ranks; give at least {size}"
+        )
+    try:
+        shares = Shares(size, balance.speeds)
+    except ValueError as error:
+        raise ValueError(f"--balance.speed {' '.join(balance.speed)}: {error}") from None
+    return shares if size > 1 else None
 
 
 def _find_origin(resumed: FoundCheckpoint | None, samples: int) -> sampling.Position:

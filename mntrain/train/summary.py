@@ -179,6 +179,9 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
+    used = resources(world, [job.optimizer])
+    for rank, own in zip(used["ranks"], job.balancing.by_rank(), strict=True):
+        rank.update(own)
     return {
         "status": result.status,
         "steps": last.step if last else job.done,
@@ -197,10 +200,11 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
         "run_dir": str(job.run_dir),
-        **resources(world, [job.optimizer]),
+        **used,
         "reason": result.reason,
         "resumed_from": str(job.resumed.path) if job.resumed else None,
         **job.checkpointing.summary(),
+        **job.balancing.summary(),
         **({"error": str(result.error)} if result.error else {}),
     }
 

@@ -161,7 +161,8 @@ class Trainer:
         with self._failed_step.caught():
             with timer("data"):
                 micro_batches = next(self._job.batches)
-            self._forward_backward(micro_batches, timer)
+            with self._job.balancing.computing(step, timer):
+                self._forward_backward(micro_batches, timer)
         with timer("reduce_wait"):
             self._counts.end_step()
             self._optimizer.synchronize()
@@ -211,6 +212,7 @@ class Trainer:
         skips = self._config.optim.non_finite == "skip" or precision.loss_scale == "dynamic"
         if means.nonfinite and not skips:
             raise self._stopped(f"in step {step}, the loss is {means.nonfinite}")
+        self._job.balancing.after_reduction(step)
         return means
 
     def _local_values(self) -> dict[str, float]:

@@ -38,6 +38,15 @@ def test_scripts_whose_ranks_differ_train_on_four():
 
 @pytest.mark.thorough
 @pytest.mark.timeout(660)
+def test_scripts_train_as_under_ddp_at_the_stages_that_are_left_out_on_two_ranks(request):
+    """On three ranks, the pairs of script and stage that are marked thorough."""
+    if request.config.getoption("--all") and not request.config.getoption("--rest"):
+        pytest.skip("all scripts run on three ranks instead")
+    check(3, "-m", "thorough", everything=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(660)
 def test_all_scripts_train_as_under_ddp():
     """On three ranks, at every stage."""
     check(3, everything=True)

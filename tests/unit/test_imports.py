@@ -23,6 +23,7 @@ LAYERS = [
     },
     {"mntrain.checks", "mntrain.config_types"},
     {
+        "mntrain.balance_config",
         "mntrain.comm",
         "mntrain.kernels",
         "mntrain.data",

@@ -1,0 +1,165 @@
+"""Throughput of ranks of unequal speed, with equal parts of each batch and with balanced ones.
+
+    python benchmarks/unequal.py [--steps 160] [--rounds 3] [--batch-size 32]
+
+Two ranks train the built-in task, each bound to a core; processes that compute on rank 1's core
+slow it down. Jobs with `--balance.mode off` and `throughput` take turns. The ideal is the sum of
+what both ranks compute in a second of their own time, in the jobs with equal parts of the same
+round. A last job is slowed in its middle only, and its parts are plotted. Needs two cores. Writes
+docs/results/unequal.md and its figures, and docs/img/unequal.svg. Takes about 20 minutes.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import figures
+import option_types
+import torch
+from emulated import HERE, environment_line, facts, folders, here, output_of, write
+
+COMPETITORS = (0, 1, 3)
+MODES = ("off", "throughput")
+LIMIT_S = 1800  # for one job
+WARM = 0.4  # of the steps of a job, in which shares may still change
+
+
+def main() -> int:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=option_types.count, default=160)
+    parser.add_argument("--rounds", type=option_types.count, default=3)
+    parser.add_argument("--batch-size", type=option_types.count, default=32)
+    parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
+    options = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        parser.error("two cores are needed, one for each rank")
+    page: dict[str, Any] = {**facts(), "torch": torch.__version__, "jobs": []}
+    page |= {"steps": options.steps, "batch_size": options.batch_size}
+    for number in range(options.rounds):
+        for competitors in COMPETITORS:
+            for mode in MODES if number % 2 else MODES[::-1]:
+                job = train(mode, competitors, (2, options.steps), options.steps, options)
+                page["jobs"].append({"round": number, **job})
+                print(f"round {number}: {competitors} competitors, {mode}", file=sys.stderr)
+    middle = options.steps // 2, 3 * options.steps // 2
+    page["release"] = train("throughput", 1, middle, 5 * options.steps // 2, options)
+    page["release"]["slowed"] = middle
+    results, images = folders(options.output)
+    write(results, "unequal", page, report(page))
+    plot(page["release"], images / "unequal.svg")
+    return 0
+
+
+def train(
+    mode: str, competitors: int, slowed: tuple[int, int], steps: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Train once, and return the command and what ranks have done; steps `slowed` are slow."""
+    words = {
+        "task": "unequal_task:UnequalTask",
+        "train.steps": steps,
+        "train.batch-size": options.batch_size,
+        "train.micro-batch-size": 4,
+        "train.eval-every": 0,
+        "balance.mode": mode,
+    }
+    command = "mpirun -n 2 python -m mntrain " + " ".join(f"--{n} {v}" for n, v in words.items())
+    first, last = slowed
+    settings = {"COMPETITORS": f"1:{competitors}:{first}:{last}", "OMP_NUM_THREADS": "1"}
+    path = f"{HERE / 'ranks'}{os.pathsep}{HERE.parent}"
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        env = here() | settings | {"PYTHONPATH": path}
+        output_of([*shlex.split(command), "--run.dir", str(run)], env, LIMIT_S)
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((run / "summary.json").read_text())
+    seconds = [record["step_s"] for record in records]
+    return {
+        "command": command,
+        "mode": mode,
+        "competitors": competitors,
+        "samples_per_s": options.batch_size / median(seconds[int(WARM * len(seconds)) :]),
+        "own_samples_per_s": [rank["samples"] / rank["own_s"] for rank in summary["ranks"]],
+        "shares": summary.get("shares", []),
+        "step_s": seconds,
+    }
+
+
+def report(page: dict[str, Any]) -> str:
+    """Return the page as Markdown."""
+    lines = [
+        "# Ranks of unequal speed",
+        "",
+        f"{environment_line(page, {'torch': page['torch']})}. The built-in task with its default "
+        f"model of 0.9 M parameters, {page['batch_size']} windows of 128 bytes a step, "
+        f"{page['steps']} steps, two ranks that are bound to one core each. Processes that compute "
+        "compete for the core of rank 1. Samples per second are those of the median step after the "
+        f"first {WARM:.0%}. The ideal is the sum of what each rank computes in a second of its own "
+        "time, from the jobs with equal parts of the same round; its median is shown, and the "
+        "ratios are medians over rounds (least to most). Command:",
+        "",
+        f"    {page['command']}",
+        "",
+        "| processes that compete | ideal, samples/s | equal parts | balanced | parts of rank 1 |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    for competitors in COMPETITORS:
+        jobs = [job for job in page["jobs"] if job["competitors"] == competitors]
+        rounds = sorted({job["round"] for job in jobs})
+        by_mode = {mode: [j for j in jobs if j["mode"] == mode] for mode in MODES}
+        by_mode = {mode: sorted(js, key=lambda job: job["round"]) for mode, js in by_mode.items()}
+        ideals = [sum(job["own_samples_per_s"]) for job in by_mode["off"]]
+        cells = []
+        for mode in MODES:
+            ratios = [by_mode[mode][r]["samples_per_s"] / ideals[r] for r in rounds]
+            cells.append(f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        parts = [last_part(job, page["batch_size"]) for job in by_mode["throughput"]]
+        of_batch = f"{min(parts)} to {max(parts)} of {page['batch_size']}"
+        row = [str(competitors), f"{median(ideals):.1f}", *cells, of_batch]
+        lines.append(f"| {' | '.join(row)} |")
+    first, last = page["release"]["slowed"]
+    lines += [
+        "",
+        f"A job whose rank 1 is slowed by one process in steps {first} to {last}:",
+        "",
+        "![samples of each rank by step](../img/unequal.svg)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def last_part(job: dict[str, Any], batch_size: int) -> int:
+    """Return the samples of rank 1 in the latest plan of a job."""
+    plans = job["shares"]
+    return int(plans[-1]["samples"][1]) if plans else batch_size // 2
+
+
+def plot(job: dict[str, Any], path: Path) -> None:
+    """Plot the samples of both ranks by step."""
+    steps = len(job["step_s"])
+    plans = [{"step": 1, "samples": [sum(job["shares"][0]["samples"]) // 2] * 2}, *job["shares"]]
+    lines = {}
+    for rank in range(2):
+        points = []
+        for plan, following in zip(plans, [*plans[1:], {"step": steps}], strict=True):
+            samples = plan["samples"][rank]
+            points += [(plan["step"], samples), (following["step"], samples)]
+        lines[f"rank {rank}"] = points
+    first, last = job["slowed"]
+    figures.line_chart(
+        path,
+        f"Samples of each rank; rank 1 is slowed from step {first} to {last}",
+        lines,
+        colors=dict(zip(lines, figures.OURS, strict=False)),
+        x_label="step",
+        y_label="samples of a step",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

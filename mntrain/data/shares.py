@@ -1,0 +1,155 @@
+"""Shares of a global batch in proportion to how fast ranks compute.
+
+    batch:   1 ... 10   11 ... 50      51 ... 100         ranks gather their speeds every 10 batches
+    shares:  equal      first plan     next one, if it pays
+
+Each rank adds up its samples and the seconds of its own computing. All ranks derive the same shares
+from the numbers of all. A share is a contiguous part of the batch, so the global order of samples
+is that of equal shares.
+
+Nothing in this module communicates.
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from zero.layout import split
+
+CALIBRATION = 10  # batches with equal shares, or with those of given speeds
+INTERVAL = 10  # batches between the collections of speeds
+REVISION = 50  # batches between revisions of the shares
+SMOOTHING = 0.3  # weight of the latest interval in the exponential mean of a rank's speed
+LEAST = 0.05  # of the equal share, that every rank gets at least
+GAIN = 1.05  # by which a revision must shorten the expected time of a batch
+
+
+class BatchNumber(NamedTuple):
+    """A batch of a pass over a loader; a job has one pass, whose batches are its steps."""
+
+    of_pass: int
+    batch: int
+
+
+class Pace(NamedTuple):
+    """What a rank has done since the last collection, and the last batch that it has drawn."""
+
+    samples: int
+    seconds: float
+    drawn: BatchNumber
+
+
+def share_bounds(samples: int, size: int, speeds: Sequence[float] | None) -> tuple[int, ...]:
+    """Return the size + 1 bounds of the ranks' parts of a batch.
+
+    `speeds` are in samples per second, by rank; None gives parts that are equal to within one.
+    """
+    return split(samples, size) if speeds is None else _bounds_by_speed(samples, tuple(speeds))
+
+
+@lru_cache(maxsize=64)
+def _bounds_by_speed(samples: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """Return bounds with which the slowest part of a batch takes as little time as possible.
+
+    Every rank gets at least `LEAST` of an equal part, and a sample if there are enough.
+    """
+    size, total = len(speeds), sum(speeds)
+    least = max(1, math.ceil(LEAST * samples / size)) if samples >= size else 0
+    counts = [max(least, int(samples * speed / total)) for speed in speeds]
+    while (left := samples - sum(counts)) > 0:
+        counts[min(range(size), key=lambda r: ((counts[r] + 1) / speeds[r], r))] += 1
+    for _ in range(-left):
+        spare = (rank for rank in range(size) if counts[rank] > least)
+        counts[max(spare, key=lambda r: (counts[r] / speeds[r], r))] -= 1
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return tuple(bounds)
+
+
+class Shares:
+    """The shares of all ranks from each batch on. Every rank holds an equal one.
+
+    `hints` are relative speeds that are known before any was measured, by rank; others have 1. They
+    hold until the end of the calibration. Raises ValueError for a rank that does not exist and for
+    a speed that is not above 0.
+    """
+
+    def __init__(self, size: int, hints: Mapping[int, float] | None = None) -> None:
+        for rank, ratio in (hints or {}).items():
+            if not 0 <= rank < size:
+                raise ValueError(
+                    f"speed {ratio:g} is of rank {rank}: give ranks from 0 to {size - 1}"
+                )
+            if not 0 < ratio < math.inf:
+                raise ValueError(f"the speed of rank {rank} is {ratio:g}: give a number above 0")
+        self.size = size
+        hinted = tuple(float((hints or {}).get(rank, 1.0)) for rank in range(size))
+        self._speeds: list[tuple[float, ...] | None] = [hinted if hints else None]
+        self._starts = [BatchNumber(0, 0)]  # of the speeds, in order
+        self._drawn = BatchNumber(0, 0)
+        self._measured: tuple[float, ...] | None = None  # smoothed
+        self._since = 0  # batches since the last revision
+        self._calibrated = False
+
+    @property
+    def drawn(self) -> BatchNumber:
+        """The last batch whose bounds this rank has asked for."""
+        return self._drawn
+
+    def bounds(self, samples: int, batch: BatchNumber) -> tuple[int, ...]:
+        """Return the bounds of the ranks' parts of a batch: see `share_bounds`."""
+        self._drawn = max(self._drawn, batch)
+        speeds = self._speeds[bisect(self._starts, batch) - 1]
+        return share_bounds(samples, self.size, speeds)
+
+    def counts(self, samples: int) -> list[int]:
+        """Return the samples of each rank in a batch under the latest plan."""
+        bounds = share_bounds(samples, self.size, self._speeds[-1])
+        return [stop - start for start, stop in pairwise(bounds)]
+
+    def revise(self, paces: Sequence[Pace], samples: int) -> BatchNumber | None:
+        """Take the paces of all ranks over an interval, and revise the shares if that is due.
+
+        `samples` is the size of a batch. Returns the first batch with new shares, which no rank has
+        drawn yet; None if the shares stay. The same on all ranks, for the same paces.
+        """
+        self._measured = smoothed(self._measured, paces)
+        self._since += INTERVAL
+        due = CALIBRATION if not self._calibrated else REVISION
+        if self._measured is None or self._since < due:
+            return None
+        self._since, self._calibrated = 0, True
+        now = batch_seconds(samples, self._measured, self._speeds[-1])
+        then = batch_seconds(samples, self._measured, self._measured)
+        if now < GAIN * then:
+            return None
+        last = max(pace.drawn for pace in paces)
+        first = BatchNumber(last.of_pass, last.batch + 1)
+        self._speeds.append(self._measured)
+        self._starts.append(first)
+        return first
+
+
+def smoothed(before: tuple[float, ...] | None, paces: Sequence[Pace]) -> tuple[float, ...] | None:
+    """Return the exponential means of the ranks' speeds, in samples per second.
+
+    A rank that has computed nothing keeps its speed. None as long as a rank has none.
+    """
+    speeds = []
+    for rank, pace in enumerate(paces):
+        old = before[rank] if before else None
+        new = pace.samples / pace.seconds if pace.samples and pace.seconds > 0 else old
+        if new is None:
+            return None
+        speeds.append(new if old is None else SMOOTHING * new + (1 - SMOOTHING) * old)
+    return tuple(speeds)
+
+
+def batch_seconds(samples: int, speeds: Sequence[float], planned: Sequence[float] | None) -> float:
+    """Return the time of the slowest rank for a batch that is divided by `planned` speeds."""
+    bounds = share_bounds(samples, len(speeds), planned)
+    return max((bounds[r + 1] - bounds[r]) / speed for r, speed in enumerate(speeds))

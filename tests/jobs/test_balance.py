@@ -1,0 +1,103 @@
+"""Jobs whose ranks differ in speed: shares follow it, and nothing else changes."""
+
+import pytest
+from job import completed, losses, losses_alone, metrics, summary, train
+
+# A language model whose loss takes longer on rank 1, until the step in SLOW_UNTIL.
+SLOW = '''
+import os, time
+from mntrain.tasks.lm import LanguageModel
+
+RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+UNTIL = int(os.environ["SLOW_UNTIL"])
+
+class Slow(LanguageModel):
+    """Every sample takes 12 ms, and 60 ms on rank 1."""
+    steps = 0
+    def loss(self, model, batch):
+        slow = RANK == 1 and self.steps < UNTIL
+        time.sleep((0.06 if slow else 0.012) * len(batch))
+        return super().loss(model, batch)
+    def on_step(self, record):
+        self.steps = record.step
+'''
+STEPS = ["--train.steps", "25", "--train.eval-every", "0"]
+BALANCED = [*STEPS, "--balance.mode", "throughput"]
+
+
+def train_slow(ranks, folder, *options, until=1000):
+    (folder / "slow_task.py").write_text(SLOW)
+    env = {"SLOW_UNTIL": str(until)}
+    return completed(train(ranks, folder, *options, "--task", "slow_task:Slow", env=env))
+
+
+def expect_losses(folder, expected):
+    assert losses(folder) == pytest.approx(expected, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (3, ["--zero.stage", "2"]),
+        pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.thorough),
+        pytest.param(
+            4,
+            ["--zero.stage", "1", "--comm.ranks-per-node", "2"],
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_a_slow_rank_gets_fewer_samples_and_the_losses_stay(tmp_path, ranks, options):
+    result = train_slow(ranks, tmp_path, *BALANCED, *options)
+    plans = summary(tmp_path)["shares"]
+    assert plans[0]["step"] > 10
+    assert all(sum(plan["samples"]) == 8 for plan in plans)
+    assert all(plan["samples"][1] < min(plan["samples"][::2]) for plan in plans)
+    assert "balance: from step" in result.stdout
+    expect_losses(tmp_path, losses_alone(*STEPS))
+
+
+def test_a_slow_rank_is_named_with_its_phase_if_shares_are_equal(tmp_path):
+    result = train_slow(2, tmp_path, *STEPS)
+    found = summary(tmp_path)["stragglers"]
+    assert [(one["rank"], one["phase"]) for one in found] == [(1, "forward")]
+    assert found[0]["ratio"] > 1.5
+    assert "times as long for a sample as the other ranks (median), mostly in forward" in (
+        result.stderr
+    )
+    assert "--balance.mode throughput would" in result.stderr
+    assert "shares" not in summary(tmp_path)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_recovers_gets_its_samples_back(tmp_path):
+    steps = ["--train.steps", "75", "--train.eval-every", "0"]
+    train_slow(2, tmp_path, *steps, "--balance.mode", "throughput", until=20)
+    plans = summary(tmp_path)["shares"]
+    assert plans[0]["samples"][1] <= 2
+    assert plans[-1]["samples"][1] >= 3
+    expect_losses(tmp_path, losses_alone(*steps))
+
+
+@pytest.mark.thorough
+def test_a_balanced_run_continues_on_another_number_of_ranks(tmp_path):
+    train_slow(3, tmp_path, *BALANCED, "--run.stop-after", "15")
+    train_slow(2, tmp_path, *BALANCED)
+    assert len(metrics(tmp_path)) == 25
+    expect_losses(tmp_path, losses_alone(*STEPS))
+
+
+def test_hints_count_from_the_first_step(tmp_path):
+    options = ["--balance.mode", "throughput", "--balance.speed", "1:0.2"]
+    completed(train(2, tmp_path, *options))
+    expect_losses(tmp_path, losses_alone())
+    samples = [rank["samples"] for rank in summary(tmp_path)["ranks"]]
+    assert samples == [6 * 7, 6 * 1]
+
+
+def test_what_cannot_be_balanced_is_refused_before_any_work(tmp_path):
+    options = ["--balance.mode", "throughput", "--balance.speed", "5:0.5"]
+    result = train(2, tmp_path, *options)
+    assert result.returncode == 2
+    assert result.stderr.count("--balance.speed 5:0.5: speed 0.5 is of rank 5") == 1
+    assert not (tmp_path / "run").exists()

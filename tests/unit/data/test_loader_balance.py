@@ -1,0 +1,91 @@
+"""Loaders whose batches are divided by the speed of ranks, with clocks that tests set."""
+
+import time
+from itertools import chain
+
+import pytest
+import torch
+from sharding import Log, in_turns
+from torch.utils.data import DataLoader, TensorDataset
+
+from mntrain.data.loader import ShardedLoader
+from mntrain.data.loader_balance import LoaderBalance
+from mntrain.data.source import ShardContext
+
+SAMPLES, BATCH = 150, 6
+
+
+def loader(kind, workers=0):
+    data = TensorDataset(torch.arange(SAMPLES))
+    made = DataLoader(data, BATCH, shuffle=True, num_workers=workers)
+    return made if kind == "indexed" else CutLoader(made)
+
+
+class CutLoader:
+    """An iterable of whole batches, which ranks cut."""
+
+    def __init__(self, made):
+        self.made = made
+
+    def __iter__(self):
+        return (tuple(batch) for batch in self.made)
+
+
+def parts_by_rank(costs, kind="indexed", *, passes=1, workers=0, balance=True, saves=False):
+    """What each rank gets: for each pass a list of (samples, share); costs are seconds a sample.
+
+    With `saves`, rank 0 does something else for a long time after every fifth batch.
+    """
+
+    def body(rank, gather):
+        own = [0.0]
+        waited_s = lambda: time.perf_counter() - own[0]  # noqa: E731
+        log = Log()
+        plan = LoaderBalance(len(costs), gather, waited_s) if balance else None
+        context = ShardContext(rank, len(costs), gather, log.expect, log.forget, plan)
+        parts, taken = ShardedLoader(loader(kind, workers), context), []
+        for _ in range(passes):
+            taken.append([])
+            for (batch,) in parts:
+                taken[-1].append((batch.tolist(), log.shares[-1]))
+                own[0] += costs[rank] * log.shares[-1]
+                if saves and rank == 0 and len(taken[-1]) % 5 == 0:
+                    own[0] += 1000.0
+        with torch.no_grad():
+            seen = [sample for (batch,) in parts for sample in batch.tolist()]
+        return taken, seen
+
+    return in_turns(len(costs), body)
+
+
+def whole(by_rank, number):
+    """The samples of a pass in the order of batches, and the shares of each batch."""
+    rows = list(zip(*(taken[number] for taken, _ in by_rank), strict=True))
+    samples = [s for row in rows for part, share in row for s in part[:share]]
+    return samples, [tuple(share for _, share in row) for row in rows]
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("indexed", 0), ("cut", 0), ("indexed", 2)])
+def test_parts_follow_speeds_and_the_order_of_samples_stays(kind, workers):
+    by_rank = parts_by_rank([1.0, 2.0], kind, passes=2, workers=workers)
+    equal = parts_by_rank([1.0, 2.0], kind, passes=2, balance=False)
+    for number in range(2):
+        assert whole(by_rank, number)[0] == whole(equal, number)[0]
+    _, first = whole(by_rank, 0)
+    _, second = whole(by_rank, 1)
+    assert first[:10] == [(3, 3)] * 10
+    assert first[10 + 2 * workers :] == [(4, 2)] * (15 - 2 * workers)
+    assert second == [(4, 2)] * 25
+
+
+def test_evaluations_are_divided_equally_and_see_each_sample_once():
+    by_rank = parts_by_rank([1.0, 2.0, 1.0])
+    seen = [seen for _, seen in by_rank]
+    assert [len(samples) for samples in seen] == [50, 50, 50]
+    assert sorted(chain(*seen)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_equal_ranks_keep_equal_parts(saves):
+    _, shares = whole(parts_by_rank([1.0, 1.0, 1.0], saves=saves), 0)
+    assert shares == [(2, 2, 2)] * 25

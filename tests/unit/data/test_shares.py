@@ -1,0 +1,146 @@
+"""Shares of a batch by speed: what they are, and when they change."""
+
+from itertools import chain, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mntrain.data.sampling import SamplingPlan
+from mntrain.data.shares import (
+    INTERVAL,
+    LEAST,
+    REVISION,
+    BatchNumber,
+    Pace,
+    Shares,
+    batch_seconds,
+    share_bounds,
+    smoothed,
+)
+from zero.layout import split
+
+SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6).map(tuple)
+
+
+def counts(samples, speeds):
+    return [stop - start for start, stop in pairwise(share_bounds(samples, len(speeds), speeds))]
+
+
+def paces(speeds, drawn=0):
+    """An interval in which ranks had these speeds."""
+    return [Pace(100, 100 / speed, BatchNumber(0, drawn)) for speed in speeds]
+
+
+@given(st.integers(0, 500), SPEEDS)
+def test_shares_are_the_whole_batch_and_no_rank_is_left_out(samples, speeds):
+    parts = counts(samples, speeds)
+    size = len(speeds)
+    assert sum(parts) == samples
+    assert all(part >= 0 for part in parts)
+    if samples >= size:
+        assert min(parts) >= max(1, LEAST * samples / size)
+
+
+@given(st.integers(6, 300), st.lists(st.floats(0.5, 4), min_size=2, max_size=4).map(tuple))
+def test_no_move_of_a_sample_makes_a_batch_faster(samples, speeds):
+    parts, size = counts(samples, speeds), len(speeds)
+    taken = batch_seconds(samples, speeds, speeds)
+    assert taken == max(part / speed for part, speed in zip(parts, speeds, strict=True))
+    for giver in range(size):
+        for taker in set(range(size)) - {giver}:
+            moved = [part - (r == giver) + (r == taker) for r, part in enumerate(parts)]
+            if moved[giver] >= max(1, LEAST * samples / size):
+                assert max(p / s for p, s in zip(moved, speeds, strict=True)) >= taken
+
+
+def test_shares_are_in_proportion_to_speeds():
+    assert counts(40, (3.0, 1.0, 1.0)) == [24, 8, 8]
+    assert counts(100, (1000.0, 1.0)) == [97, 3]  # at least 5 % of 50
+
+
+def test_without_speeds_shares_are_equal():
+    assert share_bounds(11, 3, None) == split(11, 3)
+    assert Shares(3).bounds(11, BatchNumber(0, 7)) == split(11, 3)
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.data())
+def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
+    speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=size, max_size=size))
+    shares = Shares(size, dict(enumerate(speeds)))
+    equal = SamplingPlan(101, batch_size, seed=3)
+    plan = SamplingPlan(101, batch_size, seed=3, shares=shares)
+    for step in range(2 * equal.steps_per_epoch):
+        parts = [
+            [sample for micro in plan.micro_batches(step, r, size, 4) for sample in micro]
+            for r in range(size)
+        ]
+        assert [*chain(*parts)] == equal.indices(step).tolist() == plan.indices(step).tolist()
+        assert [len(part) for part in parts] == [
+            plan.share_length(step, r, size) for r in range(size)
+        ]
+        assert plan.position(step) == equal.position(step)
+
+
+def test_hints_hold_until_speeds_are_measured():
+    shares = Shares(2, {1: 0.25})
+    assert shares.bounds(20, BatchNumber(0, 0)) == (0, 16, 20)
+    first = shares.revise(paces((1.0, 1.0), drawn=12), 20)
+    assert first == BatchNumber(0, 13)
+    assert shares.bounds(20, BatchNumber(0, 12)) == (0, 16, 20)
+    assert shares.bounds(20, BatchNumber(0, 13)) == (0, 10, 20)
+
+
+def test_shares_change_behind_the_last_batch_that_any_rank_has_drawn():
+    shares = Shares(2)
+    shares.bounds(12, BatchNumber(0, 14))
+    assert shares.drawn == BatchNumber(0, 14)
+    by_rank = [Pace(100, 50.0, BatchNumber(0, 14)), Pace(100, 100.0, BatchNumber(0, 17))]
+    assert shares.revise(by_rank, 12) == BatchNumber(0, 18)
+    assert shares.bounds(12, BatchNumber(0, 17)) == (0, 6, 12)
+    assert shares.bounds(12, BatchNumber(0, 18)) == (0, 8, 12)
+    assert shares.bounds(12, BatchNumber(1, 0)) == (0, 8, 12)  # the next pass
+    assert shares.counts(12) == [8, 4]
+
+
+def test_shares_are_revised_after_the_calibration_and_then_now_and_again():
+    shares = Shares(2)
+    revised = []
+    for step in range(INTERVAL, 4 * REVISION, INTERVAL):
+        fast = 2.0 if step <= 60 else 6.0
+        if shares.revise(paces((fast, 1.0), drawn=step), 120):
+            revised.append(step)
+    # 10, then every 50 steps, if that pays: at 110 the mean still has some of the old speed.
+    assert revised == [10, 110, 160]
+    measured = 2.0 + 4.0 * (1 - 0.7**10)
+    assert shares.counts(120)[0] == pytest.approx(120 * measured / (measured + 1), abs=1)
+
+
+def test_noise_moves_nothing():
+    shares = Shares(4)
+    for step in range(INTERVAL, 10 * REVISION, INTERVAL):
+        noisy = [1 + 0.04 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(4)]
+        assert shares.revise(paces(noisy), 64) is None
+    assert shares.counts(64) == [16] * 4
+
+
+def test_speeds_are_exponential_means():
+    assert smoothed(None, paces((2.0, 1.0))) == (2.0, 1.0)
+    assert smoothed((2.0, 1.0), paces((1.0, 1.0))) == pytest.approx((1.7, 1.0))
+    idle = Pace(0, 0.0, BatchNumber(0, 0))
+    assert smoothed((2.0, 1.0), [idle, *paces((2.0,))]) == pytest.approx((2.0, 1.3))
+    assert smoothed(None, [idle, *paces((2.0,))]) is None
+
+
+@pytest.mark.parametrize(
+    ("hints", "message"),
+    [
+        ({4: 2.0}, "speed 2 is of rank 4: give ranks from 0 to 3"),
+        ({-1: 2.0}, "speed 2 is of rank -1: give ranks from 0 to 3"),
+        ({2: 0.0}, "the speed of rank 2 is 0: give a number above 0"),
+        ({2: float("nan")}, "the speed of rank 2 is nan: give a number above 0"),
+    ],
+)
+def test_wrong_hints_are_refused(hints, message):
+    with pytest.raises(ValueError, match=message):
+        Shares(4, hints)
