@@ -5,7 +5,8 @@
 Every mode trains the built-in task with its default model on two virtual nodes of one rank, from
 the same weights and on the same samples for a seed. Losses depend neither on links nor on times, so
 the nodes share a host; for times see step.py, whose --link shapes the links. Writes
-docs/results/slow-links.md and its figures, and plots to docs/img/. Takes about an hour on 2 cores.
+docs/results/slow-links.md and its figures, and plots to docs/img/. Takes an hour and a half on 2
+cores.
 """
 
 import argparse
@@ -31,6 +32,8 @@ MODES = {
     "topk (1 %)": "--comm.compress topk",
     **{f"local SGD, every {every}": RARELY.format("local-sgd", every) for every in (20, 50)},
     **{f"DiLoCo, every {every}": RARELY.format("diloco", every) for every in (20, 50)},
+    **{f"streaming, every {every}": RARELY.format("streaming", every) for every in (20, 50)},
+    "SparseLoCo, every 30": RARELY.format("sparseloco", 30),
 }
 SYNCHRONOUS = "every step, fp32"
 EVALUATIONS = 20

@@ -23,11 +23,22 @@ if TYPE_CHECKING:
 
 # Options of `SyncConfig`, and the modes in which they have an effect.
 _MODES = {
-    "every": ("local-sgd", "diloco"),
-    "warmup": ("local-sgd", "diloco"),
-    "outer_lr": ("diloco",),
-    "outer_momentum": ("diloco",),
+    "every": ("local-sgd", "diloco", "streaming", "sparseloco"),
+    "warmup": ("local-sgd", "diloco", "streaming", "sparseloco"),
+    "outer_lr": ("diloco", "streaming", "sparseloco"),
+    "outer_momentum": ("diloco", "streaming"),
+    "fragments": ("streaming",),
+    "overlap": ("streaming",),
+    "mix": ("streaming",),
+    "bits": ("streaming",),
+    "density": ("sparseloco",),
 }
+
+
+def _check_outer_lr(value: float) -> None:
+    """Raise ValueError for what is no learning rate of an outer optimizer."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"outer_lr is {value!r}: give a number above 0")
 
 
 @plain_dataclass(frozen=True)
@@ -72,8 +83,7 @@ class DiLoCo(LocalSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.outer_lr < math.inf:
-            raise ValueError(f"outer_lr is {self.outer_lr!r}: give a number above 0")
+        _check_outer_lr(self.outer_lr)
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(
                 f"outer_momentum is {self.outer_momentum!r}: give a number from 0, and below 1"
@@ -85,34 +95,136 @@ class DiLoCo(LocalSGD):
         return DiLoCoSchedule
 
 
+@plain_dataclass(frozen=True)
+class StreamingDiLoCo(DiLoCo):
+    """DiLoCo in `fragments` parts, each exchanged every `every` steps while others compute.
+
+    What is sent after a step is applied `overlap` steps later; the node's parameters then become
+    `mix` times their own and 1 - mix times the outer optimizer's. `bits` 4 or 32 of each element
+    travel. Fewer fragments are used than given if there are fewer steps.
+
+    Source: Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Raises ValueError for
+    arguments that cannot be.
+    """
+
+    fragments: int = 4
+    overlap: int = 1
+    mix: float = 0.5
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.fragments) is not int or self.fragments < 1:
+            raise ValueError(f"fragments is {self.fragments!r}: give a number, at least 1")
+        if type(self.overlap) is not int or not 0 <= self.overlap < self.every:
+            raise ValueError(
+                f"overlap is {self.overlap!r}: give a number of steps from 0, and below every, "
+                f"which is {self.every}"
+            )
+        if not 0 <= self.mix < 1:
+            raise ValueError(f"mix is {self.mix!r}: give a number from 0, and below 1")
+        if self.bits not in (4, 32):
+            raise ValueError(f"bits is {self.bits!r}: give 4 or 32")
+
+    def _schedule(self) -> "type[LocalSGDSchedule]":
+        from zero.streaming import StreamingSchedule
+
+        return StreamingSchedule
+
+
+@plain_dataclass(frozen=True)
+class SparseLoCo(LocalSGD):
+    """Nodes exchange the largest of their changes every `every` steps, and keep the rest.
+
+    `density` is the part that is sent of each 4,096 elements of a parameter, in 2 bits.
+
+    Source: SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). Raises ValueError for arguments that
+    cannot be.
+    """
+
+    outer_lr: float = 1.0
+    density: float = 64 / 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_outer_lr(self.outer_lr)
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density is {self.density!r}: give the part to send, above 0, to 1")
+
+    def _schedule(self) -> "type[LocalSGDSchedule]":
+        from zero.sparse_loco import SparseLoCoSchedule
+
+        return SparseLoCoSchedule
+
+
+_DESCRIPTIONS: dict[str, type[LocalSGD]] = {
+    "local-sgd": LocalSGD,
+    "diloco": DiLoCo,
+    "streaming": StreamingDiLoCo,
+    "sparseloco": SparseLoCo,
+}
+
+
 @dataclass(frozen=True, config=STRICT)
 class SyncConfig:
     """Exchanges between nodes: the gradients of every step, or parameters every few steps."""
 
-    mode: Literal["every-step", "local-sgd", "diloco"] = Field(
+    mode: Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco"] = Field(
         default="every-step",
         description="every-step: average gradients over all ranks. The others average them within "
         "each node, and every --sync.every steps exchange parameters between nodes: local-sgd by "
-        "their mean, diloco by a step of an outer optimizer.",
+        "their mean, diloco by a step of an outer optimizer, streaming by diloco in 4 bits, in "
+        "parts and while later steps compute, sparseloco by the largest changes in 2 bits.",
     )
     every: OrNone[int] = Field(
         default=None,
         ge=1,
-        description="steps between exchanges, for local-sgd and diloco. none: not given.",
+        description="steps between exchanges, if not after every step. none: not given.",
     )
     warmup: int = Field(
         default=0,
         ge=0,
-        description="synchronous steps at the start of the run, for local-sgd and diloco.",
+        description="synchronous steps at the start of the run, if exchanges are rarer.",
     )
     outer_lr: OrNone[float] = Field(
-        default=None, gt=0, description="learning rate of diloco's outer optimizer. none: 0.7."
+        default=None,
+        gt=0,
+        description="learning rate of the outer optimizer of diloco and streaming (none: 0.7), and "
+        "of sparseloco (none: 1).",
     )
     outer_momentum: OrNone[float] = Field(
         default=None,
         ge=0,
         lt=1,
-        description="Nesterov momentum of diloco's outer optimizer. none: 0.9.",
+        description="Nesterov momentum of the outer optimizer of diloco and streaming. none: 0.9.",
+    )
+    fragments: OrNone[int] = Field(
+        default=None,
+        ge=1,
+        description="parts of the parameters that streaming exchanges in turn. none: 4.",
+    )
+    overlap: OrNone[int] = Field(
+        default=None,
+        ge=0,
+        description="steps during which an exchange of streaming travels, below --sync.every. "
+        "none: 1.",
+    )
+    mix: OrNone[float] = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="part of a node's own parameters that streaming keeps in an exchange. "
+        "none: 0.5.",
+    )
+    bits: OrNone[int] = Field(
+        default=None,
+        description="bits of each element that streaming sends, 4 or 32. none: 4.",
+    )
+    density: OrNone[float] = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="part of the elements that sparseloco sends. none: 0.015625, 64 of 4096.",
     )
 
     @model_validator(mode="after")
@@ -130,15 +242,22 @@ class SyncConfig:
                 f"--sync.mode {self.mode}: needs the steps between exchanges; give --sync.every, "
                 "such as 50"
             )
+        if self.bits not in (None, 4, 32):
+            raise ValueError(f"--sync.bits {self.bits}: give 4 or 32")
+        overlap = StreamingDiLoCo.overlap if self.overlap is None else self.overlap
+        if self.mode == "streaming" and self.every is not None and overlap >= self.every:
+            given = f"--sync.overlap {overlap}" + (" (the default)" if self.overlap is None else "")
+            raise ValueError(
+                f"{given}: has to be below --sync.every {self.every}; give at most "
+                f"--sync.overlap {self.every - 1}"
+            )
         return self
 
     @property
     def description(self) -> LocalSGD | None:
         """The argument `sync` of `world.optimizer`; None for every-step."""
-        if self.every is None:
+        if self.mode == "every-step":
             return None
-        if self.mode == "local-sgd":
-            return LocalSGD(self.every, self.warmup)
-        given = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
-        outer = {name: value for name, value in given.items() if value is not None}
-        return DiLoCo(self.every, self.warmup, **outer)
+        given = {name: getattr(self, name) for name in _MODES}
+        known = {k: v for k, v in given.items() if v is not None and self.mode in _MODES[k]}
+        return _DESCRIPTIONS[self.mode](**known)

@@ -123,9 +123,9 @@ class World:
         Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are what
         torch's optimizers take: parameters or parameter groups, with or without names; by default
         all parameters form one group. With `sync` nodes exchange parameters every few steps instead
-        of gradients in each: `mntrain.sync.LocalSGD` or `DiLoCo`, or a schedule of your own over
-        `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
-        and `step`.
+        of gradients in each: by a description in `mntrain.sync`, such as `DiLoCo`, or a schedule of
+        your own over `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the
+        other options and `step`.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale`, in the class or a

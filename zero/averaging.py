@@ -24,7 +24,8 @@ class AveragingOptimizer(ReducingOptimizer):
     def in_sync(self) -> bool:
         """True if all ranks hold the same parameters: False from a step of a group to an exchange.
 
-        Also True in a block of `averaged`. Local; the same on all ranks.
+        An exchange of a part of the parameters leaves it False. Also True in a block of `averaged`.
+        Local; the same on all ranks.
         """
         return self._in_sync or self._averaging
 
@@ -79,6 +80,7 @@ class AveragingOptimizer(ReducingOptimizer):
 
     @torch.no_grad()
     def _begin_averaging(self) -> None:
+        self.schedule.settle()
         self.wait_for_parameters()
         self._owned.sync_from_parameters()
         tensors = self._updated_tensors()

@@ -18,30 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.codes import aligned
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import ChainedWork, CommHook, ReducibleBucket
 from zero.layout import Bucket
 from zero.node_levels import NodeLevels
 from zero.residual import Residual
 
-ALIGNED_BYTES = 8  # of the code of a lane, so that its parts can be viewed as any dtype
-RUN = 1 << 16  # elements that the CPU encodes or decodes at a time, so that they stay in its cache
-
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the sums of gradients are encoded and added."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def runs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of flat tensors of equal length that the CPU's cache holds; on a GPU, the whole.
-
-    The length of all parts but the last is `RUN`.
-    """
-    if tensors[0].device.type != "cpu":
-        yield tensors
-    else:
-        yield from zip(*(tensor.split(RUN) for tensor in tensors), strict=True)
 
 
 class BetweenNodesHook(CommHook):
@@ -207,7 +194,7 @@ class GatheredHook(BetweenNodesHook):
         self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
     ) -> Iterator[Work]:
         sums = self._residual(bucket, lane).add(lane, bucket.multiplier)
-        nbytes = -(-self.code_bytes(len(sums), sums.dtype) // ALIGNED_BYTES) * ALIGNED_BYTES
+        nbytes = aligned(self.code_bytes(len(sums), sums.dtype))
         codes = torch.zeros(cross.size * nbytes, dtype=torch.uint8, device=lane.device)
         by_node = [codes[slot * nbytes :][:nbytes] for slot in map(cross.slot, range(cross.size))]
         self.encode(sums, by_node[cross.rank])

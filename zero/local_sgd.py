@@ -1,10 +1,7 @@
 """Schedules of nodes that train alone and exchange parameters every few steps.
 
 Each node is a replica: its ranks average gradients in every step, and state is sharded over them.
-
-    stage 0      a rank averages its part of each tensor over the nodes,
-                 and the ranks of a node gather the parts
-    stages 1, 2  a rank averages over the nodes what it updates
+What is exchanged travels as `zero.node_means` has it.
 
 Sources: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv 1808.07217),
 for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv
@@ -12,20 +9,18 @@ for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR
 2023 (arXiv 2311.08105).
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.collectives import Collectives, Work
-from zero.comm_hooks import ChainedWork
-from zero.layout import MIB, split
+from zero.node_means import NodeMeans
+from zero.norms import NonFiniteGradientError
 from zero.state import SYNC
 from zero.sync_schedule import SyncSchedule
 
-MESSAGE_BYTES = 25 * MIB  # that travel together
 EXCHANGED, MOMENTUM = f"{SYNC}exchanged", f"{SYNC}momentum"  # keys of the outer state
 
 
@@ -46,8 +41,8 @@ class LocalSGDSchedule(SyncSchedule):
         warmup: int = 0,
     ) -> None:
         self.sharding, self.replica, self.replicas = node, cross.rank, cross.size
-        self._world, self._cross = world, cross
-        self._sharded, self._every, self._warmup = sharded, every, warmup
+        self._world, self._every, self._warmup = world, every, warmup
+        self._means = NodeMeans(node, cross, sharded=sharded)
 
     def group(self, step: int) -> Collectives:
         """Return all ranks in the warm-up, and the node's after it."""
@@ -59,43 +54,77 @@ class LocalSGDSchedule(SyncSchedule):
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over nodes. Collective."""
-        for tensor, mean in self._means(tensors, lambda tensor: tensor):
+        for tensor, mean in self._means.of(tensors, lambda tensor: tensor):
             tensor.copy_(mean)
 
-    def _means(
-        self, tensors: Sequence[Tensor], value: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each tensor, and the mean over nodes of what `value` returns for it. Collective.
 
-        The mean is new, and has the tensor's shape. One message travels while another is used.
-        """
-        pending: deque[tuple[list[Tensor], Tensor, Work]] = deque()
-        messages = list(_messages(tensors))
-        while messages or pending:
-            if messages:
-                message = messages.pop(0)
-                flat = torch.cat([value(tensor).detach().reshape(-1) for tensor in message])
-                pending.append((message, flat, ChainedWork(self._sum(flat))))
-            if len(pending) > 1 or not messages:
-                message, flat, work = pending.popleft()
-                work.wait()
-                flat.div_(self.replicas)
-                parts = flat.split([tensor.numel() for tensor in message])
-                for tensor, part in zip(message, parts, strict=True):
-                    yield tensor, part.view(tensor.shape)
+class OuterSchedule(LocalSGDSchedule):
+    """Base class of schedules that keep the parameters after the last exchange.
 
-    def _sum(self, flat: Tensor) -> Iterator[Work]:
-        """Sum a flat tensor over nodes, in place. At stage 0, each rank of a node sums a part."""
-        node = self.sharding
-        if self._sharded or node.size == 1:
-            yield self._cross.all_reduce(flat)
+    The difference between them and the parameters now is the outer gradient of a node. The copies
+    have the same bits on all nodes.
+    """
+
+    # Keys of what else is kept of each tensor; at first zeros.
+    _beside: tuple[str, ...] = ()
+
+    def __init__(self, *groups: Collectives, **options: Any) -> None:
+        super().__init__(*groups, **options)
+        self._outer: dict[Tensor, dict[str, Tensor]] = {}
+
+    def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
+        """Copy the parameters that the first step after the warm-up finds. Collective."""
+        if step < self._warmup:
+            self._forget()  # of an earlier job, whose warm-up was shorter
+        new = [tensor for tensor in tensors if tensor not in self._outer]
+        if step < self._warmup or not new:
             return
-        bounds, slot = split(flat.numel(), node.size), node.slot(node.rank)
-        yield self._cross.all_reduce(flat[bounds[slot] : bounds[slot + 1]])
-        yield node.all_gather(flat, bounds)
+        for tensor in new:
+            copy = tensor.detach().clone()
+            self._outer[tensor] = {EXCHANGED: copy} | self._zeros(tensor)
+        if not equal:  # they were loaded, from a run of another schedule
+            self.average([self._outer[tensor][EXCHANGED] for tensor in new])
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the parameters after the last exchange, and what else is kept."""
+        return self._outer.get(tensor, {})
+
+    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Restore the outer state; without any, the next step copies the parameters.
+
+        Of another schedule's, what this one keeps beside begins with zeros.
+        """
+        self._outer.pop(tensor, None)
+        if EXCHANGED in state:
+            own = self._zeros(tensor)
+            self._outer[tensor] = {
+                key: torch.empty_like(tensor, requires_grad=False).copy_(state[key])
+                if key in state
+                else own[key]
+                for key in (EXCHANGED, *self._beside)
+            }
+
+    def nbytes(self) -> int:
+        """Return the bytes of the outer state."""
+        return sum(kept.nbytes for outer in self._outer.values() for kept in outer.values())
+
+    def expected_nbytes(self, tensors: Sequence[Tensor]) -> int:
+        """Return the bytes of the outer state of all tensors."""
+        return (1 + len(self._beside)) * sum(tensor.nbytes for tensor in tensors)
+
+    def _zeros(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {key: torch.zeros_like(tensor, requires_grad=False) for key in self._beside}
+
+    def _forget(self) -> None:
+        """Drop the outer state."""
+        self._outer.clear()
+
+    def _drift(self, tensor: Tensor) -> Tensor:
+        """Return this node's outer gradient of a tensor."""
+        return self._outer[tensor][EXCHANGED] - tensor
 
 
-class DiLoCoSchedule(LocalSGDSchedule):
+class DiLoCoSchedule(OuterSchedule):
     """Take a step of Nesterov momentum, every `every` steps, towards the mean of the nodes.
 
     Its gradient is the difference between the parameters after the last exchange and the mean of
@@ -103,61 +132,57 @@ class DiLoCoSchedule(LocalSGDSchedule):
     arguments are those of `LocalSGDSchedule`.
     """
 
-    state_copies = 2
+    _beside: tuple[str, ...] = (MOMENTUM,)
 
     def __init__(
         self, *groups: Collectives, outer_lr: float, outer_momentum: float, **options: Any
     ) -> None:
         super().__init__(*groups, **options)
         self._lr, self._momentum = outer_lr, outer_momentum
-        self._outer: dict[Tensor, dict[str, Tensor]] = {}
-
-    def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
-        """Copy the parameters that the first step after the warm-up finds. Collective."""
-        if step < self._warmup:
-            self._outer.clear()  # of an earlier job, whose warm-up was shorter
-        new = [tensor for tensor in tensors if tensor not in self._outer]
-        if step < self._warmup or not new:
-            return
-        for tensor in new:
-            copy = tensor.detach().clone()
-            self._outer[tensor] = {EXCHANGED: copy, MOMENTUM: torch.zeros_like(copy)}
-        if not equal:  # they were loaded, from a run of another schedule
-            self.average([self._outer[tensor][EXCHANGED] for tensor in new])
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
         """Take the outer step. Collective."""
-        outer = self._outer
-        for tensor, gradient in self._means(tensors, lambda t: outer[t][EXCHANGED] - t):
-            exchanged, momentum = outer[tensor][EXCHANGED], outer[tensor][MOMENTUM]
-            momentum.mul_(self._momentum).add_(gradient)
-            exchanged.add_(gradient.add_(momentum, alpha=self._momentum), alpha=-self._lr)
-            tensor.copy_(exchanged)
+        for tensor, gradient in self._means.of(tensors, self._drift):
+            self._outer_step(tensor, gradient)
+            tensor.copy_(self._outer[tensor][EXCHANGED])
 
-    def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the parameters after the last exchange, and the momentum."""
-        return self._outer.get(tensor, {})
-
-    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Restore the outer state; without any, the next step copies the parameters."""
-        self._outer.pop(tensor, None)
-        if state.keys() >= {EXCHANGED, MOMENTUM}:
-            self._outer[tensor] = {
-                key: torch.empty_like(tensor, requires_grad=False).copy_(state[key])
-                for key in (EXCHANGED, MOMENTUM)
-            }
+    def _outer_step(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Update the copy of a tensor by the mean outer gradient, which is overwritten."""
+        exchanged, momentum = self._outer[tensor][EXCHANGED], self._outer[tensor][MOMENTUM]
+        momentum.mul_(self._momentum).add_(gradient)
+        exchanged.add_(gradient.add_(momentum, alpha=self._momentum), alpha=-self._lr)
 
 
-def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield consecutive tensors of one dtype and device that travel together."""
-    message: list[Tensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        same = message and (tensor.dtype, tensor.device) == (message[0].dtype, message[0].device)
-        if message and not (same and nbytes + tensor.nbytes <= MESSAGE_BYTES):
-            yield message
-            message, nbytes = [], 0
-        message.append(tensor)
-        nbytes += tensor.nbytes
-    if message:
-        yield message
+class FiniteAgreement:
+    """Agreement of all ranks on whether their outer gradients are finite, in flight.
+
+    Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
+    """
+
+    def __init__(self, world: Collectives, replica: int, *, finite: bool) -> None:
+        """Send this rank's answer. Collective."""
+        self._failed = torch.zeros(world.size, dtype=torch.float64)  # by rank: 1 + its node, or 0
+        if not finite:
+            self._failed[world.rank] = 1 + replica
+        self._work: Work = world.all_reduce(self._failed)
+
+    def check(self) -> None:
+        """Wait for the answers. Raises NonFiniteGradientError on all ranks if one is no."""
+        self._work.wait()
+        failed = self._failed.tolist()
+        if any(failed):
+            where = ", ".join(
+                f"rank {rank} of node {int(node) - 1}" for rank, node in enumerate(failed) if node
+            )
+            raise NonFiniteGradientError(
+                "the difference between the parameters and those after the last exchange is not "
+                f"finite in fp32 on {where}, and was not exchanged: continue from a checkpoint, "
+                "with a lower learning rate"
+            )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite in fp32. Waits for the device."""
+    if tensor.dtype in (torch.float64, torch.complex128):
+        tensor = tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
+    return bool(tensor.isfinite().all())

@@ -55,13 +55,12 @@ def predict(
     options: Mapping[str, dict[str, Any]],
     *,
     gather_dtype: torch.dtype | None,
-    sync_copies: int = 0,
 ) -> Memory:
     """Return the bytes of the rank that owns a slot of planned buckets. Local.
 
     `options` are those of the parameter groups, by parameter name; `gather_dtype` is None at stage
-    0. The optimizer's state is measured on small tensors (see `_trial_bytes`). The sync schedule
-    keeps `sync_copies` tensors of the size of each that is updated.
+    0. The optimizer's state is measured on small tensors (see `_trial_bytes`), without that of the
+    sync schedule.
     """
     size = len(plan[0].bounds) - 1
     stage = stage if size > 1 else 0
@@ -79,7 +78,6 @@ def predict(
         dtype = master_dtype(bucket.dtype, gather_dtype)
         if dtype:
             master += owned * dtype.itemsize
-        state += sync_copies * owned * (dtype or bucket.dtype).itemsize
         if size > 1 and (dtype := narrower(gather_dtype, bucket.dtype)):
             travelling += bucket.numel * dtype.itemsize
         for piece in bucket.pieces(start, stop):

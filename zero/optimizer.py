@@ -25,7 +25,7 @@ from zero.param_groups import Named, check_sharding, hyperparameters
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.reduction import StepReduction
 from zero.state import StateSlice, check_groups
-from zero.sync_schedule import EveryStep, SyncSchedule, check_replicas
+from zero.sync_schedule import EveryStep, Exchanged, SyncSchedule, check_replicas
 
 
 class StepResult(NamedTuple):
@@ -194,19 +194,23 @@ class ZeroOptimizer(AveragingOptimizer):
             self._update(coef / self._scale.value, unused)
         else:
             self._skip_or_raise(norm)
-        self._publish(updated=finite)
-        weight = self._reduction.end_step(taken=finite)
+        try:
+            self._publish(updated=finite)
+        finally:
+            weight = self._reduction.end_step(taken=finite)
         if finite and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
         norms = (norm, coef, norm * coef if finite else 0.0)
         return StepResult(*norms, weight, skipped=not finite, loss=loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's slices, the hyperparameters and the rest of the state. Local.
+        """Return this rank's slices, the hyperparameters and the rest of the state.
 
+        Local, unless a sync schedule has an exchange in flight: then collective, and waits for it.
         Plain containers and tensors of the optimizer's own memory. The "slices" (`zero.state`) of
         all ranks together are the whole state; "comm_hook" is of this rank only.
         """
+        self.schedule.settle()
         return {
             "slices": [piece._asdict() for piece in self.slices()],
             "param_groups": self._named_groups(),
@@ -286,14 +290,17 @@ class ZeroOptimizer(AveragingOptimizer):
 
         The all-gathers are still in flight on return.
         """
-        step = self._reduction.steps
-        exchanged = self.schedule.exchange_due(step)
-        if exchanged:
-            self.schedule.exchange(self._updated_tensors())
-        broadcast_from_rank_0(self._collectives if exchanged else self.group, self._buffers)
         whole = self.group.size == self._collectives.size
-        self._in_sync = exchanged or (self._in_sync and whole)
-        if updated or exchanged:
+        self._in_sync = self._in_sync and whole
+        try:
+            exchanged = self.schedule.after_update(self._reduction.steps, self._updated_tensors())
+        except NonFiniteGradientError:  # on all ranks, which keep what they have updated
+            self._publish_parameters()
+            raise
+        nothing = exchanged is Exchanged.NOTHING
+        broadcast_from_rank_0(self.group if nothing else self._collectives, self._buffers)
+        self._in_sync = self._in_sync or exchanged is Exchanged.ALL
+        if updated or not nothing:
             self._publish_parameters()
 
     def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:

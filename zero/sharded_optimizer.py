@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +100,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._owned.sharded
 
     def slices(self) -> Iterator[StateSlice]:
-        """Yield the state of what this rank owns. Local; tensors are not copied."""
+        """Yield the state of what this rank owns. Local; tensors are not copied.
+
+        What a sync schedule has in flight is lacking: `schedule.settle()` waits for it.
+        """
         return own_slices(self._owned, self._inner.state, self._sync_state)
 
     def load_slices(self, slices: Iterable[StateSlice]) -> None:
@@ -115,29 +119,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         gradients = self._owned.gradients
-        kept = [self.schedule.state(owned.tensor) for owned in self._owned.pieces]
         return Memory(
             parameters=sum(parameter.nbytes for parameter in self._named.values()),
             gradients=gradients.peak_bytes,
             buckets=gradients.working_bytes + self._owned.parameters.gather_bytes,
             master=self._owned.master_bytes,
-            state=state_bytes([*self._inner.state.values(), *kept]),
+            state=state_bytes(self._inner.state.values()) + self.schedule.nbytes(),
         )
 
     def expected_memory(self) -> Memory:
-        """Return what `memory` will be after a step, and a warm-up, from the plan alone. Local."""
+        """Return what `memory` will be after a step, from the plan alone. Local.
+
+        With a sync schedule, after each of its exchanges has begun.
+        """
         groups = self._named_groups()
         options = {name: hyperparameters(group) for group in groups for name in group["params"]}
         own = self._owned
-        return predict(
+        memory = predict(
             own.plan,
             self._make_inner,
             own.stage,
             own.slot,
             options,
             gather_dtype=own.gather_dtype,
-            sync_copies=self.schedule.state_copies,
         )
+        kept = self.schedule.expected_nbytes([owned.tensor for owned in own.pieces])
+        return replace(memory, state=memory.state + kept)
 
     def close(self) -> None:
         """Remove the hooks from the model. Local."""
@@ -165,6 +172,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         added = plan_buckets(specs, self._bucket_bytes, size, loads if whole else None)
         self._owned.add(added, named)
         self._named |= named
+        tensors = {owned.piece.spec.name: owned.tensor for owned in self._owned.pieces}
+        self.schedule.add({name: p.numel() for name, p in named.items()}, tensors)
         return added
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -20,6 +20,10 @@ from zero.master_weights import OptimizerShard, OwnedSlice, ParamGroup
 MASTER = "master"  # the key of the master weights
 SYNC = "sync."  # the beginning of keys of the sync schedule
 LOCAL = f"{SYNC}local"  # the key of parameters that differ between replicas
+ERROR = f"{SYNC}error"  # of what a replica has not sent yet, since it was rounded
+UNSENT = f"{SYNC}unsent"  # since it was not among the largest
+RESIDUALS = frozenset({ERROR, UNSENT})
+PER_REPLICA = RESIDUALS | {LOCAL}  # the keys of the sync schedule whose tensors replicas differ in
 
 
 class StateSlice(NamedTuple):

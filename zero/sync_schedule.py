@@ -8,10 +8,19 @@ exchange after it                               yes
 """
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 
 from torch import Tensor
 
 from zero.collectives import Collectives
+
+
+class Exchanged(Enum):
+    """Extent of the exchange after a step."""
+
+    NOTHING = 0
+    SOME = 1  # parameters changed, and may still differ between replicas
+    ALL = 2  # all replicas hold the same parameters now
 
 
 class SyncSchedule:
@@ -28,13 +37,22 @@ class SyncSchedule:
     Between exchanges, parameters, buffers and optimizer state differ between sharding groups, which
     are called replicas. The tensors below are those that this rank updates, flat slices or whole
     parameters, in fp32 or wider: the same ones on ranks with the same slot in their sharding
-    groups. All ranks get the same answers from `group` and `exchange_due`.
+    groups. All ranks get the same answers from `group`, `exchange_due` and `after_update`.
+
+    A schedule whose exchanges are due at once defines `exchange_due` and `average` or `exchange`;
+    one whose exchanges end in later steps than they start defines `after_update` and `settle`.
     """
 
     sharding: Collectives
     replica = 0  # number of this rank's sharding group
     replicas = 1  # of equal sizes, which together are all ranks
-    state_copies = 0  # tensors of the size of an updated one that `state` returns
+
+    def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+        """Learn of further parameters, by name. Local, on all ranks.
+
+        `sizes` are the elements of each parameter, in the same order on all ranks, and `tensors`
+        those that this rank updates, of some or all of them.
+        """
 
     def group(self, step: int) -> Collectives:
         """Return the ranks over which step number `step`, counted from 0, is averaged. Local."""
@@ -50,22 +68,56 @@ class SyncSchedule:
         `equal` states that all replicas hold the same.
         """
 
+    def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
+        """Start and finish the exchanges that are due after a step, also a skipped one. Collective.
+
+        Changes the parameters in place. By default `exchange`, if `exchange_due`.
+        """
+        if not self.exchange_due(step):
+            return Exchanged.NOTHING
+        self.exchange(tensors)
+        return Exchanged.ALL
+
+    def settle(self) -> None:
+        """Wait for exchanges in flight, so that `state` contains them. Collective.
+
+        Their results are applied when they are due. Local if nothing is in flight.
+        """
+
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, in place, by their means over replicas. Collective."""
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Make parameters the same on all replicas, in place. Collective. By default the mean."""
+        """Make parameters the same on all replicas, in place. Collective. By default the mean.
+
+        Exchanges in flight are finished before.
+        """
         self.average(tensors)
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return what is kept for a parameter, in its shape; the same on all replicas. Local.
+        """Return what is kept for a parameter, in its shape. Local; call `settle` before.
 
-        The keys begin with `zero.state.SYNC`. It is saved with the optimizer's state.
+        The keys begin with `zero.state.SYNC`. It is saved with the optimizer's state. It is the
+        same on all replicas, except under the keys in `zero.state.PER_REPLICA`.
         """
         return {}
 
     def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned, or nothing, for a parameter. Local."""
+        """Restore what `state` returned, or nothing, for a parameter. Local.
+
+        Drops exchanges in flight.
+        """
+
+    def nbytes(self) -> int:
+        """Return the bytes that were kept, and in flight, on this rank, at the peak. Local."""
+        return 0
+
+    def expected_nbytes(self, tensors: Sequence[Tensor]) -> int:
+        """Return what `nbytes` will be when every exchange has begun once. Local.
+
+        `tensors` are all that this rank updates. Exchanges that `settle` waits for may take more.
+        """
+        return 0
 
 
 class EveryStep(SyncSchedule):

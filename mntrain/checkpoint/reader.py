@@ -34,7 +34,7 @@ from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.kernels import without_repeats
 from zero.optimizer import ZeroOptimizer
-from zero.state import LOCAL
+from zero.state import LOCAL, RESIDUALS
 
 # Options of parameter groups that are never restored, since they depend on the device.
 DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
@@ -183,9 +183,9 @@ def load(
     parameter groups, and those that depend on the device, keep their present values. A
     communication hook starts anew, with a warning, if its state is of other ranks or shards.
     Replicas of a sync schedule continue with states of their own; if the checkpoint has another
-    number of them, with the mean of the parameters, and replica i with the optimizer state of
-    replica i modulo that number. Where the next step is synchronous, all continue with the mean and
-    the state of replica 0. Raises
+    number of them, with the mean of the parameters and of what was not sent yet, and replica i with
+    the other optimizer state of replica i modulo that number. Where the next step is synchronous,
+    all continue with the mean and the state of replica 0. Raises
     AgreedError if the checkpoint is of another model or lacks an object; the model is unchanged
     then.
     """
@@ -305,12 +305,15 @@ def _read_slices(
         if piece.name not in states or name not in states:
             continue  # the optimizer raises for the missing slice
         saved = states[name]
-        names = {key: piece.name for key in states[piece.name].tensor_keys if is_shared(key)}
-        names |= {key: name for key in saved.tensor_keys if not is_shared(key)}
+        names = {key: [piece.name] for key in states[piece.name].tensor_keys if is_shared(key)}
+        names |= {key: [name] for key in saved.tensor_keys if not is_shared(key)}
         if not _has_replicas(content, optimizer):
             names.pop(LOCAL, None)
+        if replicas != optimizer.schedule.replicas:
+            everyone = [replica_name(piece.name, r) for r in range(replicas)]
+            names |= dict.fromkeys(names.keys() & RESIDUALS, everyone)
         tensors = {
-            key: file.get_tensor(f"{of}/{key}").reshape(-1)[piece.low : piece.high]
+            key: _read_mean(file, [f"{name}/{key}" for name in of], piece.low, piece.high)
             for key, of in names.items()
             if saved.shape == piece.shape
         }
@@ -320,3 +323,9 @@ def _read_slices(
             tensors=tensors,
             others=decode_values(saved.others),
         )._asdict()
+
+
+def _read_mean(file: safe_open, names: Sequence[str], low: int, high: int) -> Tensor:
+    """Return the mean of elements low to high of tensors; those of a single one as they are."""
+    parts: list[Tensor] = [file.get_tensor(name).reshape(-1)[low:high] for name in names]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)

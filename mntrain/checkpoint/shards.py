@@ -39,7 +39,7 @@ from mntrain.comm.device_copy import pin
 from mntrain.ranks import Ranks
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
-from zero.state import LOCAL, MASTER, SYNC, StateSlice
+from zero.state import MASTER, PER_REPLICA, SYNC, StateSlice
 
 _ALIGNMENT = 64  # bytes, of a tensor in a snapshot
 _PYTHON = struct.Struct("<?d")  # whether random.gauss has a cached value, and the value
@@ -170,7 +170,7 @@ def _cut_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
 
 def is_shared(key: str) -> bool:
     """Return whether the optimizer state under a key is the same in all replicas."""
-    return key == MASTER or (key.startswith(SYNC) and key != LOCAL)
+    return key == MASTER or (key.startswith(SYNC) and key not in PER_REPLICA)
 
 
 def _equal_part(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:

@@ -120,7 +120,7 @@ def _check_sync(world: Ranks, sync: object) -> None:
     if not isinstance(sync, LocalSGD):
         raise ValueError(
             f"sync is of type {type(sync).__name__}: give mntrain.sync.LocalSGD(every=...), "
-            "mntrain.sync.DiLoCo(every=...), a zero.sync_schedule.SyncSchedule, or None"
+            "DiLoCo, StreamingDiLoCo or SparseLoCo, a zero.sync_schedule.SyncSchedule, or None"
         )
     sizes = [len(node) for node in world.topology.nodes]
     if len(set(sizes)) > 1:

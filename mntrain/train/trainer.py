@@ -231,12 +231,12 @@ class Trainer:
         """Update the parameters and the learning rate, and clear the gradients. Collective."""
         try:
             update = self._optimizer.step()
+            if step == self._config.train.steps:
+                self._optimizer.exchange()
         except NonFiniteGradientError as error:
             raise self._stopped(f"in step {step}, {error}") from None
         self._optimizer.zero_grad()
         self._job.schedule.after_step()
-        if step == self._config.train.steps:
-            self._optimizer.exchange()
         return update
 
     def _record(

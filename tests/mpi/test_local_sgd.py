@@ -8,7 +8,8 @@ import pytest
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import ADAMW, EXACT, SGD, Alone, assert_parity, init, loss_of, mine, samples
+from oracle import ADAMW, SGD, Alone, assert_parity, init, loss_of, mine, samples
+from replicas import NODE, NODES, PER_NODE, RANK, assert_close, digests, run, take_step
 from torch import nn
 from worlds import RANKS, refusal
 
@@ -19,10 +20,6 @@ from zero.state import MASTER
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-RANK = MPI.COMM_WORLD.rank
-PER_NODE = 2 if RANKS == 4 else 1
-NODES = RANKS // PER_NODE
-NODE = RANK // PER_NODE
 SYNCS = [LocalSGD(every=3, warmup=2), DiLoCo(every=3, warmup=2)]
 syncs = pytest.mark.parametrize("sync", SYNCS, ids=["local SGD", "DiLoCo"])
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -101,22 +98,6 @@ class Replicas:
         ):
             parameter.copy_(sum(own) / NODES)
         return made
-
-
-def take_step(world, model, optimizer, step):
-    dtype = next(model.parameters()).dtype
-    loss_of(model, mine(world, samples(12, step, dtype))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def assert_close(model, other, tolerance=EXACT):
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-def digests(world, model):
-    return world.gather(model_digest(model))
 
 
 @stages
@@ -343,19 +324,6 @@ def test_buffers_are_those_of_rank_0_after_an_exchange(world, make):
         with optimizer.averaged():
             torch.testing.assert_close(buffer, of_first)
         torch.testing.assert_close(buffer, of_first if step else of_node)
-
-
-def run(world, folder, stage, sync, steps, *, every=0, now=None):
-    """Continue the run in a folder, or begin it; return its model, after `steps` steps."""
-    model = net(torch.bfloat16 if stage == 1 else torch.float64)  # with master weights at stage 1
-    optimizer = world.optimizer(model, ADAMW, stage=stage, sync=sync)
-    checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=every)
-    for step in range(checkpoints.restore() + 1, steps + 1):
-        take_step(world, model, optimizer, step)
-        checkpoints.save(step, now=step == now)
-    checkpoints.close()
-    optimizer.wait_for_parameters()
-    return model, optimizer
 
 
 @stages

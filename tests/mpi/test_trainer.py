@@ -218,13 +218,22 @@ def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run(tmp_path):
+@pytest.mark.parametrize(
+    "sync",
+    [
+        SyncConfig(mode="diloco", every=4, warmup=1),
+        SyncConfig(mode="streaming", every=4, warmup=1, overlap=2),
+        pytest.param(SyncConfig(mode="sparseloco", every=4, warmup=1), marks=pytest.mark.thorough),
+    ],
+    ids=lambda sync: sync.mode,
+)
+def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run(tmp_path, sync):
     folder = MPI.COMM_WORLD.bcast(tmp_path)
     jobs = [("whole", None, {}), *[("parts", n, EACH_STEP) for n in (3, None)]]
     for name, stop_after, options in jobs:
         config = replace(
             small(folder, steps=6, **options),
-            sync=SyncConfig(mode="diloco", every=4, warmup=1),
+            sync=sync,
             run=RunConfig(dir=folder / name, stop_after=stop_after),
             checkpoint=CheckpointConfig(every="100"),
         )

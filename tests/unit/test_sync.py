@@ -9,7 +9,7 @@ import pytest
 
 from mntrain.cli import parse
 from mntrain.config import CommConfig, Config, TrainConfig
-from mntrain.sync import DiLoCo, LocalSGD, SyncConfig
+from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo, SyncConfig
 from mntrain.train.job import choose_sync
 
 
@@ -27,6 +27,17 @@ def description(*words):
             "diloco --sync.every 5 --sync.outer-lr 1 --sync.outer-momentum 0",
             DiLoCo(5, 0, 1.0, 0.0),
         ),
+        ("streaming --sync.every 50", StreamingDiLoCo(50, 0, 0.7, 0.9, 4, 1, 0.5, 4)),
+        (
+            "streaming --sync.every 9 --sync.fragments 2 --sync.overlap 0 --sync.mix 0 "
+            "--sync.bits 32 --sync.outer-momentum 0.5",
+            StreamingDiLoCo(9, 0, 0.7, 0.5, 2, 0, 0.0, 32),
+        ),
+        ("sparseloco --sync.every 30 --sync.warmup 7", SparseLoCo(30, 7, 1.0, 0.015625)),
+        (
+            "sparseloco --sync.every 30 --sync.density 0.1 --sync.outer-lr 0.8",
+            SparseLoCo(30, 0, 0.8, 0.1),
+        ),
     ],
 )
 def test_options_describe_the_exchange(words, expected):
@@ -43,7 +54,7 @@ def test_options_describe_the_exchange(words, expected):
         (
             "every-step --sync.every 5",
             "--sync.every 5: has no effect in --sync.mode every-step; give --sync.mode local-sgd or"
-            " diloco",
+            " diloco or streaming or sparseloco, or leave it out",
         ),
         ("every-step --sync.warmup 5", "--sync.warmup 5: has no effect in --sync.mode every-step"),
         (
@@ -55,6 +66,31 @@ def test_options_describe_the_exchange(words, expected):
             "--sync.outer-momentum 0.0: has no effect in --sync.mode local-sgd",
         ),
         ("diloco --sync.every 5 --sync.outer-momentum 1", "--sync.outer-momentum: Input should be"),
+        (
+            "diloco --sync.every 5 --sync.bits 4",
+            "--sync.bits 4: has no effect in --sync.mode diloco; give --sync.mode streaming, or",
+        ),
+        (
+            "streaming --sync.every 5 --sync.density 0.1",
+            "--sync.density 0.1: has no effect in --sync.mode streaming; give --sync.mode sparselo",
+        ),
+        (
+            "sparseloco --sync.every 5 --sync.outer-momentum 0.9",
+            "--sync.outer-momentum 0.9: has no effect in --sync.mode sparseloco",
+        ),
+        ("streaming --sync.every 5 --sync.bits 8", "--sync.bits 8: give 4 or 32"),
+        ("streaming --sync.every 5 --sync.mix 1", "--sync.mix: Input should be less than 1"),
+        ("streaming --sync.every 5 --sync.fragments 0", "--sync.fragments: Input should be great"),
+        ("sparseloco --sync.every 5 --sync.density 2", "--sync.density: Input should be less tha"),
+        (
+            "streaming --sync.every 5 --sync.overlap 5",
+            "--sync.overlap 5: has to be below --sync.every 5; give at most --sync.overlap 4",
+        ),
+        (
+            "streaming --sync.every 1",
+            "--sync.overlap 1 (the default): has to be below --sync.every 1; give at most "
+            "--sync.overlap 0",
+        ),
     ],
 )
 def test_options_without_effect_or_sense_are_refused(words, error, capsys):
@@ -77,6 +113,12 @@ def test_by_default_every_step_is_synchronous():
         (lambda: DiLoCo(5, -1), "warmup is -1: give a number of steps, at least 0"),
         (lambda: DiLoCo(5, outer_lr=0), "outer_lr is 0: give a number above 0"),
         (lambda: DiLoCo(5, outer_momentum=1.0), "outer_momentum is 1.0: give a number from 0"),
+        (lambda: StreamingDiLoCo(5, fragments=0), "fragments is 0: give a number, at least 1"),
+        (lambda: StreamingDiLoCo(5, overlap=5), "overlap is 5: give a number of steps from 0, and"),
+        (lambda: StreamingDiLoCo(5, mix=1.0), "mix is 1.0: give a number from 0, and below 1"),
+        (lambda: StreamingDiLoCo(5, bits=8), "bits is 8: give 4 or 32"),
+        (lambda: SparseLoCo(5, density=0.0), "density is 0.0: give the part to send, above 0, to"),
+        (lambda: SparseLoCo(5, outer_lr=-1.0), "outer_lr is -1.0: give a number above 0"),
     ],
 )
 def test_wrong_arguments_of_a_description_are_refused(make, error):

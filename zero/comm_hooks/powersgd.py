@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.between_nodes import RUN, BetweenNodesHook, sum_dtype
+from zero.between_nodes import BetweenNodesHook, sum_dtype
+from zero.codes import RUN
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ReducibleBucket
 from zero.layout import Bucket

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from zero.between_nodes import ALIGNED_BYTES, GatheredHook
+from zero.between_nodes import GatheredHook
+from zero.codes import aligned, largest
 
 
 class TopKHook(GatheredHook):
@@ -34,16 +35,16 @@ class TopKHook(GatheredHook):
     def code_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the bytes of the values and their indices."""
         count = self.count(numel)
-        return _aligned(count * dtype.itemsize) + count * _index_dtype(numel).itemsize
+        return aligned(count * dtype.itemsize) + count * _index_dtype(numel).itemsize
 
     def encode(self, sums: Tensor, code: Tensor) -> None:
         """Write values and indices, and leave zeros in their places."""
         values, indices = self._parts(code, sums)
-        largest = _largest(sums.abs(), len(values))
-        torch.index_select(sums, 0, largest, out=values)
+        places = largest(sums.abs(), len(values))
+        torch.index_select(sums, 0, places, out=values)
         values[0] += (sums * 0).sum()  # 0, or NaN
-        indices.copy_(largest)
-        sums[largest] = 0.0
+        indices.copy_(places)
+        sums[places] = 0.0
 
     def decode(self, code: Tensor, total: Tensor) -> None:
         """Add the values at their indices, of which no two are equal."""
@@ -54,23 +55,9 @@ class TopKHook(GatheredHook):
         """Return views of a code: the values, and their indices."""
         count, index_dtype = self.count(len(sums)), _index_dtype(len(sums))
         nbytes = count * sums.dtype.itemsize
-        middle = _aligned(nbytes)
+        middle = aligned(nbytes)
         end = middle + count * index_dtype.itemsize
         return code[:nbytes].view(sums.dtype), code[middle:end].view(index_dtype)
-
-
-def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest elements; a NaN is the largest."""
-    if magnitudes.device.type != "cpu":
-        return torch.topk(magnitudes, count, sorted=False).indices
-    rest = len(magnitudes) - count  # torch.topk takes 8 times as long as numpy's partition
-    order = magnitudes.numpy().argpartition(min(rest, len(magnitudes) - 1))
-    return torch.from_numpy(order[rest:])
-
-
-def _aligned(nbytes: int) -> int:
-    """Return the first byte at which indices may begin."""
-    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def _index_dtype(numel: int) -> torch.dtype:

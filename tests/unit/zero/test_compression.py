@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero.between_nodes import RUN
+from zero.codes import RUN
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.int8 import Int8Hook
 from zero.comm_hooks.powersgd import Block, PowerSGDHook, multiply, orthonormal, plan_lane

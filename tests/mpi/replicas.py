@@ -1,0 +1,43 @@
+"""Nodes that train alone for some steps: what their tests have in common."""
+
+import torch
+from models import net
+from mpi4py import MPI
+from oracle import ADAMW, EXACT, loss_of, mine, samples
+from worlds import RANKS
+
+from mntrain.train.consensus import model_digest
+
+RANK = MPI.COMM_WORLD.rank
+PER_NODE = 2 if RANKS == 4 else 1
+NODES = RANKS // PER_NODE
+NODE = RANK // PER_NODE
+
+
+def take_step(world, model, optimizer, step):
+    dtype = next(model.parameters()).dtype
+    loss_of(model, mine(world, samples(12, step, dtype))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_close(model, other, tolerance=EXACT):
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def digests(world, model):
+    return world.gather(model_digest(model))
+
+
+def run(world, folder, stage, sync, steps, *, every=0, now=None):
+    """Continue the run in a folder, or begin it; return its model, after `steps` steps."""
+    model = net(torch.bfloat16 if stage == 1 else torch.float64)  # with master weights at stage 1
+    optimizer = world.optimizer(model, ADAMW, stage=stage, sync=sync)
+    checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=every)
+    for step in range(checkpoints.restore() + 1, steps + 1):
+        take_step(world, model, optimizer, step)
+        checkpoints.save(step, now=step == now)
+    checkpoints.close()
+    optimizer.wait_for_parameters()
+    return model, optimizer

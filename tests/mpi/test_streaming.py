@@ -1,0 +1,564 @@
+"""Exchanges of coded outer gradients, at once or during later steps, against one process."""
+
+import copy
+import math
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from models import Tiny, net
+from mpi4py import MPI
+from oracle import ADAMW, Alone, assert_parity, init, loss_of, mine, samples
+from replicas import NODE, NODES, PER_NODE, RANK, assert_close, digests, run, take_step
+from torch import nn
+from worlds import RANKS
+
+from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
+from mntrain.train.consensus import differing_ranks, model_digest
+from zero.codes import BlockCode, ChunkCode
+from zero.local_sgd import EXCHANGED
+from zero.norms import NonFiniteGradientError
+from zero.state import ERROR, UNSENT
+from zero.streaming import ARRIVING
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+STREAM = partial(StreamingDiLoCo, every=4, warmup=2, fragments=3, overlap=2)
+SYNCS = [STREAM(), SparseLoCo(every=3, warmup=2, density=0.1)]
+syncs = pytest.mark.parametrize("sync", SYNCS, ids=["streaming", "SparseLoCo"])
+stages = pytest.mark.parametrize("stage", [0, 1, 2])
+PLAIN = partial(torch.optim.SGD, lr=0.2)
+
+
+@pytest.fixture(scope="module")
+def world():
+    with init(ranks_per_node=PER_NODE) as world:
+        yield world
+
+
+@pytest.fixture
+def make(world):
+    made = []
+
+    def make(model, kind=ADAMW, *, stage=0, **options):
+        # Codes of whole parameters are the same at all stages.
+        whole = {"partition": "parameter"} if stage else {}
+        made.append(
+            world.optimizer(model, kind, overlap_forward=True, **{"stage": stage} | whole | options)
+        )
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.close()
+
+
+def coded(code, values):
+    """What the code of one node's values stands for."""
+    left, written = (
+        values.flatten().clone(),
+        torch.zeros(code.nbytes(values.numel()), dtype=torch.uint8),
+    )
+    total = torch.zeros_like(left)
+    code.encode(left, written)
+    code.decode(written, total)
+    return total.view(values.shape)
+
+
+class Replicas:
+    """A replica for each node, trained with plain torch in this process."""
+
+    def __init__(self, model, sync):
+        self.models = [copy.deepcopy(model) for _ in range(NODES)]
+        self.inner = [ADAMW(model.parameters()) for model in self.models]
+        self.sync = sync
+
+    def step(self, step):
+        if step == self.sync.warmup:
+            self.exchanged = [p.detach().clone() for p in self.models[0].parameters()]
+            self.momentum = [torch.zeros_like(p) for p in self.exchanged]
+            self.left = [[torch.zeros_like(p) for p in self.exchanged] for _ in self.models]
+            self.arriving = {}
+        for node, (model, inner) in enumerate(zip(self.models, self.inner, strict=True)):
+            batch = samples(12, step)
+            if step >= self.sync.warmup:
+                batch = tuple(column.chunk(NODES)[node] for column in batch)
+            loss_of(model, batch).backward()
+            inner.step()
+            inner.zero_grad()
+        if step >= self.sync.warmup:
+            with torch.no_grad():
+                self.exchange(step - self.sync.warmup + 1)
+
+    def send(self, index, code, keeps=1.0):
+        """The mean of what the nodes send for a parameter."""
+        sent = []
+        for model, left in zip(self.models, self.left, strict=True):
+            whole = self.exchanged[index] - list(model.parameters())[index] + keeps * left[index]
+            sent.append(coded(code, whole) if code else whole)
+            left[index] = whole - sent[-1]
+        return sum(sent) / NODES
+
+    def outer_step(self, index, gradient, mix):
+        self.momentum[index] = self.sync.outer_momentum * self.momentum[index] + gradient
+        ahead = gradient + self.sync.outer_momentum * self.momentum[index]
+        self.exchanged[index] = self.exchanged[index] - self.sync.outer_lr * ahead
+        self.mixed(index, mix)
+
+    def mixed(self, index, mix):
+        for model in self.models:
+            parameter = list(model.parameters())[index]
+            parameter.copy_(mix * parameter + (1 - mix) * self.exchanged[index])
+
+
+# By number of fragments: the fragment of each parameter of `net`, which have 80, 16, 16, 16, 48 and
+# 3 elements; and which fragment starts after which of every four steps.
+FRAGMENTS = {1: [0] * 6, 2: [0, 1, 1, 1, 1, 0], 3: [0, 1, 2, 1, 2, 1]}
+STARTS = {1: {4: 0}, 2: {2: 0, 4: 1}, 3: {1: 0, 2: 1, 4: 2}}
+
+
+class Streams(Replicas):
+    def exchange(self, taken):
+        sync = self.sync
+        count = min(sync.fragments, sync.every)
+        starts = {
+            taken: fragment
+            for round in range(0, 20, 4)
+            for taken, fragment in ((round + at, f) for at, f in STARTS[count].items())
+        }
+        of = [i for i, f in enumerate(FRAGMENTS[count]) if f == starts.get(taken)]
+        for index in of:
+            code = BlockCode(4) if sync.bits == 4 else None
+            self.arriving[index] = taken + sync.overlap, self.send(index, code)
+        for index in [i for i, (due, _) in self.arriving.items() if due == taken]:
+            self.outer_step(index, self.arriving.pop(index)[1], sync.mix)
+
+    def exchange_now(self):
+        for index in list(self.arriving):
+            self.outer_step(index, self.arriving.pop(index)[1], self.sync.mix)
+        for index in range(6):
+            self.outer_step(index, self.send(index, None), 0.0)
+
+
+class Sparse(Replicas):
+    def exchange(self, taken):
+        if taken % self.sync.every == 0:
+            self.exchange_now()
+
+    def exchange_now(self):
+        for index in range(6):
+            mean = self.send(index, ChunkCode(self.sync.density), keeps=0.95)
+            self.exchanged[index] = self.exchanged[index] - self.sync.outer_lr * mean
+            self.mixed(index, 0.0)
+
+
+def kept(optimizer, *keys):
+    """This rank's outer state by parameter and element. Collective; waits for what is in flight."""
+    optimizer.schedule.settle()
+    return {
+        (piece.name, piece.low, key): piece.tensors[key].clone()
+        for piece in optimizer.slices()
+        for key in keys
+        if key in piece.tensors
+    }
+
+
+def exchanged(optimizer):
+    """Copies of the parameters after the last exchange, without waiting for what is in flight."""
+    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._owned.pieces]
+    return [state[EXCHANGED].clone() for state in outer if state]
+
+
+def assert_equal_between_nodes(world, optimizer, *keys):
+    everyone = world.gather({k: v.tolist() for k, v in kept(optimizer, *keys).items()})
+    for first, other in zip(everyone, everyone[PER_NODE:], strict=False):
+        assert first == other
+
+
+@stages
+@pytest.mark.parametrize(
+    ("kind", "sync"),
+    [
+        pytest.param(Streams, STREAM(), id="streaming"),
+        pytest.param(Streams, STREAM(fragments=2, overlap=3, mix=0.0, bits=32), id="32 bits"),
+        pytest.param(Streams, STREAM(fragments=1, overlap=0, mix=0.25), id="one fragment at once"),
+        pytest.param(Sparse, SYNCS[1], id="SparseLoCo"),
+    ],
+)
+def test_nodes_train_as_replicas_in_one_process_do(world, make, kind, sync, stage):
+    model = net()
+    replicas = kind(model, sync)
+    optimizer = make(model, sync=sync, stage=stage)
+    for step in range(14):
+        replicas.step(step)
+        take_step(world, model, optimizer, step)
+        optimizer.wait_for_parameters()
+        assert_close(model, replicas.models[NODE], 1e-9)
+        together = digests(world, model)
+        assert optimizer.in_sync == (len(set(together)) == 1)
+        assert not differing_ranks(together, world.topology.nodes)
+        if step % 4 == 1:  # it waits for what is in flight
+            assert_equal_between_nodes(world, optimizer, EXCHANGED, ARRIVING)
+    before = model_digest(model)
+    with optimizer.averaged():
+        assert len(set(digests(world, model))) == 1
+        for index, parameter in enumerate(model.parameters()):
+            mean = sum(list(m.parameters())[index].detach() for m in replicas.models) / NODES
+            torch.testing.assert_close(parameter.detach(), mean, rtol=1e-9, atol=1e-9)
+    assert model_digest(model) == before
+    with torch.no_grad():
+        if not optimizer.in_sync:
+            optimizer.exchange()
+            replicas.exchange_now()
+    assert optimizer.in_sync
+    assert_close(model, replicas.models[0], 1e-9)
+    assert len(set(digests(world, model))) == 1
+    assert_equal_between_nodes(world, optimizer, EXCHANGED)
+
+
+@stages
+def test_one_fragment_at_once_in_32_bits_has_the_bits_of_diloco(world, make, stage):
+    options = {"every": 3, "warmup": 1, "outer_lr": 0.6, "outer_momentum": 0.8}
+    same = StreamingDiLoCo(**options, fragments=1, overlap=0, mix=0.0, bits=32)
+    models = [net(torch.float32) for _ in range(2)]
+    optimizers = [
+        make(model, sync=sync, stage=stage, partition="element")
+        for model, sync in zip(models, [DiLoCo(**options), same], strict=True)
+    ]
+    for step in range(9):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            take_step(world, model, optimizer, step)
+            optimizer.wait_for_parameters()
+        assert model_digest(models[0]) == model_digest(models[1])
+        assert optimizers[0].in_sync == optimizers[1].in_sync
+    for optimizer in optimizers:
+        optimizer.exchange()
+    assert model_digest(models[0]) == model_digest(models[1])
+
+
+@stages
+def test_exchanging_plain_sgd_after_each_step_is_synchronous_training(world, make, stage):
+    model, sync = net(), StreamingDiLoCo(1, 0, 1.0, 0.0, overlap=0, mix=0.0, bits=32)
+    alone = Alone(model, PLAIN)
+    optimizer = make(model, PLAIN, sync=sync, stage=stage)
+    for step in range(4):
+        alone.step(loss_of(alone.model, samples(12, step)))
+        take_step(world, model, optimizer, step)
+    assert_parity(world, model, alone, tolerance=1e-14)
+
+
+@stages
+@syncs
+def test_the_warm_up_has_the_bits_of_synchronous_training(world, make, sync, stage):
+    models = [net(torch.float32) for _ in range(2)]
+    optimizers = [
+        make(model, sync=sync, stage=stage)
+        for model, sync in zip(models, [None, sync], strict=True)
+    ]
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            take_step(world, model, optimizer, step)
+        assert model_digest(models[0]) == model_digest(models[1])
+
+
+def wide(world, make, sync, stage, numel=30_000):
+    """An optimizer of one large parameter, whose nodes change it unlike."""
+    model = nn.Linear(numel, 1, bias=False)
+    return model, make(model, PLAIN, sync=sync, stage=stage, partition="element")
+
+
+def push(model, optimizer, step):
+    generator = torch.Generator().manual_seed(RANK + 10 * step)
+    model(torch.randn(1, model.in_features, generator=generator)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cross_bytes(world):
+    return sum(usage.cross_bytes for usage in world.usage())
+
+
+@stages
+@pytest.mark.parametrize("name", ["4 bits", "32 bits", "SparseLoCo"])
+def test_an_exchange_sends_the_bytes_of_its_code_to_each_other_node(world, make, name, stage):
+    sync = {
+        "4 bits": StreamingDiLoCo(3, fragments=1, overlap=0),
+        "32 bits": StreamingDiLoCo(3, fragments=1, overlap=0, bits=32),
+        "SparseLoCo": SparseLoCo(3),
+    }[name]
+    model, optimizer = wide(world, make, sync, stage)
+    sent = []
+    for step in range(3):
+        before = cross_bytes(world)
+        push(model, optimizer, step)
+        sent.append(cross_bytes(world) - before)
+    before = cross_bytes(world)
+    world.collectives.all_reduce(torch.zeros(RANKS, dtype=torch.float64)).wait()
+    agreement = cross_bytes(world) - before
+    (piece,) = optimizer.slices()
+    sizes = world.gather(piece.high - piece.low)[:PER_NODE] if optimizer.sharded else [30_000]
+    if name == "32 bits":
+        expected = 2 * (NODES - 1) * 30_000 * 4  # of an all-reduce
+    else:
+        code = BlockCode(4) if name == "4 bits" else ChunkCode(64 / 4096)
+        unit = 8 if optimizer.sharded else 8 * PER_NODE
+        expected = NODES * (NODES - 1) * sum(-(-code.nbytes(n) // unit) * unit for n in sizes)
+    assert sent[2] - sent[1] == expected + agreement
+
+
+def test_an_exchange_travels_while_the_program_does_something_else(world, make):
+    model, optimizer = wide(world, make, StreamingDiLoCo(3, fragments=1, overlap=2), 0)
+    for step in range(3):
+        push(model, optimizer, step)
+    (sent,) = optimizer.schedule._sent.values()
+    futures = [f for message in sent.messages for f in message._work._current._futures]
+    assert futures
+    deadline = time.monotonic() + 20
+    while not all(future.done for future in futures):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = exchanged(optimizer)
+    push(model, optimizer, 3)  # nothing is applied yet
+    assert all(map(torch.equal, before, exchanged(optimizer)))
+    push(model, optimizer, 4)
+    assert not any(map(torch.equal, before, exchanged(optimizer)))
+
+
+@stages
+@syncs
+def test_memory_is_as_expected(world, make, sync, stage):
+    model = net(torch.bfloat16 if stage == 1 else torch.float64)
+    optimizer = make(model, sync=sync, stage=stage)
+    expected = optimizer.expected_memory()
+    for step in range(10):
+        take_step(world, model, optimizer, step)
+    measured = optimizer.memory()
+    assert (measured.state, measured.master) == (expected.state, expected.master)
+    without = make(net(torch.bfloat16 if stage == 1 else torch.float64), stage=stage)
+    assert expected.state > without.expected_memory().state
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (StreamingDiLoCo(2, fragments=1, overlap=0), 2),
+        (StreamingDiLoCo(4, fragments=2, overlap=1), 3),
+        (StreamingDiLoCo(2, fragments=1, overlap=0, bits=32), 2),
+        (SparseLoCo(2), 2),
+    ],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_not_finite_is_named_on_all_ranks(world, make, case, value, stage):
+    sync, raises_after = case
+    model = net()
+    optimizer = make(model, PLAIN, sync=sync, stage=stage)
+    one = rf"rank \d of node {NODES - 1}"
+    said = f" is not finite in fp32 on {one}(, {one})*, and was not exchanged"
+    weight = next(model.parameters())
+    for step in range(1, raises_after + 1):
+        loss_of(model, mine(world, samples(12, step))).backward()
+        before = exchanged(optimizer)
+        good = weight.detach().clone()
+        if step == 2 and NODE == NODES - 1:
+            with torch.no_grad():
+                weight[3, 2] = value
+        fails = pytest.raises(NonFiniteGradientError, match=said)
+        with fails if step == raises_after else nullcontext():
+            optimizer.step()
+        optimizer.wait_for_parameters()
+        assert not differing_ranks(digests(world, model), world.topology.nodes)
+        if step == 2:
+            with torch.no_grad():
+                weight.copy_(good)
+        optimizer.zero_grad()
+    assert before
+    assert all(map(torch.equal, before, exchanged(optimizer)))
+
+
+def test_skipped_steps_start_and_finish_exchanges_all_the_same(world, make):
+    models = [net(), net()]
+    sync = STREAM(every=3, warmup=0, fragments=1, overlap=1, mix=0.0)
+    optimizers = [make(model, sync=sync, non_finite="skip") for model in models]
+    for step in range(5):
+        skipped = step in (2, 3)  # after which an exchange starts, and is applied
+        for model, optimizer, skips in zip(models, optimizers, (skipped, False), strict=True):
+            factor = float("nan") if skips and RANK == RANKS - 1 else 1.0
+            (loss_of(model, mine(world, samples(12, step))) * factor).backward()
+            assert optimizer.step().skipped == skips
+            optimizer.zero_grad()
+        together = len(set(digests(world, models[0])))
+        assert together == (1 if step == 3 else NODES)
+
+
+@stages
+@syncs
+@pytest.mark.parametrize("saved_after", [4, 5, 7])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, sync, stage, saved_after):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    final = []
+    for name, every in (("whole", 0), ("parts", 2)):
+        with init(ranks_per_node=PER_NODE) as world:
+            if name == "parts":
+                now = saved_after if saved_after % every else None
+                _, optimizer = run(
+                    world, folder / name, stage, sync, saved_after, every=every, now=now
+                )
+                if isinstance(sync, StreamingDiLoCo):
+                    assert any(world.gather(bool(kept(optimizer, ARRIVING))))
+                MPI.COMM_WORLD.barrier()
+        with init(ranks_per_node=PER_NODE) as world:
+            model, _ = run(world, folder / name, stage, sync, 10)
+            final.append(world.gather(model_digest(model)))
+    assert final[0] == final[1]
+    assert len(set(final[0])) == NODES
+
+
+def whole(world, optimizer, key):
+    """A tensor of the outer state by parameter, of every node: a list of flat tensors."""
+    optimizer.schedule.settle()
+    parts = world.gather(
+        {(p.name, p.low): p.tensors[key] for p in optimizer.slices() if key in p.tensors}
+    )
+    per_node = RANKS // optimizer.schedule.replicas
+    nodes = [parts[first : first + per_node] for first in range(0, RANKS, per_node)]
+    found = []
+    for node in nodes:
+        merged = {k: v for part in node for k, v in part.items()}
+        names = sorted({name for name, _ in merged})
+        found.append(
+            {n: torch.cat([merged[k].double() for k in sorted(merged) if k[0] == n]) for n in names}
+        )
+    return found
+
+
+@pytest.mark.skipif(RANKS != 4, reason="needs two nodes, and then four")
+@pytest.mark.parametrize("stage", [0, 2])
+@syncs
+def test_what_is_in_flight_and_not_sent_continues_on_another_number_of_nodes(tmp_path, sync, stage):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    residual = ERROR if isinstance(sync, StreamingDiLoCo) else UNSENT
+    with init(ranks_per_node=2) as world:
+        _, optimizer = run(world, folder, stage, sync, 6, now=6)
+        before = {key: whole(world, optimizer, key) for key in (ARRIVING, EXCHANGED, residual)}
+    with init(ranks_per_node=1) as world:
+        model, optimizer = run(world, folder, stage, sync, 6)
+        after = {key: whole(world, optimizer, key) for key in (ARRIVING, EXCHANGED, residual)}
+        for key in (ARRIVING, EXCHANGED):
+            assert before[key][0].keys() == after[key][0].keys()
+            for found in after[key]:
+                assert all(torch.equal(found[n], before[key][0][n]) for n in found)
+        assert (len(before[ARRIVING][0]) > 0) == isinstance(sync, StreamingDiLoCo)
+        for name, values in after[residual][3].items():
+            mean = sum(node[name] for node in before[residual]) / 2
+            torch.testing.assert_close(values, mean)
+        for step in range(6, 12):
+            take_step(world, model, optimizer, step)
+            assert_equal_between_nodes(world, optimizer, EXCHANGED)
+        optimizer.exchange()
+        assert len(set(digests(world, model))) == 1
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        DiLoCo(2),
+        pytest.param(STREAM(fragments=2, overlap=0), marks=pytest.mark.thorough),
+        pytest.param(SYNCS[1], marks=pytest.mark.thorough),
+        pytest.param(STREAM(warmup=12), marks=pytest.mark.thorough),
+        None,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("saved", SYNCS, ids=["streaming", "SparseLoCo"])
+def test_a_checkpoint_between_exchanges_continues_with_another_schedule(tmp_path, saved, then):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    with init(ranks_per_node=PER_NODE) as world:
+        run(world, folder, 1, saved, 6, now=6)
+    with init(ranks_per_node=PER_NODE) as world:
+        model, optimizer = run(world, folder, 1, then, 6)
+        for step in range(6, 14):
+            take_step(world, model, optimizer, step)
+            if optimizer.in_sync:
+                assert len(set(digests(world, model))) == 1
+            if then:
+                assert_equal_between_nodes(world, optimizer, EXCHANGED, ARRIVING)
+        optimizer.exchange()
+        assert len(set(digests(world, model))) == 1
+
+
+@stages
+def test_a_state_is_loaded_while_an_exchange_is_in_flight(world, make, stage):
+    sync, model = STREAM(warmup=0), net()
+    optimizer = make(model, sync=sync, stage=stage)
+    for step in range(6):
+        take_step(world, model, optimizer, step)
+    optimizer.wait_for_parameters()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    ends = []
+    for more in (3, 4, 0):
+        for step in range(more):
+            take_step(world, model, optimizer, 20 + step)
+        optimizer.wait_for_parameters()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        for step in range(6, 13):
+            take_step(world, model, optimizer, step)
+        optimizer.wait_for_parameters()
+        ends.append(model_digest(model))
+    assert len(set(ends)) == 1
+
+
+def test_several_optimizers_exchange_their_parts_of_a_model(world, make):
+    model, other = net(), net()
+    pairs = list(model.named_parameters())
+    sync = STREAM(warmup=0, bits=32, fragments=1)
+    parts = [make(model, PLAIN, sync=sync, groups=part) for part in (pairs[:3], pairs[3:])]
+    whole = make(other, PLAIN, sync=sync)
+    for step in range(8):
+        loss_of(model, mine(world, samples(12, step))).backward()
+        for optimizer in parts:
+            optimizer.step()
+            optimizer.zero_grad()
+        take_step(world, other, whole, step)
+        assert_close(model, other)
+
+
+@syncs
+def test_complex_parameters_travel_as_they_are(world, make, sync):
+    model = net()
+    model.turn = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+    optimizer = make(model, PLAIN, sync=sync)
+    for step in range(9):
+        loss = loss_of(model[:4], mine(world, samples(12, step)))
+        (loss + ((model.turn - (1 + NODE) * (0.5 + 0.25j)).abs() ** 2).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_between_nodes(world, optimizer, EXCHANGED)
+    for key in (ERROR, UNSENT):
+        for (name, _, _), left in kept(optimizer, key).items():
+            assert left.any() == (name != "turn")
+
+
+@syncs
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_that_update_nothing_take_part(world, make, sync, stage):
+    model = Tiny().double()  # three elements
+    optimizer = make(model, PLAIN, sync=sync, stage=stage)
+    for step in range(10):
+        take_step(world, model, optimizer, step)
+        optimizer.state_dict()
+    assert_equal_between_nodes(world, optimizer, EXCHANGED)
+    assert optimizer.memory().state <= optimizer.expected_memory().state + 8 * 3
+    optimizer.exchange()
+    assert len(set(digests(world, model))) == 1
+
+
+def test_a_run_may_end_with_an_exchange_in_flight():
+    with init(ranks_per_node=PER_NODE) as world:
+        model = net()
+        optimizer = world.optimizer(model, PLAIN, sync=StreamingDiLoCo(3, fragments=1))
+        for step in range(3):
+            take_step(world, model, optimizer, step)

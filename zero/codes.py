@@ -1,0 +1,238 @@
+"""Codes of flat tensors that travel between nodes, and lose something.
+
+    code          elements     bytes each          what they stand for
+    BlockCode(8)  all          1.016               integers from -127 to 127, times the scale of 256
+    BlockCode(4)  all          0.516               integers from -7 to 7, times the scale of 256
+    ChunkCode     of 4,096,    0.0293, if 64 of    a sign and one of two magnitudes for each of the
+                  the largest  4,096 are sent      largest, with its index
+
+Encoding leaves in a tensor what the code lacks, which the sender keeps and adds to what it sends
+next (error feedback). So the sum of all that is sent and kept is that of all that was to be sent.
+
+Sources of blocks with a scale each: Dettmers et al., "8-bit Optimizers via Block-wise
+Quantization", ICLR 2022, arXiv 2110.02861; of the largest of chunks, in 2 bits: Sarfi et al.,
+"Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706; of error
+feedback: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+Distributed Training of Speech DNNs", Interspeech 2014.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ALIGNED_BYTES = 8  # of a code, so that its parts can be viewed as any dtype
+RUN = 1 << 16  # elements that the CPU encodes or decodes at a time, so that they stay in its cache
+BLOCK = 256
+CHUNK = 4096
+INDEX_BITS = 12  # of an index in a chunk
+FP32 = torch.float32.itemsize
+
+
+class Code(Protocol):
+    """Format in which flat tensors of fp32 or fp64 travel in fewer bytes."""
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the code of so many elements."""
+
+    def encode(self, values: Tensor, code: Tensor) -> None:
+        """Write the code of flat values, and subtract from them what it decodes to.
+
+        `code` has `nbytes` elements of uint8. Values that are not finite, or beyond the range of
+        fp32, give a code that is decoded to some that are not finite, and leave such values.
+        """
+
+    def decode(self, code: Tensor, total: Tensor) -> None:
+        """Add what a code stands for to flat sums."""
+
+
+class BlockCode:
+    """Integers of 8 or 4 bits, rounded to nearest, with a fp32 scale for each 256 of them.
+
+    The scale is the largest magnitude / 127 or 7. A block with a NaN or an infinity is decoded to
+    NaN.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self._bits, self._largest = bits, 2 ** (bits - 1) - 1
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the scales and the integers."""
+        return -(-numel // BLOCK) * FP32 + -(-numel * self._bits // 8)
+
+    def encode(self, values: Tensor, code: Tensor) -> None:
+        """Write scales, then integers, and leave in `values` what is rounded off."""
+        for rows, scales, packed in self._blocks(values, code):
+            scale = (rows.abs().amax(1, keepdim=True) / self._largest).float()
+            scales.copy_(scale.view(-1))
+            scale = scale.to(rows.dtype)
+            divisor = torch.where(scale == 0, 1.0, scale)  # also of a NaN, which stays
+            steps = (rows / divisor).round_().clamp_(-self._largest, self._largest)
+            integers = steps.nan_to_num_(0.0).to(torch.int8)  # a cast of NaN is undefined
+            packed.copy_(self._pack(integers.view(-1)))
+            rows.sub_(integers.to(rows.dtype).mul_(scale))
+
+    def decode(self, code: Tensor, total: Tensor) -> None:
+        """Add integers times their scales."""
+        for rows, scales, packed in self._blocks(total, code):
+            integers = self._unpack(packed, rows.numel()).view(rows.shape)
+            rows.add_(integers.to(rows.dtype).mul_(scales.to(rows.dtype).view(-1, 1)))
+
+    def _blocks(self, flat: Tensor, code: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield blocks as rows, with views of their scales and their packed integers."""
+        end = -(-len(flat) // BLOCK) * FP32
+        scales, packed = code[:end].view(torch.float32), code[end : self.nbytes(len(flat))]
+        done = 0
+        for run in _runs(flat):
+            for rows in _rows(run, BLOCK):
+                start, done = done, done + rows.numel()
+                places = slice(start * self._bits // 8, -(-done * self._bits // 8))
+                yield rows, scales[start // BLOCK : -(-done // BLOCK)], packed[places]
+
+    def _pack(self, integers: Tensor) -> Tensor:
+        if self._bits == 8:
+            return integers.view(torch.uint8)
+        return _pack((integers + 8).view(torch.uint8), self._bits)
+
+    def _unpack(self, packed: Tensor, numel: int) -> Tensor:
+        if self._bits == 8:
+            return packed.view(torch.int8)
+        return _unpack(packed, self._bits, numel).view(torch.int8).sub_(8)
+
+
+class ChunkCode:
+    """The largest elements of each 4,096, a part `density` of them and at least one, in 2 bits.
+
+    Each stands for one of two magnitudes of its chunk, with its sign: the means over what is sent
+    that is at least as large as the mean, and over the rest. A chunk with a NaN or an infinity is
+    decoded to one that is not finite.
+    """
+
+    def __init__(self, density: float) -> None:
+        self._density = density
+
+    def count(self, chunk: int) -> int:
+        """Return how many elements of a chunk of so many are sent."""
+        return math.ceil(chunk * self._density)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the magnitudes in fp32, the indices in 12 bits, and 2 bits each."""
+        return sum(self._section_bytes(numel))
+
+    def encode(self, values: Tensor, code: Tensor) -> None:
+        """Write magnitudes, indices and bits, and leave what they lack."""
+        if not len(values):
+            return
+        magnitudes, places, bits = [], [], []
+        for rows in _rows(values, CHUNK):
+            place = largest(rows.abs(), self.count(rows.shape[1]))
+            sent = rows.gather(1, place)
+            size = sent.abs().double()
+            high = size >= size.mean(1, keepdim=True)
+            pair = torch.stack([_mean_where(~high, size), _mean_where(high, size)], 1).float()
+            magnitudes.append(pair.view(-1))
+            places.append(place.reshape(-1))
+            bits.append((high.to(torch.uint8) | (sent < 0).to(torch.uint8) << 1).view(-1))
+            rows.scatter_(1, place, sent - _signed(pair, bits[-1].view(sent.shape), rows.dtype))
+        parts = torch.cat(magnitudes), _pack_indices(torch.cat(places)), _pack(torch.cat(bits), 2)
+        for section, part in zip(self._sections(code, len(values)), parts, strict=True):
+            section.copy_(part)
+
+    def decode(self, code: Tensor, total: Tensor) -> None:
+        """Add the values at their indices, of which no two of a chunk are equal."""
+        magnitudes, packed, packed_bits = self._sections(code, total.numel())
+        sent = self._sent(total.numel())
+        places, bits = _unpack_indices(packed, sent), _unpack(packed_bits, 2, sent)
+        chunks = start = 0
+        for rows in _rows(total, CHUNK):
+            shape = len(rows), self.count(rows.shape[1])
+            pair = magnitudes[2 * chunks : 2 * (chunks + len(rows))].view(-1, 2)
+            part = slice(start, start + math.prod(shape))
+            values = _signed(pair, bits[part].view(shape), rows.dtype)
+            rows.scatter_add_(1, places[part].view(shape), values)
+            chunks, start = chunks + len(rows), part.stop
+
+    def _sent(self, numel: int) -> int:
+        """Return how many of so many elements are sent."""
+        whole, rest = divmod(numel, CHUNK)
+        return whole * self.count(CHUNK) + self.count(rest)
+
+    def _section_bytes(self, numel: int) -> tuple[int, int, int]:
+        sent = self._sent(numel)
+        return -(-numel // CHUNK) * 2 * FP32, -(-sent * INDEX_BITS // 8), -(-sent * 2 // 8)
+
+    def _sections(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of a code: the magnitudes, the packed indices, and the packed bits."""
+        magnitudes, places, bits = code[: self.nbytes(numel)].split(self._section_bytes(numel))
+        return magnitudes.view(torch.float32), places, bits
+
+
+def aligned(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to where a view of any dtype may begin."""
+    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def largest(magnitudes: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` largest in the last dimension; a NaN is the largest."""
+    if magnitudes.device.type != "cpu":
+        return torch.topk(magnitudes, count, sorted=False).indices
+    length = magnitudes.shape[-1]
+    rest = length - count  # torch.topk takes 8 times as long as numpy's partition
+    order = magnitudes.numpy().argpartition(min(rest, length - 1))
+    return torch.from_numpy(order[..., rest:])
+
+
+def _runs(flat: Tensor) -> tuple[Tensor, ...]:
+    """Return parts of a flat tensor that the CPU's cache holds; on a GPU, the whole."""
+    return flat.split(RUN) if flat.device.type == "cpu" else (flat,)
+
+
+def _rows(flat: Tensor, length: int) -> list[Tensor]:
+    """Return whole rows of a length of a flat tensor, and the remainder as a row; views."""
+    whole = len(flat) // length * length
+    rows = [flat[:whole].view(-1, length), flat[whole:].view(1, -1)]
+    return [row for row in rows if row.numel()]
+
+
+def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the mean of each row over the elements of a mask; 0 of none."""
+    return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _signed(pair: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what bits stand for: of each row, one of a pair of magnitudes, and a sign."""
+    size = pair.to(dtype).gather(1, (bits & 1).long())
+    return torch.where(bits >= 2, -size, size)
+
+
+def _pack(numbers: Tensor, bits: int) -> Tensor:
+    """Return flat uint8 numbers of 2 or 4 bits in whole bytes, the first in the lowest bits."""
+    per_byte = 8 // bits
+    padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % per_byte)).view(-1, per_byte)
+    packed = padded[:, 0].clone()
+    for place in range(1, per_byte):
+        packed |= padded[:, place] << (place * bits)
+    return packed
+
+
+def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """Return the first numbers of 2 or 4 bits of bytes that `_pack` made."""
+    parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.stack(parts, 1).view(-1)[:numel]
+
+
+def _pack_indices(indices: Tensor) -> Tensor:
+    """Return flat indices below 4,096 as bytes: two in three, the first in the lowest bits."""
+    pairs = torch.nn.functional.pad(indices, (0, len(indices) % 2)).view(-1, 2)
+    both = pairs[:, 0] | pairs[:, 1] << INDEX_BITS
+    packed = torch.stack([both >> shift & 255 for shift in (0, 8, 16)], 1).to(torch.uint8).view(-1)
+    return packed[: -(-len(indices) * INDEX_BITS // 8)]
+
+
+def _unpack_indices(packed: Tensor, count: int) -> Tensor:
+    """Return the first indices of bytes that `_pack_indices` made, in int64."""
+    parts = torch.nn.functional.pad(packed, (0, -len(packed) % 3)).view(-1, 3).long()
+    both = parts[:, 0] | parts[:, 1] << 8 | parts[:, 2] << 16
+    return torch.stack([both & 4095, both >> INDEX_BITS], 1).view(-1)[:count]

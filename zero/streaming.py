@@ -1,0 +1,217 @@
+"""Streaming DiLoCo: parts of the parameters are exchanged in turn, while later steps compute.
+
+    every 6, 2 fragments, overlap 2:
+    step after the warm-up     1   2   3   4   5   6   7   8   9  10  11  12
+    fragment 0                         start   finish              start   finish
+    fragment 1                                     start   finish              start
+
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
+Free Lunch", 2025 (arXiv 2501.18512). Unlike there, codes are integers of 4 bits with a scale for
+each 256 elements of a parameter, not floats, and what they lose is kept (`zero.codes`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from zero.codes import BlockCode
+from zero.collectives import Collectives
+from zero.local_sgd import (
+    EXCHANGED,
+    MOMENTUM,
+    DiLoCoSchedule,
+    FiniteAgreement,
+    is_finite,
+)
+from zero.node_means import Message
+from zero.state import ERROR, SYNC
+from zero.sync_schedule import Exchanged
+
+ARRIVING = f"{SYNC}arriving"  # the key of mean outer gradients that are to be applied
+
+
+class _Sent(NamedTuple):
+    """The exchange of a fragment, in flight."""
+
+    messages: list[Message]
+    finite: FiniteAgreement
+
+
+class StreamingSchedule(DiLoCoSchedule):
+    """Exchange each of several fragments of the parameters every `every` steps, in the background.
+
+    The starts of the `fragments` are spread evenly over the steps; each has whole parameters, and
+    there are no more than steps. The mean outer gradient of the parameters after one step is
+    applied after `overlap` further ones: the outer optimizer updates the copy of the exchanged
+    parameters, and those of the node become `mix` times themselves, and 1 - mix times the copy.
+    `bits` is 4, or 32 for outer gradients that travel as they are. The other arguments are those of
+    `DiLoCoSchedule`, which this is with one fragment, overlap 0, mix 0 and 32 bits.
+
+    A manual `exchange` sends everything as it is, with what codes have lost, and mixes nothing.
+    """
+
+    def __init__(
+        self,
+        *groups: Collectives,
+        fragments: int,
+        overlap: int,
+        mix: float,
+        bits: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(*groups, **options)
+        self._fragments = min(fragments, self._every)
+        self._overlap, self._mix = overlap, mix
+        self._code = BlockCode(bits) if bits < 32 else None
+        self._beside = (MOMENTUM, ERROR) if self._code else (MOMENTUM,)
+        self._loads = [0] * self._fragments  # elements
+        self._fragment: dict[Tensor, int] = {}
+        self._sent: dict[int, _Sent] = {}
+        self._arrived: dict[Tensor, Tensor] = {}  # means that are to be applied
+        self._peak = 0  # bytes in flight
+
+    def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+        """Give each parameter to the fragment that has the fewest elements so far."""
+        for name, numel in sizes.items():
+            lightest = self._loads.index(min(self._loads))
+            self._loads[lightest] += numel
+            if name in tensors:
+                self._fragment[tensors[name]] = lightest
+
+    def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
+        """Start the exchange of a fragment, and finish that of one, if they are due. Collective.
+
+        Raises NonFiniteGradientError on all ranks, before anything is applied, for outer gradients
+        that are not finite on any of them.
+        """
+        starting = self._starts_after(step)
+        if starting is not None:
+            self._apply(starting)  # what a step that raised has left
+            self._start(starting, tensors)
+        finishing = self._starts_after(step - self._overlap)
+        if finishing is None:
+            return Exchanged.NOTHING
+        self._apply(finishing)
+        whole = self._fragments == 1 and not self._overlap and not self._mix
+        return Exchanged.ALL if whole else Exchanged.SOME
+
+    def exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Finish what is in flight, and take an outer step of all parameters. Collective."""
+        for fragment in range(self._fragments):
+            self._apply(fragment)
+        finite = all(is_finite(self._value(tensor)) for tensor in tensors)
+        FiniteAgreement(self._world, self.replica, finite=finite).check()
+        for tensor, gradient in self._means.of(tensors, self._value):
+            self._outer_step(tensor, gradient)
+            outer = self._outer[tensor]
+            tensor.copy_(outer[EXCHANGED])
+            if self._code:
+                outer[ERROR].zero_()
+
+    def settle(self) -> None:
+        """Wait for exchanges in flight."""
+        for fragment in list(self._sent):
+            self._receive(fragment)
+            self._note_peak()
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the outer state, and the mean outer gradient that is to be applied."""
+        arrived = self._arrived.get(tensor)
+        return super().state(tensor) | ({} if arrived is None else {ARRIVING: arrived})
+
+    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Restore the outer state, and a mean outer gradient that was to be applied."""
+        self._sent.clear()
+        self._arrived.pop(tensor, None)
+        super().load_state(tensor, state)
+        if tensor in self._outer and ARRIVING in state:
+            self._arrived[tensor] = self._outer[tensor][EXCHANGED].clone().copy_(state[ARRIVING])
+
+    def nbytes(self) -> int:
+        """Return the bytes of the outer state, and of what was in flight at the peak."""
+        return super().nbytes() + self._peak
+
+    def expected_nbytes(self, tensors: Sequence[Tensor]) -> int:
+        """Return the bytes of the outer state and of the exchanges that are in flight together."""
+        of_fragment = [
+            self._means.nbytes([t for t in tensors if self._fragment[t] == fragment], self._code)
+            for fragment in range(self._fragments)
+        ]
+        first = self._warmup + self._every
+        together = [
+            sum(
+                of_fragment[fragment]
+                for back in range(self._overlap + 1)
+                if (fragment := self._starts_after(step - back)) is not None
+            )
+            for step in range(first, first + self._every)
+        ]
+        return super().expected_nbytes(tensors) + max(together)
+
+    def _starts_after(self, step: int) -> int | None:
+        """Return the fragment whose exchange starts after a step, if there is one. Local."""
+        taken = step - self._warmup + 1
+        if taken < 1:
+            return None
+        due = [
+            fragment
+            for fragment in range(self._fragments)
+            if (taken - (fragment + 1) * self._every // self._fragments) % self._every == 0
+        ]
+        return due[0] if due else None
+
+    def _start(self, fragment: int, tensors: Sequence[Tensor]) -> None:
+        """Send the outer gradients of a fragment. Collective."""
+        finite = True
+
+        def value(tensor: Tensor) -> Tensor:
+            nonlocal finite
+            sent = self._value(tensor)
+            finite = is_finite(sent) and finite
+            return sent
+
+        def keep(tensor: Tensor, lost: Tensor) -> None:
+            self._outer[tensor][ERROR].copy_(lost)
+
+        own = [tensor for tensor in tensors if self._fragment[tensor] == fragment]
+        messages = [*self._means.send(own, value, self._code, keep if self._code else None)]
+        agreement = FiniteAgreement(self._world, self.replica, finite=finite)
+        self._sent[fragment] = _Sent(messages, agreement)
+        self._note_peak()
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """Return what this node is to send for a tensor: a new one."""
+        drift = self._drift(tensor)
+        return drift.add_(self._outer[tensor][ERROR]) if self._code else drift
+
+    def _receive(self, fragment: int) -> None:
+        """Wait for the means of a fragment, if it is in flight. Collective."""
+        sent = self._sent.pop(fragment, None)
+        if sent is None:
+            return
+        sent.finite.check()
+        for message in sent.messages:
+            for tensor, mean in message.means():
+                self._arrived[tensor] = mean
+
+    def _apply(self, fragment: int) -> None:
+        """Take the outer step of a fragment that was started before, and mix. Collective."""
+        self._receive(fragment)
+        arrived = [tensor for tensor in self._arrived if self._fragment[tensor] == fragment]
+        for tensor in arrived:
+            self._outer_step(tensor, self._arrived.pop(tensor))
+            exchanged = self._outer[tensor][EXCHANGED]
+            if self._mix:
+                tensor.lerp_(exchanged, 1 - self._mix)
+            else:
+                tensor.copy_(exchanged)
+
+    def _note_peak(self) -> None:
+        sent = sum(message.nbytes for sent in self._sent.values() for message in sent.messages)
+        self._peak = max(self._peak, sent + sum(mean.nbytes for mean in self._arrived.values()))
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._sent.clear()
+        self._arrived.clear()
