@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # Options of `SyncConfig`, and the modes in which they have an effect.
 _MODES = {
-    "every": ("local-sgd", "diloco", "streaming", "sparseloco"),
-    "warmup": ("local-sgd", "diloco", "streaming", "sparseloco"),
-    "outer_lr": ("diloco", "streaming", "sparseloco"),
-    "outer_momentum": ("diloco", "streaming"),
+    "every": ("local-sgd", "diloco", "streaming", "sparseloco", "auto"),
+    "warmup": ("local-sgd", "diloco", "streaming", "sparseloco", "auto"),
+    "outer_lr": ("diloco", "streaming", "sparseloco", "auto"),
+    "outer_momentum": ("diloco", "streaming", "auto"),
     "fragments": ("streaming",),
     "overlap": ("streaming",),
     "mix": ("streaming",),
@@ -39,6 +39,11 @@ def _check_outer_lr(value: float) -> None:
     """Raise ValueError for what is no learning rate of an outer optimizer."""
     if not 0 < value < math.inf:
         raise ValueError(f"outer_lr is {value!r}: give a number above 0")
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    """Return names as "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 @plain_dataclass(frozen=True)
@@ -169,17 +174,20 @@ _DESCRIPTIONS: dict[str, type[LocalSGD]] = {
 class SyncConfig:
     """Exchanges between nodes: the gradients of every step, or parameters every few steps."""
 
-    mode: Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco"] = Field(
+    mode: Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco", "auto"] = Field(
         default="every-step",
         description="every-step: average gradients over all ranks. The others average them within "
         "each node, and every --sync.every steps exchange parameters between nodes: local-sgd by "
         "their mean, diloco by a step of an outer optimizer, streaming by diloco in 4 bits, in "
-        "parts and while later steps compute, sparseloco by the largest changes in 2 bits.",
+        "parts and while later steps compute, sparseloco by the largest changes in 2 bits. auto: "
+        "measure a step's computing and the links between nodes at the start, and choose "
+        "every-step (with fp32, bf16 or int8 gradients), streaming or diloco.",
     )
     every: OrNone[int] = Field(
         default=None,
         ge=1,
-        description="steps between exchanges, if not after every step. none: not given.",
+        description="steps between exchanges, if not after every step. none: not given; auto "
+        "chooses.",
     )
     warmup: int = Field(
         default=0,
@@ -235,9 +243,9 @@ class SyncConfig:
             if given and self.mode not in modes:
                 raise ValueError(
                     f"--sync.{name.replace('_', '-')} {value}: has no effect in --sync.mode "
-                    f"{self.mode}; give --sync.mode {' or '.join(modes)}, or leave it out"
+                    f"{self.mode}; give --sync.mode {_one_of(modes)}, or leave it out"
                 )
-        if self.mode != "every-step" and self.every is None:
+        if self.mode not in ("every-step", "auto") and self.every is None:
             raise ValueError(
                 f"--sync.mode {self.mode}: needs the steps between exchanges; give --sync.every, "
                 "such as 50"
@@ -255,8 +263,8 @@ class SyncConfig:
 
     @property
     def description(self) -> LocalSGD | None:
-        """The argument `sync` of `world.optimizer`; None for every-step."""
-        if self.mode == "every-step":
+        """The argument `sync` of `world.optimizer`; None for every-step, and auto by itself."""
+        if self.mode in ("every-step", "auto"):
             return None
         given = {name: getattr(self, name) for name in _MODES}
         known = {k: v for k, v in given.items() if v is not None and self.mode in _MODES[k]}

@@ -47,7 +47,7 @@ def make_optimizer(
     """
     with world.agreement():
         _check_kinds(model, optimizer_class)
-        _check_sync(world, options["sync"])
+        check_sync(world, options["sync"])
     description = errors.describe(model, options)
     gathered = world.collectives.gather_objects(description, "world.optimizer")
     errors.expect_same(gathered.wait(), world.rank)
@@ -113,8 +113,8 @@ def _check_kinds(model: object, optimizer_class: object) -> None:
         )
 
 
-def _check_sync(world: Ranks, sync: object) -> None:
-    """Raise ValueError for what is no schedule, or none for these nodes."""
+def check_sync(world: Ranks, sync: object) -> None:
+    """Raise ValueError for what is no schedule, or none for these nodes. Local."""
     if sync is None or isinstance(sync, SyncSchedule):
         return
     if not isinstance(sync, LocalSGD):

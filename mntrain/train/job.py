@@ -3,7 +3,7 @@
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,8 +20,9 @@ from mntrain.metrics.report import Reporter
 from mntrain.metrics.writers import expect_installed
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
+from mntrain.run.distributed_optimizer import check_sync
 from mntrain.run.signals import Deadline
-from mntrain.sync import LocalSGD
+from mntrain.sync import LocalSGD, SyncConfig
 from mntrain.train import run_directory
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
@@ -31,6 +32,8 @@ from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.sample_check import check_validation
+from mntrain.train.sync_auto import AutoSync, check_auto, choose_for_job
+from mntrain.train.sync_measurement import Trial
 from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.world import World
 from zero.layout import split
@@ -57,7 +60,7 @@ class TrainingJob:
     """The parts of a job, checked before any work starts.
 
     Construction is collective, writes into the run directory last, and raises AgreedError for bad
-    input, on all ranks alike.
+    input, on all ranks alike. `config` is what the job does: with --sync.mode auto, the choice.
     """
 
     def __init__(self, world: World, config: Config) -> None:
@@ -85,6 +88,7 @@ class TrainingJob:
             self.data = JobData(world, config, self.task, resumed)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
         self._make_model(world, config)
+        self.config = config = self._choose_automatically(world, config)
         self._make_optimizer(world, config)
         self._set_up_checkpoints(world, config)
         if config.train.recompute:
@@ -124,6 +128,27 @@ class TrainingJob:
         else:
             self._load_initial_weights(world, config)
 
+    def _choose_automatically(self, world: World, config: Config) -> Config:
+        """Return the configuration with a choice in place of --sync.mode auto. Collective."""
+        self.auto_sync: AutoSync | None = None
+        if config.sync.mode != "auto":
+            return config
+        trial = Trial(
+            self.task,
+            config.task,
+            self.model,
+            self.data,
+            self.done,
+            self.precision.parameters,
+            self.precision.autocast,
+            config.train.recompute,
+        )
+        auto = choose_for_job(world, config, trial, self.resumed, _refusal_of_rare(world, config))
+        with world.agreement():
+            self.sync = choose_sync(world, auto.config)
+        self.auto_sync = auto
+        return auto.config
+
     def _make_optimizer(self, world: World, config: Config) -> None:
         """Make the optimizer, which compares the models; try the validation data. Collective."""
         self.optimizer = world.optimizer(
@@ -134,6 +159,7 @@ class TrainingJob:
             max_grad_norm=config.optim.max_grad_norm,
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,
+            comm_hook=self.auto_sync.compress if self.auto_sync else None,
             sync=self.sync,
             groups=self.choice.groups,
             overlap_forward=True,
@@ -244,8 +270,11 @@ class TrainingJob:
 def choose_sync(world: World, config: Config) -> LocalSGD | None:
     """Return how nodes exchange parameters; None if every step is synchronous, as on one node.
 
-    Raises ValueError if there are too few samples for the nodes.
+    None also for auto, which chooses later. Raises ValueError if there are too few samples for the
+    nodes, and for another option that says what crosses nodes. Local.
     """
+    if config.sync.mode == "auto":
+        check_auto(config)
     nodes, description = len(world.topology.nodes), config.sync.description
     if description is None or nodes == 1:
         return None
@@ -262,3 +291,12 @@ def choose_sync(world: World, config: Config) -> LocalSGD | None:
             f"each of the {nodes} nodes needs a sample in each step; give at least {world.size}"
         )
     return description
+
+
+def _refusal_of_rare(world: World, config: Config) -> str:
+    """Return the reason if diloco would be refused; else empty. Local."""
+    try:
+        check_sync(world, choose_sync(world, replace(config, sync=SyncConfig("diloco", 1))))
+    except ValueError as error:
+        return str(error)
+    return ""

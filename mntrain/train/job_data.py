@@ -87,6 +87,24 @@ class JobData:
         count = min(self._options.micro_batch_size, len(cast(Sized, copied)))
         return [copied[index] for index in range(count)]
 
+    def first_micro_batch(self, done: int) -> tuple[int, list[Any]]:
+        """Return this rank's number of micro-batches in the step after `done`, and one's samples.
+
+        These are of the first one, and none if the rank's share is empty. They are drawn as in
+        training, from a copy of the dataset; the default random generators stay as they are. Raises
+        ValueError for a stream, which cannot be read without advancing it.
+        """
+        if self.stream:
+            raise ValueError("the samples of a stream cannot be drawn ahead of its first step")
+        options = self._options
+        shape = options.rank, options.size, options.micro_batch_size
+        micro_batches = self._plan.micro_batches(done, *shape)
+        if not micro_batches:
+            return 0, []
+        dataset = sampling.SeededDataset(detached(self._train), self._plan.seed)
+        keys = [(done, sample) for sample in micro_batches[0]]
+        return len(micro_batches), dataset.__getitems__(keys)
+
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
         return self.stream.length(step) if self.stream else self._plan.length(step - 1)

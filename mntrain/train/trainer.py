@@ -64,8 +64,9 @@ class Trainer:
     """
 
     def __init__(self, world: World, config: Config) -> None:
-        self._world, self._config = world, config
+        self._world = world
         self._job = job = TrainingJob(world, config)
+        self._config = config = job.config
         self._model, self._optimizer = job.model, job.optimizer
         self._reporter = job.reporter
         on_signal = world.recorder.signal_arrived

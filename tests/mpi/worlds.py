@@ -34,11 +34,12 @@ def hosts(letters):
         yield
 
 
-def make_world(algorithm="auto", layout=None):
+def make_world(algorithm="auto", layout=None, **options):
+    options = {"algorithm": algorithm, "device": "cpu", "tune": False, **options}
     if isinstance(layout, str):
         with hosts(layout):
-            return mntrain.init(algorithm=algorithm, device="cpu", tune=False)
-    return mntrain.init(algorithm=algorithm, ranks_per_node=layout, device="cpu", tune=False)
+            return mntrain.init(**options)
+    return mntrain.init(ranks_per_node=layout, **options)
 
 
 class Worlds:

@@ -14,6 +14,7 @@ from mntrain.rank_info import Usage, device_memory
 from mntrain.run.resources import memory_by_role
 from mntrain.sync import SyncConfig
 from mntrain.train.summary import JobResult, describe_job, peak_flops
+from mntrain.train.sync_auto import AutoSync
 from zero.memory import Memory
 
 
@@ -33,7 +34,7 @@ class Recorder:
         self.shown = places
 
 
-def described(device="cpu", reasons=("", "", "", ""), compiles=False, nodes=2):
+def described(device="cpu", reasons=("", "", "", ""), compiles=False, nodes=2, auto=None):
     mode = SyncConfig(mode="local-sgd", every=7)
     world = SimpleNamespace(
         topology=Topology(((0, 1), (2, 3))),
@@ -60,6 +61,7 @@ def described(device="cpu", reasons=("", "", "", ""), compiles=False, nodes=2):
         choice="AdamW",
         schedule="cosine",
         sync=mode.description if nodes > 1 else None,
+        auto_sync=auto,
     )
     describe_job(world, config, job)
     return reporter
@@ -87,6 +89,13 @@ def test_description_has_model_place_tuning_and_sharding(device):
 def test_one_node_that_is_to_exchange_rarely_is_told_that_it_has_no_peer():
     (said,) = described(nodes=1).warnings
     assert said == "--sync.mode local-sgd: there is one node, so every step is synchronous"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_reason_for_an_automatic_choice_is_a_note_and_a_failure_a_warning(failed):
+    reporter = described(auto=AutoSync(Config(), "every-step: a reason", failed=failed))
+    line = "sync auto: every-step: a reason"
+    assert (line in reporter.warnings, line in reporter.notes) == (failed, not failed)
 
 
 def test_compiling_is_announced_before_the_first_step():
