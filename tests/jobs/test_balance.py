@@ -39,7 +39,7 @@ def expect_losses(folder, expected):
     ("ranks", "options"),
     [
         (3, ["--zero.stage", "2"]),
-        pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.thorough),
+        pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.exhaustive),
         pytest.param(
             4,
             ["--zero.stage", "1", "--comm.ranks-per-node", "2"],
@@ -57,6 +57,7 @@ def test_a_slow_rank_gets_fewer_samples_and_the_losses_stay(tmp_path, ranks, opt
     expect_losses(tmp_path, losses_alone(*STEPS))
 
 
+@pytest.mark.thorough
 def test_a_slow_rank_is_named_with_its_phase_if_shares_are_equal(tmp_path):
     result = train_slow(2, tmp_path, *STEPS)
     found = summary(tmp_path)["stragglers"]
@@ -87,6 +88,7 @@ def test_a_balanced_run_continues_on_another_number_of_ranks(tmp_path):
     expect_losses(tmp_path, losses_alone(*STEPS))
 
 
+@pytest.mark.thorough
 def test_hints_count_from_the_first_step(tmp_path):
     options = ["--balance.mode", "throughput", "--balance.speed", "1:0.2"]
     completed(train(2, tmp_path, *options))

@@ -11,7 +11,11 @@ OF_ONE += ("trainer", "world")
 OF_NODES = ("collectives", "local_sgd", "state", "transports")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
-AT_THREE += ("wire",)
+AT_THREE += ("balance", "streaming", "sync_auto", "wire")
+# Whose subject is what an optimizer or a loader does with collectives, not how these are made.
+ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses", "means")
+ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
+ABOVE += ("stages", "state", "streaming", "sync_auto", "sync_schedule")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
@@ -40,6 +44,14 @@ def test_quick_mpi_suite_passes(request):
     if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
     check(3, [MPI_TESTS], everything=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(660)
+def test_what_depends_on_the_mpi_library_passes():
+    """The quick suite without tests of what stands above the collectives."""
+    above = [f"--ignore={MPI_TESTS}/test_{name}.py" for name in ABOVE]
+    check(3, [MPI_TESTS, *above], everything=False)
 
 
 @pytest.mark.thorough
