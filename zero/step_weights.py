@@ -17,6 +17,7 @@ class BatchSource:
 
     drawn: int = 0
     used: int = 0  # number of the latest one that was used, from 1
+    plan: int = 0  # by which the latest one that was drawn is divided between ranks
 
 
 class DrawnBatch(NamedTuple):
@@ -27,6 +28,7 @@ class DrawnBatch(NamedTuple):
     digest: int | None  # of the samples of the whole batch, the same on every rank
     source: BatchSource
     number: int  # of its source's batches, from 1
+    plan: int  # by which it is divided between ranks
 
 
 class BatchWeight:
@@ -63,6 +65,7 @@ class BatchWeight:
         self._source = BatchSource()  # of batches whose source is not stated
         self._begun = False  # a backward of this mean has begun
         self._weighted = False  # the loss of the coming backward was multiplied by its weight
+        self._plan: int | None = None  # of this mean's batches
         self.digest = 0  # of this mean's batches
         self.has_digest = False
 
@@ -143,7 +146,7 @@ class BatchWeight:
             source.drawn += 1
         self._over = False
         self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
-        self._drawn.append(DrawnBatch(own, total, digest, source, source.drawn))
+        self._drawn.append(DrawnBatch(own, total, digest, source, source.drawn, source.plan))
 
     def _drop_outdated(self) -> None:
         """Drop batches that this optimizer has left out: another one has used a later one."""
@@ -181,6 +184,8 @@ class BatchWeight:
             if implied and len({(drawn.own, drawn.total) for drawn in self._drawn}) > 1:
                 raise _ambiguous(self._drawn)
             self._batch = self._drawn[0]
+            if implied and not self._every_micro_batch:
+                self._expect_plan(self._batch.plan)
             self._current = self._batch.own
             self._use_oldest()
         if self._stated is not None:
@@ -196,6 +201,16 @@ class BatchWeight:
                 "this rank has no sample in one micro-batch of an accumulation, and samples in "
                 "another, so their sum has no weight: call optimizer.backward(loss, weight=n)"
             )
+
+    def _expect_plan(self, plan: int) -> None:
+        """Note the plan of a batch. Raises RuntimeError if others of this mean have another."""
+        if self._plan not in (None, plan):
+            raise RuntimeError(
+                "the batches of this accumulation are divided differently between ranks, since "
+                "world.shard(balance=True) has revised their parts: call "
+                "optimizer.backward(loss, weight=n) with this rank's number of samples"
+            )
+        self._plan = plan
 
     def _use_oldest(self) -> None:
         """Take the oldest batch of each source from those that were drawn."""
@@ -239,17 +254,19 @@ class BatchWeight:
         self._current = self._batch.own if self._batch is not None else None
 
     def _begin_mean(self) -> None:
-        self._added, self._statements, self._begun = None, [], False
+        self._added, self._statements, self._begun, self._plan = None, [], False, None
         self.digest, self.has_digest = 0, False
 
 
 def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
     parts = ", ".join(f"{batch.own:g} of {batch.total:g}" for batch in drawn)
+    revised = len({batch.plan for batch in drawn}) > 1
+    why = " (balance=True has revised its parts)" if revised else ""
     return RuntimeError(
-        f"several batches were drawn before this backward, of which this rank has {parts} samples, "
-        "so its weight is not certain: draw one batch at a time, leave out the last incomplete one "
-        "(drop_last=True), call optimizer.forget_batches() where a batch is not trained, or state "
-        "the weight by optimizer.share(n)"
+        f"several batches were drawn before this backward, of which this rank has {parts} samples"
+        f"{why}, so its weight is not certain: draw one batch at a time, leave out the last "
+        "incomplete one (drop_last=True), call optimizer.forget_batches() where a batch is not "
+        "trained, or state the weight by optimizer.share(n)"
     )
 
 

@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from mntrain.data.cutting import Lists, cut, length_of
+from mntrain.data.loader_balance import LoaderBalance
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.source import Part, Pass, ShardContext, Source, rebuilt
 from mntrain.data.streams import StreamSource
@@ -32,10 +33,14 @@ from zero.step_weights import BatchSource
 
 @dataclass
 class Passes:
-    """The passes over one dataset: the epoch of the next one, and how the last one ended."""
+    """The passes over one dataset: the epoch of the next one, and how the last one ended.
+
+    And the ranks' speeds, if its batches are divided by them.
+    """
 
     epoch: int = 0
     left_early: bool = False
+    balance: LoaderBalance | None = None
 
 
 class PassesByDataset:
@@ -78,9 +83,9 @@ class ShardedLoader:
     With `balance` in the context, parts are in proportion to the ranks' speeds instead of equal.
 
     Local, but for training with `balance`, which is iterated by the training thread, or on an
-    IterableDataset with streams of its own for each worker. A source
-    of randomness other than the default generators, such as a sampler with its own generator, must
-    be seeded alike on all ranks by the caller. Raises ValueError for a loader with a
+    IterableDataset with streams of its own for each worker. A source of randomness other than the
+    default generators, such as a sampler with its own generator, must be seeded alike on all ranks
+    by the caller. Raises ValueError for a loader with a
     DistributedSampler, whose batches are sharded already; iterating, ValueError for an empty batch
     and for a weight that is negative or not finite, and TypeError for a batch that cannot be cut.
     """
@@ -110,7 +115,6 @@ class ShardedLoader:
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
-        self._number = 0  # of training passes
 
     @property
     def epoch(self) -> int:
@@ -135,10 +139,9 @@ class ShardedLoader:
             self._passes.epoch = state["epoch"] + 1
         seed = mixed_seed(self._seed, state["epoch"])
         own_seed = mixed_seed(seed, self._context.rank)
-        self._number += training
-        this = Pass(
-            own_seed, seed, state["batches"], state["stream"], training, number=self._number
-        )
+        balance = self._context.balance
+        number = balance.begin_pass() if training and balance else 0
+        this = Pass(own_seed, seed, state["batches"], state["stream"], training, number)
         if not training:
             return (part.batch for part in self._source.parts(this))
         if self._passes.left_early:
@@ -183,14 +186,13 @@ class ShardedLoader:
         # the end, and so may the caller of next(iter(...)). If the pass was left early, the next
         # one drops them.
         balance = self._context.balance
-        if balance is not None:
-            balance.begin_pass()
         try:
             for part in self._source.parts(this):
                 state["batches"] += 1
                 state["stream"] = part.stream
                 own = self._own_weight(part)
                 self._drawn.drawn += 1
+                self._drawn.plan = part.plan
                 self._context.expect(own, part.total, part.digest, self._drawn)
                 yield part.batch
                 if balance is not None:
@@ -237,9 +239,10 @@ class _CutSource:
             if index < this.done:
                 continue
             total = length_of(batch, self._lists)
-            rows, own = self._context.part_of(total, this, index)
-            if own or this.stand_ins:
-                yield Part(cut(batch, rows, self._lists), own, total)
+            share = self._context.part_of(total, this, index)
+            if share.own or this.stand_ins:
+                own_rows = cut(batch, share.rows, self._lists)
+                yield Part(own_rows, share.own, total, plan=share.plan)
 
 
 class _IndexedSource:
@@ -277,10 +280,10 @@ class _ShardSampler:
         for number, batch in enumerate(_seeded(self._batches, this.seed, list)):
             if number < this.done:
                 continue
-            rows, own = self._context.part_of(len(batch), this, number)
-            if own or this.stand_ins:
-                parts.append(Part(None, own, len(batch), _digest(batch)))
-                yield batch[rows]
+            share = self._context.part_of(len(batch), this, number)
+            if share.own or this.stand_ins:
+                parts.append(Part(None, share.own, len(batch), _digest(batch), plan=share.plan))
+                yield batch[share.rows]
 
 
 def _digest(indices: list[Any]) -> int | None:

@@ -53,13 +53,18 @@ class ShardRegistry:
         key = id(loader), seed, id(weight), lists, balance
         shard = self._shards.get(key)
         if shard is None:
-            plan = None
-            if balance and self._size > 1:
-                plan = LoaderBalance(self._size, self._gather, self._waited_s)
-            context = ShardContext(
-                self._rank, self._size, self._gather, self._expect, self._forget, plan
-            )
             passes = self._passes.of(loader)
+            if balance and self._size > 1 and passes.balance is None:
+                clocks = self._gather, self._waited_s
+                passes.balance = LoaderBalance(self._size, *clocks, self._expect_synchronous)
+            context = ShardContext(
+                self._rank,
+                self._size,
+                self._gather,
+                self._expect,
+                self._forget,
+                passes.balance if balance else None,
+            )
             shard = ShardedLoader(loader, context, passes, seed=seed, weight=weight, lists=lists)
             self._shards[key] = shard
         return shard
@@ -67,6 +72,14 @@ class ShardRegistry:
     def _expect(self, own: float, total: int, digest: int | None, source: BatchSource) -> None:
         for optimizer in self._optimizers:
             optimizer.expect_batch(own, total, digest, source)
+
+    def _expect_synchronous(self) -> None:
+        """Raise ValueError if an optimizer does not average every step over all ranks."""
+        if any(optimizer.schedule.replicas > 1 for optimizer in self._optimizers):
+            raise ValueError(
+                "balance=True with an optimizer that has sync=: each node counts the same in an "
+                "exchange, whatever its samples; leave one of the two out"
+            )
 
     def _forget(self, drawn: bool) -> None:
         for optimizer in self._optimizers:

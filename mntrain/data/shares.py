@@ -1,6 +1,6 @@
 """Shares of a global batch in proportion to how fast ranks compute.
 
-    batch:   1 ... 10   11 ... 50      51 ... 100         ranks gather their speeds every 10 batches
+    batch:   1 ... 10   11 ... 60      61 ... 110         ranks gather their speeds every 10 batches
     shares:  equal      first plan     next one, if it pays
 
 Each rank adds up its samples and the seconds of its own computing. All ranks derive the same shares
@@ -42,25 +42,32 @@ class Pace(NamedTuple):
     drawn: BatchNumber
 
 
-def share_bounds(samples: int, size: int, speeds: Sequence[float] | None) -> tuple[int, ...]:
+def share_bounds(
+    samples: int, size: int, speeds: Sequence[float] | None, most: int | None = None
+) -> tuple[int, ...]:
     """Return the size + 1 bounds of the ranks' parts of a batch.
 
-    `speeds` are in samples per second, by rank; None gives parts that are equal to within one.
+    `speeds` are in samples per second, by rank; None gives parts that are equal to within one, and
+    so does a batch with fewer samples than there are ranks. `most` limits a part; it is at least
+    the largest of equal parts.
     """
-    return split(samples, size) if speeds is None else _bounds_by_speed(samples, tuple(speeds))
+    if speeds is None or samples < size:
+        return split(samples, size)
+    return _bounds_by_speed(samples, tuple(speeds), samples if most is None else most)
 
 
 @lru_cache(maxsize=64)
-def _bounds_by_speed(samples: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+def _bounds_by_speed(samples: int, speeds: tuple[float, ...], most: int) -> tuple[int, ...]:
     """Return bounds with which the slowest part of a batch takes as little time as possible.
 
-    Every rank gets at least `LEAST` of an equal part, and a sample if there are enough.
+    Every rank gets a sample, and at least `LEAST` of an equal part.
     """
     size, total = len(speeds), sum(speeds)
-    least = max(1, math.ceil(LEAST * samples / size)) if samples >= size else 0
-    counts = [max(least, int(samples * speed / total)) for speed in speeds]
+    least = max(1, math.ceil(LEAST * samples / size))
+    counts = [min(most, max(least, int(samples * speed / total))) for speed in speeds]
     while (left := samples - sum(counts)) > 0:
-        counts[min(range(size), key=lambda r: ((counts[r] + 1) / speeds[r], r))] += 1
+        free = [rank for rank in range(size) if counts[rank] < most]
+        counts[min(free, key=lambda r: ((counts[r] + 1) / speeds[r], r))] += 1
     for _ in range(-left):
         spare = (rank for rank in range(size) if counts[rank] > least)
         counts[max(spare, key=lambda r: (counts[r] / speeds[r], r))] -= 1
@@ -74,11 +81,13 @@ class Shares:
     """The shares of all ranks from each batch on. Every rank holds an equal one.
 
     `hints` are relative speeds that are known before any was measured, by rank; others have 1. They
-    hold until the end of the calibration. Raises ValueError for a rank that does not exist and for
-    a speed that is not above 0.
+    hold until the end of the calibration. `most` limits the samples of a rank. Raises ValueError
+    for a rank that does not exist and for a speed that is not above 0.
     """
 
-    def __init__(self, size: int, hints: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, size: int, hints: Mapping[int, float] | None = None, *, most: int | None = None
+    ) -> None:
         for rank, ratio in (hints or {}).items():
             if not 0 <= rank < size:
                 raise ValueError(
@@ -86,7 +95,7 @@ class Shares:
                 )
             if not 0 < ratio < math.inf:
                 raise ValueError(f"the speed of rank {rank} is {ratio:g}: give a number above 0")
-        self.size = size
+        self.size, self._most = size, most
         hinted = tuple(float((hints or {}).get(rank, 1.0)) for rank in range(size))
         self._speeds: list[tuple[float, ...] | None] = [hinted if hints else None]
         self._starts = [BatchNumber(0, 0)]  # of the speeds, in order
@@ -103,12 +112,16 @@ class Shares:
     def bounds(self, samples: int, batch: BatchNumber) -> tuple[int, ...]:
         """Return the bounds of the ranks' parts of a batch: see `share_bounds`."""
         self._drawn = max(self._drawn, batch)
-        speeds = self._speeds[bisect(self._starts, batch) - 1]
-        return share_bounds(samples, self.size, speeds)
+        speeds = self._speeds[self.plan(batch)]
+        return share_bounds(samples, self.size, speeds, self._most)
+
+    def plan(self, batch: BatchNumber) -> int:
+        """Return the number of revisions before a batch."""
+        return bisect(self._starts, batch) - 1
 
     def counts(self, samples: int) -> list[int]:
         """Return the samples of each rank in a batch under the latest plan."""
-        bounds = share_bounds(samples, self.size, self._speeds[-1])
+        bounds = share_bounds(samples, self.size, self._speeds[-1], self._most)
         return [stop - start for start, stop in pairwise(bounds)]
 
     def revise(self, paces: Sequence[Pace], samples: int) -> BatchNumber | None:
@@ -123,8 +136,8 @@ class Shares:
         if self._measured is None or self._since < due:
             return None
         self._since, self._calibrated = 0, True
-        now = batch_seconds(samples, self._measured, self._speeds[-1])
-        then = batch_seconds(samples, self._measured, self._measured)
+        now = batch_seconds(samples, self._measured, self._speeds[-1], self._most)
+        then = batch_seconds(samples, self._measured, self._measured, self._most)
         if now < GAIN * then:
             return None
         last = max(pace.drawn for pace in paces)
@@ -149,7 +162,12 @@ def smoothed(before: tuple[float, ...] | None, paces: Sequence[Pace]) -> tuple[f
     return tuple(speeds)
 
 
-def batch_seconds(samples: int, speeds: Sequence[float], planned: Sequence[float] | None) -> float:
+def batch_seconds(
+    samples: int,
+    speeds: Sequence[float],
+    planned: Sequence[float] | None,
+    most: int | None = None,
+) -> float:
     """Return the time of the slowest rank for a batch that is divided by `planned` speeds."""
-    bounds = share_bounds(samples, len(speeds), planned)
+    bounds = share_bounds(samples, len(speeds), planned, most)
     return max((bounds[r + 1] - bounds[r]) / speed for r, speed in enumerate(speeds))

@@ -27,12 +27,13 @@ class ShardContext:
     forget: Callable[[bool], None]
     balance: LoaderBalance | None = None  # None: equal parts
 
-    def part_of(self, samples: int, this: "Pass", number: int) -> tuple[Rows, int]:
-        """Return this rank's rows of a batch of a pass, or a stand-in's, and its samples."""
-        bounds = None
+    def part_of(self, samples: int, this: "Pass", number: int) -> "Share":
+        """Return this rank's part of a batch of a pass."""
+        bounds, plan = None, 0
         if self.balance is not None and this.stand_ins:
-            bounds = self.balance.bounds(samples, BatchNumber(this.number, number))
-        return share_of(samples, self.rank, self.size, bounds)
+            batch = BatchNumber(this.number, number)
+            bounds, plan = self.balance.bounds(samples, batch), self.balance.plan(batch)
+        return Share(*share_of(samples, self.rank, self.size, bounds), plan)
 
 
 class Pass(NamedTuple):
@@ -46,6 +47,14 @@ class Pass(NamedTuple):
     number: int = 0  # of the training passes of its loader
 
 
+class Share(NamedTuple):
+    """The place of this rank's part of a global batch, or of its stand-in."""
+
+    rows: Rows
+    own: int  # samples of this rank, 0 for a stand-in
+    plan: int  # number of the plan by which the batch is divided; 0: the first, or equal parts
+
+
 class Part(NamedTuple):
     """This rank's part of a global batch, or its stand-in."""
 
@@ -54,6 +63,7 @@ class Part(NamedTuple):
     total: int  # samples of the global batch
     digest: int | None = None  # 16 bits of the samples' indices; the same on all ranks
     stream: Any = None  # where a stream continues behind this batch
+    plan: int = 0  # `Share.plan`
 
 
 class Source(Protocol):

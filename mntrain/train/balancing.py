@@ -1,9 +1,8 @@
 """Speeds of the ranks while a job trains: revisions of their shares, and ranks that are slow."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,58 +15,63 @@ from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
 _PHASES = ("data", "forward", "backward")  # in which a rank computes
-
-
-class _Interval(NamedTuple):
-    """What a rank sends to the others."""
-
-    pace: Pace
-    phases: dict[str, float]  # seconds of its own
+_ON_DEVICE = "forward and backward"
 
 
 class Balancing:
     """Collects the ranks' speeds every few steps, names slow ranks, and revises the shares.
 
     A rank's own time is that of loading, forward and backward, without waiting for others: on a GPU
-    the time of the device between the first forward and the last backward. Shares are those of
-    `data`, if they may change.
+    the time of the device between the first forward and the end of backward. Shares are those of
+    `data`, if they may change. The job ends after `last_step`.
     """
 
     def __init__(
-        self, world: World, optimizer: ZeroOptimizer, data: JobData, reporter: Reporter
+        self,
+        world: World,
+        optimizer: ZeroOptimizer,
+        data: JobData,
+        reporter: Reporter,
+        last_step: int,
     ) -> None:
         self._world, self._data, self._reporter = world, data, reporter
+        self._last_step = last_step
         optimizer.call_after_backward(self._record_end)
         self._shares: Shares | None = data.shares
         self._stragglers = Stragglers(world.size)
         self._total_samples, self._total_s = 0, 0.0  # of this job
-        self._warm = False  # the first step of a job takes longer
-        self._samples, self._own_s = 0, 0.0
-        self._phases = dict.fromkeys(_PHASES, 0.0)
+        self._steps = 0  # of this job; the first one takes longer, and counts in no speed
+        self._samples = 0
+        self._phases = dict.fromkeys(self._names_of_phases, 0.0)  # own seconds
         self._start: torch.cuda.Event | None = None  # of computing on the device
         self._end: torch.cuda.Event | None = None
         self._revisions: list[dict[str, Any]] = []
+
+    @property
+    def _names_of_phases(self) -> tuple[str, ...]:
+        """The phases in which a rank computes; a GPU computes behind those of its host."""
+        return ("data", _ON_DEVICE) if self._world.device.type == "cuda" else _PHASES
 
     @contextmanager
     def computing(self, step: int, timer: StepTimer) -> Iterator[None]:
         """Measure the forward and backward passes of a step. Local; does not wait for a device."""
         self._note_device_time()
-        waited_s, start = self._world.collectives.waited_s, time.perf_counter()
+        self._steps += 1
+        waited_s = self._world.collectives.waited_s
         self._record_start()
         yield
-        own_s = time.perf_counter() - start - (self._world.collectives.waited_s - waited_s)
+        waited_s = self._world.collectives.waited_s - waited_s
         if self._start is not None and self._end is None:  # there was no backward
             self._record_end()
         phases, samples = timer.times(), self._data.own_samples(step)
-        own_s = phases["data"] + (0.0 if self._start else own_s)
-        self._total_samples += samples
-        self._total_s += own_s
-        if self._warm:
-            self._samples += samples
-            self._own_s += own_s
-            for phase in _PHASES:
-                self._phases[phase] += phases[phase]
-        self._warm = True
+        own = {"data": phases["data"]}
+        if self._start is None:
+            for_parameters = max(0.0, waited_s - phases["reduce_wait"])
+            own |= {
+                "forward": phases["forward"] - for_parameters,
+                "backward": phases["backward"],
+            }
+        self._add(own, samples)
 
     def after_reduction(self, step: int) -> None:
         """Exchange speeds, if that is due after this step. Collective."""
@@ -75,16 +79,13 @@ class Balancing:
             return
         self._note_device_time()
         drawn = self._shares.drawn if self._shares else BatchNumber(0, 0)
-        own = _Interval(Pace(self._samples, self._own_s, drawn), dict(self._phases))
-        self._samples, self._own_s = 0, 0.0
-        self._phases = dict.fromkeys(_PHASES, 0.0)
-        intervals = self._world.gather(own)
-        for straggler in self._stragglers.update(
-            step, [(interval.pace, interval.phases) for interval in intervals]
-        ):
+        pace = Pace(self._samples, sum(self._phases.values()), drawn)
+        intervals = self._world.gather((pace, dict(self._phases)))
+        self._samples, self._phases = 0, dict.fromkeys(self._names_of_phases, 0.0)
+        for straggler in self._stragglers.update(step, intervals):
             self._report(straggler)
         if self._shares is not None:
-            self._revise(self._shares, [interval.pace for interval in intervals])
+            self._revise(self._shares, [pace for pace, _ in intervals])
 
     def by_rank(self) -> list[dict[str, Any]]:
         """Return the samples of each rank in this job, and its own seconds. Collective."""
@@ -116,16 +117,23 @@ class Balancing:
         """Add the time of the last step's computing, once the device has done it. Local."""
         if self._start is not None and self._end is not None:
             self._end.synchronize()
-            seconds = self._start.elapsed_time(self._end) / 1e3
-            self._own_s += seconds
-            self._total_s += seconds
+            self._add({_ON_DEVICE: self._start.elapsed_time(self._end) / 1e3}, 0)
         self._start = self._end = None
+
+    def _add(self, own: Mapping[str, float], samples: int) -> None:
+        """Add this rank's own seconds of the latest step by phase, and its samples. Local."""
+        self._total_samples += samples
+        self._total_s += sum(own.values())
+        if self._steps > 1:
+            self._samples += samples
+            for phase, seconds in own.items():
+                self._phases[phase] += seconds
 
     def _revise(self, shares: Shares, paces: list[Pace]) -> None:
         """Revise the shares, and say so. Local; the same on all ranks."""
         samples = self._data.full_batch
         first = shares.revise(paces, samples)
-        if first is None:
+        if first is None or first.batch >= self._last_step:
             return
         counts = shares.counts(samples)
         self._revisions.append({"step": first.batch + 1, "samples": counts})

@@ -186,7 +186,7 @@ class TrainingJob:
         """Set up reports, checkpointing and the learning rate; load a checkpoint. Collective."""
         resumed = self.resumed
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
-        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter)
+        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, self.last_step)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
         self.best = BestMetric(config.checkpoint.best)

@@ -44,7 +44,8 @@ class JobData:
         self.full_batch = size  # samples of a step, unless an epoch has fewer left
         stream = isinstance(train, IterableDataset)
         self.shares = choose_shares(config, world.size, stream=stream)
-        self.can_balance = not stream and config.sync.mode == "every-step"
+        enough = config.train.batch_size >= world.size
+        self.can_balance = enough and not stream and config.sync.mode == "every-step"
         if isinstance(train, IterableDataset):
             self.stream = StreamBatches(
                 train, self._options, size, seed, drop_last=drop_last, gather=world.gather
@@ -142,16 +143,20 @@ def choose_shares(config: Config, size: int, *, stream: bool) -> Shares | None:
         )
     if config.sync.mode != "every-step":
         raise ValueError(
-            f"{option}: with --sync.mode {config.sync.mode}, each node counts the same in an "
-            "exchange, whatever its samples; give one of the two"
+            f"{option}: with --sync.mode {config.sync.mode}, nodes may train alone, and each "
+            "counts the same in an exchange, whatever its samples; give one of the two"
         )
     if config.train.batch_size < size:
         raise ValueError(
             f"{option}: --train.batch-size {config.train.batch_size} has no sample for each of "
             f"the {size} ranks; give at least {size}"
         )
+    most = None
+    if config.zero.stage == 2:  # each micro-batch is reduced by itself: as many as of equal parts
+        micro = config.train.micro_batch_size
+        most = -(-config.train.batch_size // size // micro) * micro
     try:
-        shares = Shares(size, balance.speeds)
+        shares = Shares(size, balance.speeds, most=most)
     except ValueError as error:
         raise ValueError(f"--balance.speed {' '.join(balance.speed)}: {error}") from None
     return shares if size > 1 else None

@@ -7,7 +7,7 @@ import pytest
 from chaos.injection import Fault, inject
 from chaos.kinds import KINDS
 
-QUICK = {("stopped", 0), ("killed", 1), ("continues", 0)}
+QUICK = {("killed", 1), ("continues", 0)}
 TIMEOUT_S = 6.0
 
 

@@ -38,7 +38,7 @@ def expect_losses(folder, expected):
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (3, ["--zero.stage", "2"]),
+        pytest.param(3, ["--zero.stage", "2"], marks=pytest.mark.thorough),
         pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.exhaustive),
         pytest.param(
             4,

@@ -54,6 +54,7 @@ def test_an_own_loop_under_the_wrong_mpirun_ends_with_the_same_sentence():
     assert line.startswith(("mntrain: this mpirun", "mntrain: error: this mpirun"))
 
 
+@pytest.mark.thorough
 def test_other_ranks_than_the_first_are_silent():
     ranks = {name: "1" for name in STRANGE if name.endswith("_RANK")}
     ended = alone([*MNTRAIN, *SMALL], **{**STRANGE, **ranks})

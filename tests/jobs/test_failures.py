@@ -86,7 +86,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
 @pytest.mark.parametrize(
     ("ranks", "task", "stage", "every"),
     [
-        (3, "InBackward", 2, 100),
+        pytest.param(3, "InBackward", 2, 100, marks=pytest.mark.thorough),
         pytest.param(3, "Raises", 0, 100, marks=pytest.mark.exhaustive),
         pytest.param(3, "Raises", 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(3, "InBackward", 0, 100, marks=pytest.mark.exhaustive),
@@ -237,6 +237,7 @@ def test_ctrl_c_ends_the_job_cleanly_once(folder):
     assert whole["steps"] == len(lines) == json.loads(lines[-1])["step"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("signals", "grace"), [(1, "3"), pytest.param(2, "600", marks=pytest.mark.thorough)]
 )
@@ -255,6 +256,7 @@ def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder,
     assert summary(folder)["status"] == "stalled"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
     script = tmp_path / "late.py"
@@ -274,6 +276,7 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
     assert f'File "{script}", line 6 in <module>' in result.stderr
 
 
+@pytest.mark.thorough
 def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(

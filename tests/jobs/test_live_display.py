@@ -78,6 +78,7 @@ def emulated_run(
 SLOW = pytest.mark.exhaustive
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("width", "resized"),
     [

@@ -179,6 +179,7 @@ def test_a_tasks_optimizer_schedule_and_metrics_are_those_of_plain_torch(tmp_pat
     assert "optimizer: SGD of the task, schedule OneCycleLR of the task" in result.stdout
 
 
+@pytest.mark.thorough
 def test_a_tasks_schedule_goes_on_at_another_size_and_stage(tmp_path):
     saves = ["--checkpoint.every", "4"]
     completed(train(3, tmp_path, *saves, "--zero.stage", "1", "--run.stop-after", "13"))

@@ -44,6 +44,7 @@ def flops_per_token(folder: Path) -> float:
     return 6 * weights + 6 * LAYERS * WIDTH * CONTEXT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", [0, 1])
 def test_the_summary_is_what_its_lines_add_up_to(jobs, job):
     folder, found = jobs

@@ -85,6 +85,7 @@ def test_a_folder_of_tokens_trains_as_its_text_does_and_resumes_its_run(tmp_path
     assert losses(tmp_path) == losses(whole)
 
 
+@pytest.mark.exhaustive
 def test_another_tokenizer_is_refused_by_ranks_and_by_resumed_runs(tmp_path, options):
     completed(train(2, tmp_path, *options, *STEPS, "--run.stop-after", "10"))
     path = Path(options[-1].removeprefix("bpe:"))

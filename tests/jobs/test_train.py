@@ -58,6 +58,7 @@ def test_a_run_leaves_its_records(tmp_path):
     assert result.stdout.strip().endswith(str(tmp_path / "run"))
 
 
+@pytest.mark.thorough
 def test_a_run_needs_no_validation(tmp_path):
     completed(train(2, tmp_path, "--data.valid-fraction", "0", "--train.eval-every", "1"))
     assert not any("eval_loss" in line for line in metrics(tmp_path))

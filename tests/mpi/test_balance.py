@@ -1,11 +1,14 @@
 """Loops of one's own whose ranks differ in speed: `world.shard(loader, balance=True)`."""
 
+import contextlib
 import time
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import mntrain
 
 pytestmark = pytest.mark.mpi
 
@@ -56,6 +59,59 @@ def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage)
         assert by_rank[-1][-1] < min(sizes[-1] for sizes in by_rank[:-1])
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_an_accumulation_over_two_plans_is_exact_or_refused(world, make, weighted):
+    if world.size == 1:
+        pytest.skip("one rank has no plans")
+    alone, reference = make_model(), make_loader()
+    whole = ordered(world, reference)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.05)
+    model = make_model()
+    optimizer = make(model, torch.optim.SGD, lr=0.05)
+    slow = world.rank == world.size - 1
+    batches = world.shard(make_loader(), balance=True)
+    with contextlib.nullcontext() if weighted else pytest.raises(RuntimeError, match="weight=n"):
+        for number, (x, y) in enumerate(batches):
+            time.sleep(0.01 * len(x) if slow else 0.0)
+            last = number % 4 == 3
+            with contextlib.nullcontext() if last else optimizer.no_sync():
+                loss = nn.functional.mse_loss(model(x), y)
+                optimizer.backward(loss, weight=len(x)) if weighted else loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    if weighted:
+        for four in zip(*[iter(whole)] * 4, strict=False):
+            x, y = (torch.cat(column) for column in zip(*four, strict=True))
+            train([(x, y)], alone, plain)
+        for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+    optimizer.zero_grad()
+    optimizer.forget_batches()
+
+
+def test_speeds_are_kept_for_a_shard_of_each_epoch(world, make):
+    model, loader = make_model(), make_loader()
+    optimizer = make(model, torch.optim.SGD, lr=0.05)
+    slow = world.rank == world.size - 1
+    epochs = [
+        train(world.shard(loader, balance=True), model, optimizer, cost=0.01 if slow else 0.0)
+        for _ in range(2)
+    ]
+    first = world.gather(epochs[1][0])
+    if world.size > 1:
+        assert first[-1] < min(first[:-1])
+
+
+def test_nodes_that_train_alone_are_refused(world, make):
+    if len(world.topology.nodes) == 1 or len({len(node) for node in world.topology.nodes}) > 1:
+        pytest.skip("needs nodes of equal numbers of ranks")
+    model = make_model()
+    optimizer = make(model, torch.optim.SGD, lr=0.05, sync=mntrain.sync.DiLoCo(every=5))
+    with pytest.raises(ValueError, match="balance=True with an optimizer that has sync="):
+        train(world.shard(make_loader(), balance=True), model, optimizer)
 
 
 def ordered(world, loader):

@@ -54,7 +54,7 @@ def test_shares_are_made_for_several_ranks():
         (
             Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5)),
             False,
-            "with --sync.mode diloco, each node counts the same",
+            "with --sync.mode diloco, nodes may train alone, and each counts the same",
         ),
         (
             Config(balance=THROUGHPUT, train=TrainConfig(batch_size=3)),

@@ -41,7 +41,7 @@ def parts_by_rank(costs, kind="indexed", *, passes=1, workers=0, balance=True, s
         own = [0.0]
         waited_s = lambda: time.perf_counter() - own[0]  # noqa: E731
         log = Log()
-        plan = LoaderBalance(len(costs), gather, waited_s) if balance else None
+        plan = LoaderBalance(len(costs), gather, waited_s, int) if balance else None
         context = ShardContext(rank, len(costs), gather, log.expect, log.forget, plan)
         parts, taken = ShardedLoader(loader(kind, workers), context), []
         for _ in range(passes):
@@ -89,3 +89,17 @@ def test_evaluations_are_divided_equally_and_see_each_sample_once():
 def test_equal_ranks_keep_equal_parts(saves):
     _, shares = whole(parts_by_rank([1.0, 1.0, 1.0], saves=saves), 0)
     assert shares == [(2, 2, 2)] * 25
+
+
+def test_ranks_that_begin_other_passes_are_told_so():
+    def body(rank, gather):
+        log = Log()
+        plan = LoaderBalance(2, gather, time.perf_counter, int)
+        context = ShardContext(rank, 2, gather, log.expect, log.forget, plan)
+        parts = ShardedLoader(loader("cut"), context)
+        if rank == 0:
+            next(iter(parts))  # to look at a batch
+        with pytest.raises(RuntimeError, match=r"other passes .*rank 0: pass 2, rank 1: pass 1"):
+            list(parts)
+
+    in_turns(2, body)

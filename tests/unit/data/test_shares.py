@@ -59,9 +59,19 @@ def test_shares_are_in_proportion_to_speeds():
     assert counts(100, (1000.0, 1.0)) == [97, 3]  # at least 5 % of 50
 
 
+@given(st.integers(1, 300), SPEEDS, st.integers(0, 9))
+def test_no_share_is_above_the_limit(samples, speeds, spare):
+    most = -(-samples // len(speeds)) + spare
+    bounds = share_bounds(samples, len(speeds), speeds, most)
+    parts = [stop - start for start, stop in pairwise(bounds)]
+    assert sum(parts) == samples
+    assert max(parts) <= most
+
+
 def test_without_speeds_shares_are_equal():
     assert share_bounds(11, 3, None) == split(11, 3)
     assert Shares(3).bounds(11, BatchNumber(0, 7)) == split(11, 3)
+    assert share_bounds(2, 3, (9.0, 1.0, 1.0)) == split(2, 3)  # fewer samples than ranks
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.data())
