@@ -57,6 +57,16 @@ class LocalSGDSchedule(SyncSchedule):
         for tensor, mean in self._means.of(tensors, lambda tensor: tensor):
             tensor.copy_(mean)
 
+    def exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Replace parameters by their means over nodes. Collective.
+
+        Raises NonFiniteGradientError on all ranks, before anything is sent, for parameters that are
+        not finite on any of them.
+        """
+        finite = all(is_finite(tensor) for tensor in tensors)
+        FiniteAgreement(self._world, self.replica, finite=finite, what="a parameter").check()
+        self.average(tensors)
+
 
 class OuterSchedule(LocalSGDSchedule):
     """Base class of schedules that keep the parameters after the last exchange.
@@ -141,7 +151,13 @@ class DiLoCoSchedule(OuterSchedule):
         self._lr, self._momentum = outer_lr, outer_momentum
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Take the outer step. Collective."""
+        """Take the outer step. Collective.
+
+        Raises NonFiniteGradientError on all ranks, before anything is sent, for outer gradients
+        that are not finite on any of them.
+        """
+        finite = all(is_finite(self._drift(tensor)) for tensor in tensors)
+        FiniteAgreement(self._world, self.replica, finite=finite).check()
         for tensor, gradient in self._means.of(tensors, self._drift):
             self._outer_step(tensor, gradient)
             tensor.copy_(self._outer[tensor][EXCHANGED])
@@ -154,13 +170,21 @@ class DiLoCoSchedule(OuterSchedule):
 
 
 class FiniteAgreement:
-    """Agreement of all ranks on whether their outer gradients are finite, in flight.
+    """Agreement of all ranks on whether what they exchange is finite, in flight.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
     """
 
-    def __init__(self, world: Collectives, replica: int, *, finite: bool) -> None:
-        """Send this rank's answer. Collective."""
+    def __init__(
+        self,
+        world: Collectives,
+        replica: int,
+        *,
+        finite: bool,
+        what: str = "the difference between the parameters and those after the last exchange",
+    ) -> None:
+        """Send this rank's answer; `what` is the text for what is exchanged. Collective."""
+        self._what = what
         self._failed = torch.zeros(world.size, dtype=torch.float64)  # by rank: 1 + its node, or 0
         if not finite:
             self._failed[world.rank] = 1 + replica
@@ -175,9 +199,8 @@ class FiniteAgreement:
                 f"rank {rank} of node {int(node) - 1}" for rank, node in enumerate(failed) if node
             )
             raise NonFiniteGradientError(
-                "the difference between the parameters and those after the last exchange is not "
-                f"finite in fp32 on {where}, and was not exchanged: continue from a checkpoint, "
-                "with a lower learning rate"
+                f"{self._what} is not finite in fp32 on {where}, and was not exchanged: continue "
+                "from a checkpoint, with a lower learning rate"
             )
 
 

@@ -37,17 +37,16 @@ class SparseLoCoSchedule(OuterSchedule):
     def exchange(self, tensors: Sequence[Tensor]) -> None:
         """Take the outer step. Collective.
 
-        Raises NonFiniteGradientError on all ranks, before anything is sent, if what is to be sent
-        is not finite on any of them.
+        Raises NonFiniteGradientError on all ranks, before anything is sent or kept, if what is to
+        be sent is not finite on any of them.
         """
         outer = self._outer
-        for tensor in tensors:
-            outer[tensor][UNSENT].mul_(DECAY).add_(self._drift(tensor))
-        finite = all(is_finite(outer[tensor][UNSENT]) for tensor in tensors)
-        FiniteAgreement(self._world, self.replica, finite=finite).check()
 
         def unsent(tensor: Tensor) -> Tensor:
-            return outer[tensor][UNSENT]
+            return self._drift(tensor).add_(outer[tensor][UNSENT], alpha=DECAY)
+
+        finite = all(is_finite(unsent(tensor)) for tensor in tensors)
+        FiniteAgreement(self._world, self.replica, finite=finite).check()
 
         def keep(tensor: Tensor, left: Tensor) -> None:
             outer[tensor][UNSENT].copy_(left)

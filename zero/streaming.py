@@ -10,7 +10,8 @@ Free Lunch", 2025 (arXiv 2501.18512). Unlike there, codes are integers of 4 bits
 each 256 elements of a parameter, not floats, and what they lose is kept (`zero.codes`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,6 +37,12 @@ class _Sent(NamedTuple):
 
     messages: list[Message]
     finite: FiniteAgreement
+    lost: dict[Tensor, Tensor]  # by the codes; kept if all ranks' values are finite
+
+    @property
+    def nbytes(self) -> int:
+        lost = sum(tensor.nbytes for tensor in self.lost.values())
+        return lost + sum(message.nbytes for message in self.messages)
 
 
 class StreamingSchedule(DiLoCoSchedule):
@@ -48,7 +55,7 @@ class StreamingSchedule(DiLoCoSchedule):
     `bits` is 4, or 32 for outer gradients that travel as they are. The other arguments are those of
     `DiLoCoSchedule`, which this is with one fragment, overlap 0, mix 0 and 32 bits.
 
-    A manual `exchange` sends everything as it is, with what codes have lost, and mixes nothing.
+    A manual `exchange` makes the parameters the mean of the nodes', without an outer step.
     """
 
     def __init__(
@@ -97,22 +104,21 @@ class StreamingSchedule(DiLoCoSchedule):
         return Exchanged.ALL if whole else Exchanged.SOME
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Finish what is in flight, and take an outer step of all parameters. Collective."""
+        """Finish what is in flight, and replace the parameters by their means. Collective.
+
+        The exchanged parameters become the means, too. The outer momentum and what codes have lost
+        stay. Raises NonFiniteGradientError as `after_update` does.
+        """
         for fragment in range(self._fragments):
             self._apply(fragment)
-        finite = all(is_finite(self._value(tensor)) for tensor in tensors)
-        FiniteAgreement(self._world, self.replica, finite=finite).check()
-        for tensor, gradient in self._means.of(tensors, self._value):
-            self._outer_step(tensor, gradient)
-            outer = self._outer[tensor]
-            tensor.copy_(outer[EXCHANGED])
-            if self._code:
-                outer[ERROR].zero_()
+        super(DiLoCoSchedule, self).exchange(tensors)
+        for tensor in tensors:
+            self._outer[tensor][EXCHANGED].copy_(tensor)
 
     def settle(self) -> None:
         """Wait for exchanges in flight."""
         for fragment in list(self._sent):
-            self._receive(fragment)
+            self._arrived.update(self._receive(fragment))
             self._note_peak()
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
@@ -135,7 +141,7 @@ class StreamingSchedule(DiLoCoSchedule):
     def expected_nbytes(self, tensors: Sequence[Tensor]) -> int:
         """Return the bytes of the outer state and of the exchanges that are in flight together."""
         of_fragment = [
-            self._means.nbytes([t for t in tensors if self._fragment[t] == fragment], self._code)
+            self._expected_in_flight([t for t in tensors if self._fragment[t] == fragment])
             for fragment in range(self._fragments)
         ]
         first = self._warmup + self._every
@@ -148,6 +154,11 @@ class StreamingSchedule(DiLoCoSchedule):
             for step in range(first, first + self._every)
         ]
         return super().expected_nbytes(tensors) + max(together)
+
+    def _expected_in_flight(self, own: Sequence[Tensor]) -> int:
+        """Return the bytes of the exchange of a fragment's tensors."""
+        lost = sum(tensor.nbytes for tensor in own) if self._code else 0
+        return self._means.nbytes(own, self._code) + lost
 
     def _starts_after(self, step: int) -> int | None:
         """Return the fragment whose exchange starts after a step, if there is one. Local."""
@@ -171,13 +182,13 @@ class StreamingSchedule(DiLoCoSchedule):
             finite = is_finite(sent) and finite
             return sent
 
-        def keep(tensor: Tensor, lost: Tensor) -> None:
-            self._outer[tensor][ERROR].copy_(lost)
-
+        lost: dict[Tensor, Tensor] = {}
         own = [tensor for tensor in tensors if self._fragment[tensor] == fragment]
-        messages = [*self._means.send(own, value, self._code, keep if self._code else None)]
+        messages = [
+            *self._means.send(own, value, self._code, lost.__setitem__ if self._code else None)
+        ]
         agreement = FiniteAgreement(self._world, self.replica, finite=finite)
-        self._sent[fragment] = _Sent(messages, agreement)
+        self._sent[fragment] = _Sent(messages, agreement, lost)
         self._note_peak()
 
     def _value(self, tensor: Tensor) -> Tensor:
@@ -185,22 +196,24 @@ class StreamingSchedule(DiLoCoSchedule):
         drift = self._drift(tensor)
         return drift.add_(self._outer[tensor][ERROR]) if self._code else drift
 
-    def _receive(self, fragment: int) -> None:
-        """Wait for the means of a fragment, if it is in flight. Collective."""
+    def _receive(self, fragment: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the means of a fragment as they arrive, if it is in flight. Collective."""
         sent = self._sent.pop(fragment, None)
         if sent is None:
             return
         sent.finite.check()
+        for tensor, lost in sent.lost.items():
+            self._outer[tensor][ERROR].copy_(lost)
+        sent.lost.clear()
         for message in sent.messages:
-            for tensor, mean in message.means():
-                self._arrived[tensor] = mean
+            yield from message.means()
 
     def _apply(self, fragment: int) -> None:
         """Take the outer step of a fragment that was started before, and mix. Collective."""
-        self._receive(fragment)
-        arrived = [tensor for tensor in self._arrived if self._fragment[tensor] == fragment]
-        for tensor in arrived:
-            self._outer_step(tensor, self._arrived.pop(tensor))
+        settled = [tensor for tensor in self._arrived if self._fragment[tensor] == fragment]
+        arrived = ((tensor, self._arrived.pop(tensor)) for tensor in settled)
+        for tensor, mean in chain(arrived, self._receive(fragment)):
+            self._outer_step(tensor, mean)
             exchanged = self._outer[tensor][EXCHANGED]
             if self._mix:
                 tensor.lerp_(exchanged, 1 - self._mix)
@@ -208,7 +221,7 @@ class StreamingSchedule(DiLoCoSchedule):
                 tensor.copy_(exchanged)
 
     def _note_peak(self) -> None:
-        sent = sum(message.nbytes for sent in self._sent.values() for message in sent.messages)
+        sent = sum(sent.nbytes for sent in self._sent.values())
         self._peak = max(self._peak, sent + sum(mean.nbytes for mean in self._arrived.values()))
 
     def _forget(self) -> None:

@@ -16,10 +16,20 @@ from typing import NoReturn, Protocol
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
-from mntrain.errors import AgreedError, RemoteRankError
+from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.world import World
+from zero.norms import NonFiniteGradientError
 
 _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
+
+
+@contextmanager
+def non_finite_stops(world: World, step: int) -> Iterator[None]:
+    """Raise TrainingStoppedError in place of the block's NonFiniteGradientError, on all ranks."""
+    try:
+        yield
+    except NonFiniteGradientError as error:
+        raise TrainingStoppedError(f"in step {step}, {error}", world.rank) from None
 
 
 class Interruptible(Protocol):

@@ -6,6 +6,7 @@ from mntrain.checkpoint import RunProgress
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.registry import StepRecord
+from mntrain.train.failed_step import non_finite_stops
 from mntrain.train.job import TrainingJob
 from mntrain.train.run_directory import to_json
 from mntrain.train.summary import JobResult
@@ -21,7 +22,8 @@ class RunSaving:
 
     def after_step(self, record: StepRecord, flags: Mapping[str, float]) -> None:
         """Begin a save if one is due, and advance the one that is being written."""
-        self._job.checkpointing.after_step(self._progress(record), flags)
+        with non_finite_stops(self._world, record.step):
+            self._job.checkpointing.after_step(self._progress(record), flags)
 
     def at_end(self) -> None:
         """Save at the end of the job, if wanted or preempted; a failure is the job's result."""
@@ -31,7 +33,8 @@ class RunSaving:
             checkpointing.wait(result.last.step if result.last else self._job.done)
             return
         try:
-            checkpointing.save_now(self._progress(result.last))
+            with non_finite_stops(self._world, result.last.step):
+                checkpointing.save_now(self._progress(result.last))
         except AgreedError as error:
             if result.status == "interrupted":
                 self._job.reporter.warn(str(error))
@@ -46,7 +49,8 @@ class RunSaving:
         if last is None or not self._job.saves or checkpointing.has(last.step):
             return
         try:
-            checkpointing.save_now(self._progress(last))
+            with non_finite_stops(self._world, last.step):
+                checkpointing.save_now(self._progress(last))
         except AgreedError as error:
             self._job.reporter.warn(str(error))
 

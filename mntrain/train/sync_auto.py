@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.comm.compression import Compression
 from mntrain.config import Config
@@ -65,19 +67,21 @@ def choose_for_job(
 ) -> AutoSync:
     """Return how nodes communicate in a job with --sync.mode auto. Collective.
 
-    `not_rare` is the reason if rare exchanges would be refused, else empty. Raises nothing for a
-    task that fails in the measurement: every step is synchronous then, and fails in training.
+    `not_rare` is the reason if rare exchanges would be refused, else empty. Raises AgreedError for
+    options that a resumed run's mode does not have. Raises nothing for a task that fails in the
+    measurement: every step is synchronous then, and fails in training.
     """
     nodes = len(world.topology.nodes)
     if nodes == 1:
         return AutoSync(_with(config), "every-step: all ranks are on one node")
     before = ""
     if resumed:
-        kept = _kept(config, resumed.manifest.config)
+        with world.agreement():
+            kept = _kept(config, resumed.manifest.config)
         name = sync_choice.name_of(kept.sync.mode, kept.comm.compress, kept.sync.every)
         nodes_before = resumed.manifest.world["nodes"]
         if nodes_before == nodes and not (not_rare and kept.sync.every):
-            return AutoSync(kept, f"{name}, as in the run so far")
+            return AutoSync(kept, f"{name}, as in the run so far{_unused(config, kept)}")
         before = f" (chosen anew: the run had {name} on {_nodes(nodes_before)})"
     try:
         measured = _measure(world, config, trial)
@@ -131,6 +135,8 @@ def _situation(world: World, config: Config, trial: Trial, not_rare: str) -> Sit
         volumes=volumes,
         bucket_bytes=max(1, int(config.comm.bucket_mb * (1 << 20))),
         steps=config.train.steps - trial.done,
+        warmup=max(0, config.sync.warmup - trial.done),
+        ranks_per_node=world.topology.smallest_node,
         every=config.sync.every,
         excluded=excluded,
     )
@@ -159,13 +165,42 @@ def _with(
 def _kept(config: Config, before: Mapping[str, Any]) -> Config:
     """Return the configuration with the mode and the compression of a checkpoint's.
 
-    Options that are given now count, in a run whose mode has them.
+    Options of exchanges that are given now count in a run that has exchanges. Raises ValueError for
+    those that its mode does not have, and for a run with gradients in fp16, which auto never
+    chooses.
     """
-    saved = dict(before.get("sync", {}))
-    if saved.get("mode") in ("streaming", "diloco"):
+    saved, comm = dict(before.get("sync", {})), before.get("comm", {})
+    mode = saved.get("mode", "every-step")
+    wire_dtype = comm.get("wire_dtype", "fp32")
+    if wire_dtype == "fp16":
+        raise ValueError(
+            f"--sync.mode auto: the run has --comm.wire-dtype fp16 so far, which auto cannot keep; "
+            f"give --sync.mode {mode} and --comm.wire-dtype"
+        )
+    compress: Compression = "bf16" if wire_dtype == "bf16" else comm.get("compress", "none")
+    if mode != "every-step":
         saved |= _given(config.sync)
-    compress = before.get("comm", {}).get("compress", "none")
-    return replace(config, sync=SyncConfig(**saved), comm=replace(config.comm, compress=compress))
+    try:
+        sync = SyncConfig(**saved)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ").partition("; give")[0]
+        raise ValueError(
+            f"--sync.mode auto keeps --sync.mode {mode}, which the run has so far, and options "
+            f"beside it do not suit: {reason}; leave them out, or give another --sync.mode"
+        ) from None
+    return replace(config, sync=sync, comm=replace(config.comm, compress=compress))
+
+
+def _unused(config: Config, kept: Config) -> str:
+    """Return which given options of exchanges have no effect, as those of a run without any.
+
+    They are not refused: the command that has begun the run continues it.
+    """
+    given = _given(config.sync) if kept.sync.mode == "every-step" else {}
+    if not given:
+        return ""
+    names = " and ".join(f"--sync.{name.replace('_', '-')}" for name in given)
+    return f", in which {names} {'has' if len(given) == 1 else 'have'} no effect"
 
 
 def _given(sync: SyncConfig) -> dict[str, Any]:

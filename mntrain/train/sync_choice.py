@@ -8,8 +8,9 @@ The first candidate that is nearly free is taken, in the order of exactness:
     streaming, diloco, every 10 steps         at most 1.05 x
     streaming, diloco, every 20, 50, ... steps
 
-If there is none, the fastest is taken. Nothing here communicates or measures, and the same numbers
-give the same choice.
+If there is none, the fastest is taken. What a candidate adds is the mean over the steps that are
+left of the run: the steps of a warm-up cost what every step costs. Nothing here communicates or
+measures, and the same numbers give the same choice.
 """
 
 import math
@@ -62,6 +63,8 @@ class Situation:
     volumes: Volumes
     bucket_bytes: int
     steps: int  # of the run that are left
+    warmup: int = 0  # of these, synchronous before rare exchanges
+    ranks_per_node: int = 1  # of the node with fewest
     every: int | None = None  # steps between exchanges that the user gave
     excluded: Mapping[str, str] = field(default_factory=dict)  # reasons, by bf16, int8 and rare
 
@@ -183,23 +186,17 @@ def _diloco(every: int, situation: Situation, measured: Measurement) -> Candidat
     nodes, nbytes = situation.nodes, situation.volumes.exchanged
     sent = 2 * (nodes - 1) / nodes * nbytes
     exchange_s = _messages(nbytes, situation) * measured.latency_s + sent * measured.s_per_byte
-    return Candidate(
-        mode="diloco",
-        compress="none",
-        every=every,
-        sent_bytes=sent / every,
-        wire_s=exchange_s / every,
-        exposed_s=exchange_s / every,
-        expected=_expected(exchange_s / every, measured),
-        excluded=_refusal_of_rare(every, situation),
-    )
+    per_step = (sent / every, exchange_s / every, exchange_s / every)
+    reason = _refusal_of_rare(every, situation)
+    return _rare("diloco", every, per_step, situation, measured, reason=reason)
 
 
 def _streaming(every: int, situation: Situation, measured: Measurement) -> Candidate:
     """Return the candidate that gathers codes of the parameters in parts, after `every` steps each.
 
     A part has its default overlap of steps to travel, a quarter of whose computing hides it; a
-    small all-reduce goes with it. Codes take as long as those of int8, and count in full.
+    small all-reduce goes with it. Codes take as long as those of int8, and count in full; at stage
+    0, each rank of a node encodes and decodes all of them.
     """
     nodes, volumes = situation.nodes, situation.volumes
     fragments, overlap = min(StreamingDiLoCo.fragments, every), StreamingDiLoCo.overlap
@@ -208,16 +205,42 @@ def _streaming(every: int, situation: Situation, measured: Measurement) -> Candi
     part_s = messages * measured.latency_s + sent / fragments * measured.s_per_byte
     hidden_s = min(part_s, OVERLAP * overlap * measured.computing_s)
     coding_s = measured.codec_s.get("int8", 0.0)
+    if situation.stage == 0:
+        coding_s *= situation.ranks_per_node
     exposed_s = (fragments * (part_s - hidden_s) + coding_s) / every
     reason = _refusal_of_rare(every, situation)
     if not reason and every <= overlap:
         reason = f"an exchange travels for {overlap} step, so they need at least {overlap + 1}"
+    per_step = (sent / every, fragments * part_s / every, exposed_s)
+    return _rare("streaming", every, per_step, situation, measured, reason=reason)
+
+
+def _rare(
+    mode: str,
+    every: int,
+    per_step: tuple[float, float, float],
+    situation: Situation,
+    measured: Measurement,
+    *,
+    reason: str,
+) -> Candidate:
+    """Return a candidate of rare exchanges, with means over the warm-up and the steps after it.
+
+    `per_step` are the bytes sent, their seconds and the exposed ones of a step after the warm-up.
+    """
+    warm = _every_step("none", situation, measured)
+    in_warmup = (warm.sent_bytes, warm.wire_s, warm.exposed_s)
+    part = min(1.0, situation.warmup / max(1, situation.steps))
+    sent_bytes, wire_s, exposed_s = (
+        part * before + (1 - part) * after
+        for before, after in zip(in_warmup, per_step, strict=True)
+    )
     return Candidate(
-        mode="streaming",
+        mode=mode,
         compress="none",
         every=every,
-        sent_bytes=sent / every,
-        wire_s=fragments * part_s / every,
+        sent_bytes=sent_bytes,
+        wire_s=wire_s,
         exposed_s=exposed_s,
         expected=_expected(exposed_s, measured),
         excluded=reason,
@@ -227,8 +250,10 @@ def _streaming(every: int, situation: Situation, measured: Measurement) -> Candi
 def _refusal_of_rare(every: int, situation: Situation) -> str:
     """Return why nodes cannot exchange after so many steps, or nothing."""
     reason = situation.excluded.get("rare", "")
-    if not reason and situation.every is None and every > situation.steps:
-        reason = f"the run has {situation.steps} steps left"
+    steps = max(0, situation.steps - situation.warmup)
+    if not reason and situation.every is None and every > steps:
+        after = " after the warm-up" if situation.warmup else ""
+        reason = f"the run has {steps} steps left{after}"
     return reason
 
 

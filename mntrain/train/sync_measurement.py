@@ -104,7 +104,8 @@ def measure_computing(world: World, trial: Trial) -> Computing:
 def measure_wire(world: World) -> tuple[float, float]:
     """Return the seconds of a small all-reduce, and per byte that a node sends. Collective.
 
-    Each is the least of several, since other processes on the cores are not the link. The sizes
+    Each is the least of several, since other processes on the cores are not the link; the bytes'
+    is without the small all-reduce's. The sizes
     grow as long as two seconds suffice for the next; a link that is too slow for the first takes
     longer. The same on all ranks. Leaves no tensor.
     """
@@ -120,7 +121,8 @@ def measure_wire(world: World) -> tuple[float, float]:
         times.append(_all_reduce_s(world, nbytes))
         spent_s += times[-1]
     sent = 2 * (nodes - 1) / nodes * nbytes
-    return min(small[1:]), max(min(times), _LEAST_S) / sent
+    latency_s = min(small[1:])
+    return latency_s, max(min(times) - latency_s, _LEAST_S) / sent
 
 
 def measure_codecs(world: World, elements: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from mntrain.start import init
 from mntrain.train.compiling import uncompiled
 from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
 from mntrain.train.evaluation import merge_sets
-from mntrain.train.failed_step import FailedStep
+from mntrain.train.failed_step import FailedStep, non_finite_stops
 from mntrain.train.garbage import frozen_garbage
 from mntrain.train.job import TrainingJob
 from mntrain.train.part_counts import PartCounts
@@ -33,7 +33,6 @@ from mntrain.train.run_saving import RunSaving
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World
 from zero.collectives import Collectives
-from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult
 
 # Exit codes of jobs that may be resumed: the shell's for Ctrl-C, and EX_TEMPFAIL of sysexits.h.
@@ -135,27 +134,29 @@ class Trainer:
         for step in count(self._job.done + 1):
             start = time.perf_counter()
             try:
-                result.last, flags = self.train_step(step)
+                with non_finite_stops(self._world, step):
+                    result.last, flags = self.train_step(step)
+                self._reporter.step(result.last)
+                self._ask_task(self._job.task.on_step(result.last))
+                result.status = self._status(step, flags)
+                if result.status != "running":
+                    self._signals.agreed()
+                    return
+                with self._world.recorder.phase("checkpoint", step):
+                    self._saving.after_step(result.last, flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
                 return
-            self._reporter.step(result.last)
-            self._ask_task(self._job.task.on_step(result.last))
-            result.status = self._status(step, flags)
-            if result.status != "running":
-                self._signals.agreed()
-                return
-            with self._world.recorder.phase("checkpoint", step):
-                self._saving.after_step(result.last, flags)
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
 
     def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
         """Take one step, 1 for the first; return its record and the summed flags. Collective.
 
-        Raises TrainingStoppedError; an exception before the update is raised when the run is saved
-        as it was before the step. Between the update and the next forward, only checks and
-        evaluations communicate: all else would wait behind the parameters that are being sent.
+        Raises TrainingStoppedError or NonFiniteGradientError; an exception before the update is
+        raised when the run is saved as it was before the step. Between the update and the next
+        forward, only checks and evaluations communicate: all else would wait behind the parameters
+        that are being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
         self._failed_step.begin_step()
@@ -230,12 +231,9 @@ class Trainer:
 
     def _update(self, step: int) -> StepResult:
         """Update the parameters and the learning rate, and clear the gradients. Collective."""
-        try:
-            update = self._optimizer.step()
-            if step == self._config.train.steps:
-                self._optimizer.exchange()
-        except NonFiniteGradientError as error:
-            raise self._stopped(f"in step {step}, {error}") from None
+        update = self._optimizer.step()
+        if step == self._config.train.steps:
+            self._optimizer.exchange()
         self._optimizer.zero_grad()
         self._job.schedule.after_step()
         return update

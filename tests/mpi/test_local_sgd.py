@@ -246,8 +246,12 @@ def test_an_exchange_sends_each_parameter_once_to_each_other_node(world, make, s
         sent.append(sum(a.cross_bytes - b.cross_bytes for a, b in zip(after, before, strict=True)))
     numbers = sum(parameter.numel() for parameter in model.parameters())
     *_, alone, exchanging, _ = sent  # steps 3 and 4
+    before = world.usage()
+    world.collectives.all_reduce(torch.zeros(RANKS, dtype=torch.float64)).wait()
+    pairs = zip(world.usage(), before, strict=True)
+    agreement = sum(a.cross_bytes - b.cross_bytes for a, b in pairs)  # on whether all is finite
     # So does an all-reduce of a small tensor.
-    assert exchanging - alone == NODES * (NODES - 1) * numbers * 8
+    assert exchanging - alone == NODES * (NODES - 1) * numbers * 8 + agreement
     assert alone < 1000 < sent[0]  # whether all steps are finite, and their weights
 
 

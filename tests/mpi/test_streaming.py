@@ -18,7 +18,7 @@ from worlds import RANKS
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
 from mntrain.train.consensus import differing_ranks, model_digest
 from zero.codes import BlockCode, ChunkCode
-from zero.local_sgd import EXCHANGED
+from zero.local_sgd import EXCHANGED, MOMENTUM
 from zero.norms import NonFiniteGradientError
 from zero.state import ERROR, UNSENT
 from zero.streaming import ARRIVING
@@ -139,7 +139,9 @@ class Streams(Replicas):
         for index in list(self.arriving):
             self.outer_step(index, self.arriving.pop(index)[1], self.sync.mix)
         for index in range(6):
-            self.outer_step(index, self.send(index, None), 0.0)
+            nodes = [list(model.parameters())[index] for model in self.models]
+            self.exchanged[index] = sum(nodes) / NODES
+            self.mixed(index, 0.0)
 
 
 class Sparse(Replicas):
@@ -169,6 +171,12 @@ def exchanged(optimizer):
     """Copies of the parameters after the last exchange, without waiting for what is in flight."""
     outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._owned.pieces]
     return [state[EXCHANGED].clone() for state in outer if state]
+
+
+def residuals(optimizer):
+    """Copies of what codes have lost or not sent, without waiting for what is in flight."""
+    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._owned.pieces]
+    return [state[k].clone() for state in outer for k in (ERROR, UNSENT) if k in state]
 
 
 def assert_equal_between_nodes(world, optimizer, *keys):
@@ -233,9 +241,26 @@ def test_one_fragment_at_once_in_32_bits_has_the_bits_of_diloco(world, make, sta
             optimizer.wait_for_parameters()
         assert model_digest(models[0]) == model_digest(models[1])
         assert optimizers[0].in_sync == optimizers[1].in_sync
-    for optimizer in optimizers:
-        optimizer.exchange()
-    assert model_digest(models[0]) == model_digest(models[1])
+    assert not optimizers[1].in_sync
+
+
+@stages
+@pytest.mark.parametrize("bits", [4, 32])
+def test_a_manual_exchange_leaves_the_mean_and_the_outer_momentum(world, make, stage, bits):
+    model = net(torch.float32)
+    optimizer = make(model, sync=STREAM(bits=bits, overlap=0), stage=stage)
+    for step in range(9):
+        take_step(world, model, optimizer, step)
+    keys = (MOMENTUM, ERROR)
+    with optimizer.averaged():
+        mean, before = model_digest(model), kept(optimizer, *keys)
+    optimizer.exchange()
+    optimizer.wait_for_parameters()
+    assert model_digest(model) == mean
+    after = kept(optimizer, *keys)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert_equal_between_nodes(world, optimizer, EXCHANGED)
 
 
 @stages
@@ -340,6 +365,23 @@ def test_memory_is_as_expected(world, make, sync, stage):
     assert expected.state > without.expected_memory().state
 
 
+def test_what_arrives_is_applied_by_message_and_not_kept(world, make, monkeypatch):
+    model = net()
+    optimizer = make(model, sync=STREAM())
+    schedule, kept_bytes = optimizer.schedule, []
+    step_of = schedule._outer_step
+
+    def outer_step(tensor, gradient):
+        kept_bytes.append(sum(mean.nbytes for mean in schedule._arrived.values()))
+        step_of(tensor, gradient)
+
+    monkeypatch.setattr(schedule, "_outer_step", outer_step)
+    for step in range(10):
+        take_step(world, model, optimizer, step)
+    assert kept_bytes
+    assert not any(kept_bytes)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -347,6 +389,7 @@ def test_memory_is_as_expected(world, make, sync, stage):
         (StreamingDiLoCo(4, fragments=2, overlap=1), 3),
         (StreamingDiLoCo(2, fragments=1, overlap=0, bits=32), 2),
         (SparseLoCo(2), 2),
+        (DiLoCo(2), 2),
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
@@ -360,7 +403,7 @@ def test_what_is_not_finite_is_named_on_all_ranks(world, make, case, value, stag
     weight = next(model.parameters())
     for step in range(1, raises_after + 1):
         loss_of(model, mine(world, samples(12, step))).backward()
-        before = exchanged(optimizer)
+        before, left = exchanged(optimizer), residuals(optimizer)
         good = weight.detach().clone()
         if step == 2 and NODE == NODES - 1:
             with torch.no_grad():
@@ -376,6 +419,8 @@ def test_what_is_not_finite_is_named_on_all_ranks(world, make, case, value, stag
         optimizer.zero_grad()
     assert before
     assert all(map(torch.equal, before, exchanged(optimizer)))
+    if sync.every == raises_after:  # nothing was in flight before
+        assert all(map(torch.equal, left, residuals(optimizer)))
 
 
 def test_skipped_steps_start_and_finish_exchanges_all_the_same(world, make):

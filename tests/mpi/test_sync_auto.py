@@ -25,7 +25,7 @@ from mntrain.config import (
     TrainConfig,
     ZeroConfig,
 )
-from mntrain.sync import DiLoCo, SyncConfig
+from mntrain.sync import StreamingDiLoCo, SyncConfig
 from mntrain.tasks import Loss, Task
 from mntrain.train import sync_auto
 from mntrain.train.consensus import model_digest
@@ -225,7 +225,55 @@ def test_a_resumed_run_takes_options_that_are_given_now(folder):
     with make_world(layout=1) as world:
         trainer = Trainer(world, other)
         assert trainer._config.sync == SyncConfig(mode="streaming", every=4, outer_lr=0.9)
-        assert trainer._job.sync == DiLoCo(4, 0, 0.9)
+        assert trainer._job.sync == StreamingDiLoCo(4, 0, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("before", "comm", "given", "error"),
+    [
+        (
+            SyncConfig(mode="streaming", every=4),
+            {},
+            {"every": 1},
+            r"keeps --sync\.mode streaming, .*--sync\.overlap 1 .*below --sync\.every 1; leave",
+        ),
+        (
+            SyncConfig(mode="local-sgd", every=4),
+            {},
+            {"outer_lr": 0.5},
+            r"auto keeps --sync\.mode local-sgd, .*--sync\.outer-lr 0\.5: has no effect .*; leave",
+        ),
+        (
+            SyncConfig(),
+            {"wire_dtype": "fp16"},
+            {},
+            "--comm.wire-dtype fp16 so far, which auto cann",
+        ),
+    ],
+    ids=["overlap", "local-sgd", "fp16"],
+)
+def test_a_run_that_auto_cannot_keep_is_refused_in_one_sentence(folder, before, comm, given, error):
+    explicit = job(folder, "run", every="100", stop_after=5, sync=before)
+    run(replace(explicit, comm=CommConfig(**comm)))
+    config = job(folder, "run", every="100", sync=SyncConfig(mode="auto", **given))
+    with make_world(layout=1) as world, pytest.raises(AgreedError, match=error) as raised:
+        Trainer(world, config)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_resumed_run_keeps_every_step_in_bf16_and_names_options_without_effect(
+    folder, monkeypatch
+):
+    monkeypatch.setattr(sync_auto, "measure_computing", never)
+    explicit = job(folder, "run", every="100", stop_after=5, sync=SyncConfig())
+    run(replace(explicit, comm=CommConfig(wire_dtype="bf16")))
+    run(job(folder, "run", every="100", sync=SyncConfig(mode="auto", every=20)))
+    found, options = auto_of(explicit)
+    assert found["choice"] == "every-step with bf16 gradients"
+    assert found["why"] == (
+        "every-step with bf16 gradients, as in the run so far, in which --sync.every has no effect"
+    )
+    assert options["comm"]["compress"] == "bf16"
 
 
 @pytest.mark.thorough

@@ -23,10 +23,12 @@ from mntrain.config import (
     TrainConfig,
     ZeroConfig,
 )
+from mntrain.errors import TrainingStoppedError
 from mntrain.sync import SyncConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.consensus import model_digest
 from mntrain.train.trainer import Trainer
+from zero import streaming
 
 pytestmark = pytest.mark.mpi
 
@@ -256,3 +258,22 @@ def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run
             for name in ("whole", "parts")
         }
         assert len(models) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("settles", ["evaluation", "save"])
+def test_an_exchange_in_flight_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, settles):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    monkeypatch.setattr(streaming, "is_finite", lambda tensor: False)
+    config = replace(
+        small(folder, eval_every=2 if settles == "evaluation" else 0),
+        sync=SyncConfig(mode="streaming", every=2, fragments=1),
+        checkpoint=CheckpointConfig(every="2" if settles == "save" else "0"),
+    )
+    with make_world(layout=1) as world:
+        trainer = Trainer(world, config)
+        with pytest.raises(TrainingStoppedError, match="in step 2, the difference between"):
+            trainer.fit()
+        if world.master:
+            summary = json.loads((config.run.dir / "summary.json").read_text())
+            assert summary["status"] == "failed"

@@ -167,6 +167,41 @@ def test_intervals_longer_than_the_run_are_excluded():
     assert chosen(at(1), steps=9) == "every-step with int8 gradients"
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("warmup", [1, 250, 1000, 3000])
+def test_the_steps_of_a_warm_up_cost_what_every_step_costs(stage, warmup):
+    volumes = replace(VOLUMES, gathered=4 * PARAMETERS if stage else 0)
+    situation = {"stage": stage, "volumes": volumes}
+    without = by_name(at(100, latency_s=0.001), **situation)
+    found = by_name(at(100, latency_s=0.001), warmup=warmup, **situation)
+    part = min(1.0, warmup / 1000)
+    for name in ("streaming every 20 steps", "diloco every 20 steps"):
+        for field in ("sent_bytes", "wire_s", "exposed_s", "expected"):
+            plain, rare = (getattr(without[of], field) for of in ("every-step", name))
+            expected = part * plain + (1 - part) * rare
+            assert getattr(found[name], field) == pytest.approx(expected)
+    for name in ("every-step", "every-step with int8 gradients"):
+        assert found[name] == without[name]
+
+
+def test_an_interval_is_compared_with_the_steps_after_the_warm_up():
+    rows = by_name(at(1), steps=60, warmup=30)
+    for mode in ("streaming", "diloco"):
+        reason = "the run has 30 steps left after the warm-up"
+        assert rows[f"{mode} every 50 steps"].excluded == reason
+        assert not rows[f"{mode} every 20 steps"].excluded
+    assert chosen(at(1), steps=60, warmup=55) == "every-step with int8 gradients"
+    over = by_name(at(1), steps=60, warmup=70)["diloco every 10 steps"]
+    assert over.excluded == "the run has 0 steps left after the warm-up"
+
+
+@pytest.mark.parametrize(("stage", "times"), [(0, 4), (1, 1), (2, 1)])
+def test_each_rank_of_a_node_encodes_all_that_streaming_sends_at_stage_0(stage, times):
+    measured = at(1e6, codec_s={"int8": 0.05})
+    streamed = by_name(measured, stage=stage, ranks_per_node=4)["streaming every 10 steps"]
+    assert streamed.exposed_s == pytest.approx(times * 0.05 / 10)
+
+
 def test_what_is_excluded_is_not_chosen_and_says_why():
     reason = "the nodes have 2+1 ranks"
     assert chosen(at(1), excluded={"rare": reason}) == "every-step with int8 gradients"

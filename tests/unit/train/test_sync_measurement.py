@@ -13,12 +13,14 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mntrain.config import Config, TrainConfig
 from mntrain.tasks import Loss, Losses, Mean, Task
+from mntrain.train import sync_measurement
 from mntrain.train.consensus import model_digest
 from mntrain.train.job_data import JobData
 from mntrain.train.sync_measurement import (
     MeasurementError,
     Trial,
     measure_computing,
+    measure_wire,
     volumes_of,
 )
 
@@ -222,3 +224,26 @@ def test_a_batch_of_tensors_is_read_without_a_copy_of_the_dataset():
     addresses = [tensor.data_ptr() for tensor in trial.data._train.tensors]
     measure_computing(world, trial)
     assert [tensor.data_ptr() for tensor in trial.data._train.tensors] == addresses
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("latency_s", [0.0, 1e-4, 0.05])
+def test_latency_is_not_counted_as_bandwidth(monkeypatch, nodes, latency_s):
+    per_byte = 1e-9
+    monkeypatch.setattr(
+        sync_measurement,
+        "_all_reduce_s",
+        lambda world, nbytes: latency_s + 2 * (nodes - 1) / nodes * nbytes * per_byte,
+    )
+    found = measure_wire(
+        SimpleNamespace(topology=SimpleNamespace(nodes=[[r] for r in range(nodes)]))
+    )
+    assert found == pytest.approx((latency_s, per_byte), rel=1e-4, abs=1e-8)
+
+
+def test_a_link_without_measurable_bandwidth_has_a_finite_one(monkeypatch):
+    monkeypatch.setattr(sync_measurement, "_all_reduce_s", lambda world, nbytes: 0.01)
+    world = SimpleNamespace(topology=SimpleNamespace(nodes=[[0], [1]]))
+    latency_s, s_per_byte = measure_wire(world)
+    assert latency_s == 0.01
+    assert 0 < s_per_byte < 1e-13
