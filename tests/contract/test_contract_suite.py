@@ -23,7 +23,7 @@ def test_scripts_train_as_under_ddp(request):
     check(2, everything=False)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(660)
 def test_scripts_train_on_one_rank():
     check(1, everything=False)

@@ -56,7 +56,7 @@ def autopsy(*paths):
     return done
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_that_completed_ended_well(folder):
     completed(train(2, folder))
     done = autopsy(folder / "run")
@@ -105,7 +105,7 @@ def kill_once_diagnosed(run, ended, said):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("task", ["Stopped", "Hangs"])
+@pytest.mark.parametrize("task", ["Stopped", pytest.param("Hangs", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(folder, task):
     ended = threading.Event()
     with ThreadPoolExecutor() as pool:
@@ -149,7 +149,7 @@ with mntrain.init(device="cpu", tune=False) as world:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_rank_that_breaks_out_of_an_own_loop_is_shown_with_its_call(tmp_path):
     (tmp_path / "own.py").write_text(OWN_LOOP)
     run = tmp_path / "run"
@@ -176,7 +176,7 @@ def test_a_rank_that_leaves_an_own_loop_is_named(tmp_path):
     assert f"at {tmp_path / 'own.py'}:{line}" in text
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_recordings_on_a_local_disk_are_found_by_the_run(folder):
     completed(train(2, folder, "--run.recorder", str(folder / "local")))
     assert not (folder / "run" / "recorder").exists()

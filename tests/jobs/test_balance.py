@@ -43,7 +43,7 @@ def expect_losses(folder, expected):
         pytest.param(
             4,
             ["--zero.stage", "1", "--comm.ranks-per-node", "2"],
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_slow_rank_is_named_with_its_phase_if_shares_are_equal(tmp_path):
     assert "shares" not in summary(tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_rank_that_recovers_gets_its_samples_back(tmp_path):
     steps = ["--train.steps", "75", "--train.eval-every", "0"]
     train_slow(2, tmp_path, *steps, "--balance.mode", "throughput", until=20)
@@ -88,7 +88,7 @@ def test_a_balanced_run_continues_on_another_number_of_ranks(tmp_path):
     expect_losses(tmp_path, losses_alone(*STEPS))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_hints_count_from_the_first_step(tmp_path):
     options = ["--balance.mode", "throughput", "--balance.speed", "1:0.2"]
     completed(train(2, tmp_path, *options))

@@ -9,10 +9,16 @@ from golden import FILE, RUNS, STAGES, machine, measure
 GOLDEN = json.loads(FILE.read_text())
 
 QUICK = ("4 ranks on 2 nodes", 2)
-CASES = [
-    pytest.param(*case, marks=[] if case == QUICK else pytest.mark.thorough)
-    for case in product(RUNS, STAGES)
-]
+
+
+def marks_of(case):
+    """The rest of the tests has stage 0 of each run; bits across stages have tests of their own."""
+    if case == QUICK:
+        return []
+    return [pytest.mark.exhaustive if case[1] else pytest.mark.thorough]
+
+
+CASES = [pytest.param(*case, marks=marks_of(case)) for case in product(RUNS, STAGES)]
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)

@@ -111,7 +111,7 @@ def test_bert_has_the_same_masks_on_any_number_of_ranks(tmp_path, text):
     assert all(torch.equal(saved[name], state[name]) for name in saved)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_folder(tmp_path):
     words = {"neg": ("7 and 8 make", "9 and"), "pos": ("That is all", "That")}

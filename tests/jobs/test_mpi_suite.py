@@ -13,9 +13,10 @@ AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "s
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
 AT_THREE += ("balance", "streaming", "sync_auto", "wire")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made.
-ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses", "means")
-ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
-ABOVE += ("stages", "state", "streaming", "sync_auto", "sync_schedule")
+_ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses", "means")
+_ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
+_ABOVE += ("stages", "state", "streaming", "sync_auto", "sync_schedule")
+ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
@@ -40,18 +41,19 @@ def check(ranks, files, *, everything):
 
 @pytest.mark.timeout(660)
 def test_quick_mpi_suite_passes(request):
-    """Every test of tests/mpi on three ranks, each parameter value once."""
+    """Tests of collectives, worlds and whole jobs on three ranks, each parameter value once."""
     if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
-    check(3, [MPI_TESTS], everything=False)
+    check(3, [MPI_TESTS, *(f"--ignore={file}" for file in ABOVE)], everything=False)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.thorough
 @pytest.mark.timeout(660)
-def test_what_depends_on_the_mpi_library_passes():
-    """The quick suite without tests of what stands above the collectives."""
-    above = [f"--ignore={MPI_TESTS}/test_{name}.py" for name in ABOVE]
-    check(3, [MPI_TESTS, *above], everything=False)
+def test_mpi_suite_above_the_collectives_passes(request):
+    """The other tests on three ranks, each parameter value once."""
+    if request.config.getoption("--all") and not request.config.getoption("--rest"):
+        pytest.skip("the whole suites run instead")
+    check(3, ABOVE, everything=False)
 
 
 @pytest.mark.thorough
