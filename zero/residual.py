@@ -96,7 +96,7 @@ class Residual:
 
 
 class _Sum:
-    """What was not sent, and what makes a mean of it; a divisor of 0 stands for no sum."""
+    """Sums that were not sent, and what makes means of them; a divisor of 0 stands for none."""
 
     def __init__(self, tensor: Tensor, multiplier: float = 1.0, divisor: float = 0.0) -> None:
         self.tensor, self.multiplier, self.divisor = tensor, multiplier, divisor

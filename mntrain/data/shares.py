@@ -35,7 +35,7 @@ class BatchNumber(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """What a rank has done since the last collection, and the last batch that it has drawn."""
+    """Samples and seconds of a rank since the last collection, and the last batch it has drawn."""
 
     samples: int
     seconds: float

@@ -25,7 +25,7 @@ class _MicroBatches:
 
 
 class _Place(NamedTuple):
-    """Where a stream continues behind a step, and the samples of that step."""
+    """Position of a stream behind a step, and the samples of that step."""
 
     epoch: int
     batches: int  # of the epoch, so far

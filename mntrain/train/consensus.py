@@ -42,7 +42,7 @@ _NOTHING: dict[_Kind, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class _Total:
-    """What a rank has added up of a metric: a sum and the items it is over, a sum, or a maximum."""
+    """Value of a metric on one rank: a sum and the items it is over, a sum, or a maximum."""
 
     kind: _Kind
     value: Tensor  # fp64, 0-dim

@@ -70,7 +70,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SyncCandidate:
     """A way in which nodes may communicate, and what a step is expected to take with it."""
 
     mode: str  # of --sync.mode
@@ -93,7 +93,7 @@ def name_of(mode: str, compress: str, every: int | None) -> str:
     return mode if compress == "none" else f"{mode} with {compress} gradients"
 
 
-def list_candidates(situation: Situation, measured: Measurement) -> list[Candidate]:
+def list_candidates(situation: Situation, measured: Measurement) -> list[SyncCandidate]:
     """Return all candidates, the most exact first. Pure."""
     given = situation.every
     intervals = INTERVALS if given is None else (given,)
@@ -108,7 +108,7 @@ def list_candidates(situation: Situation, measured: Measurement) -> list[Candida
     ]
 
 
-def choose(candidates: Sequence[Candidate], measured: Measurement) -> Candidate:
+def choose(candidates: Sequence[SyncCandidate], measured: Measurement) -> SyncCandidate:
     """Return the first candidate that is nearly free, or else the fastest. Pure.
 
     The limits are for what a candidate adds to computing: the small collectives of every step are
@@ -122,7 +122,7 @@ def choose(candidates: Sequence[Candidate], measured: Measurement) -> Candidate:
     return min(allowed, key=lambda candidate: candidate.exposed_s)
 
 
-def explain(choice: Candidate, plain: Candidate, measured: Measurement) -> str:
+def explain(choice: SyncCandidate, plain: SyncCandidate, measured: Measurement) -> str:
     """Return the choice and its reason in one sentence; `plain` is every-step in full precision."""
     text = (
         f"{_seconds(measured.computing_s)} of computing a step, {_seconds(plain.wire_s)} for its "
@@ -138,7 +138,7 @@ def explain(choice: Candidate, plain: Candidate, measured: Measurement) -> str:
     return text
 
 
-def to_table(candidates: Sequence[Candidate], choice: Candidate) -> list[dict[str, Any]]:
+def to_table(candidates: Sequence[SyncCandidate], choice: SyncCandidate) -> list[dict[str, Any]]:
     """Return the candidates as rows of summary.json. Pure."""
     return [
         {"name": str(candidate), **asdict(candidate), "chosen": candidate is choice}
@@ -146,7 +146,9 @@ def to_table(candidates: Sequence[Candidate], choice: Candidate) -> list[dict[st
     ]
 
 
-def _every_step(compress: Compression, situation: Situation, measured: Measurement) -> Candidate:
+def _every_step(
+    compress: Compression, situation: Situation, measured: Measurement
+) -> SyncCandidate:
     """Return the candidate whose gradients cross nodes in every step.
 
     Stage 2 sends those of every micro-batch. At stage 0, and without codes, an all-reduce sends
@@ -169,7 +171,7 @@ def _every_step(compress: Compression, situation: Situation, measured: Measureme
     hidden_s = min(reduce_s, rounds * OVERLAP * measured.backward_s)
     coding_s = rounds * measured.codec_s.get(compress, 0.0)
     exposed_s = reduce_s - hidden_s + gather_s + coding_s
-    return Candidate(
+    return SyncCandidate(
         mode="every-step",
         compress=compress,
         every=None,
@@ -181,7 +183,7 @@ def _every_step(compress: Compression, situation: Situation, measured: Measureme
     )
 
 
-def _diloco(every: int, situation: Situation, measured: Measurement) -> Candidate:
+def _diloco(every: int, situation: Situation, measured: Measurement) -> SyncCandidate:
     """Return the candidate that all-reduces parameters every `every` steps, behind nothing."""
     nodes, nbytes = situation.nodes, situation.volumes.exchanged
     sent = 2 * (nodes - 1) / nodes * nbytes
@@ -191,7 +193,7 @@ def _diloco(every: int, situation: Situation, measured: Measurement) -> Candidat
     return _rare("diloco", every, per_step, situation, measured, reason=reason)
 
 
-def _streaming(every: int, situation: Situation, measured: Measurement) -> Candidate:
+def _streaming(every: int, situation: Situation, measured: Measurement) -> SyncCandidate:
     """Return the candidate that gathers codes of the parameters in parts, after `every` steps each.
 
     A part has its default overlap of steps to travel, a quarter of whose computing hides it; a
@@ -223,7 +225,7 @@ def _rare(
     measured: Measurement,
     *,
     reason: str,
-) -> Candidate:
+) -> SyncCandidate:
     """Return a candidate of rare exchanges, with means over the warm-up and the steps after it.
 
     `per_step` are the bytes sent, their seconds and the exposed ones of a step after the warm-up.
@@ -235,7 +237,7 @@ def _rare(
         part * before + (1 - part) * after
         for before, after in zip(in_warmup, per_step, strict=True)
     )
-    return Candidate(
+    return SyncCandidate(
         mode=mode,
         compress="none",
         every=every,

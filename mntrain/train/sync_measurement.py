@@ -56,7 +56,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is computed: a task and its new model, and how a job trains them."""
+    """A task and its new model, and how a job trains them."""
 
     task: Task
     name: str  # what --task names the task
