@@ -1,13 +1,16 @@
-"""CPU time that each rank spends on checks: comparing what ranks call, and watching for hangs.
+"""CPU time that each rank spends on checks: comparing what ranks call, watching, and recording.
 
     mpirun -n 4 python benchmarks/checks.py [--steps 200]
 
 Trains a small model at stages 0 to 2 and counts the collectives of a step. Times the ticket by
-which ranks compare one collective, in this process alone, and reads from the kernel the CPU time of
-the watchdog's thread. Prints microseconds, and the share of a step of one second.
+which ranks compare one collective, and its two events in the recorder, in this process alone. While
+the model trains on, reads from the kernel the CPU time of the threads of the watchdog, which also
+sends the heartbeats, and of the recorder. Prints microseconds, and the share of a step of one
+second.
 """
 
 import argparse
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +23,8 @@ from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.ticket import Signature, Ticket, call_site
 
 REPEATS = 20_000
+THREADS = ("watchdog", "recorder")
+WATCH_S = 20  # seconds of training during which the threads are watched
 
 
 def main() -> None:
@@ -27,24 +32,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    ticket_s = time_of_a_ticket()
-    with mntrain.init(device="cpu", tune=False) as world:
+    with (
+        mntrain.init(device="cpu", tune=False) as world,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        if problem := world.recorder.open(Path(folder), "checks"):
+            raise SystemExit(problem)
+        ticket_s, events_s = time_of_a_ticket(), time_of_events(world)
         for stage in (0, 1, 2):
             collectives = train(world, stage, options.steps)
             if world.master:
-                share = 100 * collectives * ticket_s
+                each_s = ticket_s + events_s
                 print(
-                    f"stage {stage}: {collectives:.1f} collectives a step x {1e6 * ticket_s:.1f} us"
-                    f" = {1e6 * collectives * ticket_s:.0f} us, {share:.4f} % of a step of 1 s"
+                    f"stage {stage}: {collectives:.1f} collectives a step x ({1e6 * ticket_s:.1f}"
+                    f" us for the ticket + {1e6 * events_s:.1f} us for the events) ="
+                    f" {1e6 * collectives * each_s:.0f} us,"
+                    f" {100 * collectives * each_s:.4f} % of a step of 1 s"
                 )
-        start, used = time.monotonic(), watchdog_s()
-        world.barrier()
-        time.sleep(10)
-        world.barrier()
-        share = (watchdog_s() - used) / (time.monotonic() - start)
-        shares = world.gather(share)
+        shares = world.gather(shares_of_threads(world, options.steps))
     if world.master:
-        print(f"watchdog's thread: {100 * max(shares):.3f} % of the time, on the busiest rank")
+        for thread in THREADS:
+            busiest = max(share[thread] for share in shares)
+            print(f"{thread}'s thread: {100 * busiest:.3f} % of the time, on the busiest rank")
 
 
 def train(world: mntrain.World, stage: int, steps: int) -> float:
@@ -77,9 +86,28 @@ def time_of_a_ticket() -> float:
     return (time.perf_counter() - start) / REPEATS
 
 
-def watchdog_s() -> float:
-    """Return the CPU seconds of the watchdog's thread so far."""
-    thread = next(t for t in threading.enumerate() if t.name == "mntrain watchdog")
+def time_of_events(world: mntrain.World) -> float:
+    """Return the seconds that recording the beginning and the end of a collective takes."""
+    site = call_site()
+    start = time.perf_counter()
+    for number in range(REPEATS):
+        world.recorder.collective_begins("checks", number, "all_reduce", site)
+        world.recorder.collective_ends("checks", number)
+    return (time.perf_counter() - start) / REPEATS
+
+
+def shares_of_threads(world: mntrain.World, steps: int) -> dict[str, float]:
+    """Train for a while, and return the share of the time that each thread used a core."""
+    before, start = {thread: cpu_s(thread) for thread in THREADS}, time.monotonic()
+    while world.gather(time.monotonic() - start)[0] < WATCH_S:
+        train(world, 1, steps)
+    taken_s = time.monotonic() - start
+    return {thread: (cpu_s(thread) - before[thread]) / taken_s for thread in THREADS}
+
+
+def cpu_s(name: str) -> float:
+    """Return the CPU seconds of a thread of the library so far."""
+    thread = next(t for t in threading.enumerate() if t.name == f"mntrain {name}")
     path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
     return int(path.read_text().split()[0]) / 1e9
 

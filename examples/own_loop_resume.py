@@ -38,7 +38,8 @@ with mntrain.init() as world:
         batches = (batch(step) for step in range(done + 1, options.steps + 1))
         stop = False
         for step, (points, quadrants) in enumerate(world.shard(batches), start=done + 1):
-            loss = nn.functional.cross_entropy(model(points), quadrants)
+            outputs = model(points.to(world.device))
+            loss = nn.functional.cross_entropy(outputs, quadrants.to(world.device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

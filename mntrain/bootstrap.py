@@ -33,9 +33,10 @@ from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import INTERNAL
 from mntrain.comm.topology import Topology
 from mntrain.comm.transport import SelectedTransport
-from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, agreement, expect_same
+from mntrain.equal_values import expect_same
+from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, agreement
 from mntrain.kernels import DeviceKernels
-from mntrain.rank_info import Place, Usage, device_memory, peak_memory
+from mntrain.rank_info import Place, Usage, device_memory, find_place, peak_memory
 from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS
 from mntrain.watch.recorder import Recorder, pid_namespace
@@ -325,16 +326,14 @@ def _make_collectives(parts: WorldParts) -> None:
 
 def _gather_places(parts: WorldParts) -> None:
     """Gather the place of every rank on all ranks."""
-    rank, on_gpu = parts.comm.rank, parts.device.type == "cuda"
-    place = Place(
-        rank,
-        parts.watch.host,
-        parts.topology.node(rank),
-        parts.topology.local_rank(rank),
-        str(parts.device),
-        torch.get_num_threads(),
-        parts.gpus[rank],
-        torch.cuda.get_device_name(parts.device) if on_gpu else "",
+    rank = parts.comm.rank
+    place = find_place(
+        rank=rank,
+        host=parts.watch.host,
+        node=parts.topology.node(rank),
+        local_rank=parts.topology.local_rank(rank),
+        device=parts.device,
+        gpu=parts.gpus[rank],
     )
     parts.places = parts.engine.call(lambda: parts.comm.gather_objects(place)).wait()
 

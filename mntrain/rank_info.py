@@ -1,7 +1,12 @@
 """Facts about one rank: where it runs, and the memory, time and bytes that it has used."""
 
+import os
+import platform
+import re
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +24,9 @@ class Place:
     device: str
     threads: int  # intra-op threads of torch
     gpu: str = ""  # identifier that every rank of the host uses; empty on the CPU
-    model: str = ""  # product name of the GPU; empty on the CPU
+    model: str = ""  # product name of the GPU, or of the processor
+    cpus: int = 0  # logical ones on which it may run
+    memory: int = 0  # bytes of the GPU, or of the host
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,76 @@ class Usage:
     pinned_memory: int = 0  # bytes of host memory that transports hold pinned
 
 
+def find_place(
+    *, rank: int, host: str, node: int, local_rank: int, device: torch.device, gpu: str
+) -> Place:
+    """Return the place of this rank, which computes on `device`. Local."""
+    if device.type == "cuda":
+        model = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        model = _processor()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    known = hasattr(os, "sched_getaffinity")
+    return Place(
+        rank=rank,
+        host=host,
+        node=node,
+        local_rank=local_rank,
+        device=str(device),
+        threads=torch.get_num_threads(),
+        gpu=gpu,
+        model=model,
+        cpus=len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1,
+        memory=memory,
+    )
+
+
+def _processor() -> str:
+    """Return the name of the processor, without what all names have."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            named = (line.partition(":")[2] for line in lines if line.startswith("model name"))
+            name = next(named, "")
+    except OSError:
+        name = ""
+    name = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*|\b\d+-Core\b", "", name)
+    return " ".join(name.split()) or platform.machine()
+
+
+def available_memory() -> int | None:
+    """Return the bytes of memory that new objects may take; None if unknown. Local.
+
+    The least of what this node has, and of what each of this process's cgroups leaves.
+    """
+    try:
+        of_node = _read_proc("/proc/meminfo", "MemAvailable")
+        own_groups = Path("/proc/self/cgroup").read_text()
+    except (OSError, KeyError):
+        return None
+    return min([of_node, *cgroup_rooms(own_groups, Path("/sys/fs/cgroup"))])
+
+
+def cgroup_rooms(own_groups: str, root: Path) -> Iterator[int]:
+    """Yield the bytes that each cgroup with a limit leaves, from a process's up to the root. Local.
+
+    `own_groups` is the content of /proc/PID/cgroup. What the kernel caches counts as used.
+    """
+    for line in own_groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        top, limit, used = root, "memory.max", "memory.current"
+        if controllers == "memory":  # version 1
+            top, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        elif controllers:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # of no such file, and for "max"
+                yield int((folder / limit).read_text()) - int((folder / used).read_text())
+            if folder == top:
+                break
+
+
 def peak_memory() -> int:
     """Return the largest resident size of this process so far, in bytes. Local.
 
@@ -57,7 +134,10 @@ def peak_memory() -> int:
 
 
 def _read_proc(file: str, field: str) -> int:
-    """Return a memory field of /proc/self/`file` in bytes. Raises OSError or KeyError."""
+    """Return a memory field of a file, as seen from /proc/self, in bytes.
+
+    Raises OSError or KeyError.
+    """
     lines = Path("/proc/self", file).read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines if ":" in line)[field].split()[0]) * 1024
 

@@ -65,6 +65,7 @@ class StepReduction:
         self._count = 0  # of buckets
         self.used = set[str]()  # parameters with a gradient so far, where a hook keeps some of it
         self._finished_weight: float | None = None  # of what was reduced since the last step
+        self._left = False  # whether it has left gradients: it leaves none if no rank used any
         self.waited_s = 0.0  # in `finish`
         self.before_finish: Callable[[], None] | None = None  # called when it begins
 
@@ -116,6 +117,7 @@ class StepReduction:
                 self.refuse_weight(weight)
             unused = frozenset(self._parameters)  # this group has no sample
         self._gradients.finish(self.weight.unit / divisor if divisor > 0 else 0.0, unused)
+        self._left = self._gradients.exist
         if divisor > 0:
             self._hook.end_reduction(divisor)
         self.buckets.end(again=bool(late))
@@ -128,11 +130,13 @@ class StepReduction:
     def synchronize(self) -> None:
         """Finish, unless backward has done so since the last step or `zero_grad`. Collective.
 
-        Raises RuntimeError if the last backward was interrupted.
+        Also if the gradients that it left are gone. Raises RuntimeError if the last backward was
+        interrupted.
         """
         self.buckets.check_ended()
         self.buckets.forget_dropped()
-        if self._finished_weight is None or self.buckets.begun or not self._gradients.exist:
+        dropped = self._left and not self._gradients.exist
+        if self._finished_weight is None or self.buckets.begun or dropped:
             self.finish()
 
     def finish_interrupted(self) -> None:

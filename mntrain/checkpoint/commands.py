@@ -30,7 +30,7 @@ from mntrain.checkpoint.format import (
     open_tensors,
     sync_folder,
 )
-from mntrain.checkpoint.hf_export import export_folder
+from mntrain.checkpoint.hf_export import export_folder, missing_tokenizer
 from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints
 from mntrain.metrics.report import plain
 from mntrain.metrics.terminal import stdout
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "OUT", type=Path, help=f"a new file, whose ending is {' or '.join(_ENDINGS)}; or a folder"
     )
     argument("--force", action="store_true", help="replace OUT if it exists")
-    argument("--hf", action="store_true", help="of --task hf: a folder for from_pretrained")
+    argument("--hf", action="store_true", help="of --task hf or lm: a folder for from_pretrained")
     return parser
 
 
@@ -226,9 +226,11 @@ def _export(options: Namespace, console: Console) -> int:
     if not out.parent.is_dir():
         raise ValueError(f"{out}: {out.parent} is not a folder: make it, or give another")
     if options.hf:
-        path, _ = find_sound(options.CKPT, (MODEL,))
-        size = export_folder(path, out, force=options.force)
+        path, content = find_sound(options.CKPT, (MODEL,))
+        size = export_folder(path, content, out, force=options.force)
         _print(console, f"{out}: the model of {path}, {size / 1e6:.1f} MB")
+        if missing := missing_tokenizer(path, content):
+            _print(console, f"{out}: {missing}")
         return 0
     if out.is_dir():
         raise ValueError(f"{out} is a folder: give the name of a file")

@@ -7,23 +7,26 @@ from pathlib import Path
 
 import torch
 
-from mntrain.checkpoint.format import MODEL, open_tensors, sync_folder
+from mntrain.checkpoint import llama_export
+from mntrain.checkpoint.format import MODEL, Manifest, open_tensors, sync_folder
 from mntrain.checkpoint.reader import load_model
+from mntrain.corpus.tokenizer import TOKENIZER_FILE, ByteTokenizer
 from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, transformers_library
 
 
-def export_folder(checkpoint: Path, out: Path, *, force: bool) -> int:
+def export_folder(checkpoint: Path, content: Manifest, out: Path, *, force: bool) -> int:
     """Write a checkpoint's model, configuration and tokenizer as a new folder; return its bytes.
 
     With `force`, files of an existing folder are replaced. The transformers library writes the
-    weights, which may differ in names from those in memory. Raises ValueError for a run of another
-    task, and OSError.
+    weights of --task hf, which may differ in names from those in memory. Raises ValueError for a
+    run of a task other than hf and lm, and OSError.
     """
     files = checkpoint.absolute().parents[1] / RUN_FOLDER
-    if not (files / CONFIG_FILE).is_file():
+    of_library = (files / CONFIG_FILE).is_file()
+    if not of_library and content.config.get("task") != llama_export.TASK:
         raise ValueError(
-            f"{checkpoint} is of no run of --task hf, which has {RUN_FOLDER}/{CONFIG_FILE}: export "
-            "it to a .safetensors or .pt file"
+            f"{checkpoint} is of no run of --task hf, which has {RUN_FOLDER}/{CONFIG_FILE}, or of "
+            f"--task {llama_export.TASK}: export it to a .safetensors or .pt file"
         )
     if out.exists() and not (force and out.is_dir()):
         raise ValueError(
@@ -31,7 +34,12 @@ def export_folder(checkpoint: Path, out: Path, *, force: bool) -> int:
         )
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
-        _write(checkpoint / MODEL, files, partial)
+        if of_library:
+            _write(checkpoint / MODEL, files, partial)
+        else:
+            partial.mkdir()
+            llama_export.write_llama(checkpoint, content.config["model"], files, partial)
+        _copy_others(files, partial)
         written = sorted(partial.iterdir())
         size = sum(path.stat().st_size for path in written)
         if out.is_dir():
@@ -46,7 +54,7 @@ def export_folder(checkpoint: Path, out: Path, *, force: bool) -> int:
 
 
 def _write(weights: Path, files: Path, out: Path) -> None:
-    """Write the weights by the model's class, and copy the other files of a run."""
+    """Write the weights and the configuration by the model's class."""
     with transformers_library() as library:
         config = library.AutoConfig.from_pretrained(
             str(files), local_files_only=True, trust_remote_code=False
@@ -61,6 +69,22 @@ def _write(weights: Path, files: Path, out: Path) -> None:
             )
             load_model(tensors, model)
         model.save_pretrained(out)
-    for path in sorted(files.iterdir()):
+
+
+def _copy_others(files: Path, out: Path) -> None:
+    """Copy the files of a run for exports but the configuration."""
+    for path in sorted(files.iterdir()) if files.is_dir() else ():
         if path.name != CONFIG_FILE:
             shutil.copy2(path, out / path.name)
+
+
+def missing_tokenizer(checkpoint: Path, content: Manifest) -> str:
+    """Return why an exported folder has no tokenizer, in one line; an empty text if it has one."""
+    if (checkpoint.absolute().parents[1] / RUN_FOLDER / TOKENIZER_FILE).is_file():
+        return ""
+    identity = content.data.get("values", {}).get("the tokenizer")
+    if identity == ByteTokenizer.identity:
+        return "tokens are bytes, so there is no tokenizer.json"
+    if identity is None:
+        return "the data were token ids without a tokenizer, so there is no tokenizer.json"
+    return f"the run has no copy of its tokenizer ({identity}): add its {TOKENIZER_FILE}"

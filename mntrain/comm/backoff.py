@@ -19,7 +19,10 @@ def pause(seconds: float) -> None:
 
 
 class WaitPolicy(NamedTuple):
-    """Polling without sleeps for `eager_s` seconds, then with sleeps up to `max_sleep_s`."""
+    """Polling without sleeps for `eager_s` seconds, then with sleeps up to `max_sleep_s`.
+
+    In a long wait sleeps are longer: a thousandth of it, up to `LONG_SLEEP_S`.
+    """
 
     eager_s: float
     max_sleep_s: float
@@ -31,6 +34,7 @@ LATENCY_BOUND = WaitPolicy(2e-3, 0.3e-3)
 BANDWIDTH_BOUND = WaitPolicy(0, 1e-3)
 BACKGROUND = WaitPolicy(0, 4e-3)
 MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 4 * BACKGROUND.max_sleep_s
+LONG_SLEEP_S = 10e-3
 
 
 class Backoff:
@@ -60,4 +64,5 @@ class Backoff:
         waited_s = self.waited_s
         if waited_s < policy.eager_s:
             return 0.0
-        return min(max(self._interval_s / 4, waited_s / 8, MIN_SLEEP_S), policy.max_sleep_s)
+        most_s = max(policy.max_sleep_s, min(waited_s / 1000, LONG_SLEEP_S))
+        return min(max(self._interval_s / 4, waited_s / 8, MIN_SLEEP_S), most_s)

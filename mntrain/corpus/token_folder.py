@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,7 +30,7 @@ from mntrain.corpus.text_files import (
     OptionNames,
     is_token_ids,
 )
-from mntrain.corpus.token_stream import token_batches
+from mntrain.corpus.token_stream import TokenBatch, token_batches
 from mntrain.corpus.tokenizer import (
     SETTINGS_FILE,
     TOKENIZER_FILE,
@@ -165,24 +165,11 @@ def write_token_folder(
     check_output(output, overwrite=overwrite)
     if found := next((file for file in sources.files if is_token_ids(file)), None):
         raise ValueError(f"{found} holds token ids already: let {options.glob} match text only")
-    dtype = dtype_of(tokenizer.size)
     before = file_states(sources)
-    documents = tokens = 0
     with _working_folder(output) as folder:
         partial = folder / f"tokens{PARTIAL}"  # no job trains on a file of this name
-        with partial.open("wb") as file:
-            for batch in token_batches(sources, text_field, tokenizer, options):
-                for ids in batch.ids:
-                    if len(ids) and int(ids.max()) >= tokenizer.size:
-                        raise ValueError(
-                            f"the tokenizer made id {ids.max()}, which it does not list"
-                        )
-                    file.write(ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-                    tokens += len(ids)
-                documents += batch.documents
-                at_batch(batch.files_before, tokens)
-            file.flush()
-            os.fsync(file.fileno())
+        batches = token_batches(sources, text_field, tokenizer, options)
+        tokens, documents = _write_tokens(partial, batches, tokenizer.size, at_batch)
         if file_states(sources) != before:
             raise ValueError(f"files of {sources.root} changed while they were read: try again")
         if not tokens:
@@ -193,7 +180,7 @@ def write_token_folder(
         made_by = tokenizer if isinstance(tokenizer, FileTokenizer) else None
         manifest = TokenManifest(
             format=_FORMAT,
-            dtype=dtype,
+            dtype=dtype_of(tokenizer.size),
             vocabulary=tokenizer.size,
             tokens=tokens,
             documents=documents,
@@ -211,6 +198,29 @@ def write_token_folder(
         partial.rename(folder / TOKENS_FILE)
         _publish(folder, output, overwrite=overwrite)
     return manifest
+
+
+def _write_tokens(
+    path: Path,
+    batches: Iterable[TokenBatch],
+    vocabulary: int,
+    at_batch: Callable[[int, int], None],
+) -> tuple[int, int]:
+    """Write the token ids of batches to a file, synced to disk; return tokens and documents."""
+    dtype = np.dtype(dtype_of(vocabulary)).newbyteorder("<")
+    tokens = documents = 0
+    with path.open("wb") as file:
+        for batch in batches:
+            for ids in batch.ids:
+                if len(ids) and int(ids.max()) >= vocabulary:
+                    raise ValueError(f"the tokenizer made id {ids.max()}, which it does not list")
+                file.write(ids.astype(dtype).tobytes())
+                tokens += len(ids)
+            documents += batch.documents
+            at_batch(batch.files_before, tokens)
+        file.flush()
+        os.fsync(file.fileno())
+    return tokens, documents
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:

@@ -19,6 +19,11 @@ Ids = npt.NDArray[np.int64]
 BYTE_VALUES = 256
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"  # of Hugging Face; names the end-of-text token
+# Other files beside the tokenizer.json of a Hugging Face tokenizer.
+_BESIDE = (
+    *("special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
 # Names of the end-of-text token, the likeliest first, where no tokenizer_config.json has it.
 _END_OF_TEXT = (
@@ -122,6 +127,23 @@ class FileTokenizer(Tokenizer):
     def content(self) -> bytes:
         """The bytes of the file that was read."""
         return self._content
+
+    def exported_files(self) -> dict[str, bytes]:
+        """Return the files by name that AutoTokenizer needs beside a model.
+
+        The settings name a class: otherwise AutoTokenizer takes one by the model, which changes the
+        file's normalization.
+        """
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        beside: dict[str, bytes] = {}
+        if self.path.name == TOKENIZER_FILE:
+            settings |= _read_settings(self.path.with_name(SETTINGS_FILE))
+            paths = (self.path.with_name(name) for name in _BESIDE)
+            beside = {path.name: _read(path) for path in paths if path.is_file()}
+        if not settings.get("eos_token"):
+            settings["eos_token"] = self.end_of_text_token
+        text = json.dumps(settings, indent=2)
+        return {TOKENIZER_FILE: self._content, SETTINGS_FILE: text.encode(), **beside}
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, by several threads."""
@@ -230,16 +252,22 @@ def _ids_by_token(path: Path, content: bytes) -> dict[str, int]:
         ) from error
 
 
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer_config.json; nothing without one. Raises ValueError."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(_read(path)).items())
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not the settings of a tokenizer: {error}") from error
+
+
 def _named_in_settings(path: Path, kind: str) -> str | None:
     """Return the special token that tokenizer_config.json names, if any. Raises ValueError."""
-    settings = path.with_name(SETTINGS_FILE)
-    if path.name != TOKENIZER_FILE or not settings.is_file():
+    if path.name != TOKENIZER_FILE:
         return None
-    try:
-        named = json.loads(_read(settings)).get(kind)
-        token = named.get("content") if isinstance(named, dict) else named
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{settings} is not the settings of a tokenizer: {error}") from error
+    named = _read_settings(path.with_name(SETTINGS_FILE)).get(kind)
+    token = named.get("content") if isinstance(named, dict) else named
     return None if token is None else str(token)
 
 

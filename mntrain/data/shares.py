@@ -119,6 +119,11 @@ class Shares:
         """Return the number of revisions before a batch."""
         return bisect(self._starts, batch) - 1
 
+    @property
+    def planned(self) -> bool:
+        """True if shares follow speeds that are given or measured."""
+        return self._speeds[-1] is not None
+
     def counts(self, samples: int) -> list[int]:
         """Return the samples of each rank in a batch under the latest plan."""
         bounds = share_bounds(samples, self.size, self._speeds[-1], self._most)

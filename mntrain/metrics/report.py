@@ -123,19 +123,22 @@ class Reporter:
             warning = plain(f"warning: {message}", console.encoding, "yellow")
             console.print(warning, soft_wrap=True)
 
-    def places(self, places: Sequence[Place]) -> None:
-        """Print the hosts and devices of the first ranks; `places` is by rank."""
+    def places(self, places: Sequence[Place], flops: Sequence[float]) -> None:
+        """Print the hosts, devices and FLOP/s of the first ranks, NaN as "?"; both are by rank."""
         if not self._master:
             return
-        table = _table("host", "device", "node", "rank", "local rank", "threads", left=2)
-        for place in places[:_MAX_PLACES]:
+        names = ("node", "rank", "local rank", "threads", "CPUs", "memory", "GFLOP/s")
+        table = _table("host", "device", *names, left=2)
+        for place, speed in list(zip(places, flops, strict=True))[:_MAX_PLACES]:
             device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
             texts = (plain(text, self._console.encoding) for text in (place.host, device))
-            numbers = (place.node, place.rank, place.local_rank, place.threads)
-            table.add_row(*texts, *map(str, numbers))
+            numbers = (place.node, place.rank, place.local_rank, place.threads, place.cpus)
+            known = f"{speed / 1e9:,.0f}" if math.isfinite(speed) else "?"
+            rounded = (f"{place.memory / 2**30:.0f} GiB", known)
+            table.add_row(*texts, *map(str, numbers), *rounded)
         if len(places) > _MAX_PLACES:
             table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
-        self._print_table(table, ("threads", "local rank", "device"))
+        self._print_table(table, ("threads", "local rank", "memory", "CPUs", "device", "GFLOP/s"))
 
     def step(self, record: StepRecord) -> None:
         """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
@@ -255,14 +258,17 @@ class Reporter:
     def _print_table(self, table: Table, spare: Sequence[str] = ()) -> None:
         """Print a table with an empty line after it.
 
-        On a narrow terminal, columns are left out until the table fits, in the order of `spare`.
+        On a narrow terminal, columns are left out until the table fits, in the order of `spare`. A
+        log gets all of them, in lines as long as they need.
         """
         console = self._console
         wide = console.options.update_width(10_000)
         for name in spare if console.is_terminal else ():
             if console.measure(table, options=wide).maximum > console.width:
                 table.columns = [column for column in table.columns if column.header != name]
-        self._console.print(table)
+        if not console.is_terminal:
+            console.width = max(console.width, console.measure(table, options=wide).maximum)
+        console.print(table)
         self._console.print()
 
     def _result_table(self, summary: Mapping[str, Any]) -> Table:

@@ -10,7 +10,8 @@ from torch import nn
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint, RunProgress, Saver
 from mntrain.checkpoint.objects import Stateful
-from mntrain.errors import AgreedError, expect_same, raised_by_all
+from mntrain.equal_values import expect_same
+from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.delayed import DelayedSum

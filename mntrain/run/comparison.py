@@ -10,7 +10,8 @@ from mntrain.bootstrap import start_mpi
 from mntrain.cli import RefusedOptionsError, named_options, options_in_file
 from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
-from mntrain.errors import AgreedError, Given, agreement, compare
+from mntrain.equal_values import Given, compare
+from mntrain.errors import AgreedError, agreement
 from mntrain.ranks import Ranks
 from mntrain.watch.start_timer import TIMEOUT_S, limited_start
 

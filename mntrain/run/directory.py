@@ -9,6 +9,7 @@ RUN/.wandb-id        the run's id at W&B, with --log.wandb; wandb/ has its files
 RUN/checkpoints/     step-00000500, ...
 RUN/loss.svg         the curves of the loss, drawn at the end of a job
 RUN/summary.json     written last
+RUN/hf/              the tokenizer and more, for `ckpt export --hf`
 RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mntrain import errors
+from mntrain import equal_values
 from mntrain.bootstrap import TRAVEL_DTYPES, WorldParts
 from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
@@ -48,9 +48,9 @@ def make_optimizer(
     with world.agreement():
         _check_kinds(model, optimizer_class)
         check_sync(world, options["sync"])
-    description = errors.describe(model, options)
+    description = equal_values.describe(model, options)
     gathered = world.collectives.gather_objects(description, "world.optimizer")
-    errors.expect_same(gathered.wait(), world.rank)
+    equal_values.expect_same(gathered.wait(), world.rank)
     make = partial(optimizer_class, **kwargs)
     with world.agreement():
         hook = _make_hook(parts, options["comm_hook"])
@@ -61,7 +61,7 @@ def make_optimizer(
             with _arguments_of(optimizer_class):
                 check_partition(make, trainable, options["partition"])
     described = {"the optimizer": describe_optimizer(make, trainable)}
-    errors.expect_same(world.gather(described), world.rank)
+    equal_values.expect_same(world.gather(described), world.rank)
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {next(parts.optimizer_numbers)} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))

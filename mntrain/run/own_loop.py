@@ -13,7 +13,8 @@ from torch import nn
 from mntrain.checkpoint.objects import Stateful
 from mntrain.cli import construct, toml_text
 from mntrain.config import CheckpointConfig, LogConfig
-from mntrain.errors import AgreedError, compare
+from mntrain.equal_values import compare
+from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.writers import expect_installed
 from mntrain.ranks import Ranks

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from mntrain.errors import Given
+from mntrain.equal_values import Given
 
 MODULES = 300  # of a task, at most, whose sources are read
 _DIGITS = 12

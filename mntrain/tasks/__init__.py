@@ -194,7 +194,7 @@ class Task(ABC):
         return {}
 
     def describe_data(self) -> str | None:
-        """Return lines about the data to print at the start of a job, or None."""
+        """Return lines about the data to print at the start, or None for the numbers of samples."""
         return None
 
     def flops_per_item(self, model: nn.Module) -> float | None:

@@ -2,14 +2,13 @@
 
 import copy
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from mntrain.corpus.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer
+from mntrain.corpus.tokenizer import FileTokenizer, Tokenizer
 from mntrain.huggingface import (
     CONFIG_FILE,
     RUN_FOLDER,
@@ -27,11 +26,6 @@ _WEIGHTS = (  # of which transformers takes the first
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
-# Files beside a tokenizer.json or a config.json that belong to an exported folder.
-_TOKENIZER_FILES = (
-    *(SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.txt", "vocab.json", "merges.txt", "chat_template.jinja"),
-)
 _GENERATION_FILE = "generation_config.json"
 
 
@@ -126,16 +120,11 @@ class ModelFolder:
         config = copy.deepcopy(self.config)
         config.architectures = [self._class_name]
         files = {CONFIG_FILE: config.to_json_string(use_diff=False).encode()}
-        beside = {_GENERATION_FILE: self.path / _GENERATION_FILE}
         if isinstance(tokenizer, FileTokenizer):
-            files[TOKENIZER_FILE] = tokenizer.content
-            # Without settings, AutoTokenizer takes a class by the model, which changes the file's
-            # normalization.
-            plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            plain["eos_token"] = tokenizer.end_of_text_token
-            files[SETTINGS_FILE] = json.dumps(plain, indent=2).encode()
-            beside |= {name: tokenizer.path.with_name(name) for name in _TOKENIZER_FILES}
-        files |= {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+            files |= tokenizer.exported_files()
+        generation = self.path / _GENERATION_FILE
+        if generation.is_file():
+            files[_GENERATION_FILE] = generation.read_bytes()
         return {f"{RUN_FOLDER}/{name}": content for name, content in files.items()}
 
     def _find_weights(self) -> list[Path]:

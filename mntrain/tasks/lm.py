@@ -6,7 +6,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mntrain.config import Config
+from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.corpus.training_tokens import TrainingTokens, open_training_tokens
+from mntrain.huggingface import RUN_FOLDER
 from mntrain.tasks import Loss, Split, Task
 from mntrain.tasks.token_windows import (
     SAMPLE_TOKENS,
@@ -60,6 +62,12 @@ class LanguageModel(Task):
     def compared_values(self) -> dict[str, str]:
         """Return the identity of the tokenizer, if there is one."""
         return self._splits.values
+
+    def run_files(self) -> dict[str, bytes]:
+        """Return the files of the tokenizer, which `ckpt export --hf` puts beside the weights."""
+        tokenizer = self._data.tokenizer
+        files = tokenizer.exported_files() if isinstance(tokenizer, FileTokenizer) else {}
+        return {f"{RUN_FOLDER}/{name}": content for name, content in files.items()}
 
     def describe_data(self) -> str:
         """Return the amount of data, its split, and how often the run passes over it."""

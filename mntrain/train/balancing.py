@@ -23,7 +23,7 @@ class Balancing:
 
     A rank's own time is that of loading, forward and backward, without waiting for others: on a GPU
     the time of the device between the first forward and the end of backward. Shares are those of
-    `data`, if they may change. The job ends after `last_step`.
+    `data`, if they may change. `steps` are those of this job.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Balancing:
         optimizer: ZeroOptimizer,
         data: JobData,
         reporter: Reporter,
-        last_step: int,
+        steps: range,
     ) -> None:
         self._world, self._data, self._reporter = world, data, reporter
-        self._last_step = last_step
+        self._end_step = steps.stop
         optimizer.call_after_backward(self._record_end)
         self._shares: Shares | None = data.shares
         self._stragglers = Stragglers(world.size)
@@ -46,6 +46,9 @@ class Balancing:
         self._start: torch.cuda.Event | None = None  # of computing on the device
         self._end: torch.cuda.Event | None = None
         self._revisions: list[dict[str, Any]] = []
+        if data.shares is not None and data.shares.planned:
+            counts = data.shares.counts(data.full_batch)
+            self._revisions.append({"step": steps.start, "samples": counts})
 
     @property
     def _names_of_phases(self) -> tuple[str, ...]:
@@ -133,7 +136,7 @@ class Balancing:
         """Revise the shares, and say so. Local; the same on all ranks."""
         samples = self._data.full_batch
         first = shares.revise(paces, samples)
-        if first is None or first.batch >= self._last_step:
+        if first is None or first.batch + 1 >= self._end_step:
             return
         counts = shares.counts(samples)
         self._revisions.append({"step": first.batch + 1, "samples": counts})
@@ -150,7 +153,7 @@ class Balancing:
             self._reporter.note(f"{name} is no longer slow after step {straggler.until}")
             return
         fix = ""
-        if self._shares is None and self._data.can_balance:
+        if self._shares is None and not self._data.unbalanced:
             fix = "; --balance.mode throughput would give it a smaller part of each batch"
         self._reporter.warn(
             f"since step {straggler.since}, {name} takes {straggler.ratio:.1f} times as long for a "

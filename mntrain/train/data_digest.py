@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mntrain.data.randomness import SeededDraws
-from mntrain.errors import Given
+from mntrain.equal_values import Given
 
 _BLOCK = 4096  # bytes
 _BLOCKS = 1024  # read of all files together; but at least 3 and at most 64 of one

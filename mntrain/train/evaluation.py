@@ -5,8 +5,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from mntrain.metrics.registry import StepRecord
+from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.train.consensus import GlobalMeans
+from mntrain.train.trial import copy_task
 
 EVAL_LOSS = "eval_loss"
 
@@ -51,6 +55,23 @@ class BestMetric:
                 f"they have {names}"
             )
 
+    def check_trial(self, task: Task, losses: Mapping[str, Loss | Losses]) -> None:
+        """Raise ValueError as `check` if evaluations will not have the metric. Local.
+
+        `losses` are those of a micro-batch of each validation set, by its name. Nothing is known
+        without any set, and if the task's `derive` fails on the metrics of a micro-batch.
+        """
+        if self._name == EVAL_LOSS or not losses:
+            return
+        by_set = {}
+        for name, loss in losses.items():
+            try:
+                metrics = _trial_metrics(task, loss)
+            except Exception:
+                return
+            by_set[name] = GlobalMeans(1.0, metrics, 1, {}, "", {"loss": (1.0, 1.0)})
+        self.check(merge_sets(by_set)[1])
+
     def score(self, record: StepRecord) -> float | None:
         """Return the score of a step's evaluation, of which the lowest is the best.
 
@@ -62,6 +83,27 @@ class BestMetric:
         self.check(metrics)
         value = record.eval_loss if self._name == EVAL_LOSS else metrics[self._name]
         return None if math.isnan(value) else self._sign * value
+
+
+def _trial_metrics(task: Task, loss: Loss | Losses) -> dict[str, float]:
+    """Return the metrics that evaluations may have, by the loss of a micro-batch. Local.
+
+    Also those over no item in the micro-batch, and those that `derive` adds if all values are 1: it
+    may leave out a ratio if there is nothing to divide by.
+    """
+    parts = loss.parts if isinstance(loss, Losses) else {}
+    given = dict(sorted({**parts, **loss.metrics}.items()))
+    ones = dict.fromkeys(given, 1.0)
+    if getattr(task.derive, "__func__", None) is Task.derive:
+        return ones
+    values = {
+        name: float(torch.as_tensor(metric if isinstance(metric, torch.Tensor) else metric.value))
+        for name, metric in given.items()
+        if not isinstance(metric, Mean) or metric.count
+    }
+    mean = float(loss.mean) if isinstance(loss, Loss) else 1.0
+    derived = copy_task(task).derive(1.0, ones)
+    return {**derived, **copy_task(task).derive(mean, values)}
 
 
 class EarlyStopping:

@@ -20,6 +20,13 @@ from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.world import World
 from zero.norms import NonFiniteGradientError
 
+# What to do about errors of torch, by their beginnings.
+_HINTS = {
+    "Expected more than 1 value per channel when training": "BatchNorm needs at least two samples "
+    "in a micro-batch, and this one has a single one. If it is of an epoch's last batch, which may "
+    "be smaller, give --data.drop-last to leave that out; else give a larger --train.batch-size "
+    "or --train.micro-batch-size",
+}
 _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
 
 
@@ -63,7 +70,8 @@ class FailedStep:
     def caught(self) -> Iterator[None]:
         """Keep an exception of the block, and do what ends the block on all ranks. Collective.
 
-        Errors that all ranks know of are raised.
+        If an option can help, the exception gets a note that names it. Errors that all ranks know
+        of are raised.
         """
         try:
             yield
@@ -71,6 +79,9 @@ class FailedStep:
             raise
         except Exception as error:
             self._error = error
+            for beginning, hint in _HINTS.items():
+                if str(error).startswith(beginning):
+                    error.add_note(f"mntrain: {hint}")
             with self._told_if_late(error):
                 try:
                     for part in self._communicating:

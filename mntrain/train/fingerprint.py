@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from mntrain.errors import Given
+from mntrain.equal_values import Given
 from mntrain.train.data_digest import SampleDigest
 
 _MAX_FILES = 100  # whose digests are kept; of more, evenly spaced ones

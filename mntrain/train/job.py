@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,8 @@ from typing import Literal
 import torch
 
 from mntrain import checkpoint, tasks
-from mntrain.checkpoint import Stateful
+from mntrain.checkpoint import FoundCheckpoint, Stateful
+from mntrain.checks.all_ranks import fair_threads
 from mntrain.checks.storage import existing_folder
 from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
@@ -28,13 +30,14 @@ from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
 from mntrain.train.evaluation import BestMetric, EarlyStopping
 from mntrain.train.fingerprint import differences
+from mntrain.train.hardware import Speeds, matrix_flops
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
-from mntrain.train.sample_check import check_validation
+from mntrain.train.sample_check import check_validation, try_training
 from mntrain.train.sync_auto import AutoSync, check_auto, choose_for_job
-from mntrain.train.sync_measurement import Trial
 from mntrain.train.task_comparison import compare_task, find_random
+from mntrain.train.trial import Trial
 from mntrain.world import World
 from zero.layout import split
 
@@ -46,6 +49,11 @@ class Precision:
     parameters: torch.dtype | None = None  # and of buffers and gradients; None: the task's choice
     autocast: torch.dtype | None = None  # None: forward runs in the parameters' dtype
     loss_scale: Literal["dynamic"] | None = None
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        return self.autocast or self.parameters or torch.float32
 
 
 PRECISIONS = {
@@ -85,11 +93,17 @@ class TrainingJob:
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
             self.task = tasks.load(config.task, config)
-            self.data = JobData(world, config, self.task, resumed)
+        known = world.facts[world.rank].cores  # unless the system does not tell
+        cores = fair_threads(world.facts, world.rank) if known else torch.get_num_threads()
+        flops = matrix_flops(world.device, self.precision.computes_in, cores)
+        self.speeds = Speeds(world.gather(flops))
+        with world.agreement():
+            self.data = JobData(world, config, self.task, resumed, self.speeds)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
         self._make_model(world, config)
         self.config = config = self._choose_automatically(world, config)
         self._make_optimizer(world, config)
+        self._set_up_reports(world, config)
         self._set_up_checkpoints(world, config)
         if config.train.recompute:
             recompute_regions(self.task.regions(self.model))
@@ -133,7 +147,16 @@ class TrainingJob:
         self.auto_sync: AutoSync | None = None
         if config.sync.mode != "auto":
             return config
-        trial = Trial(
+        trial = self._trial(config)
+        auto = choose_for_job(world, config, trial, self.resumed, _refusal_of_rare(world, config))
+        with world.agreement():
+            self.sync = choose_sync(world, auto.config)
+        self.auto_sync = auto
+        return auto.config
+
+    def _trial(self, config: Config) -> Trial:
+        """Return what tries the first step of the job. Local."""
+        return Trial(
             self.task,
             config.task,
             self.model,
@@ -143,14 +166,17 @@ class TrainingJob:
             self.precision.autocast,
             config.train.recompute,
         )
-        auto = choose_for_job(world, config, trial, self.resumed, _refusal_of_rare(world, config))
-        with world.agreement():
-            self.sync = choose_sync(world, auto.config)
-        self.auto_sync = auto
-        return auto.config
 
     def _make_optimizer(self, world: World, config: Config) -> None:
-        """Make the optimizer, which compares the models; try the validation data. Collective."""
+        """Make the optimizer, which compares the models; try the data. Collective.
+
+        Training is tried before the optimizer puts its hooks into the model, which is copied. That
+        it fails is said after the models are compared: models that differ may be the reason.
+        """
+        hosts = [place.host for place in world.places]
+        with world.agreement():
+            ranks = hosts.count(hosts[world.rank])
+            failure = try_training(self._trial(config), world.device, ranks)
         self.optimizer = world.optimizer(
             self.model,
             self.choice.kind,
@@ -165,8 +191,9 @@ class TrainingJob:
             overlap_forward=True,
             **self.choice.options,
         )
+        self.best = BestMetric(config.checkpoint.best)
         with world.agreement():
-            check_validation(
+            losses = check_validation(
                 self.task,
                 self.model,
                 self.data,
@@ -174,6 +201,9 @@ class TrainingJob:
                 floats=self.precision.parameters,
                 autocast=self.precision.autocast,
             )
+            self.best.check_trial(self.task, losses)
+            if failure:
+                raise ValueError(failure)
 
     def _load_initial_weights(self, world: World, config: Config) -> None:
         """Load the weights of --init.from on the master. Collective; its optimizer spreads them."""
@@ -182,15 +212,17 @@ class TrainingJob:
             if path is not None and world.master:
                 self.initial_weights = load_weights(self.model, path)
 
-    def _set_up_checkpoints(self, world: World, config: Config) -> None:
-        """Set up reports, checkpointing and the learning rate; load a checkpoint. Collective."""
-        resumed = self.resumed
+    def _set_up_reports(self, world: World, config: Config) -> None:
+        """Set up reports, and what follows training: speeds, schedule, metrics. Collective."""
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
-        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, self.last_step)
+        steps = range(self.done + 1, self.last_step + 1)
+        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, steps)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
-        self.best = BestMetric(config.checkpoint.best)
         self.early_stopping = EarlyStopping(config.train.patience)
+
+    def _set_up_checkpoints(self, world: World, config: Config) -> None:
+        """Set up checkpointing, and continue from a checkpoint if there is one. Collective."""
         objects: dict[str, Stateful] = {**self.schedule.objects}
         if self.data.stream:
             objects["data"] = self.data.stream
@@ -222,27 +254,33 @@ class TrainingJob:
                 saver.check()
         if self.saves:
             self._warn_of_little_space(world, sharded=config.zero.stage > 0 and world.size > 1)
-        if resumed:
-            self.checkpointing.continue_from(resumed)
-            known = resumed.manifest.objects
-            if missing := objects.keys() - known.keys() - {"early stopping"}:
-                raise AgreedError(
-                    f"{resumed.path} has no state of the task's {' and '.join(sorted(missing))}, "
-                    "which was another then: give another --run.dir to begin anew",
-                    world.rank,
-                )
-            objects = {name: value for name, value in objects.items() if name in known}
-            # This job's options count, even if the checkpoint was made with others. Only a learning
-            # rate that a scheduler with a state has set is the checkpoint's.
-            kept = [
-                name
-                for name in run_directory.JOB_OPTIONS
-                if name != "lr" or not self.schedule.objects
-            ]
-            checkpoint.load(
-                resumed, self.model, self.optimizer, world, objects=objects, kept_options=kept
-            )
+        if self.resumed:
+            self._load_checkpoint(world, self.resumed, objects)
         self.schedule.start(self.done)
+
+    def _load_checkpoint(
+        self, world: World, resumed: FoundCheckpoint, objects: Mapping[str, Stateful]
+    ) -> None:
+        """Load a checkpoint, with the states of `objects` by name. Collective."""
+        self.checkpointing.continue_from(resumed)
+        known = resumed.manifest.objects
+        if missing := objects.keys() - known.keys() - {"early stopping"}:
+            raise AgreedError(
+                f"{resumed.path} has no state of the task's {' and '.join(sorted(missing))}, "
+                "which was another then: give another --run.dir to begin anew",
+                world.rank,
+            )
+        # This job's options count, even if the checkpoint was made with others. Only a learning
+        # rate that a scheduler with a state has set is the checkpoint's.
+        scheduled = {"lr"} if self.schedule.objects else set[str]()
+        checkpoint.load(
+            resumed,
+            self.model,
+            self.optimizer,
+            world,
+            objects={name: value for name, value in objects.items() if name in known},
+            kept_options=[name for name in run_directory.JOB_OPTIONS if name not in scheduled],
+        )
 
     def changed_data(self) -> list[str]:
         """Return what of the data differs from that of the checkpoint, by name. Local."""

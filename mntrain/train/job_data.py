@@ -1,7 +1,7 @@
 """The samples of a job: those of each step, and those of its evaluations."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -12,6 +12,7 @@ from mntrain.data import sampling
 from mntrain.data.shares import Shares
 from mntrain.data.stream_batches import StreamBatches
 from mntrain.train.data_digest import detached
+from mntrain.train.hardware import UNEQUAL, Speeds
 from mntrain.world import World
 
 
@@ -19,7 +20,12 @@ class JobData:
     """The samples of a task: the batches of this rank, and those it validates on. Local."""
 
     def __init__(
-        self, world: World, config: Config, task: tasks.Task, resumed: FoundCheckpoint | None
+        self,
+        world: World,
+        config: Config,
+        task: tasks.Task,
+        resumed: FoundCheckpoint | None,
+        speeds: Speeds,
     ) -> None:
         train = task.dataset("train")
         self.stream: StreamBatches | None = None
@@ -43,9 +49,12 @@ class JobData:
         self.samples = 0  # of an epoch; 0: of a stream
         self.full_batch = size  # samples of a step, unless an epoch has fewer left
         stream = isinstance(train, IterableDataset)
-        self.shares = choose_shares(config, world.size, stream=stream)
-        enough = config.train.batch_size >= world.size
-        self.can_balance = enough and not stream and config.sync.mode == "every-step"
+        nodes = len(world.topology.nodes)
+        self.unbalanced = refusal_of_shares(config, world.size, nodes=nodes, stream=stream)
+        self.gain = 1.0  # by shares in proportion to the measured speeds
+        if self.unbalanced is None:
+            self.gain = speeds.gain(size, most_samples(config, world.size))
+        self.shares = choose_shares(config, speeds, self.unbalanced, self.gain)
         if isinstance(train, IterableDataset):
             self.stream = StreamBatches(
                 train, self._options, size, seed, drop_last=drop_last, gather=world.gather
@@ -106,6 +115,17 @@ class JobData:
         keys = [(done, sample) for sample in micro_batches[0]]
         return len(micro_batches), dataset.__getitems__(keys)
 
+    def describe(self, steps: int) -> str:
+        """Return the numbers of samples, and of epochs in so many steps, in one line."""
+        sizes = {name: len(cast(Sized, dataset)) for name, dataset in self.datasets.items()}
+        trained = sizes.pop("training", 0)
+        valid = f"{sum(sizes.values()):,}" if sizes else "no"
+        if self.stream:
+            return f"data: a stream to train on, and {valid} validation samples"
+        epochs = steps / self._plan.steps_per_epoch
+        counts = f"{trained:,} training and {valid} validation samples"
+        return f"data: {counts}; {steps} steps are {epochs:.3g} epochs"
+
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
         return self.stream.length(step) if self.stream else self._plan.length(step - 1)
@@ -127,36 +147,67 @@ class JobData:
         return epoch, offset
 
 
-def choose_shares(config: Config, size: int, *, stream: bool) -> Shares | None:
+class Refusal(NamedTuple):
+    """A reason for equal shares, and what to do about it."""
+
+    reason: str
+    fix: str
+
+
+def refusal_of_shares(config: Config, size: int, *, nodes: int, stream: bool) -> Refusal | None:
+    """Return why shares must be equal on so many ranks; None if they need not."""
+    batch_size, mode = config.train.batch_size, config.sync.mode
+    if stream:
+        return Refusal(
+            "the training data is an IterableDataset, whose samples are divided equally",
+            "give a dataset with __len__ and __getitem__, or leave it out",
+        )
+    if mode != "every-step" and nodes > 1:
+        return Refusal(
+            f"with --sync.mode {mode}, nodes may train alone, and each counts the same in an "
+            "exchange, whatever its samples",
+            "give one of the two",
+        )
+    if batch_size < size:
+        return Refusal(
+            f"--train.batch-size {batch_size} has no sample for each of the {size} ranks",
+            f"give at least {size}",
+        )
+    return None
+
+
+def most_samples(config: Config, size: int) -> int | None:
+    """Return the largest share of one of so many ranks; None if there is no limit.
+
+    At stage 2 each micro-batch is reduced by itself: there are as many as with equal shares.
+    """
+    if config.zero.stage != 2:
+        return None
+    micro = config.train.micro_batch_size
+    return -(-config.train.batch_size // size // micro) * micro
+
+
+def choose_shares(
+    config: Config, speeds: Speeds, refusal: Refusal | None, gain: float
+) -> Shares | None:
     """Return the shares of ranks of unequal speed; None if they are equal, as on one rank.
 
-    Raises ValueError for speeds of ranks that do not exist, and where shares must be equal.
+    Raises ValueError for speeds of ranks that do not exist, and, unless the choice is automatic, if
+    there is a `refusal`. An automatic choice wants a `gain`.
     """
-    balance = config.balance
+    balance, size = config.balance, len(speeds.flops)
     if balance.mode == "off":
         return None
-    option = f"--balance.mode {balance.mode}"
-    if stream:
-        raise ValueError(
-            f"{option}: the training data is an IterableDataset, whose samples are divided "
-            "equally; give a dataset with __len__ and __getitem__, or leave it out"
-        )
-    if config.sync.mode != "every-step":
-        raise ValueError(
-            f"{option}: with --sync.mode {config.sync.mode}, nodes may train alone, and each "
-            "counts the same in an exchange, whatever its samples; give one of the two"
-        )
-    if config.train.batch_size < size:
-        raise ValueError(
-            f"{option}: --train.batch-size {config.train.batch_size} has no sample for each of "
-            f"the {size} ranks; give at least {size}"
-        )
-    most = None
-    if config.zero.stage == 2:  # each micro-batch is reduced by itself: as many as of equal parts
-        micro = config.train.micro_batch_size
-        most = -(-config.train.batch_size // size // micro) * micro
+    if balance.mode == "auto":
+        if refusal or gain < UNEQUAL:
+            return None
+        hints = speeds.relative()
+    elif refusal:
+        raise ValueError(f"--balance.mode {balance.mode}: {refusal.reason}; {refusal.fix}")
+    else:
+        hints = balance.speeds
     try:
-        shares = Shares(size, balance.speeds, most=most)
+        shares = Shares(size, hints, most=most_samples(config, size))
     except ValueError as error:
         raise ValueError(f"--balance.speed {' '.join(balance.speed)}: {error}") from None
     return shares if size > 1 else None

@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,9 +50,7 @@ class PartCounts:
         if not self._has_parts:
             return
         for batch in micro_batches:
-            counts = self._task.counts(batch)
-            self._check_counts(counts)
-            self._own.append(counts)
+            self._own.append(self._checked_counts(self._task.counts(batch)))
         for counts in self._own:
             self._local.update(counts)
         self._launch()
@@ -73,6 +71,15 @@ class PartCounts:
                 "is for Losses: return mntrain.tasks.Losses, or remove counts()"
             )
         return loss
+
+    def check(self, counts: object, loss: Loss | Losses) -> None:
+        """Raise TypeError or ValueError unless a loss and what `counts` has returned agree. Local.
+
+        For the trial of a micro-batch, which is part of no step.
+        """
+        loss = self.checked(loss)
+        if isinstance(loss, Losses):
+            self._compare(self._checked_counts(counts), loss)
 
     def weigh(self, loss: Loss | Losses, timer: StepTimer) -> tuple[Tensor, float]:
         """Return a loss and its weight for `backward` of the optimizer. Collective.
@@ -136,7 +143,7 @@ class PartCounts:
                 self._totals = dict(zip(self._names, sums, strict=True))
         return self._totals
 
-    def _check_counts(self, counts: object) -> None:
+    def _checked_counts(self, counts: object) -> Mapping[str, int]:
         right = isinstance(counts, Mapping) and all(
             isinstance(name, str) and isinstance(count, Integral) and int(count) >= 0
             for name, count in counts.items()
@@ -146,6 +153,7 @@ class PartCounts:
                 f"counts() of --task {self._name} returned {counts!r}: return a dictionary of the "
                 "number of items, an int, by the name of each part"
             )
+        return cast(Mapping[str, int], counts)
 
     def _compare(self, said: Mapping[str, int], loss: Losses) -> None:
         """Raise ValueError if the counts of a micro-batch are not those that ranks have summed."""

@@ -1,5 +1,6 @@
 """The description of a run at its start, and its summary at the end."""
 
+import math
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.run.resources import resources
+from mntrain.train.hardware import UNEQUAL
 from mntrain.train.job import TrainingJob
 from mntrain.train.run_directory import changed_options
 from mntrain.world import World
@@ -102,7 +104,8 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
             "with memory to spare"
         )
-    reporter.places(world.places)
+    reporter.places(world.places, job.speeds.flops)
+    _describe_balance(world, config, job)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
     _describe_resumption(config, job)
@@ -119,8 +122,28 @@ def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
         reporter.note(f"weights: {weights}")
         for problem in weights.problems():
             reporter.warn(problem)
-    for line in (job.task.describe_data() or "").splitlines():
+    data = job.task.describe_data() or job.data.describe(config.train.steps)
+    for line in data.splitlines():
         reporter.note(line)
+
+
+def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:
+    """Show how the work is divided, and warn of slow ranks if it is divided equally. Local."""
+    data, slow = job.data, job.speeds.slow_ranks(world.places)
+    gain = f"up to {data.gain:.1f} times as fast"
+    if config.balance.mode == "auto" and world.size > 1:
+        if data.shares:
+            counts = ", ".join(map(str, data.shares.counts(data.full_batch)))
+            choice = f"ranks have {counts} of {data.full_batch} samples, {gain}: {slow}"
+        elif slow:
+            reason = data.unbalanced.reason if data.unbalanced else "other parts would gain little"
+            choice = f"equal parts, although {slow}: {reason}"
+        else:
+            choice = "equal parts: the ranks are about equally fast"
+        job.reporter.note(f"balance auto: {choice}")
+    elif slow and not data.shares:
+        fix = f"; with --balance.mode throughput, training could be {gain}"
+        job.reporter.warn(slow + (fix if data.gain >= UNEQUAL else ""))
 
 
 def _describe_resumption(config: Config, job: TrainingJob) -> None:
@@ -143,16 +166,26 @@ def _describe_resumption(config: Config, job: TrainingJob) -> None:
         reporter.warn(
             f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
         )
+    if job.data.stream and not job.fingerprint["files"]:
+        reporter.warn(
+            "the training data is a stream, whose content is not compared with that of the "
+            "checkpoint: be sure that it is the same, and give its files in "
+            "compared_files() of the task to have them compared"
+        )
 
 
 def resume_command(world: World, config: Config, job: TrainingJob) -> str:
-    """Return the command line that continues the run, with as many ranks. Local."""
+    """Return the command line that continues the run to its end, with as many ranks. Local."""
     launcher = "srun" if "SLURM_JOB_ID" in os.environ else "mpirun"
     words = [launcher, "-n", str(world.size)] if world.size > 1 else []
     words += ["python", "-m", "mntrain", "--config", str(job.run_dir / CONFIG_FILE)]
     words += ["--run.dir", str(job.run_dir)]
     if config.run.resume != "auto":
         words += ["--run.resume", "auto"]
+    if config.run.stop_after is not None:
+        words += ["--run.stop-after", "none"]
+    if config.run.max_minutes is not None:
+        words += ["--run.max-minutes", "none"]
     return shlex.join(words)
 
 
@@ -161,16 +194,21 @@ def finish_report(world: World, config: Config, job: TrainingJob, result: JobRes
 
     A preempted job draws nothing: its time may be short, and the next job does.
     """
+    early = result.status in ("interrupted", "preempted")
+    if result.status == "stopped" and not result.reason:
+        early, result.reason = True, f"--run.stop-after {config.run.stop_after}"
     summary = summarize(world, config, job, result)
     draws = config.log.plot and result.last and result.status != "preempted"
     if world.master and draws and (why := draw_at_end(job.run_dir)):
         job.reporter.note(f"no {PLOT_FILE}: {why}")
     job.reporter.finish(summary)
-    early = result.status in ("interrupted", "preempted") or (
-        result.status == "stopped" and not result.reason
-    )
     if early and result.last and job.checkpointing.has(result.last.step):
         job.reporter.note(f"to continue: {resume_command(world, config, job)}")
+    elif result.status == "interrupted" and not job.saves:
+        job.reporter.note(
+            "the steps of this job were not saved: with --checkpoint.every auto, for example, an "
+            "interrupted job saves at its end"
+        )
 
 
 def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:
@@ -182,8 +220,9 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     used = resources(world, [job.optimizer])
-    for rank, own in zip(used["ranks"], job.balancing.by_rank(), strict=True):
-        rank.update(own)
+    measured = zip(job.balancing.by_rank(), job.speeds.flops, strict=True)
+    for rank, (own, flops) in zip(used["ranks"], measured, strict=True):
+        rank.update(own, matrix_flops_per_s=flops if math.isfinite(flops) else None)
     return {
         "status": result.status,
         "steps": last.step if last else job.done,

@@ -19,12 +19,12 @@ from mntrain.train import sync_choice
 from mntrain.train.sync_choice import Measurement, Situation
 from mntrain.train.sync_measurement import (
     MeasurementError,
-    Trial,
     measure_codecs,
     measure_computing,
     measure_wire,
     volumes_of,
 )
+from mntrain.train.trial import Trial
 from mntrain.world import World
 
 

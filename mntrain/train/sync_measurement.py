@@ -5,27 +5,21 @@ dataset, and random generators get their states back. All ranks measure at once,
 cores and links in training, too.
 """
 
-import copy
-import gc
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from mntrain import device
-from mntrain.checkpoint import random_states, set_random_states
-from mntrain.tasks import Loss, Task, check_loss
+from mntrain.tasks import check_loss
 from mntrain.train.compiling import recompute_regions
-from mntrain.train.data_digest import detached
-from mntrain.train.job_data import JobData
 from mntrain.train.sync_choice import Volumes
+from mntrain.train.trial import Trial, copies, total_of, without_trace
 from mntrain.world import World
 from zero.codes import BlockCode
 from zero.comm_hooks.int8 import Int8Hook
@@ -37,7 +31,6 @@ _SMALL_REPETITIONS = 8  # of an all-reduce of one element
 _SIZES = (64 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 _WIRE_S, _REPETITIONS = 2.0, 3  # seconds for all of them; of the largest
 _SAMPLE = 1 << 18  # elements that are encoded
-_SMALL_BYTES = 1 << 20  # of a tensor that a task holds
 _LEAST_S = 1e-9  # of anything, so that ratios are finite
 
 
@@ -54,27 +47,13 @@ class Computing:
     micro_batches: int  # of the rank with most
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A task and its new model, and how a job trains them."""
-
-    task: Task
-    name: str  # what --task names the task
-    model: nn.Module  # on the rank's device
-    data: JobData
-    done: int  # steps before the one whose samples are used
-    floats: torch.dtype | None  # dtype of the batches' floating-point tensors; None: as they are
-    autocast: torch.dtype | None
-    recompute: bool
-
-
 def measure_computing(world: World, trial: Trial) -> Computing:
     """Return the time of a step's forwards and backwards, the same on all ranks. Collective.
 
     The first micro-batch counts for all of the rank's. The model is not compiled. Takes about four
     passes, or two if one takes longer than a second. Raises MeasurementError if any rank cannot.
     """
-    with _without_trace(trial.model, world.device):
+    with without_trace(trial.model, world.device):
         count, first, run = 0, (0.0, 0.0), None
         try:
             count, run = _prepare(trial, world.device)
@@ -178,23 +157,6 @@ def _code_bytes(tensor: Tensor, *, bits: int) -> int:
     return tensor.nbytes if tensor.is_complex() else BlockCode(bits).nbytes(tensor.numel())
 
 
-@contextmanager
-def _without_trace(model: nn.Module, on: torch.device) -> Iterator[None]:
-    """Restore random generators and absent gradients after the block, and free its memory."""
-    states = random_states(on)
-    without = [p for p in model.parameters() if p.grad is None]
-    try:
-        yield
-    finally:
-        set_random_states(states, on)
-        for parameter in without:
-            parameter.grad = None
-        gc.collect()
-        if on.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(on)
-
-
 def _prepare(
     trial: Trial, on: torch.device
 ) -> tuple[int, Callable[[], tuple[float, float]] | None]:
@@ -205,7 +167,7 @@ def _prepare(
     count, samples = trial.data.first_micro_batch(trial.done)
     if not count:
         return 0, None
-    task, model = _copies(trial.task, trial.model)
+    task, model = copies(trial.task, trial.model)
     if trial.recompute:
         recompute_regions(task.regions(model))
     batch = device.move((task.collate or default_collate)(samples), on, trial.floats)
@@ -217,40 +179,14 @@ def _prepare(
             loss = task.loss(model, batch)
         middle = _now(on)
         check_loss(loss, trial.name)
-        _sum(loss).backward()
+        if (total := total_of(loss)) is not None:
+            total.backward()
         end = _now(on)
         for parameter in model.parameters():
             parameter.grad = None
         return middle - start, end - middle
 
     return count, run
-
-
-def _copies(task: Task, model: nn.Module) -> tuple[Task, nn.Module]:
-    """Return copies of a task and a model, which share no module.
-
-    Containers and small tensors that the task holds are copied too, as those that count or average
-    something are; what lies deeper in its other objects is shared.
-    """
-    known: dict[int, Any] = {}
-    copied_model = copy.deepcopy(model, known)
-    copied_task: Task = detached(task)
-    attributes = vars(copied_task)
-    for name, value in vars(task).items():
-        if isinstance(value, nn.Module):
-            attributes[name] = copy.deepcopy(value, known)
-        elif isinstance(value, Tensor) and value.nbytes <= _SMALL_BYTES:
-            attributes[name] = value.detach().clone()
-        elif isinstance(value, list | dict | set | deque) and attributes[name] is value:
-            attributes[name] = copy.copy(value)
-    return copied_task, copied_model
-
-
-def _sum(loss: Any) -> Tensor:
-    """Return the tensor to call backward on; the weights of parts change no time."""
-    if isinstance(loss, Loss):
-        return loss.mean
-    return torch.stack([torch.as_tensor(p.value) for p in loss.parts.values() if p.count]).sum()
 
 
 def _expect_all(world: World, reason: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset
 
-from mntrain.errors import Given, compare, expect_same, same_digests
+from mntrain.equal_values import Given, compare, expect_same, same_digests
 from mntrain.run.comparison import FIX
 from mntrain.run.source_files import describe_sources
 from mntrain.tasks import Task

@@ -9,12 +9,18 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers import it, which takes seconds on a busy machine
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import mntrain
 
 STEP = 2  # in which it happens
+SYNC = {  # between nodes of one rank, which then communicate in exchanges only
+    "diloco": mntrain.sync.DiLoCo(every=1),
+    "streaming": mntrain.sync.StreamingDiLoCo(every=1, fragments=1, overlap=0),
+    "sparseloco": mntrain.sync.SparseLoCo(every=1),
+}
 NODES = {"node lost", "link cut", "link cut for 30 s", "link cut for 3 s"}
 HEALED_S = 12.0  # until a job whose network comes back has gone on for long enough
 
@@ -27,6 +33,7 @@ def parse():
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=6.0)
     parser.add_argument("--warn-after", type=float, default=2.0)
+    parser.add_argument("--sync", choices=SYNC)
     return parser.parse_args()
 
 
@@ -194,7 +201,9 @@ def train(world, options):
     kind, faulty = options.kind, world.rank == options.rank
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
-    optimizer = world.optimizer(model, torch.optim.AdamW, stage=options.stage)
+    optimizer = world.optimizer(
+        model, torch.optim.AdamW, stage=options.stage, sync=SYNC.get(options.sync)
+    )
     loader = Loader(kind, faulty)
     for step in range(6):
         now = faulty and step == STEP
@@ -216,7 +225,8 @@ def train(world, options):
             break
         optimizer.step()
         optimizer.zero_grad()
-        extra_collectives(world, kind, now=now)
+        if not options.sync:
+            extra_collectives(world, kind, now=now)
     if faulty and kind == "never leaves":
         time.sleep(1000)
 
@@ -242,7 +252,11 @@ def main():
     options = parse()
     prepare(options.kind, options.rank)
     with mntrain.init(
-        device="cpu", timeout=options.timeout, warn_after=options.warn_after, tune=False
+        device="cpu",
+        ranks_per_node=1 if options.sync else None,
+        timeout=options.timeout,
+        warn_after=options.warn_after,
+        tune=False,
     ) as world:
         try:
             if options.kind in NODES:

@@ -36,10 +36,12 @@ class Fault:
     ranks: int
     stage: int = 0
     on_nodes: bool = False
+    sync: str = ""  # how its nodes, of one rank each, exchange
 
     def __str__(self) -> str:
         where = " on two nodes" if self.on_nodes else ""
-        return f"{self.kind}, rank {self.rank} of {self.ranks}{where}, stage {self.stage}"
+        sync = f", {self.sync}" if self.sync else ""
+        return f"{self.kind}, rank {self.rank} of {self.ranks}{where}, stage {self.stage}{sync}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def inject(fault: Fault, timeout: float) -> Outcome:
         command = [sys.executable, SCRIPTS / expected.script, fault.kind, str(fault.rank)]
         if expected.script == "fault.py":
             command += ["--stage", str(fault.stage), "--timeout", str(limit)]
+            command += ["--sync", fault.sync] if fault.sync else []
         else:
             command += [run_dir, "--zero.stage", str(fault.stage)]
         start = time.time()

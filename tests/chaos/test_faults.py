@@ -8,12 +8,16 @@ from chaos.injection import Fault, inject
 from chaos.kinds import KINDS
 
 QUICK = {("killed", 1), ("continues", 0)}
+# Each is found as another kind is, which stays in continuous integration.
+ALIKE = {"memory", "raises after backward", "vanishes", "segfault", "spins", "never leaves"}
+ALIKE |= {"another shape", "another dtype", "one more", "stops early", "late to a broadcast"}
+ALIKE |= {"link cut for 30 s", "slow worker", "stuck worker", "exits"}
 TIMEOUT_S = 6.0
 
 
-def run(kind, rank, *, stage=0):
+def run(kind, rank, *, stage=0, sync=""):
     ranks = min(3, KINDS[kind].most)
-    outcome = inject(Fault(kind, rank % ranks, ranks, stage), TIMEOUT_S)
+    outcome = inject(Fault(kind, rank % ranks, ranks, stage, sync=sync), TIMEOUT_S)
     assert outcome.ended, outcome.result.report()
     assert outcome.result.left == [], outcome.result.report()
     return outcome
@@ -28,6 +32,7 @@ def run(kind, rank, *, stage=0):
             rank,
             marks=[
                 *([] if (kind, rank) in QUICK else [pytest.mark.thorough]),
+                *([pytest.mark.exhaustive] if kind in ALIKE else []),
                 *([pytest.mark.xdist_group("cluster")] if KINDS[kind].nodes else []),
             ],
         )
@@ -48,6 +53,24 @@ def test_a_fault_is_reported_once_with_its_rank(kind, rank):
         assert own == ""
     if expected.nodes and not expected.completes:
         assert outcome.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "sync"),
+    [
+        pytest.param("killed", "diloco", marks=pytest.mark.thorough),
+        pytest.param("stopped", "streaming", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(kind, sync, marks=pytest.mark.exhaustive)
+            for kind in ("killed", "stopped", "hang", "raises", "nan", "slow")
+            for sync in ("diloco", "streaming", "sparseloco")
+            if (kind, sync) not in (("killed", "diloco"), ("stopped", "streaming"))
+        ),
+    ],
+)
+def test_a_fault_while_nodes_wait_in_an_exchange_is_reported_with_its_rank(kind, sync):
+    outcome = run(kind, 1, sync=sync)
+    assert outcome.right, outcome.result.report()
 
 
 def test_a_hang_is_reported_with_the_stacks_of_those_that_wait_and_of_the_cause():

@@ -36,7 +36,7 @@ def test_scripts_whose_ranks_differ_train_on_four():
     check(4, "-k", "unequal or token_means or another_part", everything=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(660)
 def test_scripts_train_as_under_ddp_at_the_stages_that_are_left_out_on_two_ranks(request):
     """On three ranks, the pairs of script and stage that are marked thorough."""

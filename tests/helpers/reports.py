@@ -50,7 +50,16 @@ def record(step: int, **changes) -> StepRecord:
 
 def places(size: int, per_node: int, device: str = "cpu", host: str = "n{}") -> list[Place]:
     return [
-        Place(r, host.format(r // per_node), r // per_node, r % per_node, device, threads=2)
+        Place(
+            rank=r,
+            host=host.format(r // per_node),
+            node=r // per_node,
+            local_rank=r % per_node,
+            device=device,
+            threads=2,
+            cpus=4,
+            memory=24 * 2**30,
+        )
         for r in range(size)
     ]
 

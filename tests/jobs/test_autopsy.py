@@ -159,7 +159,7 @@ def test_a_rank_that_breaks_out_of_an_own_loop_is_shown_with_its_call(tmp_path):
     assert "AgreedError: ranks" in done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_rank_that_leaves_an_own_loop_is_named(tmp_path):
     line = OWN_LOOP[: OWN_LOOP.index("model(torch.ones")].count("\n") + 1
     (tmp_path / "own.py").write_text(OWN_LOOP)
@@ -184,7 +184,7 @@ def test_recordings_on_a_local_disk_are_found_by_the_run(folder):
     assert autopsy(folder / "run").returncode == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_without_a_place_to_record_trains_and_warns_once(folder):
     (folder / "file").write_text("")
     result = completed(train(2, folder, "--run.recorder", str(folder / "file")))

@@ -22,6 +22,9 @@ from launch import (
 TASKS = (
     LATE
     + """
+import torch
+from mntrain.tasks import Task
+
 class Exits(Late):
     def broken(self, model, batch):
         sys.exit(3)
@@ -51,10 +54,27 @@ class Everywhere(LanguageModel):
             raise KeyError("a bug of every rank")
         return super().loss(model, batch)
 
+class NeverTrains(LanguageModel):
+    def loss(self, model, batch):
+        if RANK == 1 and model.training:
+            raise KeyError("a bug of rank one")
+        return super().loss(model, batch)
+
 class Slow(LanguageModel):
     def loss(self, model, batch):
         time.sleep(0.05)
         return super().loss(model, batch)
+
+class Normed(Task):
+    def model(self):
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+
+    def dataset(self, split):
+        points = torch.randn(9, 2, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.TensorDataset(points) if split == "train" else None
+
+    def loss(self, model, batch):
+        return Loss(model(batch[0]).square().mean(), len(batch[0]))
 
 class NeedsMore(LanguageModel):
     def __init__(self, config):
@@ -116,6 +136,34 @@ def test_an_exception_loses_no_complete_step(folder, ranks, task, stage, every):
     assert losses(folder) == losses(whole)
 
 
+@pytest.mark.exhaustive
+def test_an_exception_is_reported_if_no_other_rank_has_a_sample(folder):
+    task = ["--task", "broken:Everywhere", "--train.batch-size", "1"]
+    result = train(2, folder, *task)
+    assert not result.timed_out, result.report()
+    assert result.returncode not in (0, None)
+    assert "KeyError: 'a bug of every rank'" in result.stderr
+    assert "wait for each other" not in result.stderr
+    assert summary(folder)["status"] == "crashed"
+
+
+@pytest.mark.exhaustive
+def test_a_last_batch_that_is_too_small_for_batch_norm_is_explained(folder):
+    # 9 samples: the third step has a single one, which rank 0 gets.
+    options = ["--task", "broken:Normed", "--train.batch-size", "4", "--train.check-every", "1"]
+    result = train(2, folder, *options)
+    assert not result.timed_out, result.report()
+    assert result.returncode not in (0, None)
+    assert "ValueError: Expected more than 1 value per channel when training" in result.stderr
+    assert result.stderr.count("give --data.drop-last to leave that out") == 1, result.report()
+    assert len(metrics(folder)) == 2
+    whole = folder / "whole"
+    whole.mkdir()
+    (whole / "broken.py").write_text(TASKS)
+    completed(train(2, whole, *options, "--data.drop-last"))
+    assert [line["samples"] for line in metrics(whole)] == [4] * 6
+
+
 @pytest.mark.thorough
 def test_an_exit_on_one_rank_ends_the_job(folder):
     result = train(2, folder, "--task", "broken:Exits")
@@ -151,6 +199,16 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
     result = train(3, folder, "--task", "broken:NeedsMore")
     assert result.returncode == 2, result.report()
     assert result.stderr.count("rank 1: no /data on this node") == 1, result.report()
+
+
+@pytest.mark.exhaustive
+def test_a_loss_that_fails_in_training_is_refused_before_any_work(folder):
+    result = train(2, folder, "--task", "broken:NeverTrains")
+    assert result.returncode == 2, result.report()
+    said = "rank 1: --task broken:NeverTrains: loss() fails on samples of the training data: "
+    assert result.stderr.count(f"{said}KeyError: 'a bug of rank one' (broken.py, line ") == 1
+    assert "Traceback" not in result.stderr
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.parametrize(

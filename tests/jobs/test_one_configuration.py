@@ -63,7 +63,7 @@ def test_an_options_file_that_one_rank_lacks_is_named(tmp_path):
     assert said.startswith("mntrain: rank 1: --config run.toml: cannot be read: No such file")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_an_options_file_of_another_version_on_one_rank_is_named(tmp_path):
     (tmp_path / "stale").mkdir()
     for folder, lr in ((tmp_path, 0.01), (tmp_path / "stale", 0.1)):
@@ -76,7 +76,7 @@ def test_an_options_file_of_another_version_on_one_rank_is_named(tmp_path):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_an_option_that_one_rank_refuses_is_told_by_rank_0(tmp_path):
     said = refused(start(tmp_path, odd='exec "$@" --optim.lrr 0.1'), tmp_path)
     assert said.startswith("mntrain: rank 1: --optim.lrr: no such option; did you mean --optim.lr")
@@ -157,7 +157,7 @@ def test_a_dataset_that_opens_a_file_in_each_worker_is_still_sent_to_workers(tmp
     completed(start(tmp_path, "--task", "opens:Own", "--data.workers", "1", ranks=1))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_bench_names_options_that_differ(tmp_path):
     words = 'exec "$@" --sizes %s'
     command = ["sh", "-c", ODD.replace('exec "$@"', words % "64k") % (words % "4k"), "sh"]

@@ -69,6 +69,7 @@ def test_a_damaged_checkpoint_is_skipped_on_resume(tmp_path):
     assert "step 3  step-00000003 is safe: " in result.stdout
     first = summary(tmp_path)
     assert (first["status"], first["steps"]) == ("stopped", 3)
+    assert first["reason"] == "--run.stop-after 3"
     assert first["checkpoint"].endswith("checkpoints/step-00000003")
     assert first["resumed_from"] is None
     newest = tmp_path / "run" / "checkpoints" / "step-00000003" / "optimizer.safetensors"
@@ -182,7 +183,7 @@ def test_the_command_that_is_printed_continues_a_run(whole, parts):
     assert launcher == "mpirun -n 2"
     elsewhere = parts / "elsewhere"
     elsewhere.mkdir()
-    again = [sys.executable, *words.split(), "--run.stop-after", "none"]
+    again = [sys.executable, *words.split()]
     result = completed(mpirun(2, again, cwd=elsewhere, timeout=100))
     assert "to continue: " not in result.stdout
     assert losses(parts) == losses(whole)

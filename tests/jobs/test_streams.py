@@ -108,7 +108,8 @@ def test_ranks_take_the_same_global_batches_of_a_stream(tmp_path, alone, ranks, 
 def test_a_stream_is_resumed_at_another_size(tmp_path, alone):
     saves = ["--checkpoint.every", "2"]
     completed(train(3, tmp_path, *saves, "--run.stop-after", "6"))
-    completed(train(2, tmp_path, *saves, "--data.workers", "1", "--zero.stage", "1"))
+    second = train(2, tmp_path, *saves, "--data.workers", "1", "--zero.stage", "1")
+    assert completed(second).report().count("the training data is a stream, whose content") == 1
     assert close(steps(tmp_path), alone)
 
 

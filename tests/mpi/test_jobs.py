@@ -110,19 +110,21 @@ def steps_kept(folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options",
+    ("options", "model"),
     [
-        ["--zero.stage", "2", "--train.micro-batch-size", "10"],
-        ["--zero.stage", "1", "--comm.algorithm", "flat"],
-        ["--zero.stage", "2", "--comm.ranks-per-node", "2", "--comm.algorithm", "lanes"],
-        ["--zero.stage", "0", "--comm.ranks-per-node", "2", "--comm.algorithm", "leader"],
-        ["--zero.stage", "1", "--comm.ranks-per-node", "2", "--zero.partition", "parameter"],
-        ["--zero.stage", "2", "--comm.bucket-mb", "0.01", "--comm.ranks-per-node", "1"],
+        (["--zero.stage", "2", "--train.micro-batch-size", "10"], []),
+        (["--zero.stage", "1", "--comm.algorithm", "flat", "--train.recompute"], []),
+        (["--zero.stage", "2", "--comm.ranks-per-node", "2", "--comm.algorithm", "lanes"], []),
+        (["--zero.stage", "0", "--comm.ranks-per-node", "2", "--comm.algorithm", "leader"], []),
+        (["--zero.stage", "1", "--comm.ranks-per-node", "2", "--zero.partition", "parameter"], []),
+        (["--zero.stage", "2", "--comm.bucket-mb", "0.01", "--comm.ranks-per-node", "1"], []),
+        (["--zero.stage", "2", "--train.recompute"], ["--model.kv-heads", "1"]),
+        (["--zero.stage", "1", "--zero.partition", "parameter"], ["--optim.name", "Muon"]),
     ],
 )
-def test_losses_depend_neither_on_the_ranks_nor_on_the_stage(folder, options):
+def test_losses_depend_neither_on_the_ranks_nor_on_the_stage(folder, options, model):
     # 57 training windows in batches of 10: shares differ, and every sixth batch has 7 samples.
-    shared = ["--train.batch-size", "10", "--train.steps", "8"]
+    shared = ["--train.batch-size", "10", "--train.steps", "8", *model]
     assert train(folder, *shared, *options, "--train.check-every", "1") == 0
     # Sums in another order: fp32 rounding, grown over eight steps.
     assert losses(folder) == pytest.approx(losses_alone(*shared), rel=2e-5)
@@ -172,6 +174,8 @@ def test_a_run_in_parts_on_as_many_ranks_is_the_run_in_one(folder):
     assert train(whole, *options) == 0
     for _ in range(2):
         assert train(parts, *options, "--run.stop-after", "2") == 0
+        ended = summary(parts)
+        assert (ended["status"], ended["reason"]) == ("stopped", "--run.stop-after 2")
     assert train(parts, *options) == 0
     same = ("step", "loss", "lr", "grad_norm", "samples", "eval_loss")
     ours, theirs = (

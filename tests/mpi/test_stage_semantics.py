@@ -107,6 +107,22 @@ def test_a_backward_that_one_rank_cannot_end_changes_no_later_step(world, make, 
 
 
 @modes
+def test_a_failed_rank_and_ranks_without_items_end_a_step_together(world, make, mode):
+    model = net()
+    optimizer = make(model, SGD, **mode)
+    for step in range(2):
+        if world.rank == LAST:
+            optimizer.finish_interrupted()
+        elif world.rank == 0:
+            optimizer.share(0)
+        else:
+            optimizer.backward(loss_of(model, samples(2, seed=step)), 0)
+        optimizer.synchronize()
+        assert world.sum([1.0]) == [world.size]
+        optimizer.zero_grad()
+
+
+@modes
 def test_shares_of_a_loader_add_up_over_micro_batches(world, make, mode):
     model = net()
     alone = Alone(model, SGD)

@@ -120,7 +120,7 @@ def summary_of(folder: Path) -> dict:
     ],
 )
 def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
-    world, tmp_path, signals, status, code
+    world, tmp_path, capsys, *, signals, status, code
 ):
     Signalling.signals = signals
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
@@ -135,6 +135,8 @@ def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
         # Who only interrupts gets the checkpoints asked for: none.
         saved = [path.name for path in list_checkpoints(tmp_path / "run")]
         assert saved == (["step-00000002"] if status == "preempted" else [])
+        told = capsys.readouterr().out.count("the steps of this job were not saved: with --checkp")
+        assert told == (status == "interrupted")
 
 
 def test_a_signal_while_the_last_checkpoint_is_written_does_not_end_it(
@@ -167,6 +169,22 @@ def test_a_job_ends_before_its_deadline(world, tmp_path):
         )
         newest = list_checkpoints(tmp_path / "run")[0]
         assert inspect(newest).step == summary["steps"] == steps_taken(tmp_path)
+
+
+class Content(LanguageModel):
+    """Asks on the last rank, after the second evaluation, for the run to end."""
+
+    def on_evaluation(self, record):
+        return "good enough" if MPI.COMM_WORLD.rank == RANKS - 1 and record.step == 4 else None
+
+
+def test_a_callback_of_one_rank_after_an_evaluation_ends_the_run_on_all(world, tmp_path):
+    config = small(tmp_path, f"{__name__}:Content", steps=50, eval_every=2)
+    assert Trainer(world, config).fit() == 0
+    if world.master:
+        summary = summary_of(tmp_path)
+        assert (summary["status"], summary["reason"]) == ("stopped", "good enough")
+        assert steps_taken(tmp_path) == 5  # in which all ranks learn of it
 
 
 @pytest.mark.thorough

@@ -3,10 +3,13 @@
 import pytest
 
 from mntrain.balance_config import BalanceConfig
-from mntrain.config import Config, TrainConfig
+from mntrain.config import Config, TrainConfig, ZeroConfig
 from mntrain.sync import SyncConfig
-from mntrain.train.job_data import choose_shares
+from mntrain.train.hardware import Speeds
+from mntrain.train.job_data import Refusal, choose_shares, most_samples, refusal_of_shares
 
+EQUAL = [1e9] * 4
+STREAM = Refusal("the training data is a stream", "leave it out")
 THROUGHPUT = BalanceConfig(mode="throughput")
 
 
@@ -33,18 +36,43 @@ def test_wrong_speeds_are_refused(speed, message):
         BalanceConfig(mode="throughput", speed=speed)
 
 
-def test_speeds_without_a_mode_are_refused():
-    with pytest.raises(ValueError, match=r"has no effect in --balance\.mode off"):
-        BalanceConfig(speed=("1:2",))
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_speeds_without_a_use_are_refused(mode):
+    with pytest.raises(ValueError, match=rf"has no effect in --balance\.mode {mode}"):
+        BalanceConfig(mode=mode, speed=("1:2",))
 
 
 def test_shares_are_made_for_several_ranks():
     config = Config(balance=THROUGHPUT)
-    shares = choose_shares(config, 4, stream=False)
+    shares = choose_shares(config, Speeds(EQUAL), None, 1.0)
     assert shares is not None
     assert shares.counts(32) == [8] * 4
-    assert choose_shares(config, 1, stream=False) is None
-    assert choose_shares(Config(), 4, stream=True) is None
+    assert not shares.planned
+    assert choose_shares(config, Speeds([1e9]), None, 1.0) is None
+    assert choose_shares(Config(), Speeds(EQUAL), STREAM, 1.0) is None
+
+
+def test_shares_by_speed_are_chosen_if_ranks_are_unequal():
+    config = Config(balance=BalanceConfig(mode="auto"))
+    speeds = Speeds([4e9, 2e9, 1e9, 1e9])
+    shares = choose_shares(config, speeds, None, 2.0)
+    assert shares is not None
+    assert shares.planned
+    assert shares.counts(32) == [16, 8, 4, 4]
+    assert choose_shares(config, speeds, None, 1.1) is None
+    assert choose_shares(config, speeds, STREAM, 2.0) is None
+
+
+def test_the_share_of_a_rank_is_limited_at_stage_2():
+    assert most_samples(Config(), 4) is None
+    assert most_samples(Config(zero=ZeroConfig(stage=2)), 4) == 8  # 32 samples, in parts of 8
+    config = Config(zero=ZeroConfig(stage=2), train=TrainConfig(batch_size=36))
+    assert most_samples(config, 4) == 16
+
+
+def test_nodes_may_be_meant_to_train_alone_if_there_is_one():
+    config = Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5))
+    assert refusal_of_shares(config, 4, nodes=1, stream=False) is None
 
 
 @pytest.mark.parametrize(
@@ -69,5 +97,6 @@ def test_shares_are_made_for_several_ranks():
     ],
 )
 def test_what_cannot_be_balanced_is_refused(config, stream, message):
+    refusal = refusal_of_shares(config, 4, nodes=2, stream=stream)
     with pytest.raises(ValueError, match=message):
-        choose_shares(config, 4, stream=stream)
+        choose_shares(config, Speeds(EQUAL), refusal, 1.0)

@@ -33,6 +33,7 @@ LAYERS = [
         "mntrain.sync",
     },
     {"mntrain.config", "mntrain.errors", "mntrain.rank_info", "mntrain.watch"},
+    {"mntrain.equal_values"},
     {
         "mntrain.metrics",
         "mntrain.bootstrap",

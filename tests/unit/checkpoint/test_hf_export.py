@@ -2,10 +2,13 @@ import json
 
 import pytest
 import torch
+from manifests import manifest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from mntrain.checkpoint.hf_export import export_folder
+
+HF = manifest(task="hf")
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -26,7 +29,7 @@ def saved(request, tmp_path):
 
 def test_an_exported_folder_has_the_tensors_and_the_dtype_of_the_checkpoint(saved, tmp_path):
     path, model = saved
-    size = export_folder(path, tmp_path / "out", force=False)
+    size = export_folder(path, HF, tmp_path / "out", force=False)
     assert size == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert opened.dtype == model.dtype
@@ -41,25 +44,25 @@ def test_an_existing_folder_is_kept_unless_forced(saved, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(ValueError, match="out exists: give another name, or --force"):
-        export_folder(saved[0], tmp_path / "out", force=False)
+        export_folder(saved[0], HF, tmp_path / "out", force=False)
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
-    export_folder(saved[0], tmp_path / "out", force=True)
+    export_folder(saved[0], HF, tmp_path / "out", force=True)
     assert {"mine", "model.safetensors"} <= {file.name for file in (tmp_path / "out").iterdir()}
     with pytest.raises(ValueError, match="mine exists"):
-        export_folder(saved[0], tmp_path / "out" / "mine", force=True)
+        export_folder(saved[0], HF, tmp_path / "out" / "mine", force=True)
 
 
 def test_a_model_of_other_shapes_leaves_no_folder(saved, tmp_path):
     file = tmp_path / "run" / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 12}))
     with pytest.raises(ValueError, match=r"is of another model: transformer.wte"):
-        export_folder(saved[0], tmp_path / "out", force=False)
+        export_folder(saved[0], HF, tmp_path / "out", force=False)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_run_of_another_task_is_refused(saved, tmp_path):
     (tmp_path / "run" / "hf" / "config.json").unlink()
-    with pytest.raises(
-        ValueError, match=r"is of no run of --task hf, .* a .safetensors or .pt file"
-    ):
-        export_folder(saved[0], tmp_path / "out", force=False)
+    refused = r"is of no run of --task hf, .* or of --task lm: export it to a .safetensors or .pt"
+    for content in (manifest(task="own:Task"), manifest()):
+        with pytest.raises(ValueError, match=refused):
+            export_folder(saved[0], content, tmp_path / "out", force=False)

@@ -164,3 +164,23 @@ def test_special_tokens_have_usual_names_or_those_of_the_settings(tmp_path):
     path.write_text('{"model": {"vocab": {"</s>": 0}}}')
     (tmp_path / "tokenizer_config.json").unlink()
     assert FileTokenizer(path).special_token("mask_token") is None
+
+
+def test_exported_settings_name_a_class_and_the_end_of_text_unless_the_folder_does(tmp_path):
+    def exported(path):
+        files = FileTokenizer(path).exported_files()
+        return files.keys(), json.loads(files["tokenizer_config.json"])
+
+    plain = write_bpe(tmp_path)
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    settings, both = tmp_path / "tokenizer_config.json", {"tokenizer.json", "tokenizer_config.json"}
+    (tmp_path / "vocab.json").write_text("{}")
+    settings.write_text('{"model_max_length": 7, "eos_token": "a"}')
+    assert exported(plain) == (both, named)  # the other files are not those of tok.json
+    path = plain.rename(tmp_path / "tokenizer.json")
+    here = {*both, "vocab.json"}
+    assert exported(path) == (here, {**named, "eos_token": "a", "model_max_length": 7})
+    settings.write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": null}')
+    assert exported(path) == (here, {**named, "tokenizer_class": "GPT2Tokenizer"})
+    settings.unlink()
+    assert exported(path) == (here, named)

@@ -39,9 +39,13 @@ NASTY = "n[0] [red]a[/red] [/] :smile: \x1b[2J\x1b]0;title\x07"
 NASTY_SHOWN = "n[0] [red]a[/red] [/] :smile: \N{REPLACEMENT CHARACTER}[2J"
 
 
+def show_places(reporter: Reporter, where: list[Place]) -> None:
+    reporter.places(where, [1.234e12 + 1e9 * place.rank for place in where])
+
+
 def start(reporter: Reporter, where: list[Place]) -> None:
     reporter.note("lm: 0.83 M parameters", "bold")
-    reporter.places(where)
+    show_places(reporter, where)
 
 
 def strip(text: str) -> str:
@@ -96,17 +100,18 @@ def cells(on: Console) -> list[list[str]]:
 def test_up_to_16_ranks_have_a_row_each(tmp_path):
     on = console(False)
     with reporting(tmp_path, on) as reporter:
-        reporter.places(places(16, 8, "cuda:3"))
+        show_places(reporter, places(16, 8, "cuda:3"))
     rows = cells(on)
-    assert rows[0] == ["host", "device", "node", "rank", "local rank", "threads"]
+    head = ["host", "device", "node", "rank", "local rank", "threads", "CPUs", "memory", "GFLOP/s"]
+    assert rows[0] == head
     assert len(rows) == 18
-    assert rows[11] == ["n1", "cuda:3", "1", "9", "1", "2"]
+    assert rows[11] == ["n1", "cuda:3", "1", "9", "1", "2", "4", "24 GiB", "1,243"]
 
 
 def test_of_more_ranks_the_first_are_shown(tmp_path):
     on = console(False)
     with reporting(tmp_path, on) as reporter:
-        reporter.places(places(1000, 8))
+        show_places(reporter, places(1000, 8))
     rows = cells(on)
     assert len(rows) == 19
     assert rows[-1] == ["...", "984 more ranks"]
@@ -119,7 +124,7 @@ def test_a_rank_with_a_gpu_shows_which_one(tmp_path):
         for place in places(2, 2, device="cuda:0")
     ]
     with reporting(tmp_path, on) as reporter:
-        reporter.places(gpus)
+        show_places(reporter, gpus)
     for number in (0, 1):
         assert f"cuda:0 NVIDIA H100 80GB HBM3 {number}f6d1c2a  " in on.file.getvalue()
 
@@ -137,7 +142,7 @@ def test_a_rank_with_a_gpu_shows_which_one(tmp_path):
 def test_tables_of_a_narrow_terminal_have_fewer_columns(tmp_path, width, terminal, shown):
     on = console(terminal, width=width)
     with reporting(tmp_path, on) as reporter:
-        reporter.places(places(2, 2))
+        show_places(reporter, places(2, 2))
         reporter.finish(summary())
     heads = [line.split("  ") for line in screen(on) if "most" in line or "host" in line]
     assert "host" in heads[0][0]
@@ -374,7 +379,7 @@ def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
 def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, terminal):
     on = console(terminal, width=200)
     with reporting(tmp_path, on, 2) as reporter:
-        reporter.places(places(2, 2, host=NASTY))
+        show_places(reporter, places(2, 2, host=NASTY))
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
         reporter.note(NASTY)

@@ -38,8 +38,8 @@ def make(device, samples=4):
         gather=lambda own: sent.append(own) or [own, own],
     )
     optimizer = SimpleNamespace(call_after_backward=calls.append)
-    data = SimpleNamespace(shares=None, own_samples=lambda step: samples, can_balance=True)
-    return Balancing(world, optimizer, data, None, 100), calls[0], sent
+    data = SimpleNamespace(shares=None, own_samples=lambda step: samples, unbalanced=None)
+    return Balancing(world, optimizer, data, None, range(1, 101)), calls[0], sent
 
 
 def test_a_step_on_a_gpu_takes_the_devices_time_until_backward_ends(monkeypatch):

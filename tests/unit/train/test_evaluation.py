@@ -2,8 +2,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mntrain.checkpoint.objects import encode_objects, merge, select
+from mntrain.tasks import Loss, Losses, Max, Mean, Sum, Task
 from mntrain.train.evaluation import BestMetric, EarlyStopping
 
 
@@ -58,3 +60,82 @@ def test_a_resumed_run_ends_after_the_same_evaluation(before):
     second.load_state_dict(select(saved, "stopping", 0, 1))
     number, _ = evaluations_until_end(second, scores[before:])
     assert before + number == 5
+
+
+class Plain(Task):
+    """Has no metric but those of its loss."""
+
+    model = dataset = loss = None
+
+
+class Derives(Plain):
+    """Counts its calls in a list, and divides only by what there is."""
+
+    def derive(self, loss, metrics):
+        self.calls.append(loss)
+        found = {"perplexity": math.exp(loss)}
+        if metrics["errors"]:
+            found["ratio"] = 1 / metrics["errors"]
+        return found
+
+
+class Fails(Plain):
+    def derive(self, loss, metrics):
+        return {"ratio": 1 / (metrics["errors"] - 1)}
+
+
+RIGHT = Loss(
+    torch.tensor(2.0),
+    3,
+    {
+        "worst": Max(torch.tensor(1.0)),
+        "errors": Sum(0.0),
+        "accuracy": torch.tensor(0.5),
+        "recall": Mean(math.nan, 0),
+    },
+)
+PARTS = Losses({"box": Mean(torch.tensor(1.0), 2), "mask": Mean(torch.tensor(0.0), 0)})
+
+
+def tried(text, kind=Plain, **losses):
+    task = kind(None)
+    task.calls = []
+    try:
+        BestMetric(text).check_trial(task, losses or {"": RIGHT})
+    finally:
+        assert task.calls == []
+    return True
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "accuracy:max", "recall:max", "worst", "errors:min"])
+def test_a_metric_that_the_trial_of_the_validation_data_has_passes(name):
+    assert tried(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "losses", "names"),
+    [
+        ("recal:max", Plain, {}, "accuracy, errors, recall, worst"),
+        ("errors", Derives, {}, "perplexity, ratio"),
+        (
+            *("box", Plain, {"near": PARTS, "far": PARTS}),
+            "near loss, near box, near mask, far loss, far box, far mask",
+        ),
+    ],
+)
+def test_a_metric_that_no_evaluation_can_have_is_refused_by_the_trial(text, kind, losses, names):
+    said = f"--checkpoint.best {text}: the evaluations have no such metric; they have eval_loss, "
+    with pytest.raises(ValueError, match=f"{said}{names}$"):
+        tried(text, kind, **losses)
+
+
+def test_derived_metrics_and_those_of_one_of_several_sets_pass_the_trial():
+    assert tried("perplexity", Derives)
+    assert tried("ratio:max", Derives)  # also where there was nothing to divide by
+    assert tried("far box", near=RIGHT, far=PARTS)
+    assert tried("near loss", near=RIGHT, far=PARTS)
+
+
+def test_nothing_is_refused_without_validation_data_or_if_metrics_cannot_be_derived():
+    BestMetric("acc").check_trial(Plain(None), {})
+    assert tried("acc", Fails)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain.config import Config, OptimConfig
+from mntrain.optim import Muon
 from mntrain.tasks import Task
 from mntrain.train.optimization import (
     UNSUPPORTED,
@@ -167,6 +168,19 @@ def test_a_group_of_nothing_is_left_out(bias, frozen):
         model.bias.requires_grad_(False)
     [group] = weight_decay_groups(model, 0.3)
     assert [id(p) for p in group["params"]] == [id(model.weight)]
+
+
+def test_muon_gets_the_matrices_of_the_layers_and_its_options():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)]), "head": nn.Linear(2, 3)})
+    config = OptimConfig(name="Muon", lr=0.5, weight_decay=0.3, options={"momentum": 0.8})
+    choice = choose_optimizer(Plain(), model, config, CPU)
+    assert (choice.kind, str(choice)) == (Muon, "Muon")
+    assert choice.options == {"lr": 0.5, "weight_decay": 0.3, "momentum": 0.8}
+    weight, *_ = model["layers"].parameters()
+    assert [group["muon"] for group in choice.groups] == [True, False, False]
+    assert [id(p) for p in choice.groups[0]["params"]] == [id(weight)]
+    made = choice.kind(choice.groups, **choice.options)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.3, 0.0]
 
 
 def test_the_warm_up_is_linear_and_ends_at_the_highest():

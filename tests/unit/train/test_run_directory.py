@@ -87,6 +87,26 @@ def test_changed_options_are_named_but_not_those_of_the_job():
     assert changed_options(found(config), Config()) == ["--optim.lr was 5.0, is 0.003"]
 
 
+@pytest.mark.parametrize(
+    ("section", "option", "value", "word"),
+    [
+        ("run", "seed", 5, "seed"),
+        ("data", "drop_last", True, "drop-last"),
+        ("train", "batch_size", 5, "batch-size"),
+    ],
+)
+def test_an_option_changes_only_if_that_is_allowed(section, option, value, word):
+    before = to_json(Config())
+    before[section][option] = value
+    with pytest.raises(AgreedError, match=f"Give the same, or --run.allow-change {word}, or"):
+        check_same_run(WORLD, found(before), Config(), 7)
+    check_same_run(WORLD, found(before), parse(["--run.allow-change", word]), 7)
+
+
+def test_another_number_of_samples_may_be_allowed():
+    check_same_run(WORLD, found(to_json(Config())), parse(["--run.allow-change", "data"]), 8)
+
+
 def test_options_that_differ_are_named():
     config = to_json(Config())
     config["run"]["seed"] = 5

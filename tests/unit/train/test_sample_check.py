@@ -1,15 +1,22 @@
+import math
+import random
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from mntrain.config import Config, TrainConfig
-from mntrain.tasks import Loss, Task
+from mntrain.tasks import Loss, Losses, Mean, Task
+from mntrain.train import sample_check
+from mntrain.train.consensus import model_digest
+from mntrain.train.hardware import Speeds
 from mntrain.train.job_data import JobData
-from mntrain.train.sample_check import check_validation
+from mntrain.train.sample_check import check_validation, try_training
+from mntrain.train.trial import Trial
 
 
 class Points(Task):
@@ -69,13 +76,14 @@ class Nowhere(Points):
 def check(kind, micro_batch_size=2):
     config = Config(task="own:Points", train=TrainConfig(micro_batch_size=micro_batch_size))
     task = kind(config)
-    world = SimpleNamespace(rank=0, size=1, gather=lambda value: [value])
+    nodes = SimpleNamespace(nodes=((0,),))
+    world = SimpleNamespace(rank=0, size=1, topology=nodes, gather=lambda value: [value])
     model = task.model()
     model[2].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    data = JobData(world, config, task, None)
+    data = JobData(world, config, task, None, Speeds([1.0]))
     torch.set_rng_state(state)
     try:
         check_validation(task, model, data, config.task, floats=None, autocast=None)
@@ -114,3 +122,184 @@ def test_an_error_of_the_task_is_one_line_with_its_place(kind, sentence):
 def test_a_result_that_is_no_loss_is_refused_at_the_start():
     with pytest.raises(ValueError, match=r"returned a Tensor: return mntrain\.tasks\.Loss"):
         check(OfNoLoss)
+
+
+class Counting(Points):
+    """Points with a generator of their own, a list and a kept model; one sample may be broken."""
+
+    broken = False
+
+    def model(self):
+        self.net, self.seen = super().model(), []
+        return self.net
+
+    def dataset(self, split):
+        class Noisy(TensorDataset):
+            def __getitem__(self, index):
+                if Counting.broken:
+                    raise KeyError("label")
+                return (super().__getitem__(index)[0] + random.random(), torch.randn(1))
+
+        return Noisy(torch.randn(5, 2)) if split == "train" else None
+
+    def loss(self, model, batch):
+        self.seen.append(len(batch))
+        noise = torch.rand(1) + random.random() + np.random.random()
+        return super().loss(self.net, [batch[0] + noise, batch[1]])
+
+
+class Uncollatable(Counting):
+    collate = staticmethod(Uncollated.collate)
+
+
+class FailingAtOnce(Counting):
+    loss = Failing.loss
+
+
+class FailingLater(Counting):
+    def loss(self, model, batch):
+        assert self.calls < 1, "the second call"
+        return super().loss(model, batch)
+
+
+class Detached(Counting):
+    def loss(self, model, batch):
+        with torch.no_grad():
+            return super().loss(model, batch)
+
+
+class Infinite(Counting):
+    def loss(self, model, batch):
+        return Loss(super().loss(model, batch).mean.detach() * math.inf, 2)
+
+
+class OverNothing(Counting):
+    def loss(self, model, batch):
+        return Loss(super().loss(model, batch).mean.detach(), 0)
+
+
+class Overwritten(Counting):
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        factor = torch.ones((), requires_grad=True) * 2
+        product = found.mean * factor
+        factor.mul_(3)
+        return Loss(product, found.count)
+
+
+class Uncounted(Counting):
+    def loss(self, model, batch):
+        return Losses({"box": Mean(super().loss(model, batch).mean, len(batch[0]))})
+
+
+class Miscounted(Uncounted):
+    def counts(self, batch):
+        return {"box": 1}
+
+
+class Counted(Uncounted):
+    def counts(self, batch):
+        return {"box": len(batch[0])}
+
+
+class Full(Counting):
+    def loss(self, model, batch):
+        raise MemoryError("no room for copies")
+
+
+class Uncopied(Counting):
+    """A model that cannot be copied, and a loss that would fail."""
+
+    def model(self):
+        model = super().model()
+        model[0].kept = model[0].weight * 2
+        return model
+
+    def loss(self, model, batch):
+        raise AssertionError
+
+
+class Streamed(Counting):
+    def dataset(self, split):
+        class Endless(IterableDataset):
+            def __iter__(self):
+                raise AssertionError
+
+        return Endless() if split == "train" else None
+
+
+def train_once(kind, *, batch_size=4, broken=False, monkeypatch=None):
+    if broken:
+        monkeypatch.setattr(Counting, "broken", True)
+    config = Config(task="own:Points", train=TrainConfig(batch_size=batch_size, micro_batch_size=2))
+    task = kind(config)
+    world = SimpleNamespace(
+        rank=0, size=2, topology=SimpleNamespace(nodes=((0, 1),)), gather=lambda value: [value] * 2
+    )
+    model = task.model()
+    model[2].eval()
+    data = JobData(world, config, task, None, Speeds([1.0, 1.0]))
+    trial = Trial(task, config.task, model, data, 0, None, None, recompute=False)
+
+    def state():
+        generators = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+        modes = [module.training for module in model.modules()]
+        return (
+            *(model_digest(model), modes, [p.grad for p in model.parameters()]),
+            *(task.calls, list(task.seen), task.net is model, *generators),
+        )
+
+    before = state()
+    try:
+        return try_training(trial, torch.device("cpu"), 2)
+    finally:
+        assert state() == before
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Counting, FailingLater, Counted, Infinite, OverNothing, Full, Uncopied, Streamed],
+)
+def test_a_task_that_can_be_trained_or_not_be_tried_passes_and_leaves_no_trace(kind):
+    assert train_once(kind) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Uncollatable, "collate fails on samples of the training data: IndexError: list index"),
+        (
+            FailingAtOnce,
+            "loss() fails on samples of the training data: AssertionError: points must be",
+        ),
+        (Overwritten, "backward of the loss fails on samples of the training data: RuntimeError"),
+    ],
+)
+def test_an_error_of_training_is_one_line_with_its_place(kind, sentence):
+    found = train_once(kind)
+    assert found.startswith(f"--task own:Points: {sentence}")
+    assert re.search(r"\(\w+\.py, line \d+\)$", found)
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Detached, "loss() returns a loss without a gradient for samples of the training data"),
+        (Uncounted, "loss() of --task own:Points returned Losses, but the task has no counts()"),
+        (Miscounted, "returned Losses with 2 items of the part box, but counts() said 1"),
+    ],
+)
+def test_a_loss_that_has_no_backward_is_refused_before_the_first_step(kind, sentence):
+    assert sentence in train_once(kind)
+
+
+def test_a_sample_that_cannot_be_read_is_named_and_a_rank_without_one_passes(monkeypatch):
+    said = train_once(Counting, broken=True, monkeypatch=monkeypatch)
+    assert "a sample of the training data cannot be read: KeyError: 'label' (test_sample" in said
+    assert train_once(Counting, batch_size=1, broken=True, monkeypatch=monkeypatch) == ""
+
+
+def test_training_is_not_tried_if_memory_is_short(monkeypatch):
+    monkeypatch.setattr(sample_check, "available_memory", lambda: 500)
+    assert train_once(Detached) == ""

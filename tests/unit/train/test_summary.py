@@ -1,19 +1,26 @@
 """The description of a job at its start, its counters, and what its summary adds up."""
 
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from reports import used
+from reports import places, used
 from torch import nn
 
+from mntrain.balance_config import BalanceConfig
+from mntrain.checks import host
+from mntrain.checks.finding import Finding, passed
 from mntrain.comm.topology import Topology
-from mntrain.config import Config, TrainConfig, ZeroConfig
+from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.resources import memory_by_role
 from mntrain.sync import SyncConfig
-from mntrain.train.summary import JobResult, describe_job, peak_flops
+from mntrain.train.hardware import Speeds
+from mntrain.train.job_data import Refusal
+from mntrain.train.summary import JobResult, describe_job, peak_flops, resume_command
 from mntrain.train.sync_auto import AutoSync
 from zero.memory import Memory
 
@@ -30,11 +37,39 @@ class Recorder:
     def warn(self, message):
         self.warnings.append(message)
 
-    def places(self, places):
-        self.shown = places
+    def places(self, places, flops):
+        self.shown = places, flops
 
 
-def described(device="cpu", reasons=("", "", "", ""), compiles=False, nodes=2, auto=None):
+@pytest.fixture(autouse=True)
+def arithmetic(monkeypatch):
+    """What is found about the arithmetic of this CPU: nothing to warn of, unless a test says so."""
+    found = Mock(return_value=passed("a fast CPU"))
+    monkeypatch.setattr(host, "arithmetic", found)
+    return found
+
+
+FLOPS = [4e10] * 4
+SLOW = [4e10, 1e10, 4e10, 1.4e10]
+
+
+def described(
+    *,
+    device="cpu",
+    reasons=("", "", "", ""),
+    compiles=False,
+    nodes=2,
+    auto=None,
+    flops=FLOPS,
+    balance="off",
+    unbalanced=None,
+    gain=2.6,
+    counts=None,
+    data="data: 3 files\n2 windows",
+    resumed=None,
+    stream=None,
+    files=None,
+):
     mode = SyncConfig(mode="local-sgd", every=7)
     world = SimpleNamespace(
         topology=Topology(((0, 1), (2, 3))),
@@ -46,22 +81,35 @@ def described(device="cpu", reasons=("", "", "", ""), compiles=False, nodes=2, a
         transport_line="host: by any MPI" if device == "cuda" else "",
         kernels=SimpleNamespace(why="torch: CuPy is absent"),
         device=torch.device(device),
-        places=["a place"],
+        places=places(4, 2),
+        size=4,
     )
     train = TrainConfig(precision="bf16-pure", compile=compiles)
-    config = Config(train=train, zero=ZeroConfig(stage=2), sync=mode)
+    balance = BalanceConfig(mode=balance)
+    config = Config(train=train, zero=ZeroConfig(stage=2), sync=mode, balance=balance)
     reporter = Recorder()
     job = SimpleNamespace(
         model=nn.Linear(99, 100),
-        resumed=None,
+        resumed=resumed,
+        changed_data=list,
+        fingerprint={"files": files or {}, "samples": {}},
         reporter=reporter,
-        task=SimpleNamespace(describe_data=lambda: "data: 3 files\n2 windows"),
+        task=SimpleNamespace(describe_data=lambda: data),
         initial_weights=None,
         frozen=0,
         choice="AdamW",
         schedule="cosine",
         sync=mode.description if nodes > 1 else None,
         auto_sync=auto,
+        speeds=Speeds(flops),
+        data=SimpleNamespace(
+            stream=stream,
+            unbalanced=unbalanced,
+            shares=SimpleNamespace(counts=lambda samples: counts) if counts else None,
+            gain=gain,
+            full_batch=32,
+            describe=lambda steps: f"data of {steps} steps",
+        ),
     )
     describe_job(world, config, job)
     return reporter
@@ -69,7 +117,7 @@ def described(device="cpu", reasons=("", "", "", ""), compiles=False, nodes=2, a
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_description_has_model_place_tuning_and_sharding(device):
-    reporter = described(device)
+    reporter = described(device=device)
     of_gpu = ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
     assert reporter.notes == [
         "lm: 0.01 M parameters",
@@ -83,7 +131,13 @@ def test_description_has_model_place_tuning_and_sharding(device):
         "optimizer: AdamW, schedule cosine",
     ]
     assert reporter.warnings == []
-    assert reporter.shown == ["a place"]
+    assert reporter.shown == (places(4, 2), FLOPS)
+
+
+def test_data_that_the_task_does_not_describe_are_described_by_their_numbers():
+    notes = described(data=None).notes
+    assert notes[:2] == ["lm: 0.01 M parameters", "data of 200 steps"]
+    assert "data: 3 files" not in notes
 
 
 def test_one_node_that_is_to_exchange_rarely_is_told_that_it_has_no_peer():
@@ -91,11 +145,93 @@ def test_one_node_that_is_to_exchange_rarely_is_told_that_it_has_no_peer():
     assert said == "--sync.mode local-sgd: there is one node, so every step is synchronous"
 
 
+def test_a_cpu_that_is_slow_in_16_bits_is_warned_of_and_a_gpu_is_not(arithmetic):
+    arithmetic.return_value = Finding("warn", "no instructions for bf16", "give another precision")
+    assert described().warnings == [str(arithmetic.return_value)]
+    arithmetic.assert_called_once_with("bf16")
+    assert described(device="cuda").warnings == []
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_the_reason_for_an_automatic_choice_is_a_note_and_a_failure_a_warning(failed):
     reporter = described(auto=AutoSync(Config(), "every-step: a reason", failed=failed))
     line = "sync auto: every-step: a reason"
     assert (line in reporter.warnings, line in reporter.notes) == (failed, not failed)
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, ""),
+        ({"stop_after": 5}, " --run.stop-after none"),
+        ({"max_minutes": 9.0, "resume": "never"}, " --run.resume auto --run.max-minutes none"),
+    ],
+)
+def test_the_command_that_continues_a_run_leaves_out_what_has_ended_it(monkeypatch, options, more):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    world, job = SimpleNamespace(size=3), SimpleNamespace(run_dir=Path("a"))
+    command = resume_command(world, Config(run=RunConfig(**options)), job)
+    start = f"mpirun -n 3 python -m mntrain --config {Path('a/config.toml')} --run.dir a"
+    assert command == start + more
+
+
+HELD_UP = "ranks 1, 3 on n0, n1 multiply matrices at 0.25 to 0.35 of the speed of the fastest rank"
+STREAM = Refusal("the training data is a stream", "leave it out")
+
+
+def test_slow_ranks_are_named_with_what_balancing_would_gain():
+    (said,) = described(flops=SLOW).warnings
+    assert said.startswith(f"{HELD_UP}, and hold the others up; with --balance.mode throughput,")
+    assert said.endswith("training could be up to 2.6 times as fast")
+    for without in ({"unbalanced": STREAM, "gain": 1.0}, {"gain": 1.1}):
+        (said,) = described(flops=SLOW, **without).warnings
+        assert said.endswith("hold the others up")
+    assert described(flops=SLOW, balance="throughput", counts=[8] * 4).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("flops", "refusal", "counts", "choice"),
+    [
+        (FLOPS, None, None, "equal parts: the ranks are about equally fast"),
+        (FLOPS, STREAM, None, "equal parts: the ranks are about equally fast"),
+        (SLOW, STREAM, None, f"equal parts, although {HELD_UP}, and hold the others up: the train"),
+        (SLOW, None, None, f"equal parts, although {HELD_UP}, and hold the others up: other parts"),
+        (
+            SLOW,
+            None,
+            [12, 4, 12, 4],
+            "ranks have 12, 4, 12, 4 of 32 samples, up to 2.6 times as fa",
+        ),
+    ],
+)
+def test_an_automatic_division_of_work_is_explained(flops, refusal, counts, choice):
+    reporter = described(flops=flops, balance="auto", unbalanced=refusal, counts=counts)
+    assert reporter.warnings == []
+    assert any(note.startswith(f"balance auto: {choice}") for note in reporter.notes)
+
+
+def checkpoint_of(config):
+    manifest = SimpleNamespace(step=4, writers="2 ranks", position=(0, 8), config=config)
+    return SimpleNamespace(skipped={}, path=Path("run/step-4"), manifest=manifest)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "stream", "files", "warned"),
+    [
+        (True, True, {}, True),
+        (True, True, {"a": "12 bytes, digest 3"}, False),
+        (True, False, {}, False),  # samples are compared
+        (False, True, {}, False),
+    ],
+)
+def test_a_resumed_stream_without_files_to_compare_is_warned_of_once(
+    resumed, stream, files, warned
+):
+    resumed = checkpoint_of({}) if resumed else None
+    reporter = described(resumed=resumed, stream=object() if stream else None, files=files)
+    said = [line for line in reporter.warnings if "the training data is a stream, whose" in line]
+    assert len(said) == warned
+    assert reporter.warnings == said
 
 
 def test_compiling_is_announced_before_the_first_step():

@@ -15,14 +15,15 @@ from mntrain.config import Config, TrainConfig
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.train import sync_measurement
 from mntrain.train.consensus import model_digest
+from mntrain.train.hardware import Speeds
 from mntrain.train.job_data import JobData
 from mntrain.train.sync_measurement import (
     MeasurementError,
-    Trial,
     measure_computing,
     measure_wire,
     volumes_of,
 )
+from mntrain.train.trial import Trial
 
 
 class Noisy(Dataset):
@@ -99,9 +100,13 @@ def prepared(kind, *, batch_size=8, recompute=False, rank=0, size=1):
     config = Config(task="own:Points", train=TrainConfig(batch_size=batch_size, micro_batch_size=3))
     task = kind(config)
     world = SimpleNamespace(
-        rank=rank, size=size, gather=lambda value: [value], device=torch.device("cpu")
+        rank=rank,
+        size=size,
+        topology=SimpleNamespace(nodes=(tuple(range(size)),)),
+        gather=lambda value: [value],
+        device=torch.device("cpu"),
     )
-    data = JobData(world, config, task, None)
+    data = JobData(world, config, task, None, Speeds([1.0] * size))
     model = task.model()
     return world, Trial(task, "own:Points", model, data, 0, None, None, recompute)
 

@@ -1,0 +1,113 @@
+import pytest
+import torch
+from corpora import bpe, stories
+from manifests import manifest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from mntrain.checkpoint.hf_export import export_folder, missing_tokenizer
+from mntrain.config import Config, ModelConfig
+from mntrain.config_types import as_mapping
+from mntrain.data_config import DataConfig
+from mntrain.tasks.lm import LanguageModel
+from mntrain.tasks.transformer import Transformer
+
+VOCABULARY = 37
+
+
+def shape(heads=4, kv_heads=2):
+    return ModelConfig(layers=2, width=48, heads=heads, kv_heads=kv_heads, context=24)
+
+
+def save(folder, given, dtype=torch.float32):
+    """A checkpoint of the built-in model, with weights that all matter, and the model."""
+    torch.manual_seed(3)
+    sizes = given.layers, given.width, given.heads, given.context, VOCABULARY
+    model = Transformer(*sizes, kv_heads=given.kv_heads).to(dtype)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    # So small that the epsilon of the first norms matters.
+    model.embedding.weight.data *= 0.01
+    path = folder / "run" / "checkpoints" / "step-00000002"
+    path.mkdir(parents=True)
+    save_file(model.state_dict(), path / "model.safetensors")
+    return path, model
+
+
+def described(given, **options):
+    return manifest(task="lm", model=as_mapping(given), **options)
+
+
+def opened(folder):
+    """The exported model, of which no tensor may be missing or unexpected."""
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (4, None)])
+@torch.no_grad()
+def test_the_exported_llama_has_the_same_logits(tmp_path, heads, kv_heads):
+    given = shape(heads, kv_heads)
+    path, ours = save(tmp_path, given)
+    size = export_folder(path, described(given), tmp_path / "out", force=False)
+    assert size == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+    llama = opened(tmp_path / "out")
+    assert type(llama) is LlamaForCausalLM
+    assert llama.lm_head.weight is llama.model.embed_tokens.weight
+    assert llama.config.max_position_embeddings == 24
+    assert (llama.config.bos_token_id, llama.config.eos_token_id) == (None, None)
+    tokens = torch.randint(VOCABULARY, (3, 24))
+    logits = llama(tokens).logits
+    torch.testing.assert_close(logits, ours(tokens), rtol=1e-4, atol=1e-4 * logits.std().item())
+
+
+def test_an_exported_llama_keeps_the_dtype_of_the_checkpoint(tmp_path):
+    path, ours = save(tmp_path, shape(), torch.bfloat16)
+    export_folder(path, described(shape()), tmp_path / "out", force=False)
+    llama = opened(tmp_path / "out")
+    assert llama.dtype == torch.bfloat16
+    assert torch.equal(llama.model.embed_tokens.weight, ours.embedding.weight)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = bpe(tmp_path)
+    (tmp_path / "a.txt").write_text("".join(stories(200)))
+    data = DataConfig(path=tmp_path / "a.txt", tokenizer=f"bpe:{tokenizer.path}")
+    path, _ = save(tmp_path, shape())
+    for name, content in LanguageModel(Config(data=data)).run_files().items():
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_bytes(content)
+    content = described(shape(), tokenizer=tokenizer.identity)
+    export_folder(path, content, tmp_path / "out", force=False)
+    assert missing_tokenizer(path, content) == ""
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = stories(70)[69]
+    assert theirs.encode(text) == tokenizer.encode([text])[0].tolist()
+    assert theirs.eos_token_id == opened(tmp_path / "out").config.eos_token_id
+    assert theirs.eos_token_id == tokenizer.end_of_text
+
+
+def test_a_folder_without_a_tokenizer_is_explained(tmp_path):
+    path, _ = save(tmp_path, shape())
+    for identity, line in (
+        ("bytes", "tokens are bytes"),
+        (None, "token ids without a tokenizer"),
+        ("sha256 12", r"no copy of its tokenizer (sha256 12): add its tokenizer.json"),
+    ):
+        assert line in missing_tokenizer(path, described(shape(), tokenizer=identity))
+
+
+def test_a_checkpoint_of_other_layers_is_refused_and_leaves_no_folder(tmp_path):
+    path, _ = save(tmp_path, shape())
+    options = as_mapping(shape()) | {"layers": 3}
+    with pytest.raises(ValueError, match=r"differs in blocks\.2\.attention"):
+        export_folder(path, manifest(task="lm", model=options), tmp_path / "out", force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

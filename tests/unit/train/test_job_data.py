@@ -1,0 +1,103 @@
+"""The data of a job: what a task may bring, and where a resumed run continues in it."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from mntrain.checkpoint import FoundCheckpoint
+from mntrain.config import Config
+from mntrain.data.sampling import BEGIN, Position
+from mntrain.train.hardware import Speeds
+from mntrain.train.job_data import JobData, _find_origin
+
+
+class Endless:
+    """Data that can be indexed, of an unknown length."""
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    """Numbers without an end."""
+
+    def __iter__(self):
+        return itertools.count()
+
+
+def points(count):
+    return TensorDataset(torch.zeros(count, 2))
+
+
+def data_of(train, valid):
+    task = SimpleNamespace(dataset={"train": train, "valid": valid}.get, collate=None)
+    nodes = SimpleNamespace(nodes=((0,),))
+    world = SimpleNamespace(rank=0, size=1, topology=nodes, gather=lambda value: [value])
+    return JobData(world, Config(task="own:Task"), task, None, Speeds([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "which"),
+    [
+        (Endless(), None, "training"),
+        (points(3), Endless(), "validation"),
+        (points(3), {"news": Endless()}, "validation news"),
+    ],
+)
+def test_data_without_a_length_are_refused(train, valid, which):
+    said = f"^the {which} data of --task own:Task is a Endless without a length: give a dataset"
+    with pytest.raises(ValueError, match=said):
+        data_of(train, valid)
+
+
+@pytest.mark.parametrize("valid", [None, points(0), {}, {"news": points(0), "code": None}])
+def test_there_need_be_no_validation(valid):
+    data = data_of(points(3), valid)
+    assert data.validation_sets == []
+    assert list(data.datasets) == ["training"]
+
+
+def test_validation_sets_without_samples_are_left_out():
+    data = data_of(points(3), {"news": points(0), "code": points(2)})
+    assert data.validation_sets == ["code"]
+    assert list(data.datasets) == ["training", "validation code"]
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "said"),
+    [
+        (points(1064), None, "1,064 training and no validation samples; 100 steps are 2.94 epochs"),
+        (points(64), points(5), "64 training and 5 validation samples; 100 steps are 50 epochs"),
+        (
+            points(33),  # 32 and 1
+            {"news": points(1000), "code": points(2), "none": points(0)},
+            "33 training and 1,002 validation samples; 100 steps are 50 epochs",
+        ),
+        (Stream(), None, "a stream to train on, and no validation samples"),
+        (Stream(), points(5), "a stream to train on, and 5 validation samples"),
+    ],
+)
+def test_the_data_are_described_by_their_numbers(train, valid, said):
+    assert data_of(train, valid).describe(100) == f"data: {said}"
+
+
+@pytest.mark.parametrize(
+    ("position", "samples", "origin"),
+    [
+        ((2, 8), 9, Position(5, 2, 8)),
+        ((2, 8), 8, Position(5, 3, 0)),  # the epoch has none left
+        ((2, 8), 3, Position(5, 3, 0)),
+        (None, 10, Position(5, 1, 8)),  # 10 samples in batches of 4 before: 4, 4, 2, 4, 4
+    ],
+)
+def test_a_resumed_run_continues_after_the_samples_that_it_has_seen(position, samples, origin):
+    config = {"train": {"batch_size": 4}}
+    manifest = SimpleNamespace(step=5, position=position, config=config, samples=10)
+    assert _find_origin(FoundCheckpoint(None, manifest, {}), samples) == origin
+
+
+def test_a_new_run_begins_with_the_first_sample():
+    assert _find_origin(None, 3) == BEGIN
