@@ -42,27 +42,35 @@ def main() -> int:
     parser.add_argument("--ranks", type=option_types.count, default=2)
     parser.add_argument("--data", type=Path, help="text; by default Python's own library")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--note", help="what a reader of the page has to know of this measurement")
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     options = parser.parse_args()
     page = {**facts(), "torch": torch.__version__, "ranks": options.ranks, "runs": {}}
+    if options.note:
+        page["note"] = options.note
     for name in options.variants:
         page["runs"][name] = train(name, options)
         print(f"{name}: done", file=sys.stderr)
-    results, images = folders(options.output)
-    write(results, "long-run", page, report(page))
+    publish(page, "long-run", options.output)
+    return 0
+
+
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page `name` and its image."""
+    results, images = folders(output)
+    write(results, name, page, report(page))
     losses = {
-        name: [(record["step"], record["eval_loss"]) for record in run["evaluations"]]
-        for name, run in page["runs"].items()
+        variant: [(record["step"], record["eval_loss"]) for record in run["evaluations"]]
+        for variant, run in page["runs"].items()
     }
     figures.line_chart(
-        images / "long-run.svg",
+        images / f"{name}.svg",
         "Validation loss",
         losses,
         colors=figures.line_colors(list(losses)),
         x_label="step",
         y_label="loss, nats per byte",
     )
-    return 0
 
 
 def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -127,6 +135,8 @@ def report(page: dict[str, Any]) -> str:
         lines.append(f"| {row[0]['step']:,} | {losses} |")
     minutes = " | ".join(f"{run['seconds'] / 60:.1f}" for run in runs.values())
     lines += [f"| minutes | {minutes} |", ""]
+    if "note" in page:
+        lines += [page["note"], ""]
     lines.append("![validation loss against step](../img/long-run.svg)")
     return "\n".join(lines) + "\n"
 

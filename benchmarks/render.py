@@ -11,6 +11,7 @@ from pathlib import Path
 import checkpoint
 import collectives
 import compare_checkouts
+import long_run
 import loss_curves
 import step_page
 from emulated import HERE
@@ -18,6 +19,7 @@ from emulated import HERE
 PUBLISHERS = {
     "checkpoint": checkpoint.publish,
     "collectives": collectives.publish,
+    "long": long_run.publish,
     "refactor": compare_checkouts.publish,
     "step": step_page.publish,
     "wire": loss_curves.publish,
