@@ -140,8 +140,12 @@ class Saver:
         with self._optimizer.averaged():
             self._begin(progress, in_background=False)
             saved = self.finish()
-        self._thread.submit(lambda: None).result()  # until old checkpoints are removed
+        self.settle()
         return saved
+
+    def settle(self) -> None:
+        """Wait until the writing thread has no work left, as removing old checkpoints. Local."""
+        self._thread.submit(lambda: None).result()
 
     def ready(self) -> int:
         """Return the number of ranks known on this rank to be ready for `advance`. Local.

@@ -109,11 +109,13 @@ class Checkpoints:
         """Wait for the checkpoint that is being written, and warn if it failed."""
         self._flags.take()
         self._checkpointing.wait(self._step or 0)
+        self._saver.settle()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written. Raises AgreedError if it failed."""
         self._flags.take()
         self._checkpointing.finish(self._step or 0)
+        self._saver.settle()
 
     def __enter__(self) -> Self:
         return self

@@ -4,8 +4,9 @@ import pytest
 from launch import MPI_TESTS, run_suite
 
 # On one rank, the tests whose subject differs there. On one to three ranks together, every test in
-# every combination. On four, the tests that depend on which rank is on which node, each parameter
-# value once; parity and wire dtypes also run on emulated nodes of two ranks each.
+# every combination, but with --rest on two ranks each parameter value once. On four, the tests that
+# depend on which rank is on which node, each parameter value once; parity and wire dtypes also run
+# on emulated nodes of two ranks each.
 OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "state")
 OF_ONE += ("trainer", "world")
 OF_NODES = ("collectives", "local_sgd", "state", "transports")
@@ -59,5 +60,6 @@ def test_mpi_suite_above_the_collectives_passes(request):
 @pytest.mark.thorough
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("ranks", SUITES)
-def test_mpi_suite_passes(ranks):
-    check(ranks, SUITES[ranks], everything=ranks != 4)
+def test_mpi_suite_passes(ranks, request):
+    each_value_once = ranks == 4 or (ranks == 2 and request.config.getoption("--rest"))
+    check(ranks, SUITES[ranks], everything=not each_value_once)

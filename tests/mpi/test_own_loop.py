@@ -21,6 +21,7 @@ from worlds import RANKS, refusal
 
 import mntrain
 from mntrain import AgreedError
+from mntrain.checkpoint import writer
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
 pytestmark = pytest.mark.mpi
@@ -158,6 +159,18 @@ def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
     assert found["resumed_from"].endswith("checkpoints/step-00000004")
     assert found["checkpoint"].endswith("checkpoints/step-00000012")
     assert found["final_loss"] == column(folder / "parts", "loss")[-1]
+
+
+def test_a_closed_world_has_removed_old_checkpoints(folder, monkeypatch):
+    remove_old = writer.remove_old
+
+    def slowly(*arguments):
+        time.sleep(0.3)
+        remove_old(*arguments)
+
+    monkeypatch.setattr(writer, "remove_old", slowly)
+    train(folder / "run", stop_after=5, keep=1)
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 @pytest.mark.thorough
