@@ -14,6 +14,7 @@ namespace of its own because a firewall of the machine may drop what a bridge of
 
 import argparse
 import contextlib
+import fcntl
 import functools
 import itertools
 import os
@@ -24,7 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -108,16 +109,13 @@ class Cluster:
             "link set br0 up",
             "link set uplink master br0 up",
         )
-        for attempt in range(64):
-            # From 10.128.0 to 10.255.255. Two clusters that try the same at the same time both see
-            # two routes, and go on from different process ids.
-            number = (os.getpid() + 97 * attempt) % (1 << 15)
-            self._net = f"10.{128 + number // 256}.{number % 256}"
-            run(["ip", "address", "add", f"{self._net}.254/24", "dev", self._uplink])
-            routes = run(["ip", "-4", "route", "show", "root", f"{self._net}.0/24"])
-            if len(routes.splitlines()) == 1:
-                return
-            run(["ip", "address", "flush", "dev", self._uplink])
+        with _alone():
+            for attempt in range(64):
+                number = (os.getpid() + 97 * attempt) % (1 << 15)
+                self._net = f"10.{128 + number // 256}.{number % 256}"  # to 10.255.255
+                if not run(["ip", "-4", "route", "show", "root", f"{self._net}.0/24"]):
+                    run(["ip", "address", "add", f"{self._net}.254/24", "dev", self._uplink])
+                    return
         raise RuntimeError("found no free network in 10.128.0.0/9")
 
     def _plug_nodes(self) -> None:
@@ -228,6 +226,17 @@ class Cluster:
             "OMPI_MCA_btl_tcp_eager_limit": str(4 << 20),  # as mntrain has it (see mntrain/mpi.py)
             "TMPDIR": str(self._directory),  # mpirun's own; a killed one leaves its files
         }
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hold a lock among all clusters of the machine that are choosing their network."""
+    number = os.open(tempfile.gettempdir(), os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def _end(nodes: Sequence[Namespaces]) -> None:
