@@ -10,16 +10,25 @@ import torch
 from mntrain.checkpoint import llama_export
 from mntrain.checkpoint.format import MODEL, Manifest, open_tensors, sync_folder
 from mntrain.checkpoint.reader import load_model
-from mntrain.corpus.tokenizer import TOKENIZER_FILE, ByteTokenizer
+from mntrain.corpus.tokenizer import (
+    BESIDE_TOKENIZER,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+)
 from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, transformers_library
+
+# Files of a folder that another export may have left, and `from_pretrained` would read.
+_EXPORTED = {"generation_config.json", MODEL, f"{MODEL}.index.json", TOKENIZER_FILE, SETTINGS_FILE}
+_EXPORTED |= set(BESIDE_TOKENIZER)
 
 
 def export_folder(checkpoint: Path, content: Manifest, out: Path, *, force: bool) -> int:
     """Write a checkpoint's model, configuration and tokenizer as a new folder; return its bytes.
 
-    With `force`, files of an existing folder are replaced. The transformers library writes the
-    weights of --task hf, which may differ in names from those in memory. Raises ValueError for a
-    run of a task other than hf and lm, and OSError.
+    With `force`, those files of an existing folder that are of a model are replaced. The
+    transformers library writes the weights of --task hf, which may differ in names from those in
+    memory. Raises ValueError for a run of a task other than hf and lm, and OSError.
     """
     files = checkpoint.absolute().parents[1] / RUN_FOLDER
     of_library = (files / CONFIG_FILE).is_file()
@@ -40,11 +49,15 @@ def export_folder(checkpoint: Path, content: Manifest, out: Path, *, force: bool
             partial.mkdir()
             llama_export.write_llama(checkpoint, content.config["model"], files, partial)
         _copy_others(files, partial)
+        if not of_library:
+            llama_export.plain_tokenizer(partial)
         written = sorted(partial.iterdir())
         size = sum(path.stat().st_size for path in written)
         if out.is_dir():
             for path in written:
                 path.replace(out / path.name)
+            for name in _EXPORTED - {path.name for path in written}:
+                (out / name).unlink(missing_ok=True)
         else:
             partial.rename(out)
         sync_folder(out.parent)

@@ -15,7 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mntrain.checkpoint.format import MODEL, open_tensors
-from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer
+from mntrain.corpus.tokenizer import (
+    GENERIC_CLASS,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    FileTokenizer,
+)
 from mntrain.huggingface import CONFIG_FILE
 
 TASK = "lm"
@@ -50,6 +55,27 @@ def write_llama(checkpoint: Path, shape: Mapping[str, Any], tokenizer: Path, out
         config = _llama_config(shape, tensors, end_of_text)
         (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, out / MODEL, metadata={"format": "pt"})
+
+
+def plain_tokenizer(folder: Path) -> None:
+    """Let the tokenizer of an exported folder, if any, give texts the tokens of training.
+
+    A template that adds tokens is removed, as are truncation, padding and dropout: --task lm
+    trains without.
+    """
+    path, settings_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
+    if not path.is_file():
+        return
+    content = json.loads(path.read_bytes())
+    content |= {"post_processor": None, "truncation": None, "padding": None}
+    if "dropout" in content["model"]:
+        content["model"]["dropout"] = None
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    settings = json.loads(settings_path.read_bytes())
+    for name in ("add_bos_token", "add_eos_token", "auto_map"):
+        settings.pop(name, None)
+    settings["tokenizer_class"] = GENERIC_CLASS  # others put the template back
+    settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _llama_config(

@@ -20,10 +20,11 @@ BYTE_VALUES = 256
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"  # of Hugging Face; names the end-of-text token
 # Other files beside the tokenizer.json of a Hugging Face tokenizer.
-_BESIDE = (
+BESIDE_TOKENIZER = (
     *("special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
+GENERIC_CLASS = "PreTrainedTokenizerFast"  # of Hugging Face: does what the file says
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
 # Names of the end-of-text token, the likeliest first, where no tokenizer_config.json has it.
 _END_OF_TEXT = (
@@ -134,11 +135,11 @@ class FileTokenizer(Tokenizer):
         The settings name a class: otherwise AutoTokenizer takes one by the model, which changes the
         file's normalization.
         """
-        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings: dict[str, Any] = {"tokenizer_class": GENERIC_CLASS}
         beside: dict[str, bytes] = {}
         if self.path.name == TOKENIZER_FILE:
             settings |= _read_settings(self.path.with_name(SETTINGS_FILE))
-            paths = (self.path.with_name(name) for name in _BESIDE)
+            paths = (self.path.with_name(name) for name in BESIDE_TOKENIZER)
             beside = {path.name: _read(path) for path in paths if path.is_file()}
         if not settings.get("eos_token"):
             settings["eos_token"] = self.end_of_text_token

@@ -59,18 +59,26 @@ class BestMetric:
         """Raise ValueError as `check` if evaluations will not have the metric. Local.
 
         `losses` are those of a micro-batch of each validation set, by its name. Nothing is known
-        without any set, and if the task's `derive` fails on the metrics of a micro-batch.
+        without any set, if one has Losses, of which a micro-batch may lack some, and if the task's
+        `derive` fails on the metrics of a micro-batch.
         """
         if self._name == EVAL_LOSS or not losses:
             return
         by_set = {}
         for name, loss in losses.items():
+            if isinstance(loss, Losses):
+                return
             try:
                 metrics = _trial_metrics(task, loss)
             except Exception:
                 return
             by_set[name] = GlobalMeans(1.0, metrics, 1, {}, "", {"loss": (1.0, 1.0)})
-        self.check(merge_sets(by_set)[1])
+        try:
+            self.check(merge_sets(by_set)[1])
+        except ValueError as error:
+            raise ValueError(
+                f"{error} (one that some micro-batches lack must be in all, there as Mean(0.0, 0))"
+            ) from error
 
     def score(self, record: StepRecord) -> float | None:
         """Return the score of a step's evaluation, of which the lowest is the best.
@@ -85,14 +93,13 @@ class BestMetric:
         return None if math.isnan(value) else self._sign * value
 
 
-def _trial_metrics(task: Task, loss: Loss | Losses) -> dict[str, float]:
+def _trial_metrics(task: Task, loss: Loss) -> dict[str, float]:
     """Return the metrics that evaluations may have, by the loss of a micro-batch. Local.
 
     Also those over no item in the micro-batch, and those that `derive` adds if all values are 1: it
     may leave out a ratio if there is nothing to divide by.
     """
-    parts = loss.parts if isinstance(loss, Losses) else {}
-    given = dict(sorted({**parts, **loss.metrics}.items()))
+    given = dict(sorted(loss.metrics.items()))
     ones = dict.fromkeys(given, 1.0)
     if getattr(task.derive, "__func__", None) is Task.derive:
         return ones
@@ -101,19 +108,19 @@ def _trial_metrics(task: Task, loss: Loss | Losses) -> dict[str, float]:
         for name, metric in given.items()
         if not isinstance(metric, Mean) or metric.count
     }
-    mean = float(loss.mean) if isinstance(loss, Loss) else 1.0
     derived = copy_task(task).derive(1.0, ones)
-    return {**derived, **copy_task(task).derive(mean, values)}
+    return {**derived, **copy_task(task).derive(float(loss.mean), values)}
 
 
 class EarlyStopping:
     """Ends a run after `patience` evaluations without a better score; never if that is 0.
 
-    The same on all ranks, as the scores are. Checkpoints hold its state.
+    `metric` names what the scores are of: it begins anew after a checkpoint with another. The same
+    on all ranks, as the scores are. Checkpoints hold its state.
     """
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
+    def __init__(self, patience: int, metric: str = EVAL_LOSS) -> None:
+        self._patience, self._metric = patience, metric
         self._best = math.inf
         self._evaluations = 0  # since the best one
 
@@ -134,8 +141,9 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"best": self._best, "evaluations": self._evaluations}
+        return {"best": self._best, "evaluations": self._evaluations, "metric": self._metric}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        self._best, self._evaluations = state["best"], state["evaluations"]
+        """Continue from a state, unless it is of another metric."""
+        if state.get("metric", self._metric) == self._metric:
+            self._best, self._evaluations = state["best"], state["evaluations"]

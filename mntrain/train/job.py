@@ -219,7 +219,7 @@ class TrainingJob:
         self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, steps)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
-        self.early_stopping = EarlyStopping(config.train.patience)
+        self.early_stopping = EarlyStopping(config.train.patience, self.best.text)
 
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
         """Set up checkpointing, and continue from a checkpoint if there is one. Collective."""

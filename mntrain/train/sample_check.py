@@ -79,8 +79,10 @@ def try_training(trial: Trial, on: torch.device, ranks: int) -> str:
 
     Empty if it can, and where it is not tried: for a stream, on a rank without samples, with a
     model that cannot be copied, and if memory is short for copies by `ranks` on the node. Copies
-    run forward and backward, without a trace. A loss that is not finite is no failure here. Raises
-    ValueError with the line if the GPU is of no use afterwards.
+    run forward and backward, without a trace. If they fail, the task and the model do so
+    themselves, since copies may lack what both share, such as a list that a hook of the model
+    fills. If these succeed, the task has seen one call of `loss` more. A loss that is not finite is
+    no failure here. Raises ValueError with the line if the GPU is of no use afterwards.
     """
     failure = ""
     try:
@@ -103,11 +105,36 @@ def _training_failure(trial: Trial, on: torch.device, ranks: int) -> str:
             recompute_regions(task.regions(model))
     except Exception:  # what cannot be copied can be trained nevertheless
         return ""
+    failure = _failure(replace(trial, task=task, model=model), on)
+    if not failure or _is_lost(on):
+        return failure
+    buffers = {name: buffer.clone() for name, buffer in trial.model.named_buffers()}
+    failure = _failure(trial, on)
+    if not failure:
+        with torch.no_grad():
+            for name, buffer in trial.model.named_buffers():
+                if name in buffers and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
+    return failure
+
+
+def _failure(trial: Trial, on: torch.device) -> str:
+    """Return in one line why a micro-batch cannot be trained on; empty if only memory lacks."""
     try:
-        _train_once(replace(trial, task=task, model=model), on)
+        _train_once(trial, on)
     except ValueError as error:
         return "" if _lacks_memory(error.__cause__) else str(error)
     return ""
+
+
+def _is_lost(on: torch.device) -> bool:
+    """Return whether a GPU is of no use after an error."""
+    try:
+        if on.type == "cuda":
+            torch.cuda.synchronize(on)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _train_once(trial: Trial, on: torch.device) -> None:

@@ -1,13 +1,18 @@
+import json
+
 import pytest
 import torch
 from corpora import bpe, stories
 from manifests import manifest
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from mntrain.checkpoint.hf_export import export_folder, missing_tokenizer
 from mntrain.config import Config, ModelConfig
 from mntrain.config_types import as_mapping
+from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.data_config import DataConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.tasks.transformer import Transformer
@@ -93,6 +98,42 @@ def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path
     assert theirs.encode(text) == tokenizer.encode([text])[0].tolist()
     assert theirs.eos_token_id == opened(tmp_path / "out").config.eos_token_id
     assert theirs.eos_token_id == tokenizer.end_of_text
+
+
+def test_the_exported_tokenizer_adds_no_token_that_training_has_not_seen(tmp_path):
+    tokenizer = bpe(tmp_path)
+    made = Tokenizer.from_file(str(tokenizer.path))
+    made.add_special_tokens(["<s>"])
+    start = made.token_to_id("<s>")
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    made.enable_truncation(3)
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    given = FileTokenizer(folder / "tokenizer.json")
+    path, _ = save(tmp_path, shape())
+    run_files = tmp_path / "run" / "hf"
+    run_files.mkdir()
+    for name, content in given.exported_files().items():
+        (run_files / name).write_bytes(content)
+    export_folder(path, described(shape()), tmp_path / "out", force=False)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = stories(70)[69]
+    assert theirs(text)["input_ids"] == given.encode([text])[0].tolist()
+    assert theirs.bos_token_id == start
+
+
+def test_forced_into_a_folder_no_file_of_an_earlier_export_is_left(tmp_path):
+    path, _ = save(tmp_path, shape())
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("generation_config.json", "tokenizer.json", "vocab.txt", "notes.md"):
+        (out / name).write_text("{}")
+    export_folder(path, described(shape()), out, force=True)
+    names = {file.name for file in out.iterdir()}
+    assert names == {"config.json", "model.safetensors", "notes.md"}
 
 
 def test_a_folder_without_a_tokenizer_is_explained(tmp_path):

@@ -202,6 +202,56 @@ class Counted(Uncounted):
         return {"box": len(batch[0])}
 
 
+class Hooked(Counting):
+    """A hook of the model keeps what the loss reads: in a dictionary of the task."""
+
+    def model(self):
+        model, self.kept = super().model(), {}
+        model[0].register_forward_hook(lambda module, args, out: self.kept.update(out=out))
+        return model
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        return Loss(found.mean + self.kept.pop("out").square().mean(), found.count)
+
+
+class HookedByAMethod(Hooked):
+    """As an attribute that a method of the task sets."""
+
+    def model(self):
+        model = Counting.model(self)
+        model[0].register_forward_hook(self.keep)
+        return model
+
+    def keep(self, module, args, out):
+        self.kept = {"out": out}
+
+
+class Shared(Hooked):
+    """In an object that the model has, too."""
+
+    def model(self):
+        model = Counting.model(self)
+        model[0].context = self.context = SimpleNamespace()
+        model[0].register_forward_hook(self.keep)
+        return model
+
+    @staticmethod
+    def keep(module, args, out):
+        module.context.kept = out
+
+    def loss(self, model, batch):
+        self.kept = {"out": None}
+        found = Counting.loss(self, model, batch)
+        return Loss(found.mean + self.context.kept.square().mean(), found.count)
+
+
+class FailingHooked(Hooked):
+    def loss(self, model, batch):
+        super().loss(model, batch)
+        raise KeyError("mask")
+
+
 class Full(Counting):
     def loss(self, model, batch):
         raise MemoryError("no room for copies")
@@ -246,14 +296,15 @@ def train_once(kind, *, batch_size=4, broken=False, monkeypatch=None):
         modes = [module.training for module in model.modules()]
         return (
             *(model_digest(model), modes, [p.grad for p in model.parameters()]),
-            *(task.calls, list(task.seen), task.net is model, *generators),
+            *([] if isinstance(task, Hooked) else [task.calls, list(task.seen)]),
+            *(task.net is model, *generators),
         )
 
     before = state()
-    try:
-        return try_training(trial, torch.device("cpu"), 2)
-    finally:
+    found = try_training(trial, torch.device("cpu"), 2)
+    if not found:  # the job goes on
         assert state() == before
+    return found
 
 
 @pytest.mark.parametrize(
@@ -292,6 +343,15 @@ def test_an_error_of_training_is_one_line_with_its_place(kind, sentence):
 )
 def test_a_loss_that_has_no_backward_is_refused_before_the_first_step(kind, sentence):
     assert sentence in train_once(kind)
+
+
+@pytest.mark.parametrize("kind", [Hooked, HookedByAMethod, Shared])
+def test_a_task_that_shares_objects_with_its_model_passes(kind):
+    assert train_once(kind) == ""
+
+
+def test_the_error_is_that_of_the_task_and_not_of_its_copy():
+    assert "KeyError: 'mask'" in train_once(FailingHooked)
 
 
 def test_a_sample_that_cannot_be_read_is_named_and_a_rank_without_one_passes(monkeypatch):
