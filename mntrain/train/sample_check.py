@@ -77,12 +77,10 @@ def check_validation(
 def try_training(trial: Trial, on: torch.device, ranks: int) -> str:
     """Return in one line why one micro-batch of the training data cannot be trained on. Local.
 
-    Empty if it can, and where it is not tried: for a stream, on a rank without samples, with a
-    model that cannot be copied, and if memory is short for copies by `ranks` on the node. Copies
-    run forward and backward, without a trace. If they fail, the task and the model do so
-    themselves, since copies may lack what both share, such as a list that a hook of the model
-    fills. If these succeed, the task has seen one call of `loss` more. A loss that is not finite is
-    no failure here. Raises ValueError with the line if the GPU is of no use afterwards.
+    Empty if it can, and where it is not tried: for a stream, on a rank without samples, with a task
+    and a model that `copies` refuses, and if memory is short for copies by `ranks` on the node.
+    Copies run forward and backward, without a trace. A loss that is not finite is no failure here.
+    Raises ValueError with the line if the GPU is of no use afterwards.
     """
     failure = ""
     try:
@@ -105,36 +103,11 @@ def _training_failure(trial: Trial, on: torch.device, ranks: int) -> str:
             recompute_regions(task.regions(model))
     except Exception:  # what cannot be copied can be trained nevertheless
         return ""
-    failure = _failure(replace(trial, task=task, model=model), on)
-    if not failure or _is_lost(on):
-        return failure
-    buffers = {name: buffer.clone() for name, buffer in trial.model.named_buffers()}
-    failure = _failure(trial, on)
-    if not failure:
-        with torch.no_grad():
-            for name, buffer in trial.model.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
-    return failure
-
-
-def _failure(trial: Trial, on: torch.device) -> str:
-    """Return in one line why a micro-batch cannot be trained on; empty if only memory lacks."""
     try:
-        _train_once(trial, on)
+        _train_once(replace(trial, task=task, model=model), on)
     except ValueError as error:
         return "" if _lacks_memory(error.__cause__) else str(error)
     return ""
-
-
-def _is_lost(on: torch.device) -> bool:
-    """Return whether a GPU is of no use after an error."""
-    try:
-        if on.type == "cuda":
-            torch.cuda.synchronize(on)
-    except RuntimeError:
-        return True
-    return False
 
 
 def _train_once(trial: Trial, on: torch.device) -> None:
@@ -182,7 +155,9 @@ def _has_room(model: nn.Module, on: torch.device, ranks: int) -> bool:
     True on a GPU, where an allocation that does not fit is an error, and does not end the process.
     """
     available = available_memory() if on.type == "cpu" else None
-    needed = 2 * ranks * sum(parameter.nbytes for parameter in model.parameters())
+    needed = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    needed += sum(buffer.nbytes for buffer in model.buffers())
+    needed *= ranks
     return available is None or needed <= available / 2
 
 
@@ -191,7 +166,8 @@ def _lacks_memory(error: BaseException | None) -> bool:
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "ALLOC" in text)
+    words = ("DefaultCPUAllocator", "ALLOC", "out of memory")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 @contextmanager

@@ -246,10 +246,78 @@ class Shared(Hooked):
         return Loss(found.mean + self.context.kept.square().mean(), found.count)
 
 
-class FailingHooked(Hooked):
+class Collected(Hooked):
+    """As Hooked, in a list that the loss empties."""
+
+    def model(self):
+        model, self.kept = Counting.model(self), []
+        model[0].register_forward_hook(lambda module, args, out: self.kept.append(out))
+        return model
+
     def loss(self, model, batch):
-        super().loss(model, batch)
-        raise KeyError("mask")
+        found = Counting.loss(self, model, batch)
+        total = sum(out.square().mean() for out in self.kept)
+        self.kept.clear()
+        return Loss(found.mean + total, found.count)
+
+
+class Prompted(Counting):
+    """The task holds the only parameter of its model that is trained."""
+
+    def model(self):
+        model = super().model().requires_grad_(False)
+        model[0].prompt = self.prompt = nn.Parameter(torch.ones(2))
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, [batch[0] + self.prompt, batch[1]])
+
+
+class Patched(Counting):
+    """BatchNorm with a forward that calls the one before."""
+
+    def model(self):
+        model = super().model()
+        forward = model[1].forward
+        model[1].forward = lambda x: 2 * forward(x)
+        return model
+
+
+class Nested(Counting):
+    """The task keeps a module of the model deep in a list, and calls it there."""
+
+    def model(self):
+        model = super().model()
+        self.parts = [[model[1]]]
+        return model
+
+    def loss(self, model, batch):
+        self.parts[0][0](torch.randn(3, 4))
+        return super().loss(model, batch)
+
+
+class Queued(Counting):
+    """Writes into a large tensor."""
+
+    def model(self):
+        self.queue = torch.zeros(1 << 19)
+        return super().model()
+
+    def loss(self, model, batch):
+        self.queue += 1
+        return super().loss(model, batch)
+
+
+class Averaging(Counting):
+    """Writes into a small array."""
+
+    def model(self):
+        self.queue = np.zeros(8)
+        return super().model()
+
+    def loss(self, model, batch):
+        self.queue += 1
+        return super().loss(model, batch)
 
 
 class Full(Counting):
@@ -296,8 +364,8 @@ def train_once(kind, *, batch_size=4, broken=False, monkeypatch=None):
         modes = [module.training for module in model.modules()]
         return (
             *(model_digest(model), modes, [p.grad for p in model.parameters()]),
-            *([] if isinstance(task, Hooked) else [task.calls, list(task.seen)]),
-            *(task.net is model, *generators),
+            *(task.calls, list(task.seen), task.net is model, *generators),
+            *(len(getattr(task, "kept", ())), float(np.asarray(getattr(task, "queue", 0)).sum())),
         )
 
     before = state()
@@ -345,13 +413,12 @@ def test_a_loss_that_has_no_backward_is_refused_before_the_first_step(kind, sent
     assert sentence in train_once(kind)
 
 
-@pytest.mark.parametrize("kind", [Hooked, HookedByAMethod, Shared])
-def test_a_task_that_shares_objects_with_its_model_passes(kind):
+@pytest.mark.parametrize(
+    "kind",
+    [Hooked, HookedByAMethod, Shared, Collected, Prompted, Patched, Nested, Queued, Averaging],
+)
+def test_a_task_that_shares_objects_with_its_model_passes_and_leaves_no_trace(kind):
     assert train_once(kind) == ""
-
-
-def test_the_error_is_that_of_the_task_and_not_of_its_copy():
-    assert "KeyError: 'mask'" in train_once(FailingHooked)
 
 
 def test_a_sample_that_cannot_be_read_is_named_and_a_rank_without_one_passes(monkeypatch):
