@@ -14,6 +14,7 @@ import compare_checkouts
 import long_run
 import loss_curves
 import step_page
+import unequal
 from emulated import HERE
 
 PUBLISHERS = {
@@ -22,6 +23,7 @@ PUBLISHERS = {
     "long": long_run.publish,
     "refactor": compare_checkouts.publish,
     "step": step_page.publish,
+    "unequal": unequal.publish,
     "wire": loss_curves.publish,
 }
 

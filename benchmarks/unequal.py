@@ -37,11 +37,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=option_types.count, default=3)
     parser.add_argument("--batch-size", type=option_types.count, default=32)
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
+    parser.add_argument("--note", help="what a reader of the page has to know of this measurement")
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two cores are needed, one for each rank")
     page: dict[str, Any] = {**facts(), "torch": torch.__version__, "jobs": []}
     page |= {"steps": options.steps, "batch_size": options.batch_size}
+    if options.note:
+        page["note"] = options.note
     for number in range(options.rounds):
         for competitors in COMPETITORS:
             for mode in MODES if number % 2 else MODES[::-1]:
@@ -51,10 +54,15 @@ def main() -> int:
     middle = options.steps // 2, 3 * options.steps // 2
     page["release"] = train("throughput", 1, middle, 5 * options.steps // 2, options)
     page["release"]["slowed"] = middle
-    results, images = folders(options.output)
-    write(results, "unequal", page, report(page))
-    plot(page["release"], images / "unequal.svg")
+    publish(page, "unequal", options.output)
     return 0
+
+
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page `name` and its image."""
+    results, images = folders(output)
+    write(results, name, page, report(page))
+    plot(page["release"], images / f"{name}.svg")
 
 
 def train(
@@ -124,6 +132,8 @@ def report(page: dict[str, Any]) -> str:
         row = [str(competitors), f"{median(ideals):.1f}", *cells, of_batch]
         lines.append(f"| {' | '.join(row)} |")
     first, last = page["release"]["slowed"]
+    if "note" in page:
+        lines += ["", page["note"]]
     lines += [
         "",
         f"A job whose rank 1 is slowed by one process in steps {first} to {last}:",
