@@ -1,4 +1,4 @@
-"""How fast each rank multiplies matrices: compared before training begins."""
+"""Speed of each rank in multiplying matrices, compared before training begins."""
 
 import math
 import time

@@ -20,7 +20,7 @@ _SHOWN = 4  # names in a list
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What a model has taken from a file, by the names of its state_dict."""
+    """The tensors that a model has taken from a file, by the names of its state_dict."""
 
     path: Path
     loaded: int  # tensors of the model

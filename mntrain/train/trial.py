@@ -1,4 +1,4 @@
-"""What a trial of a task's first step works on: copies of the task and its model."""
+"""Copies of a task and its model, for the trial of its first step."""
 
 import copy
 import gc

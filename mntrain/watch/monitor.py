@@ -193,7 +193,7 @@ class Monitor:
 
 @dataclass
 class _TakeOver:
-    """What rank 1 asks in the place of rank 0, at a time."""
+    """The question that rank 1 asks in the place of rank 0, and when."""
 
     at: float
     ends: bool = False
