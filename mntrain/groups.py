@@ -1,12 +1,16 @@
-"""Collectives over parts of a world: this rank's node group and cross group."""
+"""Parts of a world: collectives over node and cross groups, and the links between nodes."""
 
 from typing import Literal
 
 from mntrain.bootstrap import WorldParts
 from mntrain.comm import mpi
 from mntrain.comm.collectives import Transport, WorldCollectives
+from mntrain.comm.links import measure
 from mntrain.comm.topology import Topology
 from zero.node_levels import NodeLevels
+
+_LINK_ROUNDS = 3  # in each, a node is measured with one other
+_LINKS_S = 0.6
 
 
 def make_group_collectives(
@@ -67,3 +71,26 @@ def make_node_levels(parts: WorldParts, user: str) -> NodeLevels:
         topology.lane_slots,
         topology.node_slots(rank),
     )
+
+
+def measure_node_links(parts: WorldParts) -> list[float]:
+    """Return the bytes/s that each node exchanges with another; [] on one node. Collective.
+
+    Leaders send each other messages, one at a time; a node's link counts as fast as with the best
+    of up to three partners. Takes at most about 0.6 s, longer on slow links. The same on all ranks.
+    """
+    nodes, rank = parts.topology.nodes, parts.comm.rank
+    if len(nodes) == 1:
+        return []
+    leaders = [node[0] for node in nodes]
+
+    def run() -> list[float]:
+        comm = parts.comm.split(0, rank, "links")
+        found = measure(comm, [leaders], _LINKS_S, _LINK_ROUNDS)
+        comm.free()
+        return [
+            1e6 * max(link.mb_per_s for link in found if leader in (link.one, link.other))
+            for leader in leaders
+        ]
+
+    return parts.collectives.call_together(run, "measurement of the links between nodes").wait()

@@ -20,7 +20,7 @@ from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.data.loader import ShardedLoader
 from mntrain.data.shard_registry import ShardRegistry
 from mntrain.errors import AgreedError
-from mntrain.groups import make_group_collectives
+from mntrain.groups import make_group_collectives, measure_node_links
 from mntrain.rank_info import Usage
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.distributed_optimizer import make_optimizer
@@ -144,13 +144,7 @@ class World:
             "overlap_forward": overlap_forward,
         }
         optimizer = make_optimizer(
-            self,
-            self._parts,
-            model,
-            optimizer_class,
-            groups=groups,
-            options=options,
-            kwargs=kwargs,
+            self, self._parts, model, optimizer_class, groups=groups, options=options, kwargs=kwargs
         )
         self._optimizers.append(optimizer)
         return optimizer
@@ -269,6 +263,10 @@ class World:
         """Return the context of `errors.agreement` over all ranks. Its end is collective."""
         self._parts.engine.check_open()
         return errors.agreement(self.gather, self.rank)
+
+    def node_links(self) -> list[float]:
+        """Return the bytes/s of each node's link, measured now; [] on one node. Collective."""
+        return measure_node_links(self._parts)
 
     def usage(self) -> list[Usage]:
         """Return the resources that each rank has used so far, by rank. Collective."""

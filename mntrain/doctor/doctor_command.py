@@ -12,10 +12,11 @@ from mntrain.checks import all_ranks, host, launcher, storage
 from mntrain.checks.before_mpi import StartError
 from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm import mpi
+from mntrain.comm.links import LinkSpeed, measure
 from mntrain.doctor import links as link_speeds
 from mntrain.doctor.doctor_options import DoctorOptions
 from mntrain.doctor.findings_table import show, to_json
-from mntrain.doctor.links import BETWEEN, WITHIN, LinkSpeed
+from mntrain.doctor.links import BETWEEN, WITHIN
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
 from mntrain.world import World
@@ -68,8 +69,8 @@ def _examine(world: World, options: DoctorOptions, folder: Path) -> int:
         **_storage(comm, folder, leaders, hosts),
     }
     links = {
-        BETWEEN: link_speeds.measure(comm, [leaders], _LINKS_S),
-        WITHIN: link_speeds.measure(comm, all_ranks.by_host(facts), _LINKS_S),
+        BETWEEN: measure(comm, [leaders], _LINKS_S),
+        WITHIN: measure(comm, all_ranks.by_host(facts), _LINKS_S),
     }
     for where, found in links.items():
         findings[f"links {where}"] = link_speeds.judge(found, hosts, where)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.checks.finding import Finding, worst
-from mntrain.doctor.links import LinkSpeed
+from mntrain.comm.links import LinkSpeed
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -1,4 +1,4 @@
-"""Speed of each rank in multiplying matrices, compared before training begins."""
+"""Speeds of ranks in multiplying matrices, and of nodes' links, compared before training."""
 
 import math
 import time
@@ -11,6 +11,7 @@ from mntrain.data.shares import batch_seconds
 from mntrain.rank_info import Place
 
 UNEQUAL = 1.2  # times as fast as another rank, from which ranks count as unequal
+_SLOW_LINK = 0.5  # of the fastest node's, below which a link is named
 _SIZES = {"cpu": 256, "cuda": 4096}  # of the matrices; a product on a CPU takes below a time slice
 _SECONDS = 0.05
 _LEAST = 3  # products
@@ -104,3 +105,24 @@ class Speeds:
             f"{' to '.join(dict.fromkeys((ratios[0], ratios[-1])))} of the speed of the fastest "
             f"rank, and hold{'' if many else 's'} the others up"
         )
+
+
+def slow_links(links: Sequence[float], places: Sequence[Place]) -> str:
+    """Return which nodes have slow links; "" if none does, or all are on one host. Pure.
+
+    `links` has the bytes/s of each node's link, and `places` is by rank.
+    """
+    if len({place.host for place in places}) == 1:
+        return ""
+    slow = {node: speed for node, speed in enumerate(links) if speed < _SLOW_LINK * max(links)}
+    if not slow:
+        return ""
+    hosts = list(dict.fromkeys(place.host for place in places if place.node in slow))
+    more = f" and {len(hosts) - _HOSTS} more hosts" if len(hosts) > _HOSTS else ""
+    many = len(slow) > 1
+    of_nodes = f"{naming('node', list(slow))} ({', '.join(hosts[:_HOSTS])}{more})"
+    return (
+        f"the link{'s' if many else ''} of {of_nodes} carr{'y' if many else 'ies'} "
+        f"{min(slow.values()) / 1e6:,.0f} MB/s, where the fastest carries "
+        f"{max(links) / 1e6:,.0f}: every exchange between nodes waits for it"
+    )

@@ -97,6 +97,7 @@ class TrainingJob:
         cores = fair_threads(world.facts, world.rank) if known else torch.get_num_threads()
         flops = matrix_flops(world.device, self.precision.computes_in, cores)
         self.speeds = Speeds(world.gather(flops))
+        self.links = world.node_links()
         with world.agreement():
             self.data = JobData(world, config, self.task, resumed, self.speeds)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)

@@ -17,7 +17,7 @@ from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.run.resources import resources
-from mntrain.train.hardware import UNEQUAL
+from mntrain.train.hardware import UNEQUAL, slow_links
 from mntrain.train.job import TrainingJob
 from mntrain.train.run_directory import changed_options
 from mntrain.world import World
@@ -104,7 +104,9 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
             "with memory to spare"
         )
-    reporter.places(world.places, job.speeds.flops)
+    reporter.places(world.places, job.speeds.flops, job.links)
+    if slow := slow_links(job.links, world.places):
+        reporter.warn(slow)
     _describe_balance(world, config, job)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
@@ -220,9 +222,11 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     used = resources(world, [job.optimizer])
-    measured = zip(job.balancing.by_rank(), job.speeds.flops, strict=True)
-    for rank, (own, flops) in zip(used["ranks"], measured, strict=True):
-        rank.update(own, matrix_flops_per_s=flops if math.isfinite(flops) else None)
+    measured = zip(job.balancing.by_rank(), job.speeds.flops, world.places, strict=True)
+    for rank, (own, flops, place) in zip(used["ranks"], measured, strict=True):
+        known = flops if math.isfinite(flops) else None
+        link = job.links[place.node] if job.links else None
+        rank.update(own, matrix_flops_per_s=known, link_bytes_per_s=link)
     return {
         "status": result.status,
         "steps": last.step if last else job.done,

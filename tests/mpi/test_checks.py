@@ -16,7 +16,8 @@ from mntrain.bootstrap import WorldSettings
 from mntrain.checks import all_ranks
 from mntrain.checks.facts import collect
 from mntrain.comm import mpi
-from mntrain.doctor.links import clock_offsets, measure, rounds
+from mntrain.comm.links import measure, rounds
+from mntrain.doctor.links import clock_offsets
 from mntrain.errors import AgreedError
 from mntrain.world import World
 

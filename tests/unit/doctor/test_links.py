@@ -1,23 +1,9 @@
-"""Rounds of pairs, and the judgement of measured links."""
+"""The judgement of measured links."""
 
-from itertools import combinations
-
-import pytest
-
-from mntrain.doctor.links import BETWEEN, WITHIN, LinkSpeed, judge, rounds, slowest_node
+from mntrain.comm.links import LinkSpeed
+from mntrain.doctor.links import BETWEEN, WITHIN, judge, slowest_node
 
 HOSTS = ["n1", "n1", "n2", "n3"]
-
-
-@pytest.mark.parametrize("count", range(9))
-def test_rounds_have_each_pair_once_and_no_member_twice_in_a_round(count):
-    plan = list(rounds(range(count)))
-    pairs = [tuple(sorted(pair)) for pairs in plan for pair in pairs]
-    assert sorted(pairs) == list(combinations(range(count), 2))
-    assert len(plan) <= max(count, 0)
-    for together in plan:
-        members = [member for pair in together for member in pair]
-        assert len(members) == len(set(members))
 
 
 def links(*speeds):

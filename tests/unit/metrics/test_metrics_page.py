@@ -36,7 +36,12 @@ def test_every_metric_has_a_formula():
 
 def test_every_figure_of_a_rank_is_documented():
     declared = {field.name for kind in (Place, Usage) for field in fields(kind)}
-    assert names("name in `ranks`") == declared | {"samples", "own_s", "matrix_flops_per_s"}
+    assert names("name in `ranks`") == declared | {
+        "samples",
+        "own_s",
+        "matrix_flops_per_s",
+        "link_bytes_per_s",
+    }
 
 
 def test_every_metric_of_the_summary_is_documented():

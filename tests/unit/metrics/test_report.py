@@ -39,8 +39,8 @@ NASTY = "n[0] [red]a[/red] [/] :smile: \x1b[2J\x1b]0;title\x07"
 NASTY_SHOWN = "n[0] [red]a[/red] [/] :smile: \N{REPLACEMENT CHARACTER}[2J"
 
 
-def show_places(reporter: Reporter, where: list[Place]) -> None:
-    reporter.places(where, [1.234e12 + 1e9 * place.rank for place in where])
+def show_places(reporter: Reporter, where: list[Place], links: tuple[float, ...] = ()) -> None:
+    reporter.places(where, [1.234e12 + 1e9 * place.rank for place in where], links)
 
 
 def start(reporter: Reporter, where: list[Place]) -> None:
@@ -106,6 +106,15 @@ def test_up_to_16_ranks_have_a_row_each(tmp_path):
     assert rows[0] == head
     assert len(rows) == 18
     assert rows[11] == ["n1", "cuda:3", "1", "9", "1", "2", "4", "24 GiB", "1,243"]
+
+
+def test_several_nodes_have_the_speeds_of_their_links(tmp_path):
+    on = console(False)
+    with reporting(tmp_path, on) as reporter:
+        show_places(reporter, places(4, 2), (117.4e6, 1.2e9))
+    rows = cells(on)
+    assert rows[0][-1] == "link MB/s"
+    assert [row[-1] for row in rows[2:]] == ["117", "117", "1,200", "1,200"]
 
 
 def test_of_more_ranks_the_first_are_shown(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from reports import places
 
 from mntrain.train import hardware
-from mntrain.train.hardware import Speeds, matrix_flops
+from mntrain.train.hardware import Speeds, matrix_flops, slow_links
 
 CPU = torch.device("cpu")
 
@@ -75,3 +75,28 @@ def test_ranks_that_hold_others_up_are_named(flops, named):
     said = Speeds(flops).slow_ranks(places(len(flops), 1))
     assert said.startswith(named)
     assert bool(said) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ([], ""),
+        ([1e9, 0.51e9, 0.9e9], ""),
+        (
+            [117e6, 11.6e6, 115e6],
+            "the link of node 1 (n1) carries 12 MB/s, where the fastest carries 117: "
+            "every exchange between nodes waits for it",
+        ),
+        (
+            [1e9, 2e8, 1e8],
+            "the links of nodes 1, 2 (n1, n2) carry 100 MB/s, where the fastest carries 1,000: "
+            "every exchange between nodes waits for it",
+        ),
+    ],
+)
+def test_nodes_with_slow_links_are_named(links, said):
+    assert slow_links(links, places(6, 2)) == said
+
+
+def test_nodes_of_one_host_have_no_links_of_their_own():
+    assert slow_links([1e9, 1e8], places(4, 2, host="n")) == ""

@@ -37,8 +37,8 @@ class Recorder:
     def warn(self, message):
         self.warnings.append(message)
 
-    def places(self, places, flops):
-        self.shown = places, flops
+    def places(self, places, flops, links):
+        self.shown = places, flops, links
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,7 @@ def described(
     resumed=None,
     stream=None,
     files=None,
+    links=(1e8, 9e7),
 ):
     mode = SyncConfig(mode="local-sgd", every=7)
     world = SimpleNamespace(
@@ -102,6 +103,7 @@ def described(
         sync=mode.description if nodes > 1 else None,
         auto_sync=auto,
         speeds=Speeds(flops),
+        links=links,
         data=SimpleNamespace(
             stream=stream,
             unbalanced=unbalanced,
@@ -131,7 +133,7 @@ def test_description_has_model_place_tuning_and_sharding(device):
         "optimizer: AdamW, schedule cosine",
     ]
     assert reporter.warnings == []
-    assert reporter.shown == (places(4, 2), FLOPS)
+    assert reporter.shown == (places(4, 2), FLOPS, (1e8, 9e7))
 
 
 def test_data_that_the_task_does_not_describe_are_described_by_their_numbers():
@@ -356,3 +358,9 @@ def test_peaks_add_up_over_gpus_and_a_shared_one_counts_once():
     assert peak_flops([H100, H100], "bf16") == one
     assert peak_flops([H100, ("uuid-2", H100[1])], "bf16") == 2 * one
     assert peak_flops([H100, ("", "")], "bf16") is None
+
+
+def test_a_node_with_a_slow_link_is_warned_of():
+    assert described().warnings == []
+    [said] = described(links=(1e8, 1e7)).warnings
+    assert said.startswith("the link of node 1 (n1) carries 10 MB/s")
