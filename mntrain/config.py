@@ -16,6 +16,7 @@ from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, 
 from mntrain.data_config import DataConfig
 from mntrain.huggingface import HuggingFaceConfig
 from mntrain.sync import SyncConfig
+from mntrain.zero_config import ZeroConfig
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -193,23 +194,6 @@ class CommConfig:
     )
     warn_after: float = Field(
         default=60.0, gt=0, description="the same, until rank 0 prints a warning."
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class ZeroConfig:
-    """Sharding over the ranks."""
-
-    stage: int = Field(
-        default=0,
-        ge=0,
-        le=2,
-        description="ZeRO stage. 0: no sharding. 1: the optimizer's state. 2: gradients too.",
-    )
-    partition: Literal["element", "parameter"] = Field(
-        default="element",
-        description="unit of sharding. element: shards of equal size. parameter: whole parameters, "
-        "which some optimizers need.",
     )
 
 

@@ -84,6 +84,16 @@ def _processor() -> str:
     return " ".join(name.split()) or platform.machine()
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that are free on a GPU, or else on this node; None if unknown. Local.
+
+    What torch's caching allocator holds of a GPU counts as taken.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory()
+
+
 def available_memory() -> int | None:
     """Return the bytes of memory that new objects may take; None if unknown. Local.
 

@@ -1,6 +1,6 @@
 """The public facade of a job: its ranks, their devices, and their collective operations."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from weakref import proxy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mntrain import errors
 from mntrain.bootstrap import WorldSettings, bootstrap
 from mntrain.checkpoint.objects import Stateful
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.forked import call_in_child
-from mntrain.comm.pending import Future
 from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.data.loader import ShardedLoader
 from mntrain.data.shard_registry import ShardRegistry
@@ -24,7 +23,7 @@ from mntrain.groups import make_group_collectives, measure_node_links
 from mntrain.rank_info import Usage
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.distributed_optimizer import make_optimizer
-from mntrain.run.means import weighted_mean
+from mntrain.run.exchanges import Exchanges
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.own_loop import OwnLoop
 from mntrain.sync import LocalSGD
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class World:
+class World(Exchanges):
     """All ranks of a job. Made by `init` on all ranks together, and used as a context manager.
 
     Attributes, all local facts:
@@ -104,6 +103,7 @@ class World:
         *,
         stage: int = 0,
         partition: Literal["element", "parameter"] = "element",
+        shard_by: Literal["equal", "memory"] = "equal",
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
@@ -122,10 +122,12 @@ class World:
 
         Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are what
         torch's optimizers take: parameters or parameter groups, with or without names; by default
-        all parameters form one group. With `sync` nodes exchange parameters every few steps instead
-        of gradients in each: by a description in `mntrain.sync`, such as `DiLoCo`, or a schedule of
-        your own over `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the
-        other options and `step`.
+        all parameters form one group. With `shard_by` "memory", shards at stages 1 and 2 are in
+        proportion to the memory that is free now on the GPU, or else on the host, of each rank.
+        With `sync` nodes exchange parameters every few steps instead of gradients in each: by a
+        description in `mntrain.sync`, such as `DiLoCo`, or a schedule of your own over
+        `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
+        and `step`.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale`, in the class or a
@@ -135,6 +137,7 @@ class World:
         options: dict[str, Any] = {
             "stage": stage,
             "partition": partition,
+            "shard_by": shard_by,
             "max_grad_norm": max_grad_norm,
             "norm_type": norm_type,
             "non_finite": non_finite,
@@ -177,15 +180,6 @@ class World:
         if balance and self.device.type != "cpu":
             raise ValueError("balance=True: speeds are measured on CPUs only; leave it out")
         return self._shards.shard(loader, seed, weight, lists, balance=balance)
-
-    def mean(self, value: float | Tensor, weight: float = 1.0) -> float | Tensor:
-        """Return the mean over all ranks, in fp64, weighted for example by samples. Collective.
-
-        For a number a float; for a tensor, of the same shape on all ranks, a new one, elementwise.
-        A rank of weight 0 does not count, whatever its value. Raises AgreedError (a ValueError) on
-        all ranks for what is no number, for a weight below 0 or not finite, and if all are 0.
-        """
-        return weighted_mean(self.collectives, value, weight)
 
     def checkpoints(
         self,
@@ -240,24 +234,6 @@ class World:
         of the first call since the world was made count. Raises AgreedError if they are no numbers.
         """
         return self._own_loop.stop_requested(max_minutes, grace)
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here. Collective."""
-        self.gather(None)
-
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's object, by rank. Collective; for small picklable objects."""
-        return self.gather_later(value).wait()
-
-    def gather_later(self, value: T) -> Future[list[T]]:
-        """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
-        return self.collectives.gather_objects(value, "world.gather")
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Return elementwise sums over all ranks, in fp64. Collective; equal lengths."""
-        totals = torch.tensor(values, dtype=torch.float64)
-        self.collectives.named("world.sum").all_reduce(totals).wait()
-        return [float(total) for total in totals]
 
     def agreement(self) -> AbstractContextManager[None]:
         """Return the context of `errors.agreement` over all ranks. Its end is collective."""

@@ -21,7 +21,7 @@ from zero.master_weights import OptimizerShard
 from zero.memory import Memory
 from zero.node_levels import NodeLevels
 from zero.norms import NonFiniteGradientError, find_non_finite
-from zero.param_groups import Named, check_sharding, hyperparameters
+from zero.param_groups import Named, check_shard_weights, check_sharding, hyperparameters
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.reduction import StepReduction
 from zero.state import StateSlice, check_groups
@@ -46,7 +46,8 @@ class ZeroOptimizer(AveragingOptimizer):
     groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the update.
     Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too. `partition` "element" makes
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
-    ranks, for optimizers that need matrices.
+    ranks, for optimizers that need matrices. `shard_weights` make shards unequal, in proportion to
+    them: whole numbers by slot of the ranks that share the state, the same on all ranks.
 
     Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
@@ -97,6 +98,7 @@ class ZeroOptimizer(AveragingOptimizer):
         *,
         stage: int = 0,
         partition: Literal["element", "parameter"] = "element",
+        shard_weights: Sequence[int] | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
@@ -132,6 +134,7 @@ class ZeroOptimizer(AveragingOptimizer):
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
         check_replicas(self.schedule, collectives)
         alone, sharding = collectives.size == 1, self.schedule.sharding
+        check_shard_weights(shard_weights, sharding.size)
         self._levels = bind_hook(
             self._hook,
             levels,
@@ -156,6 +159,7 @@ class ZeroOptimizer(AveragingOptimizer):
             order=order,
             bucket_bytes=bucket_bytes,
             partition=partition,
+            shard_weights=shard_weights,
             may_shard=stage > 0,
         )
 

@@ -1,6 +1,6 @@
 """Parameter groups with names, and the checks on what a user passes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from numbers import Real
@@ -115,6 +115,18 @@ def check_sharding(stage: int, partition: str) -> None:
         raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
     if partition not in PARTITIONS:
         raise ValueError(f"partition {partition!r} is unknown: choose {' or '.join(PARTITIONS)}")
+
+
+def check_shard_weights(weights: Sequence[int] | None, shards: int) -> None:
+    """Raise ValueError for weights that are not one for each of so many shards."""
+    if weights is None:
+        return
+    whole = all(type(weight) is int and weight >= 0 for weight in weights)
+    if not whole or len(weights) != shards or not any(weights):
+        raise ValueError(
+            f"shard_weights are {list(weights)!r}: give whole numbers from 0, not all 0, one for "
+            f"each of the {shards} ranks that share the state"
+        )
 
 
 def unnamed(group: dict[str, Any]) -> dict[str, Any]:

@@ -44,10 +44,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         order: Iterable[str] | None,
         bucket_bytes: int,
         partition: str,
+        shard_weights: Sequence[int] | None,
         may_shard: bool,
     ) -> None:
         self._make_inner, self._owned, self._may_shard = make_inner, owned, may_shard
         self._bucket_bytes, self._partition = bucket_bytes, partition
+        self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._named: dict[str, Parameter] = {}  # that are trained
         self._frozen: dict[str, Parameter] = {}  # that were given, but required no gradient
         self._constructed = False
@@ -169,7 +171,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         size, plan = self._owned.sharding.size, self._owned.plan
         whole = self._partition == "parameter"
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
-        added = plan_buckets(specs, self._bucket_bytes, size, loads if whole else None)
+        added = plan_buckets(
+            specs, self._bucket_bytes, size, loads if whole else None, self._shard_weights
+        )
         self._owned.add(added, named)
         self._named |= named
         tensors = {owned.piece.spec.name: owned.tensor for owned in self._owned.pieces}

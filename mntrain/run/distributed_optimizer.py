@@ -16,6 +16,7 @@ from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.groups import make_group_collectives, make_node_levels
 from mntrain.ranks import Ranks
+from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook, make_hook
 from zero.optimizer import ZeroOptimizer
@@ -41,32 +42,23 @@ def make_optimizer(
 ) -> ZeroOptimizer:
     """Make the optimizer of `World.optimizer`, with the options of `ZeroOptimizer`. Collective.
 
-    Its `schedule` is called `sync` here, and may be a description. Raises AgreedError on all ranks,
-    before anything is allocated, if they differ in what they give or if any of them cannot accept
-    it.
+    Its `schedule` is called `sync` here, and may be a description; `shard_by` says what its
+    `shard_weights` are. Raises AgreedError on all ranks, before anything is allocated, if they
+    differ in what they give or if any of them cannot accept it.
     """
-    with world.agreement():
-        _check_kinds(model, optimizer_class)
-        check_sync(world, options["sync"])
-    description = equal_values.describe(model, options)
-    gathered = world.collectives.gather_objects(description, "world.optimizer")
-    equal_values.expect_same(gathered.wait(), world.rank)
-    make = partial(optimizer_class, **kwargs)
-    with world.agreement():
-        hook = _make_hook(parts, options["comm_hook"])
-        named = name_parameters(model, groups)
-        check_sharding(options["stage"], options["partition"])
-        trainable = check_trainable(named, sharded=options["stage"] != 0)
-        if options["stage"] != 0:
-            with _arguments_of(optimizer_class):
-                check_partition(make, trainable, options["partition"])
-    described = {"the optimizer": describe_optimizer(make, trainable)}
-    equal_values.expect_same(world.gather(described), world.rank)
+    hook, named = _agree(
+        world, parts, model, optimizer_class, groups=groups, options=options, kwargs=kwargs
+    )
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {next(parts.optimizer_numbers)} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
-    own = {key: value for key, value in options.items() if key != "sync"} | {"comm_hook": hook}
+    resolved = ("sync", "shard_by", "comm_hook")
+    own = {key: value for key, value in options.items() if key not in resolved}
     schedule = _make_schedule(world, parts, options["sync"], stream, stage=own["stage"], user=label)
+    sharding = schedule.sharding if schedule else stream
+    weights, division = None, ""
+    if options["shard_by"] == "memory" and sharding.size > 1:
+        weights, division = measure_weights(world, sharding)
     needs_levels = hook.between_nodes and world.size > 1
     levels = make_node_levels(parts, label) if needs_levels else None
     persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
@@ -83,14 +75,51 @@ def make_optimizer(
             kernels=parts.kernels,
             schedule=schedule,
             levels=levels,
+            comm_hook=hook,
+            shard_weights=weights,
             **own,
             **kwargs,
         )
-    note = hook.note(len(world.topology.nodes), sharded=optimizer.sharded)
-    if note and world.master:
+    notes = [hook.note(len(world.topology.nodes), sharded=optimizer.sharded), division]
+    for note in filter(None, notes if world.master else []):
         print(f"mntrain: {note}", file=sys.stderr)
     optimizer.start()
     return optimizer
+
+
+def _agree(
+    world: Ranks,
+    parts: WorldParts,
+    model: nn.Module,
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    *,
+    groups: Iterable[Any] | None,
+    options: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[CommHook, list[dict[str, Any]]]:
+    """Return the communication hook and the parameter groups with names. Collective.
+
+    Raises AgreedError as `make_optimizer` does.
+    """
+    with world.agreement():
+        _check_kinds(model, optimizer_class)
+        check_sync(world, options["sync"])
+    description = equal_values.describe(model, options)
+    gathered = world.collectives.gather_objects(description, "world.optimizer")
+    equal_values.expect_same(gathered.wait(), world.rank)
+    make = partial(optimizer_class, **kwargs)
+    with world.agreement():
+        hook = _make_hook(parts, options["comm_hook"])
+        named = name_parameters(model, groups)
+        check_sharding(options["stage"], options["partition"])
+        check_shard_by(world, options["shard_by"], options["stage"])
+        trainable = check_trainable(named, sharded=options["stage"] != 0)
+        if options["stage"] != 0:
+            with _arguments_of(optimizer_class):
+                check_partition(make, trainable, options["partition"])
+    described = {"the optimizer": describe_optimizer(make, trainable)}
+    equal_values.expect_same(world.gather(described), world.rank)
+    return hook, named
 
 
 def _make_hook(parts: WorldParts, given: str | CommHook | None) -> CommHook:

@@ -183,6 +183,7 @@ class TrainingJob:
             self.choice.kind,
             stage=config.zero.stage,
             partition=config.zero.partition,
+            shard_by=config.zero.shard_by,
             max_grad_norm=config.optim.max_grad_norm,
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,

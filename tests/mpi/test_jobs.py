@@ -118,6 +118,7 @@ def steps_kept(folder):
         (["--zero.stage", "0", "--comm.ranks-per-node", "2", "--comm.algorithm", "leader"], []),
         (["--zero.stage", "1", "--comm.ranks-per-node", "2", "--zero.partition", "parameter"], []),
         (["--zero.stage", "2", "--comm.bucket-mb", "0.01", "--comm.ranks-per-node", "1"], []),
+        (["--zero.stage", "2", "--zero.shard-by", "memory", "--comm.ranks-per-node", "1"], []),
         (["--zero.stage", "2", "--train.recompute"], ["--model.kv-heads", "1"]),
         (["--zero.stage", "1", "--zero.partition", "parameter"], ["--optim.name", "Muon"]),
     ],

@@ -3,10 +3,11 @@
 import pytest
 
 from mntrain.balance_config import BalanceConfig
-from mntrain.config import Config, TrainConfig, ZeroConfig
+from mntrain.config import Config, TrainConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.hardware import Speeds
 from mntrain.train.job_data import Refusal, choose_shares, most_samples, refusal_of_shares
+from mntrain.zero_config import ZeroConfig
 
 EQUAL = [1e9] * 4
 STREAM = Refusal("the training data is a stream", "leave it out")

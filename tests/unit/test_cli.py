@@ -13,10 +13,10 @@ from mntrain.config import (
     DataConfig,
     OptimConfig,
     TrainConfig,
-    ZeroConfig,
     flag_of,
 )
 from mntrain.config_types import option_name
+from mntrain.zero_config import ZeroConfig
 
 
 def test_no_options_give_the_defaults():
@@ -49,6 +49,10 @@ def test_no_options_give_the_defaults():
         (["--train.precision", "bf16-pure"], Config(train=TrainConfig(precision="bf16-pure"))),
         (["--optim.non-finite", "skip"], Config(optim=OptimConfig(non_finite="skip"))),
         (["--zero.stage", "2"], Config(zero=ZeroConfig(stage=2))),
+        (
+            ["--zero.stage", "1", "--zero.shard-by", "memory"],
+            Config(zero=ZeroConfig(stage=1, shard_by="memory")),
+        ),
         (["--zero.partition", "parameter"], Config(zero=ZeroConfig(partition="parameter"))),
         (["--optim.lr", "1e-5"], Config(optim=OptimConfig(lr=1e-5))),
         (["--optim.max-grad-norm", "none"], Config(optim=OptimConfig(max_grad_norm=None))),

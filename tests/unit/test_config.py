@@ -13,8 +13,8 @@ from mntrain.config import (
     OptimConfig,
     RunConfig,
     TrainConfig,
-    ZeroConfig,
 )
+from mntrain.zero_config import ZeroConfig
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "1", None, True])
@@ -58,6 +58,7 @@ def test_number_is_finite_and_no_other_type(value):
         (ZeroConfig, "stage", True),
         (ZeroConfig, "stage", 1.0),
         (ZeroConfig, "partition", "bucket"),
+        (ZeroConfig, "shard_by", "disk"),
         (RunConfig, "dir", 3),
         (RunConfig, "seed", -1),
         (RunConfig, "seed", 2**32),
@@ -68,6 +69,11 @@ def test_number_is_finite_and_no_other_type(value):
 def test_bad_value_is_refused_on_construction(section, name, bad):
     with pytest.raises(ValueError, match=f"for {section.__name__}\n{name}\n"):
         section(**{name: bad})
+
+
+def test_shards_by_memory_need_a_stage_with_shards():
+    with pytest.raises(ValueError, match=r"no effect at --zero.stage 0; give --zero.stage 1 or 2"):
+        ZeroConfig(shard_by="memory")
 
 
 def test_section_of_another_type_is_refused():

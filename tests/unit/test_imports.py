@@ -31,6 +31,7 @@ LAYERS = [
         "mntrain.corpus",
         "mntrain.huggingface",
         "mntrain.sync",
+        "mntrain.zero_config",
     },
     {"mntrain.config", "mntrain.errors", "mntrain.rank_info", "mntrain.watch"},
     {"mntrain.equal_values"},

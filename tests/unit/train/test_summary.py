@@ -14,7 +14,7 @@ from mntrain.balance_config import BalanceConfig
 from mntrain.checks import host
 from mntrain.checks.finding import Finding, passed
 from mntrain.comm.topology import Topology
-from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
+from mntrain.config import Config, RunConfig, TrainConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.resources import memory_by_role
 from mntrain.sync import SyncConfig
@@ -22,6 +22,7 @@ from mntrain.train.hardware import Speeds
 from mntrain.train.job_data import Refusal
 from mntrain.train.summary import JobResult, describe_job, peak_flops, resume_command
 from mntrain.train.sync_auto import AutoSync
+from mntrain.zero_config import ZeroConfig
 from zero.memory import Memory
 
 

@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -6,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.layout import LEAST_BUCKETS, MIB, ParameterSpec, plan_buckets, split
+from zero.layout import (
+    LEAST_BUCKETS,
+    MIB,
+    ParameterSpec,
+    plan_buckets,
+    split,
+    split_by_weight,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 BUCKET_BYTES = st.integers(1, 400)
@@ -24,8 +32,12 @@ def models(least):
 MODELS = models(least=0)
 NO_EMPTY_PARAMETERS = models(least=1)
 LOADS = st.lists(st.integers(0, 300), min_size=1, max_size=9)
-CUTS = st.one_of(  # shards and loads: by element, and by parameter
-    SHARDS.map(lambda shards: (shards, None)), LOADS.map(lambda loads: (len(loads), loads))
+WEIGHTS = st.lists(st.integers(0, 100), min_size=1, max_size=9).filter(any)
+CUTS = st.one_of(  # shards, loads and weights: by element, by parameter, and in unequal parts
+    SHARDS.map(lambda shards: (shards, None)),
+    LOADS.map(lambda loads: (len(loads), loads)),
+    WEIGHTS.map(lambda weights: (len(weights), None, weights)),
+    WEIGHTS.map(lambda weights: (len(weights), [0] * len(weights), weights)),
 )
 
 
@@ -52,6 +64,21 @@ def test_split_covers_everything_in_parts_equal_to_within_one(numel, parts):
 
 def test_split_into_the_shards_of_the_picture():
     assert split(8, 3) == (0, 2, 5, 8)
+
+
+@given(st.integers(0, 10**12), WEIGHTS)
+def test_split_by_weight_is_in_proportion_to_within_one(numel, weights):
+    bounds = split_by_weight(numel, weights)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    assert (bounds[0], bounds[-1], len(sizes)) == (0, numel, len(weights))
+    for size, weight in zip(sizes, weights, strict=True):
+        assert abs(size - Fraction(numel * weight, sum(weights))) < 1
+        assert weight or not size
+
+
+@given(st.integers(0, 10**12), st.integers(1, 300), st.integers(1, 100))
+def test_equal_weights_split_equally(numel, parts, weight):
+    assert split_by_weight(numel, [weight] * parts) == split(numel, parts)
 
 
 @pytest.mark.parametrize(("shape", "numel"), [((), 1), ((0,), 0), ((3, 0, 2), 0), ((2, 3, 4), 24)])
@@ -247,6 +274,27 @@ def test_by_parameter_the_slot_with_the_most_gets_nothing_that_another_could_bea
             assert total - min(pieces) <= min(totals)
 
 
+@FEWER
+@given(MODELS, BUCKET_BYTES, LOADS, st.integers(1, 100))
+def test_equal_weights_change_nothing(specs, bucket_bytes, loads, weight):
+    for elsewhere in (None, loads):
+        cut = specs, bucket_bytes, len(loads), elsewhere
+        assert plan_buckets(*cut, [weight] * len(loads)) == plan_buckets(*cut)
+
+
+@FEWER
+@given(MODELS, BUCKET_BYTES, WEIGHTS)
+def test_by_parameter_no_slot_could_leave_its_last_one_to_another(specs, bucket_bytes, weights):
+    plan = plan_buckets(specs, bucket_bytes, len(weights), [0] * len(weights), weights)
+    totals = [elements(plan, slot) for slot in range(len(weights))]
+    for slot, (total, weight) in enumerate(zip(totals, weights, strict=True)):
+        pieces = [piece.numel for found in owned(plan, slot) for piece in found]
+        assert weight or not pieces
+        for other, other_weight in zip(totals, weights, strict=True):
+            if pieces and other_weight:  # the last one dealt is the smallest
+                assert Fraction(total, weight) <= Fraction(other + min(pieces), other_weight)
+
+
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
 def test_by_parameter_equal_ones_are_dealt_evenly(shards, count, numel):
     specs = [ParameterSpec(f"p{i}", (numel,), torch.float32) for i in range(count)]
@@ -305,6 +353,8 @@ def test_the_cuts_of_the_picture():
         ("b", 2, 3),
         ("a", 0, 2),
     ]
+    [by_weight] = plan_buckets(specs, 32, 3, weights=[1, 0, 3])
+    assert by_weight.bounds == (0, 2, 2, 8)
     [by_parameter] = plan_buckets(specs, 32, 3, [0, 0, 0])
     lengths = [stop - start for start, stop in pairwise(by_parameter.bounds)]
     assert sorted(lengths) == [0, 3, 5]

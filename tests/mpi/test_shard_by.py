@@ -1,0 +1,353 @@
+"""Shards in proportion to the free memory of ranks give the weights of plain torch."""
+
+import copy
+import math
+import shutil
+import tempfile
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from models import Mixed, Tiny, net
+from mpi4py import MPI
+from oracle import (
+    ADAMW,
+    EXACT,
+    MAX_NORM,
+    OWN,
+    SGD,
+    SHARED,
+    STAGES,
+    Alone,
+    assert_parity,
+    init,
+    loss_of,
+    mine,
+    samples,
+    train,
+)
+from states import SIZES, SubWorlds, assert_same_slices, empty_like, gather_slices, saved
+from states import train as train_only
+from test_cost import bill
+from test_stage_cost import NUMELS, ROLL_CALL, Vectors, control, spent, transfers
+from torch import nn
+from worlds import DEALT, RANKS, refusal
+
+from mntrain import checkpoint
+from mntrain.checkpoint import RunProgress, Saver
+from mntrain.run import shard_sizes
+from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
+from mntrain.train.consensus import model_digest
+from zero.layout import split_by_weight
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+RANK = MPI.COMM_WORLD.rank
+# Free bytes by rank: very unequal, of one rank none or too little to matter; and less unequal.
+FREE = [[90, 0, 7, 400][:RANKS], [3, 900, 60, 0][:RANKS], [40, 100, 70, 85][:RANKS]]
+sharded = pytest.mark.parametrize(
+    "mode", [{"stage": s, "partition": p} for s, p in STAGES if s], ids=str
+)
+
+
+@contextmanager
+def free_memory(free):
+    """Let ranks have so many bytes free, by rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_sizes, "free_by_rank", lambda _, places: free[: len(places)])
+        yield
+
+
+def by_memory(world, model, optimizer_class, free, **options):
+    """An optimizer whose shards are in proportion to free bytes, and the weights by slot."""
+    with free_memory(free):
+        optimizer = world.optimizer(model, optimizer_class, shard_by="memory", **options)
+    slots = [world.collectives.slot(rank) for rank in range(world.size)]
+    return optimizer, shard_sizes.weigh(free, slots)
+
+
+def lengths_of(bounds):
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("free", FREE, ids=str)
+@pytest.mark.parametrize(
+    "where",
+    [("lanes", 2, SHARED), ("naive", None, OWN), ("leader", (DEALT or [1])[-1], SHARED)],
+    ids=str,
+)
+@sharded
+def test_unequal_shards_equal_one_process(worlds, mode, where, free):
+    torch.manual_seed(4)
+    model = Tiny().double()
+    alone = Alone(model, ADAMW, MAX_NORM)
+    world = worlds(*where)
+    optimizer, weights = by_memory(world, model, ADAMW, free, max_grad_norm=MAX_NORM, **mode)
+    for result, norm in train(world, model, optimizer, alone, range(3)):
+        assert result.grad_norm == pytest.approx(norm, rel=1e-9)
+        assert result.clip_coef == pytest.approx(MAX_NORM / (norm + 1e-6), rel=1e-9)
+    held = world.gather(sum(slice.high - slice.low for slice in optimizer.slices()))
+    as_predicted = optimizer.memory() == optimizer.expected_memory()
+    optimizer.close()
+    assert_parity(world, model, alone)
+    assert as_predicted
+    assert sum(held) == sum(parameter.numel() for parameter in model.parameters())
+    by_rank = [weights[world.collectives.slot(rank)] for rank in range(RANKS)]
+    for numel, weight in zip(held, by_rank, strict=True):
+        if mode["partition"] == "element":  # within an element of each bucket
+            part = sum(held) * weight / sum(weights)
+            assert abs(numel - part) <= len(optimizer._owned.plan)
+        assert weight or not numel
+
+
+class Bits:
+    """Trains copies of a model in fp32, by shards of some weights."""
+
+    def __init__(self, world, limit, **options):
+        self._world, self._options = world, {"max_grad_norm": limit, **options}
+
+    def train(self, stage, free=None):
+        """Return the norms and all weights of some steps."""
+        model = net(torch.float32)
+        if free is None:
+            optimizer = self._world.optimizer(model, ADAMW, stage=stage, **self._options)
+        else:
+            optimizer, _ = by_memory(self._world, model, ADAMW, free, stage=stage, **self._options)
+        results, weights = [], []
+        for step in range(3):
+            loss_of(model, mine(self._world, samples(12, step, torch.float32))).backward()
+            results.append(optimizer.step())
+            optimizer.zero_grad()
+            weights.append(copy.deepcopy(model.state_dict()))
+        optimizer.close()
+        return results, weights
+
+
+def assert_same_weights(first, second):
+    for ours, theirs in zip(first[1], second[1], strict=True):
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("algorithm", ["lanes", "flat"])
+@pytest.mark.parametrize("hook", [None, "bf16"])
+def test_the_cut_changes_no_bit_of_an_unclipped_step(worlds, algorithm, hook):
+    bits = Bits(worlds(algorithm), math.inf, comm_hook=hook)
+    first = bits.train(0)
+    for stage in (1, 2):
+        for free in (*FREE, [5] * RANKS):
+            found = bits.train(stage, free)
+            assert_same_weights(found, first)
+            for ours, theirs in zip(found[0], first[0], strict=True):
+                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+
+
+def test_stages_clip_to_the_same_bits_by_the_same_cut(worlds):
+    bits = Bits(worlds("lanes"), MAX_NORM)
+    for free in FREE:
+        first, second = bits.train(1, free), bits.train(2, free)
+        assert first[0] == second[0]
+        assert all(result.clip_coef < 1 for result in first[0])
+        assert_same_weights(first, second)
+    equal = [bits.train(1), bits.train(1, [5] * RANKS)]
+    assert equal[0][0] == equal[1][0]
+    assert_same_weights(*equal)
+
+
+@pytest.mark.parametrize("gather_dtype", ["fp32", "bf16"])
+@sharded
+def test_each_rank_holds_what_was_predicted_for_it(mode, gather_dtype):
+    with init(bucket_mb=SHARED, gather_dtype=gather_dtype) as world:
+        for free in FREE:
+            model = Mixed()  # with master weights
+            optimizer, _ = by_memory(world, model, ADAMW, free, **mode)
+            expected = optimizer.expected_memory()
+            train_only(world, model, optimizer, range(2))
+            assert optimizer.memory() == expected
+            optimizer.close()
+            totals = world.gather(expected.master + expected.state)
+            assert totals[free.index(max(free))] == max(totals) > min(totals)
+
+
+def test_compressed_gradients_follow_exact_ones(worlds):
+    world = worlds("lanes", 2)
+    exact = Bits(world, math.inf).train(1)
+    for hook in ("int8", "powersgd"):
+        bits = Bits(world, math.inf, comm_hook=hook)
+        found = bits.train(1, FREE[0])
+        assert_same_weights(bits.train(2, FREE[0]), found)
+        for name, tensor in found[1][-1].items():
+            torch.testing.assert_close(tensor, exact[1][-1][name], rtol=0, atol=0.05)
+
+
+SYNCS = [
+    DiLoCo(every=2, warmup=1),
+    StreamingDiLoCo(every=3, warmup=1, fragments=2, overlap=1, bits=32),
+    SparseLoCo(every=2, warmup=1, density=1),
+]
+
+
+@pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: type(sync).__name__)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_nodes_that_exchange_rarely_have_equal_bounds(worlds, sync, stage):
+    """The least free memory of a local rank counts on all nodes."""
+    world = worlds("lanes", 2 if RANKS == 4 else 1)
+    free = [30, 900, 60, 7] if RANKS == 4 else FREE[0]
+    models = []
+    for options in ({}, {"shard_by": "memory"}):
+        model = net()
+        with free_memory(free):
+            optimizer = world.optimizer(model, ADAMW, stage=stage, sync=sync, **options)
+        train_only(world, model, optimizer, range(7))
+        optimizer.wait_for_parameters()
+        models.append(model)
+        if RANKS == 4 and options:
+            bounds = [bucket.bounds for bucket in optimizer._owned.plan]
+            weights = shard_sizes.weigh(
+                [30, 7], [optimizer.schedule.sharding.slot(r) for r in (0, 1)]
+            )
+            assert bounds == [split_by_weight(stop, weights) for *_, stop in bounds]
+            assert world.gather(bounds) == [bounds] * RANKS
+            assert optimizer.memory() == optimizer.expected_memory()
+        optimizer.exchange()
+        assert len(set(world.gather(model_digest(model)))) == 1
+        optimizer.close()
+    if not isinstance(sync, SparseLoCo):  # its codes are of slices
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
+
+
+def test_parameters_that_are_added_are_divided_alike(worlds):
+    world = worlds("lanes")
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    world.collectives.broadcast(next(model.parameters()).detach().view(-1)).wait()
+    for parameter in model.parameters():
+        world.collectives.broadcast(parameter.detach().view(-1)).wait()
+    model[0].requires_grad_(False)
+    for partition in ("element", "parameter"):
+        own = copy.deepcopy(model)
+        alone = Alone(own, SGD)
+        optimizer, weights = by_memory(world, own, SGD, FREE[0], stage=2, partition=partition)
+        train(world, own, optimizer, alone, range(1))
+        for trained in (own, alone.model):
+            trained[0].requires_grad_(True)
+        named = [(f"0.{name}", parameter) for name, parameter in own[0].named_parameters()]
+        with free_memory([1] * RANKS):
+            optimizer.add_param_group({"params": named, "lr": 0.05})
+        params = list(alone.model[0].parameters())
+        alone.optimizer.add_param_group({"params": params, "lr": 0.05})
+        train(world, own, optimizer, alone, range(1, 4))
+        plan = optimizer._owned.plan
+        optimizer.close()
+        assert_parity(world, own, alone)
+        for bucket in plan:
+            if partition == "element":
+                assert bucket.bounds == split_by_weight(bucket.numel, weights)
+            slot = weights.index(0)
+            assert bucket.bounds[slot] == bucket.bounds[slot + 1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_message_of_a_step_is_accounted_for(worlds, stage):
+    where = "lanes", 2
+    world = worlds(*where, OWN)
+    for free in FREE:
+        model = Vectors(NUMELS)
+        optimizer, weights = by_memory(world, model, ADAMW, free, stage=stage)
+        measured = spent(world, model, optimizer, 1)
+        optimizer.close()
+        large = [
+            transfer
+            for verb in ("reduce_scatter", "all_gather")
+            for numel in NUMELS
+            for transfer in transfers(*where, verb, lengths_of(split_by_weight(numel, weights)))
+        ]
+        announced = [ROLL_CALL] if stage == 2 else []
+        small = control(*where, *announced, ROLL_CALL, 1)
+        assert measured == bill(*where, [*large, *small])
+
+
+@pytest.fixture
+def folder():
+    """The same new folder on all ranks."""
+    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
+    yield Path(path)
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def sub_worlds():
+    made = SubWorlds()
+    yield made
+    made.close()
+
+
+DIVISIONS = [FREE[0], None, FREE[1]]  # None: equal
+
+
+def optimizer_of(world, model, free, stage):
+    if free is None or world.size == 1:
+        return world.optimizer(model, ADAMW, stage=stage)
+    return by_memory(world, model, ADAMW, free[: world.size], stage=stage)[0]
+
+
+def test_a_checkpoint_of_one_division_is_read_by_others_at_any_size(sub_worlds, folder):
+    for turn, written in enumerate(DIVISIONS):
+        world, model, place = sub_worlds(RANKS), Mixed(), folder / str(turn)
+        optimizer = optimizer_of(world, model, written, 1 + turn % 2)
+        train_only(world, model, optimizer, range(2))
+        Saver(world, model, optimizer, place, 3).save(
+            RunProgress(2, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+        )
+        pieces, weights = saved(optimizer, model)
+        optimizer.close()
+        for size in SIZES:
+            read = DIVISIONS[(turn + size) % len(DIVISIONS)]
+            reader, other = sub_worlds(size), empty_like(Mixed())
+            if reader is None:
+                continue
+            resumed = optimizer_of(reader, other, read, 1 + size % 2)
+            checkpoint.load(checkpoint.newest(reader, place), other, resumed, reader)
+            gathered = gather_slices(resumed)
+            resumed.close()
+            assert all(torch.equal(t, weights[name]) for name, t in other.state_dict().items())
+            if reader.rank == 0:
+                assert_same_slices(gathered, pieces)
+
+
+def test_the_division_is_said_once(worlds, capsys):
+    world, free = worlds("lanes", None), [20, 40, 0, 40][:RANKS]
+    capsys.readouterr()
+    optimizer, _ = by_memory(world, net(), SGD, free, stage=1)
+    optimizer.close()
+    parts = ", ".join(f"{100 * nbytes / sum(free):.3g}" for nbytes in free)
+    said = f"mntrain: zero: shards by memory: ranks have {parts} %\n"
+    assert capsys.readouterr().err == (said if RANK == 0 else "")
+
+
+def test_what_cannot_be_divided_is_refused(worlds, monkeypatch):
+    world = worlds("lanes")
+    said = refusal(world.optimizer, net(), SGD, stage=1, shard_by="disk")
+    assert "shard_by 'disk' is unknown: choose equal or memory" in said
+    said = refusal(world.optimizer, net(), SGD, shard_by="memory")
+    assert "has no effect at stage 0: give stage=1 or 2" in said
+    said = refusal(world.optimizer, net(), SGD, stage=1, shard_by=["equal", "memory"][RANK % 2])
+    assert "shard_by differs between ranks" in said
+    known = None if RANK == RANKS - 1 else 10**9
+    monkeypatch.setattr(shard_sizes, "free_memory", lambda device: known)
+    said = refusal(world.optimizer, net(), SGD, stage=1, shard_by="memory")
+    assert f"rank {RANKS - 1}" in said
+    assert "the free memory is unknown here" in said
+
+
+def test_ranks_of_one_host_have_equal_shards(worlds):
+    """What is measured is divided by the ranks of the host, whatever each of them finds."""
+    world = worlds("lanes", 2)
+    optimizer = world.optimizer(net(), SGD, stage=1, shard_by="memory")
+    equal = world.optimizer(net(), SGD, stage=1)
+    assert optimizer._owned.plan == equal._owned.plan
+    optimizer.close()
+    equal.close()

@@ -1,0 +1,72 @@
+"""Weights of shards from the free memory of ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mntrain import rank_info
+from mntrain.run import shard_sizes
+from mntrain.run.shard_sizes import check_shard_by, describe, free_by_rank, weigh
+
+GB = 10**9
+
+
+def places(*words):
+    """Places from words such as "a" for a host, and "a/0" for a GPU of it."""
+    return [SimpleNamespace(host=w.partition("/")[0], gpu=w.partition("/")[2]) for w in words]
+
+
+def test_ranks_share_the_memory_of_their_host():
+    free = [64 * GB, 62 * GB, 30 * GB]  # measured one after the other
+    assert free_by_rank(free, places("a", "a", "b")) == [31 * GB, 31 * GB, 30 * GB]
+
+
+def test_virtual_nodes_of_one_host_share_its_memory():
+    assert free_by_rank([60, 60, 60], places("a", "a", "a")) == [20, 20, 20]
+
+
+def test_each_gpu_counts_and_ranks_that_share_one_have_a_part():
+    free = [80, 40, 38, 24]
+    assert free_by_rank(free, places("a/0", "a/1", "a/1", "b/0")) == [80, 19, 19, 24]
+
+
+def test_a_cgroup_above_its_limit_has_nothing_free():
+    assert free_by_rank([-5, 10], places("a", "b")) == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("free", "slots", "weights"),
+    [
+        ([30 * GB, 10 * GB], [0, 1], [100, 33]),
+        ([30 * GB, 10 * GB], [1, 0], [33, 100]),  # slots are not in the order of ranks
+        ([64 * GB, 64 * GB - 9, 64 * GB + 8], [0, 1, 2], [100, 100, 100]),
+        ([10 * GB, 10, 0], [0, 1, 2], [100, 0, 0]),
+        ([0, 0, 0], [0, 1, 2], [1, 1, 1]),
+        ([7], [0], [100]),
+        ([30, 90, 60, 10], [0, 1, 0, 1], [100, 33]),  # two nodes, each a sharding group
+    ],
+)
+def test_weights_are_percents_of_the_most(free, slots, weights):
+    assert weigh(free, slots) == weights
+
+
+def test_the_line_names_each_ranks_part():
+    assert describe([25, 75], [1, 0]) == "zero: shards by memory: ranks have 75, 25 %"
+    line = describe([1] + [3] * 33, range(34))
+    assert line == "zero: shards by memory: ranks have 1 to 3 %"
+
+
+def test_the_free_memory_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(rank_info, "available_memory", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 + device.index, 80))
+    assert rank_info.free_memory(torch.device("cpu")) == 5
+    assert rank_info.free_memory(torch.device("cuda", 1)) == 8
+
+
+def test_unknown_memory_is_refused_where_it_counts(monkeypatch):
+    monkeypatch.setattr(shard_sizes, "free_memory", lambda device: None)
+    ranks = SimpleNamespace(device=torch.device("cpu"))
+    check_shard_by(ranks, "equal", 1)
+    with pytest.raises(ValueError, match="free memory is unknown here"):
+        check_shard_by(ranks, "memory", 1)
