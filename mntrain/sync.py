@@ -5,7 +5,7 @@ a description to the ranks of a job. Importing this module needs neither torch n
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, field
 from dataclasses import dataclass as plain_dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _MODES = {
     "every": ("local-sgd", "diloco", "streaming", "sparseloco", "auto"),
     "warmup": ("local-sgd", "diloco", "streaming", "sparseloco", "auto"),
+    "max_staleness": ("local-sgd", "diloco", "sparseloco"),
     "outer_lr": ("diloco", "streaming", "sparseloco", "auto"),
     "outer_momentum": ("diloco", "streaming", "auto"),
     "fragments": ("streaming",),
@@ -50,29 +51,42 @@ def _one_of(names: tuple[str, ...]) -> str:
 class LocalSGD:
     """Nodes average their parameters every `every` steps, after `warmup` synchronous ones.
 
+    A round is the steps between two exchanges. With a `max_staleness`, nodes do not wait for each
+    other: one that ends a round goes on while it is exchanged, and waits only for the round that is
+    `max_staleness` rounds older (`zero.stale_rounds`).
+
     Source: post-local SGD (Lin et al., ICLR 2020, arXiv 1808.07217), local SGD (Stich, ICLR 2019,
-    arXiv 1805.09767). Raises ValueError for numbers of steps that cannot be.
+    arXiv 1805.09767). Raises ValueError for numbers that cannot be.
     """
 
     every: int
     warmup: int = 0
+    max_staleness: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("warmup", 0)):
+        for name, least, unit in (
+            ("every", 1, "steps"),
+            ("warmup", 0, "steps"),
+            ("max_staleness", 0, "rounds"),
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}: give a number of steps, at least {least}")
+                raise ValueError(f"{name} is {value!r}: give a number of {unit}, at least {least}")
 
     def bind(
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
     ) -> "SyncSchedule":
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
-        return self._schedule()(world, node, cross, sharded=stage > 0, **asdict(self))
+        options = asdict(self)
+        if not self.max_staleness:
+            del options["max_staleness"]
+        return self._schedule()(world, node, cross, sharded=stage > 0, **options)
 
     def _schedule(self) -> "type[LocalSGDSchedule]":
         from zero.local_sgd import LocalSGDSchedule
+        from zero.stale_rounds import StaleSchedule
 
-        return LocalSGDSchedule
+        return StaleSchedule if self.max_staleness else LocalSGDSchedule
 
 
 @plain_dataclass(frozen=True)
@@ -96,8 +110,9 @@ class DiLoCo(LocalSGD):
 
     def _schedule(self) -> "type[LocalSGDSchedule]":
         from zero.local_sgd import DiLoCoSchedule
+        from zero.stale_rounds import StaleDiLoCoSchedule
 
-        return DiLoCoSchedule
+        return StaleDiLoCoSchedule if self.max_staleness else DiLoCoSchedule
 
 
 @plain_dataclass(frozen=True)
@@ -119,6 +134,11 @@ class StreamingDiLoCo(DiLoCo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_staleness:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness}: StreamingDiLoCo hides exchanges behind "
+                "the next overlap steps instead; give overlap, or another description"
+            )
         if type(self.fragments) is not int or self.fragments < 1:
             raise ValueError(f"fragments is {self.fragments!r}: give a number, at least 1")
         if type(self.overlap) is not int or not 0 <= self.overlap < self.every:
@@ -158,8 +178,9 @@ class SparseLoCo(LocalSGD):
 
     def _schedule(self) -> "type[LocalSGDSchedule]":
         from zero.sparse_loco import SparseLoCoSchedule
+        from zero.stale_rounds import StaleSparseLoCoSchedule
 
-        return SparseLoCoSchedule
+        return StaleSparseLoCoSchedule if self.max_staleness else SparseLoCoSchedule
 
 
 _DESCRIPTIONS: dict[str, type[LocalSGD]] = {
@@ -235,11 +256,25 @@ class SyncConfig:
         description="part of the elements that sparseloco sends. none: 0.015625, 64 of 4096.",
     )
 
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="rounds (of --sync.every steps) by which a node of local-sgd, diloco and "
+        "sparseloco may be ahead of what the others have sent, before it waits for them. 0: every "
+        "node waits in each exchange.",
+    )
+
     @model_validator(mode="after")
     def _check_mode(self) -> "SyncConfig":
+        if self.mode == "streaming" and self.max_staleness:
+            raise ValueError(
+                f"--sync.max-staleness {self.max_staleness}: --sync.mode streaming does without, "
+                "since its exchanges travel while later steps compute; give --sync.overlap, the "
+                "number of these steps, or --sync.mode diloco"
+            )
         for name, modes in _MODES.items():
             value = getattr(self, name)
-            given = value > 0 if name == "warmup" else value is not None
+            given = value > 0 if name in ("warmup", "max_staleness") else value is not None
             if given and self.mode not in modes:
                 raise ValueError(
                     f"--sync.{name.replace('_', '-')} {value}: has no effect in --sync.mode "

@@ -79,8 +79,19 @@ class AveragingOptimizer(ReducingOptimizer):
         self.wait_for_parameters()
 
     @torch.no_grad()
-    def _begin_averaging(self) -> None:
+    def _settle(self) -> None:
+        """Wait for exchanges in flight. Collective, if there are any."""
+        changes = self.schedule.settling_changes()
+        if changes:
+            self.wait_for_parameters()
+            self._owned.sync_from_parameters()
         self.schedule.settle()
+        if changes:
+            self._publish_parameters()
+
+    @torch.no_grad()
+    def _begin_averaging(self) -> None:
+        self._settle()
         self.wait_for_parameters()
         self._owned.sync_from_parameters()
         tensors = self._updated_tensors()

@@ -22,6 +22,14 @@ class Work(Protocol):
         Raises the error of the operation. A second call returns at once.
         """
 
+    def done(self) -> bool:
+        """Return whether what was started has finished. Local; never blocks.
+
+        Then `wait` blocks only for what it starts itself, as that of a chain does. An operation
+        that was asked for progresses while the caller computes. Raises the error by which all
+        communication has ended, if it has.
+        """
+
 
 class Collectives(Protocol):
     """Asynchronous in-place collectives on flat tensors, over a group of ranks.
@@ -94,6 +102,10 @@ class CompletedWork:
 
     def wait(self) -> None:
         """Return at once."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
 
 
 class SingleProcessCollectives:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.codes import Code
 from zero.collectives import Collectives, Work
 from zero.node_means import NodeMeans
 from zero.norms import NonFiniteGradientError
@@ -72,11 +73,12 @@ class OuterSchedule(LocalSGDSchedule):
     """Base class of schedules that keep the parameters after the last exchange.
 
     The difference between them and the parameters now is the outer gradient of a node. The copies
-    have the same bits on all nodes.
+    have the same bits on all nodes. By default an exchange subtracts the mean outer gradient.
     """
 
     # Keys of what else is kept of each tensor; at first zeros.
     _beside: tuple[str, ...] = ()
+    _code: Code | None = None  # of what is sent
 
     def __init__(self, *groups: Collectives, **options: Any) -> None:
         super().__init__(*groups, **options)
@@ -94,6 +96,23 @@ class OuterSchedule(LocalSGDSchedule):
             self._outer[tensor] = {EXCHANGED: copy} | self._zeros(tensor)
         if not equal:  # they were loaded, from a run of another schedule
             self.average([self._outer[tensor][EXCHANGED] for tensor in new])
+
+    def exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Take the outer step. Collective.
+
+        Raises NonFiniteGradientError on all ranks, before anything is sent or kept, if what is to
+        be sent is not finite on any of them.
+        """
+
+        def value(tensor: Tensor) -> Tensor:
+            return self._value(tensor, self._drift(tensor))
+
+        finite = all(is_finite(value(tensor)) for tensor in tensors)
+        FiniteAgreement(self._world, self.replica, finite=finite).check()
+        keep = self._keep if self._code else None
+        for tensor, mean in self._means.of(tensors, value, self._code, keep):
+            self._outer_step(tensor, mean)
+            tensor.copy_(self._outer[tensor][EXCHANGED])
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the parameters after the last exchange, and what else is kept."""
@@ -130,8 +149,20 @@ class OuterSchedule(LocalSGDSchedule):
         self._outer.clear()
 
     def _drift(self, tensor: Tensor) -> Tensor:
-        """Return this node's outer gradient of a tensor."""
+        """Return this node's outer gradient of a tensor: a new one."""
         return self._outer[tensor][EXCHANGED] - tensor
+
+    def _value(self, tensor: Tensor, drift: Tensor) -> Tensor:
+        """Return what this node is to send for a tensor with an outer gradient, which is kept."""
+        return drift
+
+    def _keep(self, tensor: Tensor, left: Tensor) -> None:
+        """Keep what the code of a tensor lacks."""
+        raise NotImplementedError
+
+    def _outer_step(self, tensor: Tensor, mean: Tensor) -> None:
+        """Update the copy of a tensor by the mean of what was sent, which may be overwritten."""
+        self._outer[tensor][EXCHANGED].sub_(mean)
 
 
 class DiLoCoSchedule(OuterSchedule):
@@ -150,23 +181,11 @@ class DiLoCoSchedule(OuterSchedule):
         super().__init__(*groups, **options)
         self._lr, self._momentum = outer_lr, outer_momentum
 
-    def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Take the outer step. Collective.
-
-        Raises NonFiniteGradientError on all ranks, before anything is sent, for outer gradients
-        that are not finite on any of them.
-        """
-        finite = all(is_finite(self._drift(tensor)) for tensor in tensors)
-        FiniteAgreement(self._world, self.replica, finite=finite).check()
-        for tensor, gradient in self._means.of(tensors, self._drift):
-            self._outer_step(tensor, gradient)
-            tensor.copy_(self._outer[tensor][EXCHANGED])
-
-    def _outer_step(self, tensor: Tensor, gradient: Tensor) -> None:
+    def _outer_step(self, tensor: Tensor, mean: Tensor) -> None:
         """Update the copy of a tensor by the mean outer gradient, which is overwritten."""
         exchanged, momentum = self._outer[tensor][EXCHANGED], self._outer[tensor][MOMENTUM]
-        momentum.mul_(self._momentum).add_(gradient)
-        exchanged.add_(gradient.add_(momentum, alpha=self._momentum), alpha=-self._lr)
+        momentum.mul_(self._momentum).add_(mean)
+        exchanged.add_(mean.add_(momentum, alpha=self._momentum), alpha=-self._lr)
 
 
 class FiniteAgreement:
@@ -189,6 +208,13 @@ class FiniteAgreement:
         if not finite:
             self._failed[world.rank] = 1 + replica
         self._work: Work = world.all_reduce(self._failed)
+
+    def passed(self) -> bool:
+        """Return whether all answers have arrived and are yes. Local."""
+        if not self._work.done():
+            return False
+        self._work.wait()
+        return not bool(self._failed.any())
 
     def check(self) -> None:
         """Wait for the answers. Raises NonFiniteGradientError on all ranks if one is no."""

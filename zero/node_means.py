@@ -30,6 +30,10 @@ class Message:
         self.nbytes = nbytes  # that it holds until it has arrived
         self._tensors, self._work, self._mean = tensors, work, mean
 
+    def arrived(self) -> bool:
+        """Return whether `means` waits for no other node. Local."""
+        return self._work.done()
+
     def means(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Wait, and yield each tensor with its mean, which is new and has its shape. Collective."""
         self._work.wait()

@@ -20,6 +20,13 @@ class NonFiniteGradientError(ArithmeticError):
     """The gradient holds an infinity or a NaN. Raised by every rank alike; nothing was updated."""
 
 
+class NonFiniteReplicaError(ArithmeticError):
+    """The gradient of one replica holds an infinity or a NaN. Raised by its ranks alone.
+
+    The others are in other steps (`zero.sync_schedule.SyncSchedule.independent`).
+    """
+
+
 def global_norm(
     collectives: Collectives, shards: Iterable[Tensor], p: float, kernels: Kernels
 ) -> float:
@@ -115,17 +122,19 @@ def find_non_finite(
     shards: Iterable[tuple[str, Tensor]],
     names: Iterable[str],
     check: FiniteCheck,
+    rank: int,
 ) -> str:
     """Describe which parameters are not finite, and on which ranks, alike on all. Collective.
 
     `shards` are the sums over ranks of this rank's shards, with their parameters' names; `names`
-    are those of all parameters, in order. `check` has seen this rank's own gradients.
+    are those of all parameters, in order. `check` has seen this rank's own gradients. `rank` is
+    the number by which the text calls this rank.
     """
     local_names = {name for name, tensor in shards if not bool(tensor.isfinite().all())}
     local_finite = bool(check) if collectives.size > 1 else not local_names
-    reports = gather_objects(collectives, (local_names, local_finite))
-    found = set().union(*(of_rank for of_rank, _ in reports))
-    ranks = ", ".join(str(rank) for rank, (_, finite) in enumerate(reports) if not finite)
+    reports = gather_objects(collectives, (rank, local_names, local_finite))
+    found = set().union(*(of_rank for _, of_rank, _ in reports))
+    ranks = ", ".join(str(other) for other, _, finite in reports if not finite)
     if not found:
         return "finite everywhere, but its powers overflow"
     shown = [name for name in names if name in found]

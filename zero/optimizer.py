@@ -20,7 +20,7 @@ from zero.layout import MIB, Bucket
 from zero.master_weights import OptimizerShard
 from zero.memory import Memory
 from zero.node_levels import NodeLevels
-from zero.norms import NonFiniteGradientError, find_non_finite
+from zero.norms import NonFiniteGradientError, NonFiniteReplicaError, find_non_finite
 from zero.param_groups import Named, check_shard_weights, check_sharding, hyperparameters
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.reduction import StepReduction
@@ -179,6 +179,8 @@ class ZeroOptimizer(AveragingOptimizer):
         A closure is run once before; it computes the loss and runs backward, the same number of
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
         ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`.
+        In a step in which replicas do not wait for each other, one of them alone raises
+        NonFiniteReplicaError, and weights are not compared.
         """
         self._check_not_averaging()
         loss = None
@@ -210,11 +212,12 @@ class ZeroOptimizer(AveragingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices, the hyperparameters and the rest of the state.
 
-        Local, unless a sync schedule has an exchange in flight: then collective, and waits for it.
-        Plain containers and tensors of the optimizer's own memory. The "slices" (`zero.state`) of
-        all ranks together are the whole state; "comm_hook" is of this rank only.
+        Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
+        and applies it if `settling_changes` of the schedule. Plain containers and tensors of the
+        optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
+        state; "comm_hook" is of this rank only.
         """
-        self.schedule.settle()
+        self._settle()
         return {
             "slices": [piece._asdict() for piece in self.slices()],
             "param_groups": self._named_groups(),
@@ -282,12 +285,15 @@ class ZeroOptimizer(AveragingOptimizer):
         self._scale.note_good_step()
 
     def _skip_or_raise(self, norm: float) -> None:
-        """Reduce the loss scale, skip the update, or raise NonFiniteGradientError. Collective."""
+        """Reduce the loss scale, skip the update, or raise for what is not finite. Collective."""
         if not self._scale.shrink() and not self._skips:
+            alone = self.schedule.independent(self._reduction.steps)
+            ranks = self.group if alone else self._collectives
             shards, finite = self._owned.shards(), self._reduction.finite
-            where = find_non_finite(self._collectives, shards, self._named, finite)
+            where = find_non_finite(ranks, shards, self._named, finite, self._collectives.rank)
             self._reduction.end_step(taken=False)
-            raise NonFiniteGradientError(f"the gradient's norm is {norm}: {where}")
+            error = NonFiniteReplicaError if alone else NonFiniteGradientError
+            raise error(f"the gradient's norm is {norm}: {where}")
 
     def _publish(self, *, updated: bool) -> None:
         """Exchange what the schedule asks for, and send updated shards to other ranks. Collective.
@@ -302,7 +308,8 @@ class ZeroOptimizer(AveragingOptimizer):
             self._publish_parameters()
             raise
         nothing = exchanged is Exchanged.NOTHING
-        broadcast_from_rank_0(self.group if nothing else self._collectives, self._buffers)
+        of_replica = nothing or self.schedule.independent(self._reduction.steps)
+        broadcast_from_rank_0(self.group if of_replica else self._collectives, self._buffers)
         self._in_sync = self._in_sync or exchanged is Exchanged.ALL
         if updated or not nothing:
             self._publish_parameters()

@@ -31,6 +31,11 @@ class ReducingOptimizer(ShardedOptimizer):
         return self._reduction.group
 
     @property
+    def steps_taken(self) -> int:
+        """The number of the current step: steps so far, skipped ones included."""
+        return self._reduction.steps
+
+    @property
     def waited_s(self) -> float:
         """Seconds so far in which backward and `step` finished reductions of gradients."""
         return self._reduction.waited_s
@@ -173,12 +178,13 @@ class ReducingOptimizer(ShardedOptimizer):
         """Return the norm of the mean gradient of this rank's group. Collective.
 
         Not finite if that of any group is not, so that all ranks skip or stop together. Raises
-        ValueError on all ranks if no group has a sample.
+        ValueError on all ranks if no group has a sample. Neither if groups are independent.
         """
         shards = [shard for _, shard in self._owned.shards()]
         sharding = self._owned.sharding  # each of the group's has the whole mean
         norm = global_norm(sharding, shards, norm_type, self._kernels) / self._scale.value
-        if self.group.size == self._collectives.size:
+        alone = self.schedule.independent(self._reduction.steps)
+        if alone or self.group.size == self._collectives.size:
             return norm
         totals = torch.tensor([norm, self._reduction.finished_weight], dtype=torch.float64)
         self._collectives.all_reduce(totals).wait()

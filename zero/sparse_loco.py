@@ -4,14 +4,13 @@ Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo"
 2508.15706).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from zero.codes import ChunkCode
 from zero.collectives import Collectives
-from zero.local_sgd import EXCHANGED, FiniteAgreement, OuterSchedule, is_finite
+from zero.local_sgd import EXCHANGED, OuterSchedule
 from zero.state import UNSENT
 
 DECAY = 0.95  # of what was not sent, in each exchange
@@ -34,23 +33,14 @@ class SparseLoCoSchedule(OuterSchedule):
         super().__init__(*groups, **options)
         self._lr, self._code = outer_lr, ChunkCode(density)
 
-    def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Take the outer step. Collective.
+    def _value(self, tensor: Tensor, drift: Tensor) -> Tensor:
+        """Return the outer gradient and what was not sent before: a new tensor."""
+        return drift.add(self._outer[tensor][UNSENT], alpha=DECAY)
 
-        Raises NonFiniteGradientError on all ranks, before anything is sent or kept, if what is to
-        be sent is not finite on any of them.
-        """
-        outer = self._outer
+    def _keep(self, tensor: Tensor, left: Tensor) -> None:
+        """Keep what was not among the largest."""
+        self._outer[tensor][UNSENT].copy_(left)
 
-        def unsent(tensor: Tensor) -> Tensor:
-            return self._drift(tensor).add_(outer[tensor][UNSENT], alpha=DECAY)
-
-        finite = all(is_finite(unsent(tensor)) for tensor in tensors)
-        FiniteAgreement(self._world, self.replica, finite=finite).check()
-
-        def keep(tensor: Tensor, left: Tensor) -> None:
-            outer[tensor][UNSENT].copy_(left)
-
-        for tensor, mean in self._means.of(tensors, unsent, self._code, keep):
-            outer[tensor][EXCHANGED].sub_(mean, alpha=self._lr)
-            tensor.copy_(outer[tensor][EXCHANGED])
+    def _outer_step(self, tensor: Tensor, mean: Tensor) -> None:
+        """Subtract the mean of what was sent from the copy of a tensor."""
+        self._outer[tensor][EXCHANGED].sub_(mean, alpha=self._lr)

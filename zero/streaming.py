@@ -23,6 +23,7 @@ from zero.local_sgd import (
     MOMENTUM,
     DiLoCoSchedule,
     FiniteAgreement,
+    LocalSGDSchedule,
     is_finite,
 )
 from zero.node_means import Message
@@ -111,7 +112,7 @@ class StreamingSchedule(DiLoCoSchedule):
         """
         for fragment in range(self._fragments):
             self._apply(fragment)
-        super(DiLoCoSchedule, self).exchange(tensors)
+        LocalSGDSchedule.exchange(self, tensors)
         for tensor in tensors:
             self._outer[tensor][EXCHANGED].copy_(tensor)
 
@@ -178,7 +179,7 @@ class StreamingSchedule(DiLoCoSchedule):
 
         def value(tensor: Tensor) -> Tensor:
             nonlocal finite
-            sent = self._value(tensor)
+            sent = self._value(tensor, self._drift(tensor))
             finite = is_finite(sent) and finite
             return sent
 
@@ -191,10 +192,9 @@ class StreamingSchedule(DiLoCoSchedule):
         self._sent[fragment] = _Sent(messages, agreement, lost)
         self._note_peak()
 
-    def _value(self, tensor: Tensor) -> Tensor:
-        """Return what this node is to send for a tensor: a new one."""
-        drift = self._drift(tensor)
-        return drift.add_(self._outer[tensor][ERROR]) if self._code else drift
+    def _value(self, tensor: Tensor, drift: Tensor) -> Tensor:
+        """Return the outer gradient, with what codes have lost before."""
+        return drift.add(self._outer[tensor][ERROR]) if self._code else drift
 
     def _receive(self, fragment: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the means of a fragment as they arrive, if it is in flight. Collective."""

@@ -32,7 +32,8 @@ class SyncSchedule:
 
     Decisions about the job are agreed over all ranks in every step, since one group must not end or
     save while another continues. So a step that is not finite in one group is skipped, or raises,
-    on all ranks; and a trainer takes means, signals and save requests over the world.
+    on all ranks; and a trainer takes means, signals and save requests over the world. In steps that
+    are `independent`, nothing is agreed on.
 
     Between exchanges, parameters, buffers and optimizer state differ between sharding groups, which
     are called replicas. The tensors below are those that this rank updates, flat slices or whole
@@ -58,6 +59,14 @@ class SyncSchedule:
         """Return the ranks over which step number `step`, counted from 0, is averaged. Local."""
         raise NotImplementedError
 
+    def independent(self, step: int) -> bool:
+        """Return whether replicas take a step without waiting for each other. Local.
+
+        Then each replica skips the step or raises NonFiniteReplicaError by itself, and buffers are
+        those of its own.
+        """
+        return False
+
     def exchange_due(self, step: int) -> bool:
         """Return whether replicas exchange parameters after a step, also a skipped one. Local."""
         return False
@@ -81,8 +90,13 @@ class SyncSchedule:
     def settle(self) -> None:
         """Wait for exchanges in flight, so that `state` contains them. Collective.
 
-        Their results are applied when they are due. Local if nothing is in flight.
+        Their results are applied when they are due, or at once, as `settling_changes` says. Local
+        if nothing is in flight.
         """
+
+    def settling_changes(self) -> bool:
+        """Return whether `settle` would change the parameters in place. Local."""
+        return False
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, in place, by their means over replicas. Collective."""

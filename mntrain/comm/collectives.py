@@ -15,8 +15,9 @@ from mntrain.comm import algorithms, small_messages
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import BufferPool
 from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext, Verb
+from mntrain.comm.collective_work import CollectiveWork
 from mntrain.comm.device_copy import DeviceCopy
-from mntrain.comm.engine import CollectiveWork, ProgressEngine
+from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.pending import Future, Steps

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.collectives import Work
+
 Copies = Iterable[tuple[Tensor, Tensor]]  # (target, source)
 
 
@@ -89,11 +91,21 @@ class DeviceCopy:
 class StreamOrderedWork:
     """Work whose result is ordered for the caller's stream, but may not be ready for the host.
 
-    `end` returns the event of its end. Each `wait` calls it, and others may call it before.
+    `end` returns the event of its end. Each `wait` calls it, and others may call it before. It
+    waits for the work `before`, if there is one.
     """
 
-    def __init__(self, copier: DeviceCopy, end: Callable[[], torch.cuda.Event]) -> None:
-        self._copier, self._end = copier, end
+    def __init__(
+        self,
+        copier: DeviceCopy,
+        end: Callable[[], torch.cuda.Event],
+        before: Work | None = None,
+    ) -> None:
+        self._copier, self._end, self._before = copier, end, before
+
+    def done(self) -> bool:
+        """Return whether the device has come to the end. Local."""
+        return (self._before is None or self._before.done()) and bool(self._end().query())
 
     def wait(self) -> None:
         """Make the caller's stream wait for the end."""

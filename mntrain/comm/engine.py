@@ -9,7 +9,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,6 @@ from mntrain.comm.forked import call_in_child
 from mntrain.comm.pending import Future, Operation, PendingCollective, Steps, steps_of
 from mntrain.comm.stream import Stream
 from mntrain.comm.ticket import Ticket
-from zero.collectives import Work
 
 T = TypeVar("T")
 STALL_S = 2.0  # without progress, until ranks compare what they call
@@ -167,6 +166,12 @@ class ProgressEngine:
             tasks = (task for s in self.streams for task in (*s.active, *s.queue))
             if any(task.wakes_thread for task in tasks):
                 self._wake.set()
+
+    def progress(self, futures: Iterable[Future[Any]]) -> None:
+        """Let the engine's thread progress futures while nobody waits for them. Local."""
+        for future in futures:
+            future.wakes_thread = True
+        self._wake.set()
 
     def prepare(self, function: Callable[[], object]) -> None:
         """Run a function once on the engine's own thread, before anything else runs there."""
@@ -326,21 +331,3 @@ class ProgressEngine:
             self._busy_since = time.perf_counter()
         elif not busy and self._busy_since is not None:
             self._busy_before_s, self._busy_since = self.busy_s, None
-
-
-class CollectiveWork:
-    """The work of one call: its collectives on the engine, and their last part on the device."""
-
-    def __init__(self, engine: ProgressEngine, futures: Sequence[Future[Work]]) -> None:
-        self._engine, self._futures = engine, futures
-        self._last_parts: list[Work] = []
-
-    def wait(self) -> None:
-        """Return when the result may be used; see `Work.wait`."""
-        start = time.perf_counter()
-        if self._futures:
-            self._last_parts = [future.wait() for future in self._futures]
-            self._futures = ()  # they hold the tensor
-        for work in self._last_parts:
-            work.wait()
-        self._engine.waited_s += time.perf_counter() - start

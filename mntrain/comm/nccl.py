@@ -116,7 +116,7 @@ class NodeFirstCollectives:
 
         if self._one_node:
             finish()
-        return StreamOrderedWork(self._copier, finish)
+        return StreamOrderedWork(self._copier, finish, work)
 
     def _sum_own_lane(self, lanes: Sequence[Tensor]) -> None:
         """Receive this rank's lane from all ranks of the node and add it up in place."""

@@ -84,6 +84,7 @@ class Checkpointing:
         self._warned_of_wait = False
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
+        self.progress = 0  # phases of saves that have begun or ended, the same on all ranks
         self._waited_s = 0.0  # by training
         # From the copy until the files are complete on the disk, in seconds.
         self.longest_s = 0.0
@@ -103,9 +104,16 @@ class Checkpointing:
         due = self._world.master and self._interval.due_now()
         return {"save_due": float(due), "save_ready": float(self._saver.ready())}
 
+    def acts(self, step: int, summed_flags: Mapping[str, float]) -> bool:
+        """Return whether `after_step` communicates, unless an evaluation is the best. Local."""
+        advances = self._saver.saving and summed_flags["save_ready"] >= self._world.size
+        due = bool(summed_flags["save_due"]) or self._interval.due_after(step)
+        return advances or due
+
     def after_step(self, progress: RunProgress, summed_flags: Mapping[str, float]) -> None:
         """Begin a save if one is due, and advance the one that is being written. Collective."""
         if self._saver.saving and summed_flags["save_ready"] >= self._world.size:
+            self.progress += 1
             try:
                 self._report(self._saver.advance(), progress.step)
             except AgreedError as error:
@@ -174,6 +182,7 @@ class Checkpointing:
                 "before was still being written: save less often, or to a faster disk"
             )
         self._saver.begin(progress)
+        self.progress += 1
         end = time.perf_counter()
         self._interval.saved(end - copy_start)
         self._waited_s += end - start

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import METRICS
+from mntrain.ranks import Ranks
 from mntrain.tasks import Loss, Losses, Max, Mean, Metric, loss_of
 from zero.collectives import Collectives, gather_objects
 
@@ -31,6 +32,8 @@ class GlobalMeans:
 
 
 _Kind = Literal["mean", "sum", "max", "addend"]  # an addend of the loss is a mean, too
+# Of one rank and step, by name: the kind, the value, and the items it is over.
+LocalTotals = Mapping[str, tuple[_Kind, float, float]]
 # Value and count of a rank that has seen none.
 _NOTHING: dict[_Kind, tuple[float, float]] = {
     "mean": (0.0, 0.0),
@@ -133,6 +136,44 @@ class MeanAccumulator:
         }
         if values.get("failed"):
             return GlobalMeans(math.nan, {}, 0, values, "")
+
+        def losses() -> list[float]:
+            return gather_objects(group, local.get("loss", _NOTHING["mean"])[0])
+
+        return self._means(reduced, values, losses, where)
+
+    def take(self) -> LocalTotals:
+        """Return this rank's totals, for `combine`, and start anew. Local; waits for the device."""
+        totals, self._totals = self._totals, {}
+        return {n: (totals[n].kind, *numbers) for n, numbers in _numbers(totals).items()}
+
+    def combine(
+        self, by_rank: Sequence[LocalTotals], values: Mapping[str, float], where: str
+    ) -> GlobalMeans:
+        """Return the means over ranks of what `take` has returned on each. Local.
+
+        The same on all ranks, and as `reduce`, beside other `values`. Raises as `reduce`.
+        """
+        kinds = [{name: total[0] for name, total in own.items()} for own in by_rank]
+        self._kinds = self._agree_on_kinds(kinds, where)
+        reduced = {}
+        for name, kind in self._kinds.items():
+            found = [own[name][1:] for own in by_rank if name in own] or [_NOTHING[kind]]
+            numbers = [value for value, _ in found]
+            if kind != "max":
+                numbers = [sum(column) for column in zip(*found, strict=True)]
+            reduced[name] = _decode(kind, iter(numbers), len(found))
+        losses = [own["loss"][1] if "loss" in own else 0.0 for own in by_rank]
+        return self._means(reduced, dict(values), lambda: losses, where)
+
+    def _means(
+        self,
+        reduced: dict[str, tuple[float, float]],
+        values: dict[str, float],
+        losses: Callable[[], list[float]],
+        where: str,
+    ) -> GlobalMeans:
+        """Return means of reduced values and their items; `losses` are those of all ranks."""
         own_loss = reduced.pop("loss", (0.0, 0.0))
         parts = [name for name, kind in self._kinds.items() if kind == "addend"]
         addends = {name: reduced.pop(name) for name in parts} or {"loss": own_loss}
@@ -143,7 +184,7 @@ class MeanAccumulator:
             )
         metrics = {name: value for name, (value, items) in reduced.items() if items}
         loss = sum((value for value, _ in addends.values()), 0.0)
-        nonfinite = "" if math.isfinite(loss) else _find_non_finite(loss, local, group)
+        nonfinite = "" if math.isfinite(loss) else _name_non_finite(loss, losses())
         return GlobalMeans(loss, metrics, int(own_loss[1]), values, nonfinite, addends)
 
     def _agree_on_kinds(
@@ -190,12 +231,9 @@ def _decode(kind: _Kind, sums: Iterator[float], size: int) -> tuple[float, float
     return value / count if count else math.nan, count
 
 
-def _find_non_finite(
-    loss: float, local: Mapping[str, tuple[float, float]], group: Collectives
-) -> str:
-    """Return which ranks' losses are not finite, in words. Collective."""
-    losses = gather_objects(group, local.get("loss", _NOTHING["mean"])[0])
-    culprits = [f"{x} on rank {r}" for r, x in enumerate(losses) if not math.isfinite(x)]
+def _name_non_finite(loss: float, by_rank: Sequence[float]) -> str:
+    """Return which ranks' losses are not finite, in words."""
+    culprits = [f"{x} on rank {r}" for r, x in enumerate(by_rank) if not math.isfinite(x)]
     return ", ".join(culprits) or f"{loss} over all ranks"
 
 
@@ -227,3 +265,15 @@ def differing_ranks(
         expected = max(counts, key=lambda d: (counts[d], d == digests[group[0]]))
         differing += [rank for rank in group if digests[rank] != expected]
     return sorted(differing)
+
+
+def compare_replicas(
+    world: Ranks, model: nn.Module, groups: Sequence[Sequence[int]] | None, step: int
+) -> None:
+    """Raise TrainingStoppedError if ranks of a group, by default all, do not agree. Collective."""
+    if ranks := differing_ranks(world.gather(model_digest(model)), groups):
+        raise TrainingStoppedError(
+            f"after step {step}, the weights differ between ranks: "
+            f"rank {', '.join(map(str, ranks))} against the others",
+            world.rank,
+        )

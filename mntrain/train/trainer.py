@@ -6,8 +6,8 @@ the gradients and means -> update -> report.
 
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -18,18 +18,20 @@ import torch
 from mntrain import device, tasks
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
-from mntrain.metrics.registry import METRICS, StepRecord, StepTimer
+from mntrain.metrics.registry import StepRecord, StepTimer
 from mntrain.run.directory import write_early_end
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.start import init
 from mntrain.train.compiling import uncompiled
-from mntrain.train.consensus import GlobalMeans, MeanAccumulator, differing_ranks, model_digest
+from mntrain.train.consensus import MeanAccumulator, compare_replicas
 from mntrain.train.evaluation import merge_sets
 from mntrain.train.failed_step import FailedStep, non_finite_stops
 from mntrain.train.garbage import frozen_garbage
 from mntrain.train.job import TrainingJob
 from mntrain.train.part_counts import PartCounts
 from mntrain.train.run_saving import RunSaving
+from mntrain.train.step_agreement import make_agreement
+from mntrain.train.step_records import TakenStep, complete_step
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World
 from zero.collectives import Collectives
@@ -74,10 +76,19 @@ class Trainer:
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = MeanAccumulator(world.rank)
         self._counts = PartCounts(job.task, config.task, self._step_group)
-        self._failed_step = FailedStep(world, self._counts, job.optimizer)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saving = RunSaving(world, config, job, self._result)
+        failed_step = FailedStep(world, self._counts, job.optimizer)
+        self._agreement = make_agreement(
+            world,
+            job,
+            self._means,
+            self._local_flags,
+            failed_step=failed_step,
+            save=self._saving.last_step,
+        )
+        self._complete = partial(complete_step, job, self._result)
         self._asked_to_stop: str | None = None  # why, by this rank's task
         self._longest_step_s = 0.0
 
@@ -135,32 +146,37 @@ class Trainer:
             start = time.perf_counter()
             try:
                 with non_finite_stops(self._world, step):
-                    result.last, flags = self.train_step(step)
-                self._reporter.step(result.last)
-                self._ask_task(self._job.task.on_step(result.last))
-                result.status = self._status(step, flags)
+                    for record in self.train_step(step):
+                        own = record.step == step
+                        self._report(self._check_and_evaluate(record) if own else record)
+                result.status = self._status(step)
                 if result.status != "running":
                     self._signals.agreed()
                     return
-                with self._world.recorder.phase("checkpoint", step):
-                    self._saving.after_step(result.last, flags)
+                if result.last and result.last.step == step:
+                    with self._world.recorder.phase("checkpoint", step):
+                        self._saving.after_step(result.last, self._agreement.flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
+                with suppress(TrainingStoppedError):
+                    for known in self._agreement.settle():
+                        self._report(self._complete(*known))
                 self._reporter.failed_step(step, str(error))
                 return
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
 
-    def train_step(self, step: int) -> tuple[StepRecord, Mapping[str, float]]:
-        """Take one step, 1 for the first; return its record and the summed flags. Collective.
+    def train_step(self, step: int) -> list[StepRecord]:
+        """Take one step, 1 for the first; return the records that are complete now. Collective.
 
-        Raises TrainingStoppedError or NonFiniteGradientError; an exception before the update is
-        raised when the run is saved as it was before the step. Between the update and the next
-        forward, only checks and evaluations communicate: all else would wait behind the parameters
-        that are being sent.
+        They are of this step, unless nodes do not wait for each other (`mntrain.sync`): then of
+        those that all nodes have taken, which always are this step and those before it if it is one
+        after which all ranks meet. Raises TrainingStoppedError or NonFiniteGradientError; an
+        exception before the update is raised when the run is saved as it was before the step.
+        Between the update and the next forward, only checks and evaluations communicate: all else
+        would wait behind the parameters that are being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        self._failed_step.begin_step()
-        with self._failed_step.caught():
+        with self._agreement.computing():
             with timer("data"):
                 micro_batches = next(self._job.batches)
             with self._job.balancing.computing(step, timer):
@@ -168,14 +184,22 @@ class Trainer:
         with timer("reduce_wait"):
             self._counts.end_step()
             self._optimizer.synchronize()
-            means = self._reduce_means(step)
-        if means.values["failed"]:
-            self._failed_step.end_job(step, self._saving.last_step)
+            self._agreement.before_update(step)
         lr = self._job.schedule.lr
         with timer("optimizer"):
             update = self._update(step)
-        record = self._record(step, lr, means, update, timer)
-        return self._check_and_evaluate(record), means.values
+        samples = self._job.data.batch_size(step)
+        taken = TakenStep(step, lr, samples, update, timer.times())
+        known = self._agreement.after_update(taken)
+        if self._all_meet(step):
+            known += self._agreement.settle()
+        return [self._complete(*values) for values in known]
+
+    def _report(self, record: StepRecord) -> None:
+        """Report a step, and show it to the task. Local."""
+        self._result.last = record
+        self._reporter.step(record)
+        self._ask_task(self._job.task.on_step(record))
 
     def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> None:
         """Accumulate gradients and means over micro-batches. Collective.
@@ -203,26 +227,12 @@ class Trainer:
         self._means.add_loss(loss)
         return loss
 
-    def _reduce_means(self, step: int) -> GlobalMeans:
-        """Return the step's means over all ranks, and the sums of their flags. Collective.
-
-        Raises TrainingStoppedError if the loss is not finite, unless such steps are skipped.
-        """
-        group = self._world.collectives  # under any sync schedule: all ranks end and save together
-        means = self._means.reduce(group, f"in step {step}", self._local_values())
-        precision = self._job.precision
-        skips = self._config.optim.non_finite == "skip" or precision.loss_scale == "dynamic"
-        if means.nonfinite and not skips:
-            raise self._stopped(f"in step {step}, the loss is {means.nonfinite}")
-        self._job.balancing.after_reduction(step)
-        return means
-
-    def _local_values(self) -> dict[str, float]:
-        """Return this rank's flags and metrics that are reduced over ranks in every step. Local."""
+    def _local_flags(self) -> dict[str, float]:
+        """Return this rank's flags, of which ranks agree on the sums. Local."""
         checkpointing = self._job.checkpointing
-        near = self._job.deadline.near(self._longest_step_s, checkpointing.longest_s)
+        longest_s = self._longest_step_s * self._agreement.delay
+        near = self._job.deadline.near(longest_s, checkpointing.longest_s)
         return {
-            "failed": self._failed_step.flag,
             "interrupted": float(self._signals.interrupted),
             "preempted": float(self._signals.preempted or near),
             "asked_to_stop": float(self._asked_to_stop is not None),
@@ -238,41 +248,30 @@ class Trainer:
         self._job.schedule.after_step()
         return update
 
-    def _record(
-        self, step: int, lr: float, means: GlobalMeans, update: StepResult, timer: StepTimer
-    ) -> StepRecord:
-        """Count the step, warn if it was not finite, and return its record. Local."""
-        if means.nonfinite:
-            self._reporter.warn(f"in step {step}, the loss is {means.nonfinite}")
-        if update.skipped:
-            norm = update.grad_norm
-            self._reporter.warn(f"step {step} was skipped: the gradient's norm is {norm}")
-        times: dict[str, Any] = timer.times()
-        seconds = times["step_s"]
-        self._result.add(means.count, seconds, skipped=update.skipped)
-        reduced: dict[str, Any] = {n: value for n, value in means.values.items() if n in METRICS}
-        return StepRecord(
-            step=step,
-            loss=means.loss,
-            lr=lr,
-            grad_norm=None if update.skipped else update.grad_norm,
-            clip_coef=None if update.skipped else update.clip_coef,
-            clipped_norm=None if update.skipped else update.clipped_norm,
-            samples=self._job.data.batch_size(step),
-            tokens_per_s=means.count / seconds,
-            metrics=self._job.task.derive(means.loss, means.metrics),
-            skipped=update.skipped,
-            **times,
-            **reduced,
+    def _all_meet(self, step: int) -> bool:
+        """Return whether all ranks need each other after a step, alike on all of them."""
+        flags = self._agreement.flags
+        return (
+            step == self._job.last_step
+            or self._evaluates(step)
+            or _due(self._config.train.check_every, step)
+            or any(flags[name] for name in ("interrupted", "preempted", "asked_to_stop"))
+            or self._job.checkpointing.acts(step, flags)
         )
+
+    def _evaluates(self, step: int) -> bool:
+        """Return whether there is an evaluation after a step."""
+        train = self._config.train
+        due = step == train.steps or _due(train.eval_every, step)
+        return due and bool(self._job.data.validation_sets)
 
     def _check_and_evaluate(self, record: StepRecord) -> StepRecord:
         """Compare the replicas and evaluate, if due after this step. Collective."""
-        train = self._config.train
-        if _due(train.check_every, record.step):
-            self._check_replicas(record.step)
-        due = record.step == train.steps or _due(train.eval_every, record.step)
-        if not (due and self._job.data.validation_sets):
+        if _due(self._config.train.check_every, record.step):
+            self._optimizer.wait_for_parameters()
+            groups = None if self._optimizer.in_sync else self._world.topology.nodes
+            compare_replicas(self._world, self._model, groups, record.step)
+        if not self._evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
             loss, metrics = self.evaluate()
@@ -316,18 +315,9 @@ class Trainer:
         whole = self._optimizer.group.size == self._world.size
         return self._world.collectives if whole else self._world.node_collectives
 
-    def _check_replicas(self, step: int) -> None:
-        """Raise TrainingStoppedError if ranks, or those of a node, do not agree. Collective."""
-        self._optimizer.wait_for_parameters()
-        groups = None if self._optimizer.in_sync else self._world.topology.nodes
-        if ranks := differing_ranks(self._world.gather(model_digest(self._model)), groups):
-            raise self._stopped(
-                f"after step {step}, the weights differ between ranks: "
-                f"rank {', '.join(map(str, ranks))} against the others"
-            )
-
-    def _status(self, step: int, flags: Mapping[str, float]) -> str:
+    def _status(self, step: int) -> str:
         """Return the status of the job after a step, "running" if it goes on."""
+        flags = self._agreement.flags
         if step == self._config.train.steps:
             return "completed"
         if step == self._job.last_step:

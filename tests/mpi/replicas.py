@@ -30,6 +30,18 @@ def digests(world, model):
     return world.gather(model_digest(model))
 
 
+def coded(code, values):
+    """What the code of one node's values stands for."""
+    left, written = (
+        values.flatten().clone(),
+        torch.zeros(code.nbytes(values.numel()), dtype=torch.uint8),
+    )
+    total = torch.zeros_like(left)
+    code.encode(left, written)
+    code.decode(written, total)
+    return total.view(values.shape)
+
+
 def run(world, folder, stage, sync, steps, *, every=0, now=None):
     """Continue the run in a folder, or begin it; return its model, after `steps` steps."""
     model = net(torch.bfloat16 if stage == 1 else torch.float64)  # with master weights at stage 1

@@ -11,7 +11,7 @@ import torch
 from models import Tiny, net
 from mpi4py import MPI
 from oracle import ADAMW, Alone, assert_parity, init, loss_of, mine, samples
-from replicas import NODE, NODES, PER_NODE, RANK, assert_close, digests, run, take_step
+from replicas import NODE, NODES, PER_NODE, RANK, assert_close, coded, digests, run, take_step
 from torch import nn
 from worlds import RANKS
 
@@ -53,18 +53,6 @@ def make(world):
     yield make
     for optimizer in made:
         optimizer.close()
-
-
-def coded(code, values):
-    """What the code of one node's values stands for."""
-    left, written = (
-        values.flatten().clone(),
-        torch.zeros(code.nbytes(values.numel()), dtype=torch.uint8),
-    )
-    total = torch.zeros_like(left)
-    code.encode(left, written)
-    code.decode(written, total)
-    return total.view(values.shape)
 
 
 class Replicas:

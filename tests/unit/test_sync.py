@@ -34,6 +34,11 @@ def description(*words):
             StreamingDiLoCo(9, 0, 0.7, 0.5, 2, 0, 0.0, 32),
         ),
         ("sparseloco --sync.every 30 --sync.warmup 7", SparseLoCo(30, 7, 1.0, 0.015625)),
+        ("local-sgd --sync.every 5 --sync.max-staleness 1", LocalSGD(5, max_staleness=1)),
+        ("diloco --sync.every 5 --sync.max-staleness 2", DiLoCo(5, max_staleness=2)),
+        ("diloco --sync.every 5 --sync.max-staleness 0", DiLoCo(5)),
+        ("sparseloco --sync.every 5 --sync.max-staleness 3", SparseLoCo(5, max_staleness=3)),
+        ("streaming --sync.every 5 --sync.max-staleness 0", StreamingDiLoCo(5)),
         (
             "sparseloco --sync.every 30 --sync.density 0.1 --sync.outer-lr 0.8",
             SparseLoCo(30, 0, 0.8, 0.1),
@@ -77,6 +82,25 @@ def test_options_describe_the_exchange(words, expected):
         (
             "sparseloco --sync.every 5 --sync.outer-momentum 0.9",
             "--sync.outer-momentum 0.9: has no effect in --sync.mode sparseloco",
+        ),
+        (
+            "every-step --sync.max-staleness 2",
+            "--sync.max-staleness 2: has no effect in --sync.mode every-step; give --sync.mode "
+            "local-sgd, diloco or sparseloco, or leave it out",
+        ),
+        (
+            "auto --sync.max-staleness 2",
+            "--sync.max-staleness 2: has no effect in --sync.mode auto",
+        ),
+        (
+            "streaming --sync.every 5 --sync.max-staleness 2",
+            "--sync.max-staleness 2: --sync.mode streaming does without, since its exchanges "
+            "travel while later steps compute; give --sync.overlap, the number of these steps, or "
+            "--sync.mode diloco",
+        ),
+        (
+            "diloco --sync.every 5 --sync.max-staleness -1",
+            "--sync.max-staleness: Input should be greater than or equal to 0",
         ),
         ("streaming --sync.every 5 --sync.bits 8", "--sync.bits 8: give 4 or 32"),
         ("streaming --sync.every 5 --sync.mix 1", "--sync.mix: Input should be less than 1"),
@@ -128,6 +152,18 @@ def test_by_default_every_step_is_synchronous():
         (lambda: LocalSGD(0), "every is 0: give a number of steps, at least 1"),
         (lambda: LocalSGD(2.5), "every is 2.5: give a number of steps"),
         (lambda: DiLoCo(5, -1), "warmup is -1: give a number of steps, at least 0"),
+        (
+            lambda: LocalSGD(5, max_staleness=-1),
+            "max_staleness is -1: give a number of rounds, at ",
+        ),
+        (
+            lambda: DiLoCo(5, max_staleness=1.0),
+            "max_staleness is 1.0: give a number of rounds, at ",
+        ),
+        (
+            lambda: StreamingDiLoCo(5, max_staleness=1),
+            "max_staleness is 1: StreamingDiLoCo hides exchanges behind the next overlap steps",
+        ),
         (lambda: DiLoCo(5, outer_lr=0), "outer_lr is 0: give a number above 0"),
         (lambda: DiLoCo(5, outer_momentum=1.0), "outer_momentum is 1.0: give a number from 0"),
         (lambda: StreamingDiLoCo(5, fragments=0), "fragments is 0: give a number, at least 1"),

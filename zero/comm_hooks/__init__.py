@@ -145,6 +145,10 @@ class ChainedWork:
             self._current = next(self._steps, None)
         return self._current is not None
 
+    def done(self) -> bool:
+        """Return whether the current collective has finished. Local."""
+        return self._current is None or self._current.done()
+
     def wait(self) -> None:
         """Run all steps."""
         while self.advance():

@@ -117,6 +117,10 @@ class _FutureMean:
         self._bucket: ReducibleBucket | None = bucket
         self._future = future
 
+    def done(self) -> bool:
+        """Return whether the hook has made the mean. Local."""
+        return self._bucket is None or self._future.done()
+
     def wait(self) -> None:
         """Wait for the mean, and write the sum into the bucket."""
         if self._bucket is None:

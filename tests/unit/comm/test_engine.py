@@ -9,6 +9,7 @@ from itertools import cycle
 import pytest
 
 from mntrain.comm.backoff import WaitPolicy, pause
+from mntrain.comm.collective_work import CollectiveWork
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
 
@@ -162,6 +163,35 @@ def test_waiting_for_the_first_operation_leaves_the_thread_asleep(engine):
     time.sleep(0.05)
     assert not second.done
     assert second.wait() == "b"
+
+
+def test_work_that_is_asked_for_progresses_without_a_wait(engine):
+    gate = threading.Event()
+    first = CollectiveWork(engine, [engine.submit(Steps([], "a"), wake=False)])
+    second = CollectiveWork(engine, [engine.submit(Steps([], "b", chunk=gate.is_set), wake=False)])
+    assert not first.done()
+    until(first.done)
+    assert not second.done()
+    gate.set()
+    until(second.done)
+
+
+def test_work_that_was_asked_for_once_progresses_after_waits_for_other_work(engine):
+    gate, stream = threading.Event(), engine.add_stream("other")
+    behind = engine.submit(Steps([], "a", chunk=gate.is_set), wake=False)
+    assert not CollectiveWork(engine, [behind]).done()
+    assert engine.submit(Steps([], "b"), wake=False, stream=stream).wait() == "b"
+    gate.set()
+    until(lambda: behind.done)
+
+
+def test_asking_for_work_raises_the_error_that_has_ended_communication(engine):
+    never = threading.Event()
+    work = CollectiveWork(engine, [engine.submit(Steps([], "a", chunk=never.is_set))])
+    assert not work.done()
+    engine.stop(ValueError("rank 3 has failed"))
+    with pytest.raises(ValueError, match="rank 3 has failed"):
+        work.done()
 
 
 def test_an_operation_that_wakes_nobody_follows_those_in_flight(engine):

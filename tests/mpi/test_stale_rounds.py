@@ -1,0 +1,433 @@
+"""Exchanges that nodes do not wait for, up to a bound, against replicas in one process."""
+
+import copy
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models import net
+from mpi4py import MPI
+from oracle import ADAMW, SGD, init, loss_of, mine, samples
+from replicas import NODE, NODES, PER_NODE, RANK, assert_close, coded, digests, take_step
+from worlds import RANKS
+
+from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
+from mntrain.train.consensus import differing_ranks, model_digest
+from zero import stale_rounds
+from zero.codes import ChunkCode
+from zero.local_sgd import EXCHANGED, DiLoCoSchedule, LocalSGDSchedule
+from zero.norms import NonFiniteGradientError, NonFiniteReplicaError
+from zero.sparse_loco import SparseLoCoSchedule
+from zero.state import UNSENT
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+EVERY, WARMUP, BOUND = 2, 1, 2
+SYNCS = [
+    LocalSGD(EVERY, WARMUP, max_staleness=BOUND),
+    DiLoCo(EVERY, WARMUP, max_staleness=BOUND),
+    SparseLoCo(EVERY, WARMUP, density=0.1, max_staleness=BOUND),
+]
+syncs = pytest.mark.parametrize("sync", SYNCS, ids=["local SGD", "DiLoCo", "SparseLoCo"])
+stages = pytest.mark.parametrize("stage", [0, 1, 2])
+# Rounds for which what has been sent is withheld from a node.
+LAGS = {
+    "at once": [0] * NODES,
+    "at the bound": [BOUND] * NODES,
+    "unlike": [0, *[BOUND] * (NODES - 1)],
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with init(ranks_per_node=PER_NODE) as world:
+        yield world
+
+
+@pytest.fixture
+def make(world):
+    made = []
+
+    def make(model, kind=ADAMW, *, stage=0, **options):
+        # Codes of whole parameters are the same at all stages.
+        whole = {"partition": "parameter"} if stage else {}
+        made.append(
+            world.optimizer(model, kind, overlap_forward=True, **{"stage": stage} | whole | options)
+        )
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.close()
+
+
+def withhold(monkeypatch, lags):
+    """Let rounds arrive when they are sent, or only at the bound, by this rank's node.
+
+    On a node that is to wait, only its first rank says that nothing has arrived.
+    """
+    arrived = not lags[NODE] or RANK % PER_NODE != 0
+    monkeypatch.setattr(stale_rounds._Round, "arrived", lambda self: arrived)
+
+
+class Replicas:
+    """A replica for each node, trained with plain torch in this process, by the formula.
+
+    The exchanged parameters G(k) of all rounds are kept. After round r, a node starts from G(k)
+    minus its own outer gradients of rounds k + 1 to r, with k = r - its lag.
+    """
+
+    def __init__(self, model, kind, sync, lags):
+        self.models = [copy.deepcopy(model) for _ in range(NODES)]
+        self.inner = [kind(model.parameters()) for model in self.models]
+        self.sync, self.lags = sync, lags
+
+    def step(self, step):
+        if step == self.sync.warmup:
+            self.begin()
+        for node, (model, inner) in enumerate(zip(self.models, self.inner, strict=True)):
+            batch = samples(12, step)
+            if step >= self.sync.warmup:
+                batch = tuple(column.chunk(NODES)[node] for column in batch)
+            loss_of(model, batch).backward()
+            inner.step()
+            inner.zero_grad()
+        taken = step - self.sync.warmup + 1
+        if taken > 0 and taken % self.sync.every == 0:
+            self.end_round(self.lags)
+
+    def begin(self):
+        start = [p.detach().clone() for p in self.models[0].parameters()]
+        self.exchanged = [start]
+        self.settled = 0  # rounds that all nodes have
+        self.own = [[] for _ in self.models]  # by node and round
+        self.starts = [start] * NODES
+        self.momentum = [torch.zeros_like(p) for p in start]
+        self.unsent = [[torch.zeros_like(p) for p in start] for _ in self.models]
+
+    @torch.no_grad()
+    def end_round(self, lags):
+        for node, model in enumerate(self.models):
+            pairs = zip(self.starts[node], model.parameters(), strict=True)
+            self.own[node].append([start - p for start, p in pairs])
+        means = [self.mean(index) for index in range(len(self.momentum))]
+        pairs = enumerate(zip(self.exchanged[-1], means, strict=True))
+        self.exchanged.append([self.outer_step(i, before, mean) for i, (before, mean) in pairs])
+        for node, lag in enumerate(lags):
+            self.start_round(node, lag)
+
+    def start_round(self, node, lag):
+        """Set a node's parameters to what it has after the last round, with a lag."""
+        rounds = len(self.own[node])
+        has = max(rounds - lag, self.settled)
+        own = self.own[node][has:]
+        pairs = enumerate(self.exchanged[has])
+        self.starts[node] = [g - sum(changes[i] for changes in own) for i, g in pairs]
+        for p, start in zip(self.models[node].parameters(), self.starts[node], strict=True):
+            p.copy_(start)
+
+    @torch.no_grad()
+    def settle(self):
+        """Let all that is in flight arrive, within a round or between two."""
+        for node, model in enumerate(self.models):
+            since = [s - p for s, p in zip(self.starts[node], model.parameters(), strict=True)]
+            self.settled = len(self.own[node])
+            self.start_round(node, 0)
+            for p, change in zip(model.parameters(), since, strict=True):
+                p.sub_(change)
+
+    def mean(self, index):
+        sent = []
+        for node in range(NODES):
+            value = self.own[node][-1][index]
+            if isinstance(self.sync, SparseLoCo):
+                whole = value + 0.95 * self.unsent[node][index]
+                value = coded(ChunkCode(self.sync.density), whole)
+                self.unsent[node][index] = whole - value
+            sent.append(value)
+        return sum(sent) / NODES
+
+    def outer_step(self, index, before, mean):
+        if isinstance(self.sync, DiLoCo):
+            self.momentum[index] = self.sync.outer_momentum * self.momentum[index] + mean
+            ahead = mean + self.sync.outer_momentum * self.momentum[index]
+            return before - self.sync.outer_lr * ahead
+        return before - getattr(self.sync, "outer_lr", 1.0) * mean
+
+
+def kept(world, optimizer, key):
+    """The outer state under a key, of all ranks of the first node and of this one's. Collective."""
+    optimizer.state_dict()  # waits for what is in flight
+    own = {
+        (piece.name, piece.low): piece.tensors[key].tolist()
+        for piece in optimizer.slices()
+        if key in piece.tensors
+    }
+    everyone = world.gather(own)
+    assert own
+    return everyone[:PER_NODE], everyone[NODE * PER_NODE : (NODE + 1) * PER_NODE]
+
+
+@stages
+@syncs
+@pytest.mark.parametrize("lags", LAGS.values(), ids=LAGS)
+@pytest.mark.parametrize("kind", [ADAMW, pytest.param(SGD, marks=pytest.mark.thorough)])
+def test_nodes_train_as_the_formula_says(world, make, monkeypatch, *, kind, lags, sync, stage):
+    withhold(monkeypatch, lags)
+    model = net()
+    replicas = Replicas(model, kind, sync, lags)
+    optimizer = make(model, kind, sync=sync, stage=stage)
+    for step in range(WARMUP + 5 * EVERY + 1):
+        replicas.step(step)
+        take_step(world, model, optimizer, step)
+        optimizer.wait_for_parameters()
+        assert_close(model, replicas.models[NODE], 1e-9)
+        assert optimizer.in_sync == (step < WARMUP)
+        assert not differing_ranks(digests(world, model), world.topology.nodes)
+    with optimizer.averaged():  # within a round
+        replicas.settle()
+        assert len(set(digests(world, model))) == 1
+        for index, parameter in enumerate(model.parameters()):
+            mean = sum(list(m.parameters())[index].detach() for m in replicas.models) / NODES
+            torch.testing.assert_close(parameter.detach(), mean, rtol=1e-9, atol=1e-9)
+    assert_close(model, replicas.models[NODE], 1e-9)
+    first, own = kept(world, optimizer, EXCHANGED)
+    assert first == own
+    take_step(world, model, optimizer, step + 1)
+    replicas.step(step + 1)
+    optimizer.wait_for_parameters()
+    assert_close(model, replicas.models[NODE], 1e-9)
+    optimizer.exchange()  # between rounds: no outer step beyond those of the rounds
+    replicas.settle()
+    assert optimizer.in_sync
+    assert len(set(digests(world, model))) == 1
+    assert_close(model, replicas.models[0], 1e-9)
+
+
+@stages
+@syncs
+def test_rounds_that_arrive_at_once_are_synchronous_exchanges(
+    world, make, monkeypatch, sync, stage
+):
+    withhold(monkeypatch, LAGS["at once"])
+    plain = replace(sync, max_staleness=0)
+    models = [net(torch.float64) for _ in range(2)]
+    optimizers = [
+        make(model, sync=s, stage=stage) for model, s in zip(models, [plain, sync], strict=True)
+    ]
+    for step in range(WARMUP + 4 * EVERY + 1):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            take_step(world, model, optimizer, step)
+            optimizer.wait_for_parameters()
+        assert_close(*models, 1e-10)
+    for optimizer in optimizers:
+        optimizer.exchange()  # within a round: an exchange of what it has so far
+    assert_close(*models, 1e-10)
+    assert len(set(digests(world, models[1]))) == 1
+
+
+@syncs
+def test_a_bound_of_0_is_the_schedule_that_waits(make, sync):
+    made = make(net(), sync=replace(sync, max_staleness=0)).schedule
+    assert type(made) in (LocalSGDSchedule, DiLoCoSchedule, SparseLoCoSchedule)
+
+
+def wait_for(paths):
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"waits for {paths}"
+        time.sleep(0.01)
+
+
+@stages
+@syncs
+def test_no_node_waits_within_the_bound_and_every_node_waits_at_it(
+    world, make, tmp_path, sync, stage
+):
+    folder = Path(world.gather(str(tmp_path))[0])
+    model = net()
+    optimizer = make(model, sync=sync, stage=stage)
+    steps = iter(range(100))
+
+    def take(count):
+        for _ in range(count):
+            # No collective of the test's own: the last node is behind.
+            dtype = torch.float64
+            loss_of(model, mine(world, samples(12, next(steps), dtype))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    take(WARMUP)
+    ahead = [folder / f"ahead-{rank}" for rank in range(RANKS - PER_NODE)]
+    released = [folder / f"released-{rank}" for rank in range(RANKS - PER_NODE, RANKS)]
+    if NODE < NODES - 1:
+        take(BOUND * EVERY)  # rounds 0 to BOUND - 1, of which the last node has begun none
+        take(EVERY - 1)
+        ahead[RANK].touch()
+        take(1)  # ends round BOUND, and needs round 0 of the last node
+        assert all(path.exists() for path in released)
+        take(EVERY)
+    else:
+        wait_for(ahead)
+        time.sleep(0.3)
+        released[RANK - (RANKS - PER_NODE)].touch()
+        take((BOUND + 2) * EVERY)
+    optimizer.exchange()
+    assert len(set(digests(world, model))) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@syncs
+def test_memory_is_as_expected_if_all_arrives_at_the_bound(world, make, monkeypatch, sync, stage):
+    withhold(monkeypatch, LAGS["at the bound"])
+    model = net(torch.bfloat16 if stage else torch.float64)
+    optimizer = make(model, sync=sync, stage=stage)
+    expected = optimizer.expected_memory()
+    for step in range(WARMUP + (BOUND + 2) * EVERY):
+        take_step(world, model, optimizer, step)
+    measured = optimizer.memory()
+    assert (measured.state, measured.master) == (expected.state, expected.master)
+    waits = make(net(model[0].weight.dtype), sync=replace(sync, max_staleness=0), stage=stage)
+    assert expected.state > waits.expected_memory().state
+
+
+def run(world, folder, stage, sync, steps, *, saved_after=None):
+    """Continue the run in a folder, or begin it; save it once, and go on."""
+    model = net(torch.bfloat16 if stage == 1 else torch.float64)  # with master weights at stage 1
+    optimizer = world.optimizer(model, ADAMW, stage=stage, sync=sync)
+    checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
+    for step in range(checkpoints.restore() + 1, steps + 1):
+        take_step(world, model, optimizer, step)
+        if step == saved_after:
+            checkpoints.save(step, now=True)
+    checkpoints.close()
+    optimizer.wait_for_parameters()
+    return model, optimizer
+
+
+@stages
+@syncs
+@pytest.mark.parametrize("saved_after", [WARMUP + 2 * EVERY, WARMUP + 3 * EVERY + 1])
+def test_a_resumed_job_goes_on_from_what_the_saving_job_went_on_from(
+    tmp_path, monkeypatch, sync, stage, saved_after
+):
+    withhold(monkeypatch, LAGS["unlike"])
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    final = []
+    for saves in (saved_after, None):
+        with init(ranks_per_node=PER_NODE) as world:
+            last = WARMUP + 5 * EVERY + 1
+            model, optimizer = run(world, folder, stage, sync, last, saved_after=saves)
+            unsent = kept(world, optimizer, UNSENT) if isinstance(sync, SparseLoCo) else None
+            final.append((world.gather(model_digest(model)), unsent))
+    assert final[0] == final[1]
+    assert len(set(final[0][0])) == NODES
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    "then",
+    [None, DiLoCo(3), *(pytest.param(sync, marks=pytest.mark.thorough) for sync in SYNCS)],
+    ids=str,
+)
+@syncs
+def test_a_checkpoint_continues_on_other_nodes_and_with_other_schedules(
+    tmp_path, monkeypatch, sync, then, stage
+):
+    withhold(monkeypatch, LAGS["unlike"])
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    saved_after = WARMUP + 3 * EVERY + 1
+    with init(ranks_per_node=PER_NODE) as world:
+        model, optimizer = run(world, folder, stage, sync, saved_after, saved_after=saved_after)
+        with optimizer.averaged():
+            mean = copy.deepcopy(model.state_dict())
+    monkeypatch.undo()
+    other = RANKS if PER_NODE == 1 else 1  # one node, or one rank on each
+    with init(ranks_per_node=other) as world:
+        then = then if other == 1 else None
+        model, optimizer = run(world, folder, stage, then, saved_after)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(tensor, mean[name], rtol=0, atol=0)
+        for step in range(saved_after, saved_after + 5):
+            take_step(world, model, optimizer, step)
+        optimizer.exchange()
+        assert len(set(digests(world, model))) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e300])
+@stages
+@syncs
+def test_a_round_that_is_not_finite_is_named_on_all_ranks_after_the_same_step(
+    world, make, sync, stage, value
+):
+    model = net()
+    optimizer = make(model, sync=sync, stage=stage)
+    one = rf"rank \d of node {NODES - 1}"
+    said = f" is not finite in fp32 on {one}(, {one})*, and was not exchanged"
+    weight = next(model.parameters())
+    first = WARMUP + EVERY
+    last = first + BOUND * EVERY
+    for step in range(1, last + 1):
+        loss_of(model, mine(world, samples(12, step))).backward()
+        good = weight.detach().clone()
+        if step == first and NODE == NODES - 1:
+            with torch.no_grad():
+                weight[3, 2] = value
+        fails = pytest.raises(NonFiniteGradientError, match=said)
+        with fails if step == last else nullcontext():
+            optimizer.step()
+        optimizer.wait_for_parameters()
+        with torch.no_grad():
+            weight.copy_(good)
+        optimizer.zero_grad()
+    assert all(torch.isfinite(p).all() for p in model.parameters() if p is not weight)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_is_not_finite_on_one_node_raises_there_alone(world, make, stage):
+    model = net()
+    optimizer = make(model, sync=SYNCS[1], stage=stage)
+    take_step(world, model, optimizer, 0)
+    optimizer.wait_for_parameters()
+    before = model_digest(model)
+    factor = float("nan") if RANK == RANKS - 1 else 1.0
+    (loss_of(model, mine(world, samples(12, 1))) * factor).backward()
+    said = rf"not finite in 0\.weight, .* on rank {RANKS - 1}"
+    last = NODE == NODES - 1
+    with pytest.raises(NonFiniteReplicaError, match=said) if last else nullcontext():
+        optimizer.step()
+    optimizer.wait_for_parameters()
+    assert (model_digest(model) == before) == last
+
+
+def test_a_step_that_one_node_skips_is_taken_by_the_others(world, make):
+    model = net()
+    optimizer = make(model, sync=SYNCS[0], non_finite="skip")
+    for step in range(WARMUP + 2 * EVERY):
+        skips = step == WARMUP + EVERY - 1 and NODE == NODES - 1  # the last of a round
+        (loss_of(model, mine(world, samples(12, step))) * (math.nan if skips else 1)).backward()
+        assert optimizer.step().skipped == skips
+        optimizer.zero_grad()
+    optimizer.exchange()
+    assert len(set(digests(world, model))) == 1
+
+
+def test_buffers_are_those_of_the_node_until_an_exchange(world, make):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)).double()
+    optimizer = make(model, sync=LocalSGD(2, max_staleness=1))
+    buffer = model[0].running_mean
+    for step in range(4):
+        model(mine(world, samples(12, step))[0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    everyone = world.gather(buffer.tolist())
+    assert len({tuple(values) for values in everyone}) == NODES
+    with optimizer.averaged():
+        assert buffer.tolist() == everyone[0]
+    optimizer.exchange()
+    assert buffer.tolist() == everyone[0]
