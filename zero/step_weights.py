@@ -12,12 +12,14 @@ DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
 class BatchSource:
     """A loader: how many batches were drawn from it, and used by a backward of any optimizer.
 
-    Several optimizers learn of its batches, and not each of them uses all.
+    Several optimizers learn of its batches, and not each of them uses all. With `balanced`, ranks
+    get unequal parts, which other loaders do not divide alike.
     """
 
     drawn: int = 0
     used: int = 0  # number of the latest one that was used, from 1
     plan: int = 0  # by which the latest one that was drawn is divided between ranks
+    balanced: bool = False
 
 
 class DrawnBatch(NamedTuple):
@@ -181,8 +183,8 @@ class BatchWeight:
         self._begun, self._weighted = True, False
         if fresh:
             implied = self._stated is None and self._added is None
-            if implied and len({(drawn.own, drawn.total) for drawn in self._drawn}) > 1:
-                raise _ambiguous(self._drawn)
+            if implied:
+                _expect_like(self._drawn)
             self._batch = self._drawn[0]
             if implied and not self._every_micro_batch:
                 self._expect_plan(self._batch.plan)
@@ -256,6 +258,20 @@ class BatchWeight:
     def _begin_mean(self) -> None:
         self._added, self._statements, self._begun, self._plan = None, [], False, None
         self.digest, self.has_digest = 0, False
+
+
+def _expect_like(drawn: Sequence[DrawnBatch]) -> None:
+    """Raise RuntimeError unless batches have one weight: of balanced loaders, on all ranks."""
+    sources = {id(batch.source) for batch in drawn}
+    if len(sources) > 1 and any(batch.source.balanced for batch in drawn):
+        raise RuntimeError(
+            f"batches of {len(sources)} loaders were drawn before this backward, and "
+            "world.shard(balance=True) gives a rank another part of each, so its weight is not "
+            "certain: state the weight by optimizer.share(n), draw from one loader at a time, or "
+            "leave balance out"
+        )
+    if len({(batch.own, batch.total, batch.plan) for batch in drawn}) > 1:
+        raise _ambiguous(drawn)
 
 
 def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:

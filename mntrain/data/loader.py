@@ -109,7 +109,7 @@ class ShardedLoader:
             )
         self._loader, self._context, self._passes = loader, context, passes or Passes()
         self._seed, self._weight = seed, weight
-        self._drawn = BatchSource()
+        self._drawn = BatchSource(balanced=context.balance is not None)
         self._source = _source(loader, context, lists)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)

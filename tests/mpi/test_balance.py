@@ -133,3 +133,89 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         return iter(range(10))
+
+
+class Adversaries:
+    """A generator and a discriminator, whose optimizers learn of the same batches."""
+
+    def __init__(self, optimizer_of):
+        torch.manual_seed(3)
+        self.generator, self.judge = nn.Linear(7, 1).double(), nn.Linear(1, 1).double()
+        self._of_generator = optimizer_of(self.generator)
+        self._of_judge = optimizer_of(self.judge)
+
+    def train(self, batches, cost=0.0):
+        """Take a step of the discriminator for each batch, and one of the generator every second.
+
+        Noise is a column of the data, so that it does not depend on the rank. Return sizes.
+        """
+        sizes = []
+        for number, batch in enumerate(batches):
+            noise, real = (column.double() for column in batch)
+            time.sleep(cost * len(noise))
+            fake = self.generator(noise)
+            for samples, sign in ((real, -1.0), (fake.detach(), 1.0)):
+                with contextlib.nullcontext() if sign > 0 else self._accumulation():
+                    nn.functional.softplus(sign * self.judge(samples)).mean().backward()
+            self._step(self._of_judge)
+            if number % 2:
+                nn.functional.softplus(-self.judge(fake)).mean().backward()
+                self._step(self._of_generator)
+            sizes.append(len(noise))
+        return sizes
+
+    def _accumulation(self):
+        return getattr(self._of_judge, "no_sync", contextlib.nullcontext)()
+
+    def _step(self, optimizer):
+        optimizer.step()
+        for each in (self._of_generator, self._of_judge):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_several_optimizers_weigh_the_same_parts(world, make, stage):
+    reference = make_loader()
+    alone = Adversaries(lambda model: torch.optim.SGD(model.parameters(), lr=0.2))
+    for _ in range(EPOCHS):
+        alone.train(ordered(world, reference))
+    ours = Adversaries(lambda model: make(model, torch.optim.SGD, lr=0.2, stage=stage))
+    slow = world.rank == world.size - 1
+    batches = world.shard(make_loader(), balance=True)
+    sizes = [n for _ in range(EPOCHS) for n in ours.train(batches, 0.01 if slow else 0.0)]
+    last = [of_rank[-1] for of_rank in world.gather(sizes)]
+    assert world.size == 1 or last[-1] < min(last[:-1])
+    for model, other in ((ours.judge, alone.judge), (ours.generator, alone.generator)):
+        for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
+    """Otherwise ranks whose parts happen to be equal would go on, and others fail."""
+    reference, other = make_loader(), make_loader()
+    alone = make_model()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for (x, y), (z, _) in zip(ordered(world, reference), ordered(world, other), strict=True):
+        (nn.functional.mse_loss(alone(x), y) + alone(z).square().mean()).backward()
+        plain.step()
+        plain.zero_grad()
+    model = make_model()
+    first, last = make(model, torch.optim.SGD, lr=0.05), world.rank == world.size - 1
+    loaders = world.shard(make_loader(), balance=True), world.shard(make_loader(), balance=second)
+    for number, ((x, y), (z, _)) in enumerate(zip(*loaders, strict=True)):
+        time.sleep(0.01 * len(x) if last else 0.0)
+        losses = nn.functional.mse_loss(model(x), y), model(z).square().mean()
+        if number == 0 and world.size > 1:
+            with pytest.raises(RuntimeError, match=r"of 2 loaders .* state the weight by"):
+                sum(losses).backward()
+            first.zero_grad()
+            losses = nn.functional.mse_loss(model(x), y), model(z).square().mean()
+        counts = world.sum([len(x), len(z)])
+        own = [world.size * len(c) / n for c, n in zip((x, z), counts, strict=True)]
+        first.share(1)
+        sum(loss * factor for loss, factor in zip(losses, own, strict=True)).backward()
+        first.step()
+        first.zero_grad()
+    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
