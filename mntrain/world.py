@@ -83,7 +83,7 @@ class World(Exchanges):
         self._own_loop = OwnLoop(world, self._optimizers)
         # A method of the proxy would keep the world alive.
         gather = lambda value: world.gather(value)  # noqa: E731, PLW0108 - for this reason
-        waited_s = lambda: parts.collectives.waited_s  # noqa: E731 - stands beside its kin
+        waited_s = lambda: world.waited_s  # noqa: E731 - stands beside its kin
         self._shards = ShardRegistry(self.rank, self.size, gather, waited_s, self._optimizers)
 
     @cached_property

@@ -12,10 +12,10 @@ class LoaderBalance:
     """The shares of the loaders of a dataset, and the speed of this rank.
 
     A rank's own time is that of its training thread from one request for a batch to the next, but
-    for its waits for tensors of others: `waited_s` returns the seconds of these so far. (Waits in
-    `World.gather` and `barrier` count as its own.) Its speed is the median over batches, since
-    between some of them a loop evaluates or saves. `gather` is collective: every rank's object, by
-    rank. `check` raises ValueError where parts must be equal, when a pass begins.
+    for its waits for others: `waited_s` returns the seconds of these so far. (Those for a future of
+    `World.gather_later` count as its own.) Its speed is the median over batches, since between some
+    of them a loop evaluates or saves. `gather` is collective: every rank's object, by rank. `check`
+    raises ValueError where parts must be equal, when a pass begins.
     """
 
     def __init__(

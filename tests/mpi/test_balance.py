@@ -26,11 +26,13 @@ def make_model():
     return nn.Linear(7, 1)
 
 
-def train(batches, model, optimizer, cost=0.0):
+def train(batches, model, optimizer, cost=0.0, meet=None):
     """Take a step for each batch, each sample of which takes some seconds; return their sizes."""
     sizes = []
     for x, y in batches:
         time.sleep(cost * len(x))
+        if meet is not None:
+            meet()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -103,6 +105,31 @@ def test_speeds_are_kept_for_a_shard_of_each_epoch(world, make):
     first = world.gather(epochs[1][0])
     if world.size > 1:
         assert first[-1] < min(first[:-1])
+
+
+@pytest.mark.parametrize("meeting", ["barrier", "sum", "agreement"])
+def test_waits_for_a_slow_rank_are_not_a_ranks_own_time(world, make, meeting):
+    """Otherwise all ranks would seem to be as slow as the slowest one."""
+    model = make_model()
+    optimizer = make(model, torch.optim.SGD, lr=0.05)
+    slow = world.rank == world.size - 1
+
+    def agree():
+        with world.agreement():
+            pass
+
+    given = {"sum": ([1.0],)}
+    call = agree if meeting == "agreement" else getattr(world, meeting)
+    batches = world.shard(make_loader(), balance=True)
+    sizes = train(
+        batches,
+        model,
+        optimizer,
+        cost=0.01 if slow else 0.0,
+        meet=lambda: call(*given.get(meeting, ())),
+    )
+    last = world.gather(sizes[-1])
+    assert world.size == 1 or last[-1] < min(last[:-1])
 
 
 def test_nodes_that_train_alone_are_refused(world, make):

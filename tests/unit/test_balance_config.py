@@ -71,8 +71,9 @@ def test_the_share_of_a_rank_is_limited_at_stage_2():
     assert most_samples(config, 4) == 16
 
 
-def test_nodes_may_be_meant_to_train_alone_if_there_is_one():
-    config = Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5))
+@pytest.mark.parametrize("sync", [SyncConfig(mode="diloco", every=5), SyncConfig(mode="auto")])
+def test_nodes_may_be_meant_to_train_alone_if_there_is_one(sync):
+    config = Config(balance=THROUGHPUT, sync=sync)
     assert refusal_of_shares(config, 4, nodes=1, stream=False) is None
 
 
