@@ -132,15 +132,6 @@ def test_waits_for_a_slow_rank_are_not_a_ranks_own_time(world, make, meeting):
     assert world.size == 1 or last[-1] < min(last[:-1])
 
 
-def test_nodes_that_train_alone_are_refused(world, make):
-    if len(world.topology.nodes) == 1 or len({len(node) for node in world.topology.nodes}) > 1:
-        pytest.skip("needs nodes of equal numbers of ranks")
-    model = make_model()
-    optimizer = make(model, torch.optim.SGD, lr=0.05, sync=mntrain.sync.DiLoCo(every=5))
-    with pytest.raises(ValueError, match="balance=True with an optimizer that has sync="):
-        train(world.shard(make_loader(), balance=True), model, optimizer)
-
-
 def ordered(world, loader):
     """The whole batches of the next epoch of a loader."""
     return [
@@ -246,3 +237,13 @@ def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
         first.zero_grad()
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nodes_that_train_alone_are_refused(world, make):
+    """The last test of this file: the world keeps the optimizer."""
+    if len(world.topology.nodes) == 1 or len({len(node) for node in world.topology.nodes}) > 1:
+        pytest.skip("needs nodes of equal numbers of ranks")
+    model = make_model()
+    optimizer = make(model, torch.optim.SGD, lr=0.05, sync=mntrain.sync.DiLoCo(every=5))
+    with pytest.raises(ValueError, match="balance=True with an optimizer that has sync="):
+        train(world.shard(make_loader(), balance=True), model, optimizer)
