@@ -39,7 +39,7 @@ def world(worlds):
 
 def combined(words, last):
     """The message for one error of all ranks but the last, and another one of the last."""
-    others = ", ".join(map(str, range(LAST)))
+    others = f"0 to {LAST - 1}" if LAST > 2 else ", ".join(map(str, range(LAST)))
     return f"rank{'s' * (LAST > 1)} {others}: {words}; rank {LAST}: {last}"
 
 
