@@ -267,9 +267,8 @@ class WorldCollectives:
             if node_first is not None:
                 return node_first
             parts = self._device_parts(call, tensor, devices, host_only=host_only)
-        stream = self._stream
         futures = [
-            engine.submit(algorithm(*part), wake=wake, stream=stream, ticket=part[0].ticket)
+            engine.submit(algorithm(*part), wake=wake, stream=self._stream, ticket=part[0].ticket)
             for part in parts
         ]
         return CollectiveWork(engine, futures)
