@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from mntrain.config_types import STRICT, parse_names
+from mntrain.config_types import STRICT, OrNone, parse_names
+
+_OVERHEAD_TARGET = 0.10
+# Options of `BalanceConfig`, their defaults, and the modes in which they have an effect.
+_MODES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "speed": ((), ("throughput", "cadence")),
+    "overhead_target": (_OVERHEAD_TARGET, ("cadence",)),
+    "max_anchor": (None, ("cadence",)),
+}
 
 
 def _parse_speeds(value: Any) -> Any:
@@ -33,27 +41,44 @@ def _parse_speeds(value: Any) -> Any:
 
 @dataclass(frozen=True, config=STRICT)
 class BalanceConfig:
-    """Shares of the batch for ranks of unequal speed."""
+    """The division of work between ranks of unequal speed."""
 
-    mode: Literal["off", "throughput", "auto"] = Field(
+    mode: Literal["off", "throughput", "auto", "cadence"] = Field(
         default="off",
         description="off: equal shares of each batch. throughput: in proportion to the speed of "
         "each rank, measured while training. auto: throughput, if matrix products at the start "
-        "say that it could make training 1.2 times as fast.",
+        "say that it could make training 1.2 times as fast. cadence: whole micro-batches, of which "
+        "the slowest rank has 10 in a step and faster ranks more; --train.batch-size is not used.",
     )
     speed: Annotated[tuple[str, ...], BeforeValidator(_parse_speeds)] = Field(
         default=(),
         description="relative speeds that are known before, as RANK:RATIO; of other ranks 1. They "
         "hold until speeds are measured.",
     )
+    overhead_target: float = Field(
+        default=_OVERHEAD_TARGET,
+        ge=0.01,
+        le=0.50,
+        description="part of the time of computing that communication may take in cadence: the "
+        "slowest rank's number of micro-batches grows or shrinks until it does.",
+    )
+    max_anchor: OrNone[int] = Field(
+        default=None,
+        ge=0,
+        description="largest number of micro-batches of the slowest rank in a step of cadence. 0: "
+        "no limit but the samples of an epoch. none: the largest with which an epoch has 10 steps.",
+    )
 
     @model_validator(mode="after")
     def _check_mode(self) -> "BalanceConfig":
-        if self.speed and self.mode != "throughput":
+        for name, (default, modes) in _MODES.items():
+            value = getattr(self, name)
+            if self.mode in modes or value == default:
+                continue
+            words = " ".join(value) if isinstance(value, tuple) else value
             raise ValueError(
-                f"--balance.speed {' '.join(self.speed)}: has no effect in --balance.mode "
-                f"{self.mode}; "
-                "give --balance.mode throughput, or leave it out"
+                f"--balance.{name.replace('_', '-')} {words}: has no effect in --balance.mode "
+                f"{self.mode}; give --balance.mode {' or '.join(modes)}, or leave it out"
             )
         return self
 

@@ -57,6 +57,7 @@ class World(Exchanges):
         facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
         library: name, thread level and build of the MPI library.
         watchdog: the thread that finds hangs and lost ranks (`mntrain.watch.watchdog`).
+        batch_counts: micro-batches of a step by rank, with --balance.mode cadence; else None.
     """
 
     def __init__(self, comm: "MPI.Intracomm | None", settings: WorldSettings) -> None:
@@ -78,13 +79,11 @@ class World(Exchanges):
         self.algorithm = parts.collectives.choice.algorithm
         self.watchdog, self.recorder = parts.watchdog, parts.recorder
         self.tuning, self.findings = parts.tuning, parts.findings
+        self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
-        # A method of the proxy would keep the world alive.
-        gather = lambda value: world.gather(value)  # noqa: E731, PLW0108 - for this reason
-        waited_s = lambda: world.waited_s  # noqa: E731 - stands beside its kin
-        self._shards = ShardRegistry(self.rank, self.size, gather, waited_s, self._optimizers)
+        self._shards = ShardRegistry(world, self._optimizers)
 
     @cached_property
     def node_collectives(self) -> WorldCollectives:
@@ -177,8 +176,6 @@ class World(Exchanges):
         training thread of every rank iterates over it, and every tenth batch is collective.
         """
         self._parts.engine.check_open()
-        if balance and self.device.type != "cpu":
-            raise ValueError("balance=True: speeds are measured on CPUs only; leave it out")
         return self._shards.shard(loader, seed, weight, lists, balance=balance)
 
     def checkpoints(

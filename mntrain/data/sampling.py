@@ -18,7 +18,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from mntrain.data.permutation import permuted
 from mntrain.data.randomness import SeededDraws, mixed_seed, seed_all
-from mntrain.data.shares import BatchNumber, Shares
+from mntrain.data.shares import BatchNumber
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
@@ -41,6 +41,29 @@ class Position(NamedTuple):
 
 
 BEGIN = Position(0, 0, 0)
+
+
+class BatchParts(Protocol):
+    """The parts of the ranks in a batch, where they are not equal."""
+
+    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
+        """Return the bounds of the ranks' parts of a batch of so many samples."""
+
+
+class StepSamples(Protocol):
+    """The samples of the steps of a job."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of the random draws of samples."""
+
+    def micro_batch_count(self, step: int, rank: int, size: int, micro_batch_size: int) -> int:
+        """Return the number of a rank's micro-batches in a step."""
+
+    def micro_batches(
+        self, step: int, rank: int, size: int, micro_batch_size: int
+    ) -> list[list[int]]:
+        """Return a rank's samples of a step, by micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,7 @@ class SamplingPlan:
     shuffle: bool = True  # False: the dataset's order in every epoch
     drop_last: bool = False
     origin: Position = BEGIN
-    shares: Shares | None = None  # None: equal
+    shares: BatchParts | None = None  # None: equal
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -127,9 +150,8 @@ class SamplingPlan:
     def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of a rank's share in the epoch's order."""
         epoch, start, stop = self._batch_bounds(step)
-        if self.shares is None:
-            bounds = split(stop - start, size)
-        else:
+        bounds: Sequence[int] = split(stop - start, size)
+        if self.shares is not None:
             bounds = self.shares.bounds(stop - start, BatchNumber(0, step))
         return epoch, start + bounds[rank], start + bounds[rank + 1]
 
@@ -187,7 +209,7 @@ class SeededDataset(Dataset[Any]):
 
 
 def batches(
-    dataset: Dataset[Any], plan: SamplingPlan, options: LoaderOptions, steps: range
+    dataset: Dataset[Any], plan: StepSamples, options: LoaderOptions, steps: range
 ) -> Iterator[list[Any]]:
     """Yield, for each step, the list of this rank's collated micro-batches. Local.
 

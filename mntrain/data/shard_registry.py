@@ -1,9 +1,10 @@
 """The sharded loaders of a world."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from mntrain.data.loader import PassesByDataset, ShardedLoader
@@ -13,19 +14,30 @@ from zero.optimizer import ZeroOptimizer
 from zero.step_weights import BatchSource
 
 
-class ShardRegistry:
-    """Makes the shards of a world, whose `optimizers` learn of the batches. Local."""
+class LoaderRanks(Protocol):
+    """The ranks of a job as its loaders see them: a `mntrain.world.World`."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        gather: Callable[..., Any],
-        waited_s: Callable[[], float],
-        optimizers: Sequence[ZeroOptimizer],
-    ) -> None:
-        self._rank, self._size, self._gather, self._optimizers = rank, size, gather, optimizers
-        self._waited_s = waited_s
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for others so far."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective."""
+
+
+class ShardRegistry:
+    """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
+
+    `ranks` may be a weak proxy of the world. Its methods are looked up when they are called: a
+    bound one would keep the world alive.
+    """
+
+    def __init__(self, ranks: LoaderRanks, optimizers: Sequence[ZeroOptimizer]) -> None:
+        self._ranks, self._optimizers = ranks, optimizers
         self._passes = PassesByDataset()
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
@@ -45,6 +57,13 @@ class ShardRegistry:
                 f"loader is of type {type(loader).__name__}: give a torch DataLoader, or another "
                 "iterable of global batches"
             )
+        if not isinstance(balance, bool):
+            raise ValueError(
+                f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
+                "(--balance.mode cadence), since a loop of one's own decides when to step"
+            )
+        if balance and self._ranks.device.type != "cpu":
+            raise ValueError("balance=True: speeds are measured on CPUs only; leave it out")
         if balance and isinstance(getattr(loader, "dataset", None), IterableDataset):
             raise ValueError(
                 "balance=True: the samples of an IterableDataset are divided equally; give a "
@@ -54,12 +73,13 @@ class ShardRegistry:
         shard = self._shards.get(key)
         if shard is None:
             passes = self._passes.of(loader)
-            if balance and self._size > 1 and passes.balance is None:
+            size = self._ranks.size
+            if balance and size > 1 and passes.balance is None:
                 clocks = self._gather, self._waited_s
-                passes.balance = LoaderBalance(self._size, *clocks, self._expect_synchronous)
+                passes.balance = LoaderBalance(size, *clocks, self._expect_synchronous)
             context = ShardContext(
-                self._rank,
-                self._size,
+                self._ranks.rank,
+                size,
                 self._gather,
                 self._expect,
                 self._forget,
@@ -68,6 +88,12 @@ class ShardRegistry:
             shard = ShardedLoader(loader, context, passes, seed=seed, weight=weight, lists=lists)
             self._shards[key] = shard
         return shard
+
+    def _gather(self, value: Any) -> list[Any]:
+        return self._ranks.gather(value)
+
+    def _waited_s(self) -> float:
+        return self._ranks.waited_s
 
     def _expect(self, own: float, total: int, digest: int | None, source: BatchSource) -> None:
         for optimizer in self._optimizers:

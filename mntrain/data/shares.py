@@ -40,6 +40,7 @@ class Pace(NamedTuple):
     samples: int
     seconds: float
     drawn: BatchNumber
+    waits: tuple[float, ...] = ()  # seconds of each step in which it did not compute
 
 
 def share_bounds(
@@ -77,32 +78,57 @@ def _bounds_by_speed(samples: int, speeds: tuple[float, ...], most: int) -> tupl
     return tuple(bounds)
 
 
+def hinted_speeds(size: int, hints: Mapping[int, float]) -> tuple[float, ...]:
+    """Return the relative speeds of all ranks: those of `hints`, by rank, and 1 of others.
+
+    Raises ValueError for a rank that does not exist and for a speed that is not above 0.
+    """
+    for rank, ratio in hints.items():
+        if not 0 <= rank < size:
+            raise ValueError(f"speed {ratio:g} is of rank {rank}: give ranks from 0 to {size - 1}")
+        if not 0 < ratio < math.inf:
+            raise ValueError(f"the speed of rank {rank} is {ratio:g}: give a number above 0")
+    return tuple(float(hints.get(rank, 1.0)) for rank in range(size))
+
+
+class Calibration:
+    """The smoothed speeds of all ranks, and the times at which a plan may follow them."""
+
+    def __init__(self) -> None:
+        self._speeds: tuple[float, ...] | None = None
+        self._since = 0  # batches since a plan could last be revised
+        self._first = True
+
+    def collect(self, paces: Sequence[Pace]) -> tuple[float, ...] | None:
+        """Take the paces of all ranks over an interval; return their speeds if a revision is due.
+
+        In samples per second. The same on all ranks, for the same paces.
+        """
+        self._speeds = smoothed(self._speeds, paces)
+        self._since += INTERVAL
+        if self._speeds is None or self._since < (CALIBRATION if self._first else REVISION):
+            return None
+        self._since, self._first = 0, False
+        return self._speeds
+
+
 class Shares:
     """The shares of all ranks from each batch on. Every rank holds an equal one.
 
-    `hints` are relative speeds that are known before any was measured, by rank; others have 1. They
-    hold until the end of the calibration. `most` limits the samples of a rank. Raises ValueError
-    for a rank that does not exist and for a speed that is not above 0.
+    `hints` are relative speeds that are known before any was measured, by rank. They hold until the
+    end of the calibration. `most` limits the samples of a rank. Raises ValueError for hints that
+    `hinted_speeds` refuses.
     """
 
     def __init__(
         self, size: int, hints: Mapping[int, float] | None = None, *, most: int | None = None
     ) -> None:
-        for rank, ratio in (hints or {}).items():
-            if not 0 <= rank < size:
-                raise ValueError(
-                    f"speed {ratio:g} is of rank {rank}: give ranks from 0 to {size - 1}"
-                )
-            if not 0 < ratio < math.inf:
-                raise ValueError(f"the speed of rank {rank} is {ratio:g}: give a number above 0")
         self.size, self._most = size, most
-        hinted = tuple(float((hints or {}).get(rank, 1.0)) for rank in range(size))
+        hinted = hinted_speeds(size, hints or {})
         self._speeds: list[tuple[float, ...] | None] = [hinted if hints else None]
         self._starts = [BatchNumber(0, 0)]  # of the speeds, in order
         self._drawn = BatchNumber(0, 0)
-        self._measured: tuple[float, ...] | None = None  # smoothed
-        self._since = 0  # batches since the last revision
-        self._calibrated = False
+        self._calibration = Calibration()
 
     @property
     def drawn(self) -> BatchNumber:
@@ -135,19 +161,16 @@ class Shares:
         `samples` is the size of a batch. Returns the first batch with new shares, which no rank has
         drawn yet; None if the shares stay. The same on all ranks, for the same paces.
         """
-        self._measured = smoothed(self._measured, paces)
-        self._since += INTERVAL
-        due = CALIBRATION if not self._calibrated else REVISION
-        if self._measured is None or self._since < due:
+        measured = self._calibration.collect(paces)
+        if measured is None:
             return None
-        self._since, self._calibrated = 0, True
-        now = batch_seconds(samples, self._measured, self._speeds[-1], self._most)
-        then = batch_seconds(samples, self._measured, self._measured, self._most)
+        now = batch_seconds(samples, measured, self._speeds[-1], self._most)
+        then = batch_seconds(samples, measured, measured, self._most)
         if now < GAIN * then:
             return None
         last = max(pace.drawn for pace in paces)
         first = BatchNumber(last.of_pass, last.batch + 1)
-        self._speeds.append(self._measured)
+        self._speeds.append(measured)
         self._starts.append(first)
         return first
 

@@ -137,11 +137,15 @@ class TokenSplits:
         """Return the amount of data, its split, and how often the run passes over it."""
         train, windows = self._config.train, self._split
         valid = "" if self._valid else f" and {len(self._windows) - windows:,} validation"
+        epochs = (
+            f"; {train.steps:,} steps of {train.batch_size} windows are "
+            f"{train.steps * train.batch_size / windows:.3g} epochs"
+        )
+        if self._config.balance.mode == "cadence":
+            epochs = ""  # their batches follow the speeds of ranks
         lines = [
             f"data: {self._data.describe()}",
-            f"{windows:,} training{valid} windows of "
-            f"{self._length} tokens; {train.steps:,} steps of {train.batch_size} windows are "
-            f"{train.steps * train.batch_size / windows:.3g} epochs",
+            f"{windows:,} training{valid} windows of {self._length} tokens{epochs}",
             self._data.sources.describe_skipped(),
             *self._lines,
         ]

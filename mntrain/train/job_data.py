@@ -1,7 +1,7 @@
 """The samples of a job: those of each step, and those of its evaluations."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -9,10 +9,17 @@ from mntrain import tasks
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data import sampling
-from mntrain.data.shares import Shares
+from mntrain.data.cadence import Cadence
+from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.stream_batches import StreamBatches
 from mntrain.train.data_digest import detached
-from mntrain.train.hardware import UNEQUAL, Speeds
+from mntrain.train.division import (
+    choose_cadence,
+    choose_shares,
+    most_samples,
+    refusal_of_shares,
+)
+from mntrain.train.hardware import Speeds
 from mntrain.world import World
 
 
@@ -47,7 +54,7 @@ class JobData:
         )
         size, seed, drop_last = config.train.batch_size, config.run.seed, config.data.drop_last
         self.samples = 0  # of an epoch; 0: of a stream
-        self.full_batch = size  # samples of a step, unless an epoch has fewer left
+        self._batch_size = size
         stream = isinstance(train, IterableDataset)
         nodes = len(world.topology.nodes)
         self.unbalanced = refusal_of_shares(config, world.size, nodes=nodes, stream=stream)
@@ -55,6 +62,7 @@ class JobData:
         if self.unbalanced is None:
             self.gain = speeds.gain(size, most_samples(config, world.size))
         self.shares = choose_shares(config, speeds, self.unbalanced, self.gain)
+        self.cadence: Cadence | None = None
         if isinstance(train, IterableDataset):
             self.stream = StreamBatches(
                 train, self._options, size, seed, drop_last=drop_last, gather=world.gather
@@ -64,6 +72,13 @@ class JobData:
         self.datasets = {"training": self._train, **self.datasets}
         self.samples = len(cast(Sized, self._train))
         origin = _find_origin(resumed, self.samples)
+        self.cadence = choose_cadence(config, world.size, self.samples, origin.step)
+        self._plan: sampling.SamplingPlan | CadenceSampling
+        if self.cadence:
+            self._plan = CadenceSampling(
+                self.cadence, self.samples, seed, drop_last=drop_last, origin=origin
+            )
+            return
         self._plan = sampling.SamplingPlan(
             self.samples,
             size,
@@ -72,6 +87,13 @@ class JobData:
             origin=origin,
             shares=self.shares,
         )
+
+    @property
+    def full_batch(self) -> int:
+        """The number of samples of a step under the latest plan, unless an epoch has fewer left."""
+        if self.cadence:
+            return sum(self.cadence.latest.counts) * self.cadence.micro_batch
+        return self._batch_size
 
     def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`."""
@@ -124,7 +146,8 @@ class JobData:
             return f"data: a stream to train on, and {valid} validation samples"
         epochs = steps / self._plan.steps_per_epoch
         counts = f"{trained:,} training and {valid} validation samples"
-        return f"data: {counts}; {steps} steps are {epochs:.3g} epochs"
+        by_first_plan = " of the first plan" if self.cadence else ""
+        return f"data: {counts}; {steps} steps{by_first_plan} are {epochs:.3g} epochs"
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
@@ -145,72 +168,6 @@ class JobData:
             return self.stream.settle(step)
         _, epoch, offset = self._plan.position(step)
         return epoch, offset
-
-
-class Refusal(NamedTuple):
-    """A reason for equal shares, and what to do about it."""
-
-    reason: str
-    fix: str
-
-
-def refusal_of_shares(config: Config, size: int, *, nodes: int, stream: bool) -> Refusal | None:
-    """Return why shares must be equal on so many ranks; None if they need not."""
-    batch_size, mode = config.train.batch_size, config.sync.mode
-    if stream:
-        return Refusal(
-            "the training data is an IterableDataset, whose samples are divided equally",
-            "give a dataset with __len__ and __getitem__, or leave it out",
-        )
-    if mode != "every-step" and nodes > 1:
-        return Refusal(
-            f"with --sync.mode {mode}, nodes may train alone, and each counts the same in an "
-            "exchange, whatever its samples",
-            "give one of the two",
-        )
-    if batch_size < size:
-        return Refusal(
-            f"--train.batch-size {batch_size} has no sample for each of the {size} ranks",
-            f"give at least {size}",
-        )
-    return None
-
-
-def most_samples(config: Config, size: int) -> int | None:
-    """Return the largest share of one of so many ranks; None if there is no limit.
-
-    At stage 2 each micro-batch is reduced by itself: there are as many as with equal shares.
-    """
-    if config.zero.stage != 2:
-        return None
-    micro = config.train.micro_batch_size
-    return -(-config.train.batch_size // size // micro) * micro
-
-
-def choose_shares(
-    config: Config, speeds: Speeds, refusal: Refusal | None, gain: float
-) -> Shares | None:
-    """Return the shares of ranks of unequal speed; None if they are equal, as on one rank.
-
-    Raises ValueError for speeds of ranks that do not exist, and, unless the choice is automatic, if
-    there is a `refusal`. An automatic choice wants a `gain`.
-    """
-    balance, size = config.balance, len(speeds.flops)
-    if balance.mode == "off":
-        return None
-    if balance.mode == "auto":
-        if refusal or gain < UNEQUAL:
-            return None
-        hints = speeds.relative()
-    elif refusal:
-        raise ValueError(f"--balance.mode {balance.mode}: {refusal.reason}; {refusal.fix}")
-    else:
-        hints = balance.speeds
-    try:
-        shares = Shares(size, hints, most=most_samples(config, size))
-    except ValueError as error:
-        raise ValueError(f"--balance.speed {' '.join(balance.speed)}: {error}") from None
-    return shares if size > 1 else None
 
 
 def _find_origin(resumed: FoundCheckpoint | None, samples: int) -> sampling.Position:

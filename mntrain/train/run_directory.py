@@ -37,12 +37,14 @@ FIXED = (
     "init.freeze",
     "optim.name",
     "train.batch_size",
+    "balance.mode",  # to cadence, and from it: others have the same batches
     "data.drop_last",
     "run.seed",
 )
 # Those of them that --run.allow-change permits, by its words.
 _CHANGEABLE = {
     "train.batch_size": "batch-size",
+    "balance.mode": "batch-size",
     "data.drop_last": "drop-last",
     "run.seed": "seed",
 }
@@ -121,7 +123,7 @@ def check_same_run(
     changes = {
         f"{flag_of(name)} was {before[name]}, and is {value}": _CHANGEABLE.get(name)
         for name, value in now.items()
-        if before[name] != value
+        if before[name] != value and (name != "balance.mode" or "cadence" in (before[name], value))
     }
     known = found.manifest.data.get("values", {})
     changes |= {

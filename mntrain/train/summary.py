@@ -11,6 +11,7 @@ from typing import Any
 
 from mntrain.checks import host
 from mntrain.config import Config
+from mntrain.data.cadence import Cadence
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
@@ -133,7 +134,9 @@ def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:
     """Show how the work is divided, and warn of slow ranks if it is divided equally. Local."""
     data, slow = job.data, job.speeds.slow_ranks(world.places)
     gain = f"up to {data.gain:.1f} times as fast"
-    if config.balance.mode == "auto" and world.size > 1:
+    if data.cadence:
+        _describe_cadence(config, job, data.cadence)
+    elif config.balance.mode == "auto" and world.size > 1:
         if data.shares:
             counts = ", ".join(map(str, data.shares.counts(data.full_batch)))
             choice = f"ranks have {counts} of {data.full_batch} samples, {gain}: {slow}"
@@ -146,6 +149,21 @@ def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:
     elif slow and not data.shares:
         fix = f"; with --balance.mode throughput, training could be {gain}"
         job.reporter.warn(slow + (fix if data.gain >= UNEQUAL else ""))
+
+
+def _describe_cadence(config: Config, job: TrainingJob, cadence: Cadence) -> None:
+    """Show the first plan of a cadence, and warn where it gains little. Local."""
+    counts = ", ".join(map(str, cadence.latest.counts))
+    job.reporter.note(
+        f"balance cadence: at first, ranks have {counts} micro-batches of {cadence.micro_batch} "
+        f"samples in a step, {job.data.full_batch} in all"
+    )
+    if config.zero.stage == 2:
+        job.reporter.warn(
+            "--balance.mode cadence: at stage 2, ranks reduce the gradients of every micro-batch "
+            "together, so faster ranks wait for slower ones; give --zero.stage 1 for less "
+            "communication"
+        )
 
 
 def _describe_resumption(config: Config, job: TrainingJob) -> None:

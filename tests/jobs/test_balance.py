@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from job import completed, losses, losses_alone, metrics, summary, train
+from job import completed, losses, losses_alone, metrics, summary, train, write_corpus
 
 # A language model whose loss takes longer on rank 1, until the step in SLOW_UNTIL.
 SLOW = '''
@@ -141,4 +141,65 @@ def test_what_cannot_be_balanced_is_refused_before_any_work(tmp_path):
     result = train(2, tmp_path, *options)
     assert result.returncode == 2
     assert result.stderr.count("--balance.speed 5:0.5: speed 0.5 is of rank 5") == 1
+    assert not (tmp_path / "run").exists()
+
+
+# SMALL has a batch size, which a cadence does not use: 32 is the default.
+CADENCE = ["--train.steps", "24", "--train.eval-every", "0", "--balance.mode", "cadence"]
+CADENCE += ["--train.batch-size", "32"]
+
+
+def train_very_slow(ranks, folder, *options):
+    """Train with samples that take 40 ms on rank 1, and 10 ms on others."""
+    slow = SLOW.replace("0.06 if slow else 0.012", "0.04 if slow else 0.01")
+    assert slow != SLOW
+    (folder / "slow_task.py").write_text(slow)
+    write_corpus(folder, 3000)
+    task, env = ["--task", "slow_task:Slow"], {"SLOW_UNTIL": "1000"}
+    return completed(train(ranks, folder, *CADENCE, *task, *options, env=env))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, [], marks=pytest.mark.thorough),
+        pytest.param(2, ["--data.workers", "2"], marks=pytest.mark.exhaustive),
+        pytest.param(
+            4,
+            ["--zero.stage", "1", "--comm.ranks-per-node", "2"],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_slow_rank_ends_with_a_quarter_of_the_micro_batches(tmp_path, ranks, options):
+    result = train_very_slow(ranks, tmp_path, *options)
+    plans, records = summary(tmp_path)["cadence"], metrics(tmp_path)
+    first, last = plans[0], plans[-1]
+    assert first == {"step": 1, "anchor": 10, "batch_counts": [10] * ranks, "overhead": None}
+    assert [record["samples"] for record in records[:10]] == [20 * ranks] * 10
+    # They share cores with other jobs, so their speeds are not exactly 4 to 1.
+    fast, slow = last["batch_counts"][0], last["batch_counts"][1]
+    assert 2.5 <= fast / slow <= 5
+    assert 1 <= slow <= 10
+    assert last["step"] > 10
+    assert records[-1]["samples"] == 2 * sum(last["batch_counts"])
+    counts = ", ".join(map(str, last["batch_counts"]))
+    assert f"ranks have {counts} micro-batches of 2 samples in a step" in result.stdout
+    samples = [rank["samples"] for rank in summary(tmp_path)["ranks"]]
+    assert sum(samples) == sum(record["samples"] for record in records)
+    assert "balance.mode throughput would" not in result.stderr
+
+
+@pytest.mark.exhaustive
+def test_stage_2_is_warned_of_and_keeps_its_anchor(tmp_path):
+    result = train_very_slow(2, tmp_path, "--zero.stage", "2")
+    assert result.stderr.count("--balance.mode cadence: at stage 2, ranks reduce") == 1
+    assert {plan["anchor"] for plan in summary(tmp_path)["cadence"]} == {10}
+
+
+def test_a_batch_size_beside_a_cadence_is_refused_before_any_work(tmp_path):
+    result = train(2, tmp_path, "--balance.mode", "cadence")
+    assert result.returncode == 2
+    said = r"--balance.mode cadence: --train.batch-size 8 is not used, .*; leave it out, and give"
+    assert len(re.findall(said, result.stderr)) == 1, result.report()
     assert not (tmp_path / "run").exists()

@@ -5,13 +5,20 @@ import pytest
 from mntrain.balance_config import BalanceConfig
 from mntrain.config import Config, TrainConfig
 from mntrain.sync import SyncConfig
+from mntrain.train.division import (
+    Refusal,
+    choose_cadence,
+    choose_shares,
+    most_samples,
+    refusal_of_shares,
+)
 from mntrain.train.hardware import Speeds
-from mntrain.train.job_data import Refusal, choose_shares, most_samples, refusal_of_shares
 from mntrain.zero_config import ZeroConfig
 
 EQUAL = [1e9] * 4
 STREAM = Refusal("the training data is a stream", "leave it out")
 THROUGHPUT = BalanceConfig(mode="throughput")
+CADENCE = BalanceConfig(mode="cadence", speed=("2:4",))
 
 
 def test_speeds_are_by_rank():
@@ -35,6 +42,30 @@ def test_speeds_are_by_rank():
 def test_wrong_speeds_are_refused(speed, message):
     with pytest.raises(ValueError, match=message):
         BalanceConfig(mode="throughput", speed=speed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overhead_target": 0.009},
+        {"overhead_target": 0.51},
+        {"overhead_target": float("nan")},
+        {"max_anchor": -1},
+        {"mode": "fast"},
+    ],
+)
+def test_wrong_options_of_a_cadence_are_refused(options):
+    with pytest.raises(ValueError, match=next(reversed(options))):
+        BalanceConfig(**{"mode": "cadence", **options})
+    for target in (0.01, 0.5):
+        BalanceConfig(mode="cadence", overhead_target=target, max_anchor=0)
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "throughput"])
+def test_options_of_a_cadence_without_a_use_are_refused(mode):
+    for option, text in ({"max_anchor": 5}, "max-anchor 5"), ({"overhead_target": 0.2}, "target 0"):
+        with pytest.raises(ValueError, match=rf"{text}.*has no effect in --balance\.mode {mode}"):
+            BalanceConfig(mode=mode, **option)
 
 
 @pytest.mark.parametrize("mode", ["off", "auto"])
@@ -77,9 +108,33 @@ def test_nodes_may_be_meant_to_train_alone_if_there_is_one(sync):
     assert refusal_of_shares(config, 4, nodes=1, stream=False) is None
 
 
+def test_a_cadence_is_made_from_the_options():
+    config = Config(balance=CADENCE, train=TrainConfig(micro_batch_size=4))
+    assert refusal_of_shares(config, 40, nodes=1, stream=False) is None  # of 32 samples in a batch
+    assert choose_shares(config, Speeds(EQUAL), None, 2.0) is None
+    cadence = choose_cadence(config, 3, 10**4, 7)
+    assert cadence is not None
+    assert cadence.latest == (7, 10, (10, 10, 40), None)
+    assert cadence.micro_batch == 4
+    assert choose_cadence(Config(balance=THROUGHPUT), 3, 10**4, 7) is None
+    with pytest.raises(ValueError, match=r"--balance\.speed 2:4: speed 4 is of rank 2"):
+        choose_cadence(config, 2, 10**4, 0)
+
+
 @pytest.mark.parametrize(
     ("config", "stream", "message"),
     [
+        (Config(balance=CADENCE), True, "cadence: the training data is an IterableDataset"),
+        (
+            Config(balance=CADENCE, sync=SyncConfig(mode="auto")),
+            False,
+            "--balance.mode cadence: --sync.mode auto exchanges parameters every few steps",
+        ),
+        (
+            Config(balance=CADENCE, train=TrainConfig(batch_size=64)),
+            False,
+            "--train.batch-size 64 is not used, .*; leave it out, and give --train.micro-batch",
+        ),
         (Config(balance=THROUGHPUT), True, "IterableDataset, whose samples are divided equally"),
         (
             Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5)),

@@ -93,6 +93,7 @@ def test_changed_options_are_named_but_not_those_of_the_job():
         ("run", "seed", 5, "seed"),
         ("data", "drop_last", True, "drop-last"),
         ("train", "batch_size", 5, "batch-size"),
+        ("balance", "mode", "cadence", "batch-size"),
     ],
 )
 def test_an_option_changes_only_if_that_is_allowed(section, option, value, word):
@@ -101,6 +102,16 @@ def test_an_option_changes_only_if_that_is_allowed(section, option, value, word)
     with pytest.raises(AgreedError, match=f"Give the same, or --run.allow-change {word}, or"):
         check_same_run(WORLD, found(before), Config(), 7)
     check_same_run(WORLD, found(before), parse(["--run.allow-change", word]), 7)
+
+
+def test_balancing_without_a_cadence_may_change():
+    before = to_json(Config())
+    before["balance"]["mode"] = "throughput"
+    check_same_run(WORLD, found(before), Config(), 7)
+    del before["balance"]  # of an earlier version
+    check_same_run(WORLD, found(before), Config(), 7)
+    with pytest.raises(AgreedError, match=r"--balance\.mode was off, and is cadence"):
+        check_same_run(WORLD, found(before), parse(["--balance.mode", "cadence"]), 7)
 
 
 def test_another_number_of_samples_may_be_allowed():

@@ -18,8 +18,8 @@ from mntrain.config import Config, RunConfig, TrainConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.resources import memory_by_role
 from mntrain.sync import SyncConfig
+from mntrain.train.division import Refusal
 from mntrain.train.hardware import Speeds
-from mntrain.train.job_data import Refusal
 from mntrain.train.summary import JobResult, describe_job, peak_flops, resume_command
 from mntrain.train.sync_auto import AutoSync
 from mntrain.zero_config import ZeroConfig
@@ -108,6 +108,7 @@ def described(
         data=SimpleNamespace(
             stream=stream,
             unbalanced=unbalanced,
+            cadence=None,
             shares=SimpleNamespace(counts=lambda samples: counts) if counts else None,
             gain=gain,
             full_batch=32,

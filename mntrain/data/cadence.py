@@ -1,0 +1,227 @@
+"""Whole micro-batches of each rank between two reductions, for ranks of very unequal speed.
+
+    slowest rank      [    1    ][    2    ] ... [ anchor  ]
+    twice as fast     [ 1  ][ 2  ][ 3  ][ 4  ] ... [2 anchor]      then one reduction, one update
+
+The slowest rank has `anchor` micro-batches in a step, and faster ones proportionally more. A larger
+anchor makes reductions rarer, so that communication takes a smaller part of the time; it also makes
+the batch of a step larger. All ranks derive the same plan from the numbers of all.
+
+Nothing in this module communicates.
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from mntrain.data.shares import (
+    GAIN,
+    SMOOTHING,
+    BatchNumber,
+    Calibration,
+    Pace,
+    hinted_speeds,
+    share_bounds,
+)
+
+FIRST_ANCHOR = 10  # before communication is measured
+AIM = 0.8  # of the overhead target, for which a new anchor is chosen
+WELL_BELOW = 0.5  # of the overhead target, below which the anchor shrinks
+LEAST_CHANGE = 1.2  # ratio of two anchors from which a plan is revised for it
+LEAST_STEPS = 10  # of an epoch, if the largest anchor is automatic
+_MOST = 1 << 40  # micro-batches of a rank, for speeds of any ratio
+
+
+class StepPlan(NamedTuple):
+    """The micro-batches of the ranks in a step, from one step on."""
+
+    first: int  # step, 0 for the first of a run
+    anchor: int
+    counts: tuple[int, ...]  # micro-batches, by rank
+    overhead: float | None = None  # communication / computing that was measured before
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object, with steps counted from 1."""
+        return {
+            "step": self.first + 1,
+            "anchor": self.anchor,
+            "batch_counts": list(self.counts),
+            "overhead": self.overhead,
+        }
+
+
+def micro_batch_counts(anchor: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Return the micro-batches of each rank: `anchor` on the slowest, and at least one.
+
+    Raises ValueError for a speed that is not finite and above 0.
+    """
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise ValueError(f"the speeds of ranks are {speeds}: give finite numbers above 0")
+    slowest = min(speeds)
+    return tuple(max(1, round(min(_MOST, anchor * (speed / slowest)))) for speed in speeds)
+
+
+def efficiency(counts: Sequence[int], speeds: Sequence[float]) -> float:
+    """Return the part of the time in which ranks compute, if they wait only for the last one.
+
+    Weighted by their speeds: 1 if all of them end at the same time.
+    """
+    slowest_s = max(count / speed for count, speed in zip(counts, speeds, strict=True))
+    return sum(counts) / (slowest_s * sum(speeds))
+
+
+def largest_anchor(speeds: Sequence[float], most: int) -> int:
+    """Return the largest anchor with which ranks have `most` micro-batches in all; at least 1."""
+    slowest = min(speeds)
+    anchor = max(1, int(most / sum(speed / slowest for speed in speeds)) + 1)
+    while anchor > 1 and sum(micro_batch_counts(anchor, speeds)) > most:
+        anchor -= 1
+    return anchor
+
+
+def tuned_anchor(
+    anchor: int, speeds: Sequence[float], micro_batch: int, communication_s: float, target: float
+) -> int:
+    """Return an anchor with which communication takes less than `target` of computing.
+
+    `speeds` are in samples per second, and `communication_s` is that of one reduction. The anchor
+    stays where communication takes between half of the target and the target. A smaller one must
+    not make ranks wait for each other because counts are whole numbers.
+    """
+    own_s = micro_batch / min(speeds)
+    overhead = communication_s / (anchor * own_s)
+    if WELL_BELOW * target <= overhead <= target:
+        return anchor
+    wanted = max(1, math.ceil(communication_s / (AIM * target * own_s)))
+    least = min(efficiency(micro_batch_counts(anchor, speeds), speeds), 1 / GAIN)
+    smaller = range(wanted, anchor)
+    good = (a for a in smaller if efficiency(micro_batch_counts(a, speeds), speeds) >= least)
+    return next(good, max(anchor, wanted))
+
+
+class CountedParts:
+    """The parts of a batch that consist of whole micro-batches: of `counts` by rank. Pure."""
+
+    def __init__(self, counts: Sequence[int], micro_batch: int) -> None:
+        self._counts = counts
+        self._bounds = tuple(accumulate((count * micro_batch for count in counts), initial=0))
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of a whole batch."""
+        return self._bounds[-1]
+
+    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
+        """Return the bounds of the ranks' parts; those of an epoch's last batch are smaller."""
+        if samples == self.samples:
+            return self._bounds
+        return share_bounds(samples, len(self._counts), [float(count) for count in self._counts])
+
+
+class Cadence:
+    """The plans of a job by step. Every rank holds an equal one.
+
+    An epoch has `samples`, and a step at most all of them. `target` is the part of computing that
+    communication may take. `max_anchor` limits the anchor: 0 does not, and None lets an epoch have
+    10 steps, if an anchor of 1 does. Without `tunes` the anchor stays at 10, or below at its limit.
+    `hints` are relative speeds that are known before, by rank. Raises ValueError for those that
+    `hinted_speeds` refuses, and for fewer samples than the first step has.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        micro_batch: int,
+        samples: int,
+        *,
+        first: int = 0,
+        target: float,
+        max_anchor: int | None,
+        tunes: bool = True,
+        hints: Mapping[int, float] | None = None,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self._epoch = samples // micro_batch  # micro-batches
+        self._target, self._max_anchor, self._tunes = target, max_anchor, tunes
+        self._calibration = Calibration()
+        self._communication_s: float | None = None  # of a reduction, smoothed
+        self.drawn = first  # the last step of which this rank has asked for its samples
+        speeds = hinted_speeds(size, hints or {})
+        anchor = self._bounded(FIRST_ANCHOR, speeds)
+        least = size if max_anchor is None else sum(micro_batch_counts(anchor, speeds))
+        if self._epoch < least:
+            smaller = "" if max_anchor is None else ", or --balance.max-anchor none"
+            raise ValueError(
+                f"the dataset has {samples} samples, and the first step takes {least} micro-batches"
+                f" of {micro_batch} on {size} ranks: give a smaller --train.micro-batch-size"
+                + smaller
+            )
+        self.plans = [StepPlan(first, anchor, self._counts(anchor, speeds))]
+
+    @property
+    def latest(self) -> StepPlan:
+        """The plan of the last steps."""
+        return self.plans[-1]
+
+    def at(self, step: int) -> StepPlan:
+        """Return the plan of a step."""
+        return self.plans[self.index(step)]
+
+    def index(self, step: int) -> int:
+        """Return the index in `plans` of the plan of a step."""
+        return bisect(self.plans, step, key=lambda plan: plan.first) - 1
+
+    def revise(self, paces: Sequence[Pace]) -> StepPlan | None:
+        """Take the paces of all ranks over an interval, and revise the plan if that is due.
+
+        Returns the new plan, which begins with a step that no rank has drawn yet; None if the plan
+        stays. The same on all ranks, for the same paces.
+        """
+        self._communication_s = _smoothed_seconds(self._communication_s, paces)
+        speeds = self._calibration.collect(paces)
+        if speeds is None or self._communication_s is None:
+            return None
+        now, anchor = self.latest, self.latest.anchor
+        if self._tunes:
+            measured = speeds, self.micro_batch, self._communication_s, self._target
+            anchor = self._bounded(tuned_anchor(anchor, *measured), speeds)
+            if max(anchor, now.anchor) < LEAST_CHANGE * min(anchor, now.anchor):
+                anchor = now.anchor
+        counts = self._counts(anchor, speeds)
+        faster = efficiency(counts, speeds) / efficiency(now.counts, speeds)
+        if counts == now.counts or (anchor == now.anchor and faster < GAIN):
+            return None
+        computing_s = max(c * self.micro_batch / s for c, s in zip(now.counts, speeds, strict=True))
+        first = max(pace.drawn for pace in paces).batch + 1
+        self.plans.append(StepPlan(first, anchor, counts, self._communication_s / computing_s))
+        return self.latest
+
+    def _bounded(self, anchor: int, speeds: Sequence[float]) -> int:
+        """Return the anchor, or the largest one that is allowed."""
+        if self._max_anchor is None:
+            return min(anchor, largest_anchor(speeds, self._epoch // LEAST_STEPS))
+        return min(anchor, self._max_anchor or anchor)
+
+    def _counts(self, anchor: int, speeds: Sequence[float]) -> tuple[int, ...]:
+        """Return the micro-batches of each rank: together at most those of an epoch."""
+        counts = micro_batch_counts(anchor, speeds)
+        if sum(counts) <= self._epoch:
+            return counts
+        bounds = share_bounds(self._epoch, len(speeds), speeds)
+        return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def _smoothed_seconds(before: float | None, paces: Sequence[Pace]) -> float | None:
+    """Return the exponential mean of the seconds that a reduction takes.
+
+    In each step, the rank that waits the least is the last one there: it waits for no other, but
+    for communication alone. Of an interval, it is the median over its steps.
+    """
+    steps = [min(waits) for waits in zip(*(pace.waits for pace in paces), strict=True)]
+    if not steps:
+        return before
+    latest = float(median(steps))
+    return latest if before is None else SMOOTHING * latest + (1 - SMOOTHING) * before

@@ -1,0 +1,273 @@
+"""Jobs whose ranks have different numbers of micro-batches, against torch on the same batches."""
+
+import json
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from mpi4py import MPI
+from oracle import assert_parity
+from torch import nn
+from torch.utils.data import TensorDataset
+from worlds import RANKS, refusal
+
+import mntrain
+from mntrain.balance_config import BalanceConfig
+from mntrain.config import CheckpointConfig, Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
+from mntrain.data.permutation import permuted
+from mntrain.tasks import Loss, Task
+from mntrain.train.own_time import OwnInterval, OwnTime
+from mntrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+SAMPLES, MICRO, STEPS, LR, SEED = 391, 2, 24, 0.05, 7  # epochs end with a part of a step
+TOLERANCE = 1e-12  # in fp64
+
+
+def make_data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(SAMPLES), x, x.sum(1, keepdim=True).sin())
+
+
+def make_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+class Regression(Task):
+    """A regression that remembers its samples, by step and micro-batch."""
+
+    seen: ClassVar[list[list[list[int]]]] = []
+    now: ClassVar[list[list[int]]] = []
+
+    def model(self):
+        return make_model()
+
+    def dataset(self, split):
+        return make_data() if split == "train" else None
+
+    def loss(self, model, batch):
+        index, x, y = batch
+        self.now.append(index.tolist())
+        return Loss(nn.functional.mse_loss(model(x), y), len(x))
+
+    def on_step(self, record):
+        self.seen.append(list(self.now))
+        self.now.clear()
+
+
+def config_of(folder, *, stage=0, stop_after=None, max_anchor=0, speed=(), norm=None):
+    return Config(
+        task=f"{__name__}:Regression",
+        device="cpu",
+        optim=OptimConfig(
+            name="SGD",
+            lr=LR,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_steps=0,
+            max_grad_norm=norm,
+        ),
+        train=TrainConfig(steps=STEPS, micro_batch_size=MICRO, eval_every=0, check_every=5),
+        zero=ZeroConfig(stage=stage),
+        balance=BalanceConfig(mode="cadence", max_anchor=max_anchor, speed=speed),
+        checkpoint=CheckpointConfig(every="1000"),
+        run=RunConfig(dir=folder / "run", seed=SEED, stop_after=stop_after),
+    )
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """Let the last rank seem to take 4 times as long for a sample, and communication 2 s."""
+    take = OwnTime.take_interval
+
+    def as_if(self):
+        measured = take(self)
+        slow = self._world.rank == self._world.size - 1
+        seconds = measured.samples * (1.0 if slow else 0.25)
+        waits = tuple(2.0 if slow else 30.0 for _ in measured.waits)
+        return OwnInterval(measured.samples, {"forward": seconds}, waits)
+
+    monkeypatch.setattr(OwnTime, "take_interval", as_if)
+
+
+@pytest.fixture
+def shared_path(tmp_path):
+    """A folder of this test for all ranks."""
+    return Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+
+
+def order():
+    """The samples of all epochs, without an end."""
+    return (i for epoch in count() for i in permuted(0, SAMPLES, SAMPLES, SEED, epoch).tolist())
+
+
+def train(config, world):
+    """Run the job, which takes all of its steps; return its trainer."""
+    Regression.seen, Regression.now = [], []
+    trainer = Trainer(world, config)
+    Regression.now.clear()  # of the trial of a micro-batch
+    assert trainer.fit() == 0
+    return trainer
+
+
+def records_of(config):
+    text = (config.run.dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def trained_alone(sizes, norm=None):
+    """A model that has taken a step on each batch of these sizes, and the losses."""
+    model, losses, samples = make_model(), [], order()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    _, x, y = make_data().tensors
+    for size in sizes:
+        batch = list(islice(samples, size))
+        loss = nn.functional.mse_loss(model(x[batch]), y[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        if norm:
+            nn.utils.clip_grad_norm_(model.parameters(), norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def expect_parity(world, trainer, config, norm=None):
+    """Compare the weights, the losses and the order of samples with a single process."""
+    records = records_of(config)
+    sizes = [record["samples"] for record in records]
+    reference, losses = trained_alone(sizes, norm)
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-9)
+    assert_parity(world, trainer._model, Alone(reference), TOLERANCE)
+    return sizes
+
+
+class Alone:
+    """What `assert_parity` compares with."""
+
+    def __init__(self, model):
+        self.model = model
+
+
+def expect_order(world, sizes):
+    """Compare the samples of the steps of the last job with the order of all epochs."""
+    by_rank = world.gather(Regression.seen)
+    seen = [
+        [sample for rank in step for micro_batch in rank for sample in micro_batch]
+        for step in zip(*by_rank, strict=True)
+    ]
+    assert [len(step) for step in seen] == sizes[-len(seen) :]
+    expected = list(islice(order(), sum(sizes)))[-sum(sizes[-len(seen) :]) :]
+    assert [sample for step in seen for sample in step] == expected
+    return by_rank
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout"),
+    [
+        pytest.param(0, None, marks=pytest.mark.thorough),
+        pytest.param(1, None, marks=pytest.mark.thorough),
+        pytest.param(2, None, marks=pytest.mark.thorough),
+        pytest.param(0, 2, marks=pytest.mark.thorough),
+        (1, 2),
+        pytest.param(2, 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_weights_are_those_of_one_process_on_the_same_batches(speeds, shared_path, stage, layout):
+    config = config_of(shared_path, stage=stage, norm=0.3)
+    with mntrain.init(ranks_per_node=layout, device="cpu", tune=False) as world:
+        trainer = train(config, world)
+        sizes = expect_parity(world, trainer, config, norm=0.3)
+        by_rank = expect_order(world, sizes)
+        plans = json.loads((config.run.dir / "summary.json").read_text())["cadence"]
+        whole = [len(rank[1]) for rank in by_rank], [len(rank[-1]) for rank in by_rank]
+        assert list(world.batch_counts) == plans[-1]["batch_counts"]
+    assert plans[0] == {"step": 1, "anchor": 10, "batch_counts": [10] * RANKS, "overhead": None}
+    if RANKS > 1:
+        # 10 micro-batches take 20 s on the last rank: communication is 10 % of that.
+        assert plans[1:] == [
+            {"step": 11, "anchor": 10, "batch_counts": [40] * (RANKS - 1) + [10], "overhead": 0.1}
+        ]
+        assert whole[0] == plans[0]["batch_counts"]
+    assert sum(sizes) > SAMPLES
+
+
+@pytest.mark.parametrize(
+    "before",
+    [RANKS, pytest.param(1, marks=[pytest.mark.mpi(min_size=2), pytest.mark.thorough])],
+)
+def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, shared_path, before):
+    after = max(1, RANKS - 1) if before == RANKS else RANKS
+    first = config_of(shared_path, stage=1, stop_after=14)
+    with only(before) as comm:
+        if comm is not None:
+            with mntrain.init(comm, device="cpu", tune=False) as world:
+                train(first, world)
+    second = config_of(shared_path, max_anchor=3, speed=("0:0.5",))
+    with only(after) as comm:
+        if comm is not None:
+            with mntrain.init(comm, device="cpu", tune=False) as world:
+                trainer = train(second, world)
+                sizes = expect_parity(world, trainer, second)
+                assert len(expect_order(world, sizes)[0]) == STEPS - 14
+                plan = json.loads((second.run.dir / "summary.json").read_text())["cadence"][0]
+                counts = [3] + [6] * (after - 1)
+                assert plan == {"step": 15, "anchor": 3, "batch_counts": counts, "overhead": None}
+
+
+@contextmanager
+def only(ranks):
+    """A communicator of the first ranks; None on others, which wait."""
+    comm = MPI.COMM_WORLD.Split(0 if ranks > MPI.COMM_WORLD.rank else MPI.UNDEFINED)
+    yield None if comm == MPI.COMM_NULL else comm
+    waiting = MPI.COMM_WORLD.Ibarrier()
+    while not waiting.Test():
+        time.sleep(0.01)
+    if comm != MPI.COMM_NULL:
+        comm.Free()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": f"{__name__}:Stream"}, "the training data is an IterableDataset"),
+        pytest.param(
+            {"train": TrainConfig(micro_batch_size=500)},
+            f"the dataset has {SAMPLES} samples, and the first step takes",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_what_has_no_cadence_is_refused_before_any_work(shared_path, changes, message):
+    config = replace(config_of(shared_path), **changes)
+    with mntrain.init(device="cpu", tune=False) as world:
+        refused = refusal(Trainer, world, config)
+    assert message in refused
+    assert not config.run.dir.exists()
+
+
+class Stream(Regression):
+    """Numbers without an end."""
+
+    def dataset(self, split):
+        return Endless() if split == "train" else None
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return count()
+
+
+def test_a_cadence_is_of_jobs_alone():
+    with mntrain.init(device="cpu", tune=False) as world:
+        assert world.batch_counts is None
+        with pytest.raises(ValueError, match="give True or False; a cadence is of training jobs"):
+            world.shard([1, 2], balance="cadence")

@@ -1,0 +1,320 @@
+"""Whole micro-batches by speed: how many, when that changes, and which samples they have."""
+
+from itertools import chain, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mntrain.data.cadence import (
+    LEAST_STEPS,
+    Cadence,
+    StepPlan,
+    efficiency,
+    largest_anchor,
+    micro_batch_counts,
+    tuned_anchor,
+)
+from mntrain.data.cadence_sampling import CadenceSampling
+from mntrain.data.permutation import permuted
+from mntrain.data.sampling import BEGIN, Position
+from mntrain.data.shares import INTERVAL, REVISION, BatchNumber, Pace
+
+SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
+
+
+def make(size=2, micro_batch=4, samples=10**6, target=0.1, max_anchor=0, **options):
+    return Cadence(size, micro_batch, samples, target=target, max_anchor=max_anchor, **options)
+
+
+def paces(speeds, communication_s, drawn=0):
+    """An interval in which ranks wait for communication, and the faster ones for the slowest."""
+    waits = [communication_s + 7.0 * (speed > min(speeds)) for speed in speeds]
+    return [
+        Pace(100, 100 / speed, BatchNumber(0, drawn), (wait,) * INTERVAL)
+        for speed, wait in zip(speeds, waits, strict=True)
+    ]
+
+
+# ---- counts by speed ----
+
+
+@pytest.mark.parametrize(
+    ("anchor", "speeds", "counts"),
+    [
+        (10, (4.0, 1.0, 2.0), (40, 10, 20)),
+        (3, (100.0, 100.0), (3, 3)),
+        (1, (1.4, 1.0, 1.6), (1, 1, 2)),
+        (7, (5.0,), (7,)),
+        (10, (1e-3, 1e3), (10, 10**7)),
+        (2, (1e-320, 1e300), (2, 1 << 40)),  # their ratio is no float
+    ],
+)
+def test_counts_are_in_proportion_to_speeds(anchor, speeds, counts):
+    assert micro_batch_counts(anchor, speeds) == counts
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_speed_is_refused(speed):
+    with pytest.raises(ValueError, match="give finite numbers above 0"):
+        micro_batch_counts(10, (1.0, speed))
+
+
+@given(st.integers(1, 50), SPEEDS)
+def test_the_slowest_has_the_anchor_and_nobody_less(anchor, speeds):
+    counts = micro_batch_counts(anchor, speeds)
+    assert counts[speeds.index(min(speeds))] == anchor == min(counts)
+    times = [count / speed for count, speed in zip(counts, speeds, strict=True)]
+    assert max(times) - min(times) <= 1 / min(speeds)
+
+
+@given(SPEEDS, st.integers(1, 10**5))
+def test_the_largest_anchor_is_the_largest(speeds, most):
+    anchor = largest_anchor(speeds, most)
+    assert anchor == 1 or sum(micro_batch_counts(anchor, speeds)) <= most
+    assert sum(micro_batch_counts(anchor + 1, speeds)) > most
+
+
+def test_efficiency_is_the_part_of_time_that_ranks_compute():
+    assert efficiency((40, 10), (4.0, 1.0)) == 1
+    assert efficiency((10, 10), (4.0, 1.0)) == pytest.approx(2 / 5)
+    assert efficiency((3,), (0.1,)) == pytest.approx(1)
+
+
+# ---- the anchor ----
+
+
+@pytest.mark.parametrize(
+    ("anchor", "communication_s", "expected"),
+    [
+        (10, 0.99, 10),  # 10 micro-batches of the slowest rank take 10 s
+        (10, 0.51, 10),
+        (10, 1.01, 13),
+        (10, 40.0, 500),
+        (10, 0.3, 4),
+        (10, 0.0, 1),
+        (1, 0.0, 1),
+        (1, 0.09, 1),
+        (1, 0.11, 2),
+        (2, 0.11, 2),
+    ],
+)
+def test_the_anchor_lets_communication_take_its_part(anchor, communication_s, expected):
+    assert tuned_anchor(anchor, (4.0, 1.0), 1, communication_s, 0.1) == expected
+
+
+@given(
+    st.integers(1, 100), SPEEDS, st.integers(1, 64), st.floats(0, 1e3), st.sampled_from([0.01, 0.5])
+)
+def test_a_tuned_anchor_stays(anchor, speeds, micro_batch, communication_s, target):
+    rest = speeds, micro_batch, communication_s, target
+    tuned = tuned_anchor(anchor, *rest)
+    assert communication_s <= target * tuned * micro_batch / min(speeds) * (1 + 1e-9)
+    if tuned > anchor:
+        assert tuned_anchor(tuned, *rest) == tuned
+    if tuned < anchor:
+        wasted = 1 / efficiency(micro_batch_counts(tuned, speeds), speeds)
+        before = 1 / efficiency(micro_batch_counts(anchor, speeds), speeds)
+        assert wasted <= max(before, 1.05) * (1 + 1e-9)
+
+
+def test_a_smaller_anchor_does_not_make_ranks_wait_for_whole_micro_batches():
+    speeds = (1.45, 1.0)  # 1 and 1 would leave the faster rank idle for a third of the time
+    assert tuned_anchor(10, speeds, 1, 0.0, 0.1) == 2
+    assert micro_batch_counts(2, speeds) == (3, 2)
+
+
+# ---- the plans of a job ----
+
+
+def test_a_plan_follows_the_speeds_behind_what_is_drawn():
+    cadence = make()
+    assert cadence.plans == [StepPlan(0, 10, (10, 10))]
+    # 10 micro-batches of 4 samples take 40 s on rank 1, 8 % of which are communication.
+    plan = cadence.revise(paces((4.0, 1.0), 3.2, drawn=14))
+    assert plan == StepPlan(15, 10, (40, 10), pytest.approx(0.08))
+    assert [cadence.at(step).counts for step in (0, 14, 15, 99)] == [(10, 10)] * 2 + [(40, 10)] * 2
+
+
+def test_the_communication_is_the_wait_of_the_rank_that_waits_least():
+    cadence = make()
+    # 10 micro-batches take 40 s on rank 0, for which rank 1 waits.
+    assert cadence.revise(paces((1.0, 4.0), 8.0)) == StepPlan(1, 25, (25, 100), pytest.approx(0.2))
+
+
+def test_one_long_wait_of_an_interval_changes_nothing():
+    cadence = make()
+    interval = [pace._replace(waits=(500.0, *pace.waits[1:])) for pace in paces((1.0, 1.0), 3.2)]
+    assert cadence.revise(interval) is None
+
+
+def test_speeds_that_are_known_before_hold_until_they_are_measured():
+    cadence = make(hints={1: 0.25})
+    assert cadence.latest.counts == (40, 10)
+    plan = cadence.revise(paces((1.0, 1.0), 3.2))
+    assert plan is not None
+    assert plan.counts == (10, 10)
+
+
+def test_revisions_are_rare_and_noise_moves_nothing():
+    cadence, revised = make(3), []
+    for step in range(INTERVAL, 12 * REVISION, INTERVAL):
+        noise = [1 + 0.03 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(3)]
+        speeds = [fast * by for fast, by in zip((4.0, 1.0, 2.5), noise, strict=True)]
+        if plan := cadence.revise(paces(speeds, 3.0 * noise[0], drawn=step)):
+            revised.append((step, plan.anchor))
+    assert revised == [(10, 10)]
+
+
+def test_a_rank_that_recovers_gets_its_micro_batches_back():
+    cadence = make()
+    cadence.revise(paces((4.0, 1.0), 3.2))
+    for step in range(20, 70, INTERVAL):
+        cadence.revise(paces((4.0, 4.0), 0.8, drawn=step))
+    assert [plan.first for plan in cadence.plans] == [0, 1, 61]
+    fast, recovered = cadence.latest.counts
+    assert recovered <= fast < 1.2 * recovered
+
+
+@pytest.mark.parametrize(
+    ("max_anchor", "anchors"), [(0, (10, 500)), (3, (3, 3)), (20, (10, 20)), (None, (10, 50))]
+)
+def test_the_anchor_stays_below_its_limit(max_anchor, anchors):
+    # An epoch has 1,000 micro-batches: 100 in each of 10 steps.
+    cadence = make(samples=4000, max_anchor=max_anchor)
+    assert cadence.latest.anchor == anchors[0]
+    cadence.revise(paces((1.0, 1.0), 160.0))
+    assert cadence.latest.anchor == anchors[1]
+
+
+def test_an_anchor_at_its_automatic_limit_does_not_follow_noise():
+    # 400 micro-batches in each of 10 steps, in proportion 4 to 1: the largest anchor is 80.
+    cadence = make(samples=16000, max_anchor=None)
+    for step in range(INTERVAL, 12 * REVISION, INTERVAL):
+        noise = 1 + 0.04 * (step // INTERVAL % 3 - 1)
+        cadence.revise(paces((4.0 * noise, 1.0), 500.0, drawn=step))
+    anchors = [plan.anchor for plan in cadence.plans]
+    assert len(anchors) == 2
+    assert anchors[-1] == pytest.approx(80, abs=4)
+
+
+def test_a_step_has_at_most_an_epoch():
+    cadence = make(samples=403, max_anchor=0)  # 100 micro-batches
+    plan = cadence.revise(paces((24.0, 1.0), 3.2))
+    assert plan is not None
+    assert plan.counts == (96, 4)
+
+
+def test_without_tuning_only_counts_change():
+    cadence = make(tunes=False)
+    plan = cadence.revise(paces((2.0, 1.0), 400.0))
+    assert plan is not None
+    assert plan.counts == (20, 10)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3000))
+def test_an_epoch_has_ten_steps_if_it_can(size, micro_batch, samples):
+    if samples // micro_batch < size:
+        with pytest.raises(ValueError, match=rf"{size} micro-batches of {micro_batch} on {size}"):
+            make(size, micro_batch, samples, max_anchor=None)
+        return
+    counts = make(size, micro_batch, samples, max_anchor=None).latest.counts
+    assert len(set(counts)) == 1
+    assert counts[0] == max(1, min(10, samples // micro_batch // LEAST_STEPS // size))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"samples": 79, "max_anchor": 0},
+            "the dataset has 79 samples, and the first step takes 20 micro-batches of 4 on 2 "
+            "ranks: give a smaller --train.micro-batch-size, or --balance.max-anchor none",
+        ),
+        ({"samples": 7, "max_anchor": None}, "takes 2 micro-batches of 4 on 2 ranks: give a small"),
+        ({"hints": {2: 0.5}}, "speed 0.5 is of rank 2: give ranks from 0 to 1"),
+    ],
+)
+def test_what_has_no_first_step_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+    make(samples=80, max_anchor=0)
+
+
+def test_one_rank_has_ten_micro_batches():
+    assert make(1).latest.counts == (10,)
+
+
+# ---- samples ----
+
+
+def order(samples, seed, epochs):
+    """The samples of so many epochs, in their order."""
+    return [i for e in range(epochs) for i in permuted(0, samples, samples, seed, e).tolist()]
+
+
+def drawn(sampling, steps, size, micro_batch):
+    """The samples of each step: of all ranks, in their order; parts have whole micro-batches."""
+    for step in steps:
+        by_rank = [sampling.micro_batches(step, rank, size, micro_batch) for rank in range(size)]
+        for rank, micro_batches in enumerate(by_rank):
+            assert len(micro_batches) == sampling.micro_batch_count(step, rank, size, micro_batch)
+            assert sum(map(len, micro_batches)) == sampling.share_length(step, rank, size)
+        yield by_rank
+
+
+@given(st.data())
+def test_the_order_of_samples_is_that_of_any_run(data):
+    size, micro_batch = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    samples = data.draw(st.integers(size * micro_batch, 90))
+    cadence = make(size, micro_batch, samples, max_anchor=None)
+    sampling = CadenceSampling(cadence, samples, seed=3, drop_last=False, origin=BEGIN)
+    seen, revised, lengths = [], 0, []
+    for step in range(40):
+        [by_rank] = drawn(sampling, [step], size, micro_batch)
+        batch = [*chain(*chain(*by_rank))]
+        seen += batch
+        lengths.append(sampling.length(step))
+        assert lengths[-1] == len(batch)
+        if len(batch) == sum(cadence.at(step).counts) * micro_batch:
+            assert tuple(map(len, by_rank)) == cadence.at(step).counts
+            assert all(len(one) == micro_batch for rank in by_rank for one in rank)
+        if step % INTERVAL == INTERVAL - 1:
+            speeds = data.draw(st.lists(st.floats(0.2, 5), min_size=size, max_size=size))
+            ahead = step + data.draw(st.integers(0, 3))
+            for later in range(step, ahead + 1):
+                sampling.micro_batches(later, 0, size, micro_batch)
+            revised += cadence.revise(paces(speeds, 0.0, drawn=cadence.drawn)) is not None
+    assert seen == order(samples, 3, len(seen) // samples + 1)[: len(seen)]
+    assert [sampling.length(step) for step in range(40)] == lengths  # earlier plans stay
+    assert len(cadence.plans) == 1 + revised
+    for before, after in pairwise(range(40)):
+        begin, end = sampling.position(before), sampling.position(after)
+        ends = (end.epoch - begin.epoch) * samples + end.offset - begin.offset
+        assert ends == lengths[before]
+
+
+def test_a_resumed_run_goes_on_at_the_next_sample():
+    cadence = make(2, 3, 100, max_anchor=0)
+    sampling = CadenceSampling(cadence, 100, seed=5, drop_last=False, origin=BEGIN)
+    first = [*drawn(sampling, range(11), 2, 3)]
+    cadence.revise(paces((2.0, 1.0), 0.0, drawn=10))
+    first += drawn(sampling, range(11, 14), 2, 3)
+    begin = sampling.position(14)
+    resumed = make(3, 2, 100, max_anchor=None, first=14)
+    origin = Position(14, begin.epoch, begin.offset)
+    rest = CadenceSampling(resumed, 100, seed=5, drop_last=False, origin=origin)
+    both = [*first, *drawn(rest, range(14, 30), 3, 2)]
+    seen = [sample for step in both for rank in step for one in rank for sample in one]
+    assert seen == order(100, 5, len(seen) // 100 + 1)[: len(seen)]
+
+
+def test_the_last_batch_is_divided_in_proportion_or_left_out():
+    for drop_last in (False, True):
+        cadence = make(2, 2, 101, max_anchor=4, hints={1: 0.25})  # 16 and 4 micro-batches
+        sampling = CadenceSampling(cadence, 101, seed=0, drop_last=drop_last, origin=BEGIN)
+        lengths = [[sampling.share_length(step, rank, 2) for rank in (0, 1)] for step in range(3)]
+        assert lengths[:2] == [[32, 8]] * 2
+        assert lengths[2] == ([32, 8] if drop_last else [17, 4])
+        assert sampling.position(2) == ((2, 1, 0) if drop_last else (2, 0, 80))
+        assert sampling.steps_per_epoch == (2 if drop_last else 3)
