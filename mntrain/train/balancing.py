@@ -19,8 +19,7 @@ class Balancing:
     """Collects the ranks' speeds every few steps, names slow ranks, and revises their shares.
 
     Speeds are those of own time (`OwnTime`). Shares or a cadence are those of `data`, if they may
-    change. `steps` are those of this job. In each step, `world.batch_counts` is that of its
-    cadence.
+    change. `steps` are those of this job. With a cadence, `world.batch_counts` is set in each step.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Balancing:
     def computing(self, step: int, timer: StepTimer) -> Iterator[None]:
         """Measure the forward and backward passes of a step. Local; does not wait for a device."""
         if self._cadence is not None:
-            self._world.batch_counts = self._cadence.at(step - 1).counts
+            self._world.batch_counts = self._data.batch_counts(step)
         with self._own.computing(timer, self._data.own_samples(step)):
             yield
 

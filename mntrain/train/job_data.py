@@ -159,6 +159,15 @@ class JobData:
             return self.stream.own_length(step)
         return self._plan.share_length(step - 1, self._options.rank, self._options.size)
 
+    def batch_counts(self, step: int) -> tuple[int, ...]:
+        """Return the number of micro-batches of each rank in a step, 1 for the first.
+
+        Not of a stream.
+        """
+        size, most = self._options.size, self._options.micro_batch_size
+        ranks = range(size)
+        return tuple(self._plan.micro_batch_count(step - 1, rank, size, most) for rank in ranks)
+
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the offset of the first sample after a step, 1 for the first.
 
