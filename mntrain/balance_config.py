@@ -15,6 +15,7 @@ _MODES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "speed": ((), ("throughput", "cadence")),
     "overhead_target": (_OVERHEAD_TARGET, ("cadence",)),
     "max_anchor": (None, ("cadence",)),
+    "max_rank_grad_norm": (None, ("throughput", "cadence")),
 }
 
 
@@ -67,6 +68,13 @@ class BalanceConfig:
         ge=0,
         description="largest number of micro-batches of the slowest rank in a step of cadence. 0: "
         "no limit but the samples of an epoch. none: the largest with which an epoch has 10 steps.",
+    )
+
+    max_rank_grad_norm: OrNone[float] = Field(
+        default=None,
+        gt=0,
+        description="norm to clip each rank's own mean gradient of a step to, before the reduction;"
+        " then no gradients are sent during backward. Not at stage 2. none: no clipping.",
     )
 
     @model_validator(mode="after")

@@ -71,6 +71,8 @@ class GradientBuckets:
         self._missing: list[set[str]] = []  # gradients to come in this round, by bucket
         self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
         self._last_micro_batch = True
+        # If given, nothing is launched before a reduction ends; it is called when all is taken.
+        self.before_launch: Callable[[], None] | None = None
         self.begun = False  # a gradient of this reduction has arrived
         self._round_begun = False  # a gradient of this round has arrived
         self._tasks: set[int] = set()  # autograd's numbers of the backward that is running
@@ -156,6 +158,9 @@ class GradientBuckets:
             for index in range(len(self._buckets)):
                 self._note_assigned(index)
         if self._round_begun or not self._announce:
+            if self.before_launch is not None:
+                self._take_all()
+                self.before_launch()
             while self._launched < len(self._buckets):
                 self._launch_next()
         self._start_round()
@@ -242,7 +247,7 @@ class GradientBuckets:
         self.begin()
         name = entry.spec.name
         self.used.add(name)
-        if not (self._last_micro_batch or self._announce):
+        if self.before_launch is not None or not (self._last_micro_batch or self._announce):
             self._gradients.accumulate(index, entry)
         elif self._gradients.hides and name not in self._missing[index]:
             # Its layer lies in several reentrant checkpoints.
@@ -274,6 +279,15 @@ class GradientBuckets:
             if name in self._missing[index] and self._gradients.has_gradient(entry):
                 self.used.add(name)
                 self._round_begun = True
+
+    def _take_all(self) -> None:
+        """Take all gradients into their buckets, before any bucket is launched."""
+        for index, bucket in enumerate(self._buckets):
+            self._note_assigned(index)
+            for entry in bucket.entries:
+                if entry.spec.name in self._missing[index]:
+                    self._take(index, entry)
+            self._missing[index].clear()
 
     def _launch_next(self) -> None:
         if self._announce and not self._launched:

@@ -69,6 +69,10 @@ class Gradients:
         """Return the flat gradients of a bucket, of which every gradient was taken."""
         raise NotImplementedError
 
+    def own(self) -> list[Tensor]:
+        """Return this rank's gradients of all buckets, taken and not launched. Views."""
+        return [self.flat(index) for index in range(len(self._buckets))]
+
     def launched(self, index: int, work: Work) -> None:
         """Record the reduction of a bucket, to which its flat gradients belong from now on."""
         raise NotImplementedError

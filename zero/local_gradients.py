@@ -65,6 +65,10 @@ class LocalGradients(Gradients):
         """Leave the gradient in `parameter.grad`."""
         self.take(index, entry, 1.0)
 
+    def own(self) -> list[Tensor]:
+        """Return the gradients that there are."""
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
     def wait(self) -> None:
         """Return at once: nothing is in flight."""
 
@@ -114,7 +118,7 @@ class LocalGradients(Gradients):
     @torch.no_grad()
     def scale_(self, factor: float) -> None:
         """Multiply every gradient."""
-        rescale([p.grad for p in self._parameters.values() if p.grad is not None], factor)
+        rescale(self.own(), factor)
 
     @torch.no_grad()
     def clear(self, set_to_none: bool) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 from zero.collectives import Collectives
 from zero.kernels import Kernels
 from zero.norms import global_norm
-from zero.precision import LossScale
+from zero.precision import LossScale, is_positive
 from zero.reduction import StepReduction
 from zero.sharded_optimizer import ShardedOptimizer
 from zero.step_weights import BatchSource
@@ -121,6 +122,27 @@ class ReducingOptimizer(ShardedOptimizer):
         gradients afterwards: no sum has a meaning.
         """
         self._reduction.finish_interrupted()
+
+    def clip_each_rank(self, max_norm: float | None, norm_type: float = 2.0) -> None:
+        """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
+
+        Local; between steps, and with the same limit on all ranks. None: no longer. The norm is
+        known when the last backward of a step ends: gradients are sent then, not during backward.
+        Raises ValueError for a limit that is not above 0, and at stage 2, where ranks reduce the
+        gradient of each micro-batch by itself.
+        """
+        if max_norm is None:
+            self._reduction.buckets.before_launch = None
+            return
+        if not is_positive(max_norm):
+            raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
+        if self._owned.stage == 2:
+            raise ValueError(
+                "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
+                "use stage 0 or 1"
+            )
+        clip = partial(self._reduction.clip_own, float(max_norm), float(norm_type), self._kernels)
+        self._reduction.buckets.before_launch = clip
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

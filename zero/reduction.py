@@ -1,5 +1,6 @@
 """The reduction of a step's gradients over ranks."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,12 +10,13 @@ import torch
 from torch.nn import Parameter
 
 from zero.buckets import GradientBuckets
-from zero.collectives import Collectives, CompletedWork, Work
+from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.kernels import Kernels, rescale
 from zero.layout import Bucket
 from zero.master_weights import OptimizerShard
 from zero.node_levels import NodeLevels
-from zero.norms import FiniteCheck
+from zero.norms import FiniteCheck, global_norm
 from zero.precision import LossScale
 from zero.step_weights import BatchWeight
 from zero.sync_schedule import SyncSchedule
@@ -101,6 +103,20 @@ class StepReduction:
             self._finish()
         finally:
             self.waited_s += time.perf_counter() - start
+
+    @torch.no_grad()
+    def clip_own(self, max_norm: float, norm_type: float, kernels: Kernels) -> None:
+        """Scale this rank's own mean gradient to a norm of at most `max_norm`. Local.
+
+        Before its reduction. One that is not finite stays, so that the step finds it.
+        """
+        weight, own = self.weight.weight, self._gradients.own()
+        if not weight:
+            return
+        factor = self.weight.unit / weight / self._scale.value  # of what is summed, for the mean
+        norm = global_norm(SingleProcessCollectives(), own, norm_type, kernels) * factor
+        if math.isfinite(norm):
+            rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 
     def _finish(self) -> None:
         self.weight.finish()

@@ -62,6 +62,16 @@ def _refusal_of_cadence(config: Config) -> Refusal | None:
     return None
 
 
+def check_rank_clipping(config: Config) -> None:
+    """Raise ValueError if the gradients of each rank are to be clipped, and cannot be. Local."""
+    limit = config.balance.max_rank_grad_norm
+    if limit is not None and config.zero.stage == 2:
+        raise ValueError(
+            f"--balance.max-rank-grad-norm {limit:g}: at --zero.stage 2, ranks reduce the gradient "
+            "of each micro-batch by itself, so none has the whole of its own; give --zero.stage 1"
+        )
+
+
 def most_samples(config: Config, size: int) -> int | None:
     """Return the largest share of one of so many ranks; None if there is no limit.
 

@@ -193,6 +193,7 @@ class TrainingJob:
             overlap_forward=True,
             **self.choice.options,
         )
+        self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
         self.best = BestMetric(config.checkpoint.best)
         with world.agreement():
             losses = check_validation(

@@ -14,6 +14,7 @@ from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.stream_batches import StreamBatches
 from mntrain.train.data_digest import detached
 from mntrain.train.division import (
+    check_rank_clipping,
     choose_cadence,
     choose_shares,
     most_samples,
@@ -57,6 +58,7 @@ class JobData:
         self._batch_size = size
         stream = isinstance(train, IterableDataset)
         nodes = len(world.topology.nodes)
+        check_rank_clipping(config)
         self.unbalanced = refusal_of_shares(config, world.size, nodes=nodes, stream=stream)
         self.gain = 1.0  # by shares in proportion to the measured speeds
         if self.unbalanced is None:

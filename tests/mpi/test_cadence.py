@@ -229,6 +229,15 @@ def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, shared_pat
                 assert plan == {"step": 15, "anchor": 3, "batch_counts": counts, "overhead": None}
 
 
+def test_a_job_clips_the_gradient_of_each_rank(shared_path):
+    config = config_of(shared_path, stop_after=3)
+    balance = replace(config.balance, max_rank_grad_norm=0.01)
+    with mntrain.init(device="cpu", tune=False) as world:
+        train(replace(config, balance=balance), world)
+    norms = [record["grad_norm"] for record in records_of(config)]
+    assert all(0.005 < norm < 0.01 for norm in norms)  # of the mean over ranks
+
+
 @contextmanager
 def only(ranks):
     """A communicator of the first ranks; None on others, which wait."""

@@ -7,6 +7,7 @@ from mntrain.config import Config, TrainConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.division import (
     Refusal,
+    check_rank_clipping,
     choose_cadence,
     choose_shares,
     most_samples,
@@ -106,6 +107,23 @@ def test_the_share_of_a_rank_is_limited_at_stage_2():
 def test_nodes_may_be_meant_to_train_alone_if_there_is_one(sync):
     config = Config(balance=THROUGHPUT, sync=sync)
     assert refusal_of_shares(config, 4, nodes=1, stream=False) is None
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_clipping_each_rank_needs_a_mode_that_balances(mode):
+    with pytest.raises(ValueError, match=r"give --balance\.mode throughput or cadence, or leave"):
+        BalanceConfig(mode=mode, max_rank_grad_norm=1.0)
+    for wrong in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="max_rank_grad_norm"):
+            BalanceConfig(mode="cadence", max_rank_grad_norm=wrong)
+
+
+def test_ranks_cannot_clip_their_gradients_at_stage_2():
+    balance = BalanceConfig(mode="throughput", max_rank_grad_norm=0.5)
+    check_rank_clipping(Config(balance=balance, zero=ZeroConfig(stage=1)))
+    check_rank_clipping(Config(balance=THROUGHPUT, zero=ZeroConfig(stage=2)))
+    with pytest.raises(ValueError, match=r"--balance\.max-rank-grad-norm 0\.5: at --zero\.stage 2"):
+        check_rank_clipping(Config(balance=balance, zero=ZeroConfig(stage=2)))
 
 
 def test_a_cadence_is_made_from_the_options():
