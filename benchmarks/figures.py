@@ -33,6 +33,7 @@ def line_chart(
     x_ticks: Mapping[float, str] | None = None,
     percent: bool = False,
     dashed: Collection[str] = (),
+    log_x: bool = False,
 ) -> None:
     """Write a chart of lines, with a legend in the order in which they end.
 
@@ -52,6 +53,8 @@ def line_chart(
                 marker="o" if len(xs) <= 12 else "",
                 markersize=3.5,
             )
+        if log_x:
+            axes.set_xscale("log")
         if x_ticks:
             axes.set_xticks(list(x_ticks), list(x_ticks.values()))
         if percent:

@@ -13,6 +13,7 @@ import collectives
 import compare_checkouts
 import long_run
 import loss_curves
+import slow_page
 import step_page
 import unequal
 from emulated import HERE
@@ -22,6 +23,7 @@ PUBLISHERS = {
     "collectives": collectives.publish,
     "long": long_run.publish,
     "refactor": compare_checkouts.publish,
+    "slow": slow_page.publish,
     "step": step_page.publish,
     "unequal": unequal.publish,
     "wire": loss_curves.publish,

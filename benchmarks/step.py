@@ -30,10 +30,12 @@ BASELINES = ("compute only", "compute only, barriers", SOCKETS)  # each rank tra
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
 WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # with a network only
 # For slow links, only on request: their losses differ. EVERY of ranks/variants.py is in the names.
-SLOW = tuple(
-    f"mntrain stage 0, {name}"
-    for name in ("int8", "powersgd", "topk", "local SGD every 20", "DiLoCo every 20")
+SLOW = (
+    *(f"mntrain stage 0, {hook}" for hook in ("int8", "powersgd", "topk")),
+    *(f"mntrain stage 0, {sync} every 20" for sync in ("local SGD", "DiLoCo", "streaming")),
+    "mntrain stage 0, SparseLoCo every 20",
 )
+SLOW_PEERS = ("DDP, bf16 hook", "DDP, PowerSGD hook", "PostLocalSGD every 20")
 PEERS = (
     *("DDP", "DDP, 4 MB buckets", "DDP, ZeroRedundancyOptimizer"),
     *("FSDP2, ZeRO-2", "FSDP2, ZeRO-3"),
@@ -58,8 +60,13 @@ def main() -> int:
     parser.add_argument("--turns", type=count, default=5, help="of every variant")
     parser.add_argument("--solo-steps", type=count, default=40, help="steps in layout 1")
     parser.add_argument(
-        "--variants", nargs="+", choices=[*VARIANTS, *SLOW], default=VARIANTS, metavar="VARIANT"
+        "--variants",
+        nargs="+",
+        choices=[*VARIANTS, *SLOW, *SLOW_PEERS],
+        default=VARIANTS,
+        metavar="VARIANT",
     )
+    parser.add_argument("--suffix", help="of the page's name, for a choice of variants")
     parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--curve-steps", type=count, default=120)
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
@@ -72,7 +79,8 @@ def main() -> int:
         else:
             page = measure(layout, options)
         rate = f"-{layout.link}" if layout.link not in (None, "1gbit") else ""
-        step_page.publish(page, f"step-{layout.name}{rate}", options.output)
+        suffix = f"-{options.suffix}" if options.suffix else ""
+        step_page.publish(page, f"step-{layout.name}{rate}{suffix}", options.output)
     if options.curves:
         page = loss_curves.measure(options.curve_steps)
         loss_curves.publish(page, "wire-dtype", options.output)
@@ -90,7 +98,7 @@ def measure_solo(layout: Layout, steps: int) -> dict[str, Any]:
 
 def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
     """Measure every variant in one layout. Returns all figures, one row per variant."""
-    networked = (*WIRED, *SLOW, SOCKETS)
+    networked = (*WIRED, *SLOW, *SLOW_PEERS, SOCKETS)
     variants = [it for it in options.variants if layout.link or it not in networked]
     before = facts()
     jobs: dict[str, dict[str, Any]] = {}
@@ -168,7 +176,9 @@ def row_of(variant: str, job: dict[str, Any], layout: Layout) -> dict[str, Any]:
 def add_comparisons(rows: list[dict[str, Any]], alone_s: float) -> None:
     """Add to each row its step time scaled to the median of compute only, and vs. the best peer."""
     present = [row for row in rows if "absent" not in row]
-    best = min((row["ratio"] for row in present if row["what"] in PEERS), default=None)
+    best = min(
+        (row["ratio"] for row in present if row["what"] in (*PEERS, *SLOW_PEERS)), default=None
+    )
     for row in present:
         row["scaled_s"] = row["ratio"] * alone_s
         if row["what"] not in BASELINES and best is not None:

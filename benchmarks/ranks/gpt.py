@@ -8,23 +8,27 @@ from torch import Tensor, nn
 
 from mntrain.tasks.transformer import Transformer
 
-MODEL = {"layers": 6, "width": 384, "heads": 6, "context": 64, "vocab": 704}
+MODELS = {  # by millions of parameters; the small one is that of slow_links.py
+    "10.9M": {"layers": 6, "width": 384, "heads": 6, "context": 64, "vocab": 704},
+    "0.9M": {"layers": 4, "width": 128, "heads": 4, "context": 64, "vocab": 256},
+}
+LARGE = "10.9M"
 MICRO_BATCH = 4
 ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (b, t) each
 
 
-def gpt() -> Transformer:
-    """Return the model, always with the same parameters."""
+def gpt(model: str = LARGE) -> Transformer:
+    """Return a model of MODELS, always with the same parameters."""
     torch.manual_seed(0)
-    return Transformer(**MODEL)
+    return Transformer(**MODELS[model])
 
 
-def data(rank: int, count: int) -> Iterator[Batch]:
+def data(rank: int, count: int, model: str = LARGE) -> Iterator[Batch]:
     """Yield this rank's batches, the same for every variant. Each token nearly fixes the next."""
     draw = torch.Generator().manual_seed(rank)
-    vocab, length = MODEL["vocab"], MODEL["context"] + 1
+    vocab, length = MODELS[model]["vocab"], MODELS[model]["context"] + 1
     for _ in range(count):
         tokens = torch.randint(vocab, (MICRO_BATCH, length), generator=draw)
         for t in range(1, length):

@@ -11,10 +11,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
 import torch
 from common import AbsentError, mpi_library, report, versions
-from gpt import Batch, data, gpt
+from gpt import LARGE, MODELS, Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
 from variants import (
+    INTERVALS,
     STAGES,
     VARIANTS,
     Variant,
@@ -34,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--what", choices=VARIANTS)
     parser.add_argument("--solo", action="store_true", help="a single process and plain torch")
+    parser.add_argument("--model", choices=MODELS, default=LARGE)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
@@ -44,7 +46,7 @@ def main() -> None:
         row["ways"] = solo(options.steps)
     else:
         try:
-            local = measure(options.what, options.steps, options.turns)
+            local = measure(options.what, options.model, options.steps, options.turns)
         except AbsentError as reason:
             row["absent"] = str(reason)
         else:
@@ -52,7 +54,7 @@ def main() -> None:
             if by_rank is not None:
                 row |= summary(by_rank)
     row |= {
-        "gradient_bytes": 4 * sum(p.numel() for p in gpt().parameters()),
+        "gradient_bytes": 4 * sum(p.numel() for p in gpt(options.model).parameters()),
         "versions": versions(["deepspeed", "horovod"]),
         "library": mpi_library(),
     }
@@ -60,11 +62,16 @@ def main() -> None:
         report(row)
 
 
-def measure(name: str, steps: int, turns: int) -> dict[str, Any]:
-    """Train one variant, then alternate it with compute only. Returns this rank's figures."""
+def measure(name: str, size: str, steps: int, turns: int) -> dict[str, Any]:
+    """Train one variant, then alternate it with compute only. Returns this rank's figures.
+
+    The steps are rounded up to whole intervals between a variant's exchanges.
+    """
     group, make = VARIANTS[name]
-    model, comm = gpt(), MPI.COMM_WORLD
-    batches = list(data(comm.rank, WARM_UP + steps))
+    interval = INTERVALS.get(name, 1)
+    steps = -(-steps // interval) * interval
+    model, comm = gpt(size), MPI.COMM_WORLD
+    batches = list(data(comm.rank, WARM_UP + steps, size))
     with group() as context:
         comm.Barrier()
         peak = Peak()
@@ -77,6 +84,7 @@ def measure(name: str, steps: int, turns: int) -> dict[str, Any]:
         sent = bytes_sent() - sent
         comm.Barrier()  # no rank frees memory before all have measured it
         figures = {
+            "steps": steps,
             "sent_bytes": sent / steps,
             "peak_bytes": peak.bytes(),
             "shared_bytes": Peak.shared(),
@@ -85,18 +93,20 @@ def measure(name: str, steps: int, turns: int) -> dict[str, Any]:
             "state": variant.state() if variant.state else None,
         }
         comm.Barrier()
-        figures |= take_turns(variant, batches[WARM_UP:], turns)
+        figures |= take_turns(variant, compute_only(gpt(size), None), batches[WARM_UP:], turns)
         comm.Barrier()
         return figures
 
 
-def take_turns(variant: Variant, batches: Sequence[Batch], turns: int) -> dict[str, Any]:
+def take_turns(
+    variant: Variant, alone: Variant, batches: Sequence[Batch], turns: int
+) -> dict[str, Any]:
     """Alternate the variant with compute only, and return their seconds per step for every turn.
 
     A turn is one step on every batch, after a step that is not timed: so communication that a step
     leaves to the next one is included once.
     """
-    both = {"step_s": variant, "alone_s": compute_only(gpt(), None)}
+    both = {"step_s": variant, "alone_s": alone}
     times: dict[str, list[float]] = {name: [] for name in both}
     clocks, totals = variant.clocks or (lambda: (0.0, 0.0)), [0.0, 0.0]
     for number in range(turns):
@@ -132,6 +142,7 @@ def summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         **{key: [local[key] for local in by_rank] for key in ("peak_bytes", "shared_bytes")},
         "loss": sum(local["loss"] for local in by_rank) / len(by_rank),
         "settings": first["settings"],
+        "steps": first["steps"],
         "state": [local["state"] for local in by_rank] if first["state"] else None,
     }
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from common import absence, start_gloo, start_horovod, stop_gloo
+from ddp_peers import BF16, POST_LOCAL, POWERSGD, wrapped
 from gpt import ADAMW, MICRO_BATCH, Batch, loss_of, plain_step
 from mpi4py import MPI
 from sockets import Ring, exchanged, ring
@@ -127,6 +128,19 @@ def ddp(bucket_mb: int, *, sharded: bool = False) -> Callable[[nn.Module, None],
     return make
 
 
+def ddp_peer(name: str) -> Callable[[nn.Module, None], Variant]:
+    """Return a maker of one of DDP's own ways to send less."""
+
+    def make(model: nn.Module, _: None) -> Variant:
+        comm = MPI.COMM_WORLD
+        leader = comm.Split_type(MPI.COMM_TYPE_SHARED).bcast(comm.rank)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        step = plain_step(*wrapped(name, model, optimizer, warmup=0, every=EVERY, node=leader))
+        return Variant(step, "25 MB buckets, gradients as views, over gloo")
+
+    return make
+
+
 def fsdp(*, reshard: bool) -> Callable[[nn.Module, None], Variant]:
     """Return a maker of FSDP2 with one group per block.
 
@@ -218,7 +232,12 @@ Make = Callable[[nn.Module, Any], Variant]
 STAGES = (0, 1, 2)
 # For slow links. PowerSGD compresses from the first step that is timed on.
 COMPRESSED = {"int8": Int8Hook, "powersgd": partial(PowerSGDHook, start_step=0), "topk": TopKHook}
-RARE = {"local SGD": mntrain.sync.LocalSGD, "DiLoCo": mntrain.sync.DiLoCo}
+RARE = {
+    "local SGD": mntrain.sync.LocalSGD,
+    "DiLoCo": mntrain.sync.DiLoCo,
+    "streaming": mntrain.sync.StreamingDiLoCo,
+    "SparseLoCo": mntrain.sync.SparseLoCo,
+}
 EVERY = 20  # steps between exchanges
 bf16_wire = partial(mntrain.init, wire_dtype="bf16")
 VARIANTS: dict[str, tuple[Group, Make]] = {
@@ -245,4 +264,8 @@ VARIANTS: dict[str, tuple[Group, Make]] = {
     "FSDP2, ZeRO-3": (gloo, fsdp(reshard=True)),
     **{f"DeepSpeed stage {stage}": (gloo_and_deepspeed, deepspeed(stage)) for stage in STAGES},
     "Horovod": (started_horovod, horovod),
+    BF16: (gloo, ddp_peer(BF16)),
+    POWERSGD: (gloo, ddp_peer(POWERSGD)),
+    f"{POST_LOCAL} every {EVERY}": (gloo, ddp_peer(POST_LOCAL)),
 }
+INTERVALS = {name: EVERY for name in VARIANTS if name.endswith(f"every {EVERY}")}
