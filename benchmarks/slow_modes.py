@@ -6,6 +6,7 @@ EVERY = 20  # steps between exchanges in ranks/variants.py
 WARM_UP = 100  # synchronous steps at the start of modes that exchange rarely
 RARELY = f"--sync.mode {{}} --sync.every {{}} --sync.warmup {WARM_UP}"
 SYNCHRONOUS = "every step, fp32"
+DENSE = "SparseLoCo (1/16)"  # of each 4,096 changes, 256 are sent
 
 
 class Mode(NamedTuple):
@@ -24,7 +25,7 @@ def _timed(name: str) -> str:
 
 def _rare(mode: str, every: int, more: str = "", *, timed: str = "") -> Mode:
     options = f"{RARELY.format(mode, every)} {more}".strip()
-    variant = _timed(f"{timed} every {EVERY}") if timed else ""
+    variant = _timed(f"{timed} every {every}") if timed else ""
     return Mode(options, variant, warmup=WARM_UP, every=every)
 
 
@@ -40,12 +41,13 @@ MODES = {
     "powersgd (rank 4)": Mode("--comm.compress powersgd", _timed("powersgd"), warmup=WARM_UP),
     "topk (1 %)": Mode("--comm.compress topk", _timed("topk")),
     "local SGD, every 20": _rare("local-sgd", 20, timed="local SGD"),
-    "local SGD, every 50": _rare("local-sgd", 50),
     "DiLoCo, every 20": _rare("diloco", 20, timed="DiLoCo"),
-    "DiLoCo, every 50": _rare("diloco", 50),
     "streaming, every 20": _rare("streaming", 20, timed="streaming"),
-    "streaming, every 50": _rare("streaming", 50),
+    "streaming, every 20, mix 0": _rare(
+        "streaming", 20, "--sync.mix 0 --sync.outer-momentum 0.7", timed="streaming"
+    ),
     "SparseLoCo, every 30": _rare("sparseloco", 30),
+    "SparseLoCo, every 5, 1/16": _rare("sparseloco", 5, "--sync.density 0.0625", timed=DENSE),
     "DDP, bf16 hook": _peer("DDP, bf16 hook", "DDP, bf16 hook"),
     "DDP, PowerSGD hook (rank 4)": _peer(
         "DDP, PowerSGD hook", "DDP, PowerSGD hook", _WARM, WARM_UP

@@ -34,6 +34,7 @@ SLOW = (
     *(f"mntrain stage 0, {hook}" for hook in ("int8", "powersgd", "topk")),
     *(f"mntrain stage 0, {sync} every 20" for sync in ("local SGD", "DiLoCo", "streaming")),
     "mntrain stage 0, SparseLoCo every 20",
+    "mntrain stage 0, SparseLoCo (1/16) every 5",
 )
 SLOW_PEERS = ("DDP, bf16 hook", "DDP, PowerSGD hook", "PostLocalSGD every 20")
 PEERS = (

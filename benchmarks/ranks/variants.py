@@ -232,13 +232,14 @@ Make = Callable[[nn.Module, Any], Variant]
 STAGES = (0, 1, 2)
 # For slow links. PowerSGD compresses from the first step that is timed on.
 COMPRESSED = {"int8": Int8Hook, "powersgd": partial(PowerSGDHook, start_step=0), "topk": TopKHook}
+EVERY = 20  # steps between exchanges, where nothing else is said
 RARE = {
-    "local SGD": mntrain.sync.LocalSGD,
-    "DiLoCo": mntrain.sync.DiLoCo,
-    "streaming": mntrain.sync.StreamingDiLoCo,
-    "SparseLoCo": mntrain.sync.SparseLoCo,
+    "local SGD": (mntrain.sync.LocalSGD, EVERY),
+    "DiLoCo": (mntrain.sync.DiLoCo, EVERY),
+    "streaming": (mntrain.sync.StreamingDiLoCo, EVERY),
+    "SparseLoCo": (mntrain.sync.SparseLoCo, EVERY),
+    "SparseLoCo (1/16)": (partial(mntrain.sync.SparseLoCo, density=1 / 16), 5),
 }
-EVERY = 20  # steps between exchanges
 bf16_wire = partial(mntrain.init, wire_dtype="bf16")
 VARIANTS: dict[str, tuple[Group, Make]] = {
     "compute only": (nullcontext, compute_only),
@@ -251,11 +252,11 @@ VARIANTS: dict[str, tuple[Group, Make]] = {
         for name, hook in COMPRESSED.items()
     },
     **{
-        f"mntrain stage 0, {name} every {EVERY}": (
+        f"mntrain stage 0, {name} every {every}": (
             mntrain.init,
-            mntrain_stage(0, sync=partial(sync, every=EVERY)),
+            mntrain_stage(0, sync=partial(sync, every=every)),
         )
-        for name, sync in RARE.items()
+        for name, (sync, every) in RARE.items()
     },
     "DDP": (gloo, ddp(25)),
     "DDP, 4 MB buckets": (gloo, ddp(4)),
@@ -268,4 +269,9 @@ VARIANTS: dict[str, tuple[Group, Make]] = {
     POWERSGD: (gloo, ddp_peer(POWERSGD)),
     f"{POST_LOCAL} every {EVERY}": (gloo, ddp_peer(POST_LOCAL)),
 }
-INTERVALS = {name: EVERY for name in VARIANTS if name.endswith(f"every {EVERY}")}
+INTERVALS = {  # steps between exchanges
+    name: int(every)
+    for name in VARIANTS
+    for _, found, every in [name.rpartition(" every ")]
+    if found
+}
