@@ -35,7 +35,10 @@ def wrapped(
     every: steps between PostLocalSGD's averages. node: the number of this rank's node.
     """
     state: Any
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # In one bucket: of several, PowerSGD's hook starts collectives in an order that may differ
+    # between ranks, which gloo does not bear.
+    cap = {"bucket_cap_mb": 1000} if name == POWERSGD else {}
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **cap)
     if name == BF16:
         ddp.register_comm_hook(None, _bf16)
     elif name == POWERSGD:
