@@ -11,6 +11,7 @@ from zero.node_levels import NodeLevels
 
 _LINK_ROUNDS = 3  # in each, a node is measured with one other
 _LINKS_S = 0.6
+_LINK_BYTES = 512 << 10  # of the largest messages
 
 
 def make_group_collectives(
@@ -86,7 +87,7 @@ def measure_node_links(parts: WorldParts) -> list[float]:
 
     def run() -> list[float]:
         comm = parts.comm.split(0, rank, "links")
-        found = measure(comm, [leaders], _LINKS_S, _LINK_ROUNDS)
+        found = measure(comm, [leaders], _LINKS_S, most_rounds=_LINK_ROUNDS, most_bytes=_LINK_BYTES)
         comm.free()
         return [
             1e6 * max(link.mb_per_s for link in found if leader in (link.one, link.other))

@@ -18,7 +18,7 @@ from mntrain.comm.mpi import Communicator
 _SMALL_MESSAGES = 20  # round trips of 8 bytes
 _WARM_BYTES = 64 << 10  # of a first message, which opens what large ones need
 _FIRST_BYTES, _MOST_BYTES = 256 << 10, 4 << 20  # of messages for the bandwidth, which double
-_MESSAGES = 7  # of them at most: the last three have _MOST_BYTES
+_LARGEST = 3  # messages of the most bytes
 _ROUND_S = 0.2  # the most for one round
 _STOP = 0  # in place of the size of a message
 
@@ -49,13 +49,15 @@ def measure(
     comm: Communicator,
     groups: Sequence[Sequence[int]],
     seconds: float,
+    *,
     most_rounds: int | None = None,
+    most_bytes: int = _MOST_BYTES,
 ) -> list[LinkSpeed]:
     """Return the speed of every pair of ranks in each group, sorted. Collective.
 
     Groups are disjoint and measured at once, for at most about `seconds`; slow links take longer.
-    With `most_rounds`, each rank is measured with so many others only. The result is the same on
-    every rank.
+    With `most_rounds`, each rank is measured with so many others only. Messages have `most_bytes`
+    at most. The result is the same on every rank.
     """
     plans = [list(islice(rounds(sorted(group)), most_rounds)) for group in groups]
     count = max((len(plan) for plan in plans), default=0)
@@ -65,17 +67,18 @@ def measure(
         pairs = [pair for plan in plans if number < len(plan) for pair in plan[number]]
         for one, other in (sorted(pair) for pair in pairs):
             if comm.rank == one:
-                found.append(_lead(comm, other, min(_ROUND_S, seconds / count)))
+                found.append(_lead(comm, other, min(_ROUND_S, seconds / count), most_bytes))
             elif comm.rank == other:
                 _echo(comm, one)
     gathered = [link for links in comm.gather_objects(found) for link in links]
     return sorted(gathered, key=lambda link: (link.one, link.other))
 
 
-def _lead(comm: Communicator, peer: int, seconds: float) -> LinkSpeed:
+def _lead(comm: Communicator, peer: int, seconds: float, most_bytes: int) -> LinkSpeed:
     """Measure the link to a peer that runs `_echo`."""
     times = [_round_trip(comm, peer, np.zeros(8, np.uint8)) for _ in range(_SMALL_MESSAGES)]
-    start, nbytes, speeds = time.perf_counter(), _FIRST_BYTES, []
+    start, nbytes, largest = time.perf_counter(), _FIRST_BYTES, 0
+    speeds: list[float] = []
     _round_trip(comm, peer, np.ones(_WARM_BYTES, np.uint8))
     while True:
         took_s = _round_trip(comm, peer, np.ones(nbytes, np.uint8))
@@ -84,9 +87,10 @@ def _lead(comm: Communicator, peer: int, seconds: float) -> LinkSpeed:
         # A message that takes as long as the whole round is long enough alone.
         if left_s < 2 * took_s and (len(speeds) > 1 or took_s > seconds):
             break
-        if len(speeds) >= _MESSAGES:
+        largest += nbytes == most_bytes
+        if largest == _LARGEST:
             break
-        nbytes = min(2 * nbytes, _MOST_BYTES)
+        nbytes = min(2 * nbytes, most_bytes)
     comm.send(peer, _header(_STOP), counted=False).wait()
     return LinkSpeed(comm.rank, peer, median(times[1:]) / 2 * 1e6, max(speeds[-2:]))
 
