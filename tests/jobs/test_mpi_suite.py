@@ -17,7 +17,7 @@ AT_THREE += ("balance", "cadence", "shard_by", "stale_rounds", "streaming", "syn
 _ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses", "means")
 _ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
 _ABOVE += ("stages", "state", "streaming", "sync_auto", "sync_schedule", "cadence", "shard_by")
-_ABOVE += ("rank_clipping", "stale_rounds")
+_ABOVE += ("local_sgd", "rank_clipping", "stale_rounds")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
