@@ -49,6 +49,9 @@ class StepAgreement(Protocol):
     def before_update(self, step: int) -> None:
         """Agree on the step's means, or note this rank's. Raises if the loss is not finite."""
 
+    def end_if_failed(self, step: int) -> None:
+        """Raise what the step has raised on a rank, if all ranks know of it."""
+
     def after_update(self, taken: TakenStep) -> list[KnownStep]:
         """Return the steps that have become known on this rank, in their order."""
 
@@ -95,8 +98,7 @@ class EveryStep:
     def before_update(self, step: int) -> None:
         """Reduce the means and flags over all ranks. Collective.
 
-        Raises TrainingStoppedError if the loss is not finite, unless such steps are skipped, and
-        what the step has raised on a rank when the run is saved as it was before.
+        Raises TrainingStoppedError if the loss is not finite, unless such steps are skipped.
         """
         local = {"failed": self._failed_step.flag, **self._local_flags()}
         # Under any sync schedule over all ranks, since they end and save together.
@@ -106,6 +108,12 @@ class EveryStep:
             reason = f"in step {step}, the loss is {self._means.nonfinite}"
             raise TrainingStoppedError(reason, self._world.rank)
         self._balancing.after_reduction(step)
+
+    def end_if_failed(self, step: int) -> None:
+        """Raise what the step has raised on a rank, when the run is saved. Collective if one has.
+
+        It is saved as it was before the step.
+        """
         if self.flags["failed"]:
             self._failed_step.end_job(step, self._save)
 
@@ -193,6 +201,11 @@ class ByRound:
         if self._raises_non_finite and not math.isfinite(loss):
             rank = self._world.rank
             raise NonFiniteReplicaError(f"in step {step}, the loss is {loss} on rank {rank}")
+
+    def end_if_failed(self, step: int) -> None:
+        """Raise as `EveryStep` in synchronous steps; in others, a rank has raised by itself."""
+        if not self._alone:
+            self._every_step.end_if_failed(step)
 
     def after_update(self, taken: TakenStep) -> list[KnownStep]:
         """Return the steps of rounds that have arrived. At the end of a round, send and decide.

@@ -185,6 +185,7 @@ class Trainer:
             self._counts.end_step()
             self._optimizer.synchronize()
             self._agreement.before_update(step)
+        self._agreement.end_if_failed(step)
         lr = self._job.schedule.lr
         with timer("optimizer"):
             update = self._update(step)
