@@ -13,10 +13,10 @@ from mntrain.checks.before_mpi import StartError
 from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, measure
-from mntrain.doctor import links as link_speeds
+from mntrain.doctor import link_findings
 from mntrain.doctor.doctor_options import DoctorOptions
 from mntrain.doctor.findings_table import show, to_json
-from mntrain.doctor.links import BETWEEN, WITHIN
+from mntrain.doctor.link_findings import BETWEEN, WITHIN
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
 from mntrain.world import World
@@ -54,7 +54,7 @@ def _examine(world: World, options: DoctorOptions, folder: Path) -> int:
     facts = world.facts
     hosts = [fact.host for fact in facts]
     leaders = [ranks[0] for ranks in all_ranks.by_host(facts)]
-    offsets = link_speeds.clock_offsets(comm, leaders)
+    offsets = link_findings.clock_offsets(comm, leaders)
     exact = [replace(facts[rank], clock=offsets[rank]) for rank in leaders]
     gathered = comm.gather_objects(_local(world.local_size))
     merged = {
@@ -73,7 +73,7 @@ def _examine(world: World, options: DoctorOptions, folder: Path) -> int:
         WITHIN: measure(comm, all_ranks.by_host(facts), _LINKS_S),
     }
     for where, found in links.items():
-        findings[f"links {where}"] = link_speeds.judge(found, hosts, where)
+        findings[f"links {where}"] = link_findings.judge(found, hosts, where)
     comm.free()
     if world.master:
         _print(options, findings, hosts, links)
@@ -140,7 +140,7 @@ def _print(
 ) -> None:
     """Print the report on stdout."""
     if options.json:
-        slowest = link_speeds.slowest_node(links.get(BETWEEN, []))
+        slowest = link_findings.slowest_node(links.get(BETWEEN, []))
         print(to_json(findings, hosts, links, slowest))
     else:
         names = list(dict.fromkeys(hosts))

@@ -17,7 +17,7 @@ from mntrain.checks import all_ranks
 from mntrain.checks.facts import collect
 from mntrain.comm import mpi
 from mntrain.comm.links import measure, rounds
-from mntrain.doctor.links import clock_offsets
+from mntrain.doctor.link_findings import clock_offsets
 from mntrain.errors import AgreedError
 from mntrain.world import World
 

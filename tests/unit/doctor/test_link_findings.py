@@ -1,7 +1,7 @@
 """The judgement of measured links."""
 
 from mntrain.comm.links import LinkSpeed
-from mntrain.doctor.links import BETWEEN, WITHIN, judge, slowest_node
+from mntrain.doctor.link_findings import BETWEEN, WITHIN, judge, slowest_node
 
 HOSTS = ["n1", "n1", "n2", "n3"]
 
