@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on in a step, and when they know it.
+"""The agreement of the ranks of a job on a step, and when it is known.
 
     EveryStep   the means, flags and failures of a step are reduced over all ranks before its update
     ByRound     those of a round of steps are gathered in the background, for nodes that do not wait
@@ -127,7 +127,7 @@ class EveryStep:
 
 
 class _Gathered(NamedTuple):
-    """What a rank sends of a round."""
+    """The totals and flags that a rank sends of a round."""
 
     totals: list[LocalTotals]  # by step
     skipped: list[bool]
