@@ -169,6 +169,7 @@ def expect_plain(folder: Path) -> None:
         assert line["eval_metrics"] == pytest.approx(expected["eval_metrics"], rel=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "stage"),
     [(3, "2"), pytest.param(4, "1", marks=pytest.mark.exhaustive)],

@@ -54,6 +54,7 @@ def test_a_job_that_a_scheduler_ends_goes_on_and_has_the_record_of_every_step(
     assert summary(folder)["final_loss"] == lines[-1]["loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("task", "said"),
     [

@@ -1,0 +1,221 @@
+"""Training jobs whose nodes exchange parameters every few steps."""
+
+import json
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+from small_jobs import Signalling, lines_of, small, steps_taken, summary_of
+from worlds import RANKS, make_world
+
+from mntrain.checkpoint.reader import inspect, list_checkpoints
+from mntrain.config import CheckpointConfig, RunConfig, ZeroConfig
+from mntrain.errors import TrainingStoppedError
+from mntrain.sync import SyncConfig
+from mntrain.tasks.lm import LanguageModel
+from mntrain.train.consensus import model_digest
+from mntrain.train.trainer import Trainer
+from zero import stale_rounds, streaming
+
+pytestmark = pytest.mark.mpi
+
+RANK = MPI.COMM_WORLD.rank
+EACH_STEP = {"eval_every": 1, "check_every": 1}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "sync",
+    [
+        SyncConfig(mode="diloco", every=4, warmup=1),
+        SyncConfig(mode="streaming", every=4, warmup=1, overlap=2),
+        pytest.param(SyncConfig(mode="sparseloco", every=4, warmup=1), marks=pytest.mark.thorough),
+    ],
+    ids=lambda sync: sync.mode,
+)
+def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run(tmp_path, sync):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    jobs = [("whole", None, {}), *[("parts", n, EACH_STEP) for n in (3, None)]]
+    for name, stop_after, options in jobs:
+        config = replace(
+            small(folder, steps=6, **options),
+            sync=sync,
+            run=RunConfig(dir=folder / name, stop_after=stop_after),
+            checkpoint=CheckpointConfig(every="100"),
+        )
+        with make_world(layout=1) as world:
+            trainer = Trainer(world, config)
+            assert trainer.fit() == 0
+            assert len(set(world.gather(model_digest(trainer._model)))) == (
+                RANKS if stop_after else 1
+            )
+    if MPI.COMM_WORLD.rank == 0:
+        whole, parts = (
+            list(map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines()))
+            for name in ("whole", "parts")
+        )
+        assert [line["loss"] for line in whole] == [line["loss"] for line in parts]
+        assert [line["step"] for line in parts if "eval_loss" in line] == [1, 2, 3, 4, 5, 6]
+        assert whole[-1]["eval_loss"] == parts[-1]["eval_loss"]
+        models = {
+            (folder / name / "checkpoints/step-00000006/model.safetensors").read_bytes()
+            for name in ("whole", "parts")
+        }
+        assert len(models) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("settles", ["evaluation", "save"])
+def test_an_exchange_in_flight_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, settles):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    monkeypatch.setattr(streaming, "is_finite", lambda tensor: False)
+    config = replace(
+        small(folder, eval_every=2 if settles == "evaluation" else 0),
+        sync=SyncConfig(mode="streaming", every=2, fragments=1),
+        checkpoint=CheckpointConfig(every="2" if settles == "save" else "0"),
+    )
+    with make_world(layout=1) as world:
+        trainer = Trainer(world, config)
+        with pytest.raises(TrainingStoppedError, match="in step 2, the difference between"):
+            trainer.fit()
+        if world.master:
+            summary = json.loads((config.run.dir / "summary.json").read_text())
+            assert summary["status"] == "failed"
+
+
+STALE = SyncConfig(mode="diloco", every=2, warmup=1, max_staleness=2)
+
+
+class Holds(LanguageModel):
+    """Keeps the last rank back, in its second step, until the others are in their seventh."""
+
+    folder = Path()
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        rank, last = MPI.COMM_WORLD.rank, RANKS - 1
+        if rank < last and self.calls == 7:
+            (self.folder / f"ahead-{rank}").touch()
+        deadline = time.monotonic() + 60
+        while rank == last and self.calls == 2 and len([*self.folder.glob("ahead-*")]) < last:
+            assert time.monotonic() < deadline, "the others wait within the bound"
+            time.sleep(0.01)
+        return super().loss(model, batch)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_job_waits_for_a_slow_node_at_the_bound_only(tmp_path, monkeypatch, stage):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    monkeypatch.setattr(Holds, "folder", folder)
+    config = replace(
+        small(folder, f"{__name__}:Holds", steps=12),
+        sync=STALE,
+        zero=ZeroConfig(stage=stage),
+        checkpoint=CheckpointConfig(every="0.0001min"),  # as often as it may
+    )
+    with make_world(layout=1) as world:
+        trainer = Trainer(world, config)
+        assert trainer.fit() == 0
+        assert len(set(world.gather(model_digest(trainer._model)))) == 1
+    if MPI.COMM_WORLD.rank == 0:
+        lines = lines_of(config.run.dir)
+        assert [line["step"] for line in lines] == [*range(1, 13)]
+        assert 2 <= summary_of(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("mode", ["local-sgd", "diloco", "sparseloco"])
+def test_rounds_report_the_means_of_all_nodes_in_order(tmp_path, mode):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    by_bound = []
+    for bound in (0, 2):
+        config = replace(
+            small(folder, steps=8, check_every=4),
+            sync=SyncConfig(mode=mode, every=3, max_staleness=bound),
+            run=RunConfig(dir=folder / f"run-{bound}"),
+        )
+        with make_world(layout=1) as world:
+            assert Trainer(world, config).fit() == 0
+        if MPI.COMM_WORLD.rank == 0:
+            by_bound.append(lines_of(config.run.dir))
+    if MPI.COMM_WORLD.rank == 0:
+        waits, goes_on = by_bound
+        assert [line["step"] for line in goes_on] == [*range(1, 9)]
+        assert [line.keys() for line in goes_on] == [line.keys() for line in waits]
+        for one, other in zip(waits[:3], goes_on[:3], strict=True):  # before anything is exchanged
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+            assert other["samples"] == one["samples"]
+            assert other["lr"] == one["lr"]
+        # Within a few percent of what nodes that wait have, though they go on from other rounds.
+        assert goes_on[-1]["loss"] == pytest.approx(waits[-1]["loss"], rel=0.1)
+        assert goes_on[-1]["eval_loss"] == pytest.approx(waits[-1]["eval_loss"], rel=0.1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_signal_ends_nodes_that_do_not_wait_after_the_same_step(tmp_path, monkeypatch):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    monkeypatch.setattr(Signalling, "signals", [signal.SIGTERM])
+    config = replace(small(folder, "small_jobs:Signalling", steps=50), sync=STALE)
+    with make_world(layout=1) as world:
+        assert Trainer(world, config).fit() == 75
+    if MPI.COMM_WORLD.rank == 0:
+        # It arrives in step 2, is sent after step 3, and counts two rounds later.
+        assert steps_taken(folder) == 7
+        (saved,) = list_checkpoints(folder / "run")
+        assert inspect(saved).step == 7
+        assert summary_of(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("settles", ["bound", "evaluation", "save"])
+def test_a_round_that_is_not_finite_stops_the_run_with_all_steps_before(
+    tmp_path, monkeypatch, settles
+):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    monkeypatch.setattr(stale_rounds, "is_finite", lambda tensor: False)
+    config = replace(
+        small(folder, steps=20, eval_every=4 if settles == "evaluation" else 0),
+        sync=STALE,
+        checkpoint=CheckpointConfig(every="4" if settles == "save" else "0"),
+    )
+    step = 7 if settles == "bound" else 4
+    with make_world(layout=1) as world:
+        trainer = Trainer(world, config)
+        with pytest.raises(TrainingStoppedError, match=f"in step {step}, the difference between"):
+            trainer.fit()
+        if world.master:
+            assert summary_of(folder)["status"] == "failed"
+            lines = lines_of(config.run.dir)
+            whole = [line["step"] for line in lines if "loss" in line]
+            assert whole == [*range(1, step + (settles == "save"))]
+            assert lines[-1]["step"] == step
+            assert "error" in lines[-1]
+
+
+class NewMetric(LanguageModel):
+    """Has a metric on the last rank from its fourth step on, and a loss without it before."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        loss = super().loss(model, batch)
+        new = {"half": torch.tensor(0.5)} if self.calls > 3 and RANK == RANKS - 1 else {}
+        return replace(loss, metrics={**loss.metrics, **new})
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_metric_that_one_node_begins_to_report_is_in_the_records(tmp_path):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    config = replace(small(folder, f"{__name__}:NewMetric", steps=6), sync=STALE)
+    with make_world(layout=1) as world:
+        assert Trainer(world, config).fit() == 0
+    if RANK == 0:
+        lines = lines_of(config.run.dir)
+        assert [line["metrics"].get("half") for line in lines] == [None] * 3 + [0.5] * 3
