@@ -16,9 +16,11 @@ import loss_curves
 import slow_page
 import step_page
 import unequal
+import unequal_losses
 from emulated import HERE
 
 PUBLISHERS = {
+    "cadence": unequal_losses.publish,
     "checkpoint": checkpoint.publish,
     "collectives": collectives.publish,
     "long": long_run.publish,

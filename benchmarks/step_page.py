@@ -41,8 +41,9 @@ def report(page: dict[str, Any], name: str) -> str:
         "",
         "The machine's speed differs between jobs. So in the job of each variant, its steps "
         "alternate with those of as many ranks that only compute, without communication: "
-        f"{page['turns']} turns each, of {page['steps']} steps after a warm-up step. The step time "
-        "is given as a multiple of theirs: the median over the turns, the minimum and the maximum.",
+        f"{page['turns']} turns each, of {page['steps']} steps{intervals(page)} after a warm-up "
+        "step. The step time is given as a multiple of theirs: the median over the turns, the "
+        "minimum and the maximum.",
         "",
         "- *compute only* is measured against itself: its difference from 1 is noise.",
         "- *compute only, barriers* waits for the slowest rank after every step, as any "
@@ -80,6 +81,12 @@ def report(page: dict[str, Any], name: str) -> str:
     lines += ["", "Settings:", ""]
     lines += [f"- {row['what']}: {row['settings']}." for row in present]
     return "\n".join(lines) + "\n"
+
+
+def intervals(page: dict[str, Any]) -> str:
+    """Say that variants which exchange rarely take more steps in a turn, if there are any."""
+    longer = any(job.get("steps", 0) > page["steps"] for job in page["jobs"].values())
+    return ", rounded up to whole intervals between exchanges," if longer else ""
 
 
 def model(page: dict[str, Any]) -> str:

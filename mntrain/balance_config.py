@@ -2,14 +2,19 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.config_types import STRICT, OrNone, parse_names
+from mntrain.sync import SyncConfig
 
 _OVERHEAD_TARGET = 0.10
+# How nodes exchange under a policy, unless options of --sync say more.
+_RARELY = SyncConfig("local-sgd", every=20)
+_LATE = SyncConfig("local-sgd", every=20, warmup=20, max_staleness=2)
 # Options of `BalanceConfig`, their defaults, and the modes in which they have an effect.
 _MODES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "speed": ((), ("throughput", "cadence")),
@@ -51,6 +56,14 @@ class BalanceConfig:
         "say that it could make training 1.2 times as fast. cadence: whole micro-batches, of which "
         "the slowest rank has 10 in a step and faster ranks more; --train.batch-size is not used.",
     )
+    policy: OrNone[Literal["sync", "cadence", "async"]] = Field(
+        default=None,
+        description="--balance.mode throughput, and how nodes whose shares differ work together. "
+        "sync: they average gradients in every step. cadence: parameters, every 20 steps, weighted "
+        "by the samples since (--sync.mode local-sgd). async: the same, but a node waits only for "
+        "what others have sent two exchanges before (--sync.max-staleness 2, --sync.warmup 20). "
+        "Give --sync.mode and --sync.every to replace local-sgd. none: as other options say.",
+    )
     speed: Annotated[tuple[str, ...], BeforeValidator(_parse_speeds)] = Field(
         default=(),
         description="relative speeds that are known before, as RANK:RATIO; of other ranks 1. They "
@@ -79,6 +92,13 @@ class BalanceConfig:
 
     @model_validator(mode="after")
     def _check_mode(self) -> "BalanceConfig":
+        if self.policy is not None:
+            if self.mode not in ("off", "throughput"):
+                raise ValueError(
+                    f"--balance.policy {self.policy}: divides work as --balance.mode throughput "
+                    f"does, not as {self.mode} does; leave one of the two out"
+                )
+            object.__setattr__(self, "mode", "throughput")
         for name, (default, modes) in _MODES.items():
             value = getattr(self, name)
             if self.mode in modes or value == default:
@@ -95,3 +115,45 @@ class BalanceConfig:
         """The given speeds by rank."""
         pairs = (word.partition(":") for word in self.speed)
         return {int(rank): float(ratio) for rank, _, ratio in pairs}
+
+    def sync_of_policy(self, sync: SyncConfig) -> SyncConfig:
+        """Return how nodes exchange under the policy; `sync` is what options say.
+
+        Raises ValueError for options that contradict the policy.
+        """
+        if self.policy is None:
+            return sync
+        if sync.mode == "auto":
+            raise ValueError(
+                f"--balance.policy {self.policy}: says how nodes exchange, and --sync.mode auto "
+                "chooses it; give --balance.mode throughput instead of the policy, or leave out "
+                "--sync.mode"
+            )
+        rare = sync.mode != "every-step"
+        if self.policy == "sync" and rare:
+            raise ValueError(
+                f"--balance.policy sync: averages gradients in every step, and --sync.mode "
+                f"{sync.mode} does not; give --balance.policy cadence, or leave out --sync.mode"
+            )
+        if self.policy == "cadence" and sync.max_staleness:
+            raise ValueError(
+                f"--balance.policy cadence: nodes wait for each other, and with "
+                f"--sync.max-staleness {sync.max_staleness} they do not; give --balance.policy "
+                "async, or leave out --sync.max-staleness"
+            )
+        if self.policy == "cadence":
+            return sync if rare else _RARELY
+        if self.policy == "sync":
+            return sync
+        if not rare:
+            return _LATE
+        if sync.mode == "streaming":
+            raise ValueError(
+                "--balance.policy async: nodes do not wait for each other, which --sync.mode "
+                "streaming cannot do; give another mode, or --balance.policy cadence"
+            )
+        return replace(
+            sync,
+            warmup=sync.warmup or _LATE.warmup,
+            max_staleness=sync.max_staleness or _LATE.max_staleness,
+        )

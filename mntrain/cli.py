@@ -208,7 +208,10 @@ def _metavar(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(get_args(kind)) + "}"
     names = {NoneType: "none", str: "TEXT"}
-    return "|".join(names.get(k) or k.__name__.upper() for k in get_args(kind) or [kind])
+    return "|".join(
+        _metavar(k) if get_origin(k) is Literal else names.get(k) or k.__name__.upper()
+        for k in get_args(kind) or [kind]
+    )
 
 
 def _read_command_line(

@@ -5,7 +5,7 @@ a description to the ranks of a job. Importing this module needs neither torch n
 """
 
 import math
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from dataclasses import dataclass as plain_dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -55,6 +55,10 @@ class LocalSGD:
     other: one that ends a round goes on while it is exchanged, and waits only for the round that is
     `max_staleness` rounds older (`zero.stale_rounds`).
 
+    With `weighted`, a node counts in an exchange in proportion to the samples of its steps since
+    the last one (what `optimizer.share`, `backward(weight=...)` or `world.shard` say of them), for
+    nodes that are not equally fast; else all nodes count the same.
+
     Source: post-local SGD (Lin et al., ICLR 2020, arXiv 1808.07217), local SGD (Stich, ICLR 2019,
     arXiv 1805.09767). Raises ValueError for numbers that cannot be.
     """
@@ -62,8 +66,11 @@ class LocalSGD:
     every: int
     warmup: int = 0
     max_staleness: int = field(default=0, kw_only=True)
+    weighted: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weighted, bool):
+            raise ValueError(f"weighted is {self.weighted!r}: give True or False")
         for name, least, unit in (
             ("every", 1, "steps"),
             ("warmup", 0, "steps"),
@@ -72,6 +79,15 @@ class LocalSGD:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}: give a number of {unit}, at least {least}")
+
+    def __str__(self) -> str:
+        """Return it as an expression, in which what is False or 0 by default may be missing."""
+        shown = [
+            f"{one.name}={getattr(self, one.name)!r}"
+            for one in fields(self)
+            if not one.kw_only or getattr(self, one.name)
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def bind(
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int

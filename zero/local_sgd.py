@@ -22,6 +22,8 @@ from zero.norms import NonFiniteGradientError
 from zero.state import SYNC
 from zero.sync_schedule import SyncSchedule
 
+LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
+DRIFT = "the difference between the parameters and those after the last exchange"
 EXCHANGED, MOMENTUM = f"{SYNC}exchanged", f"{SYNC}momentum"  # keys of the outer state
 
 
@@ -29,6 +31,8 @@ class LocalSGDSchedule(SyncSchedule):
     """Average the parameters over nodes every `every` steps, after `warmup` synchronous steps.
 
     `node` are the ranks of this node, and `cross` one rank of each node, in the order of nodes.
+    With `weighted`, a node counts in a mean in proportion to the weights of its steps since the
+    last exchange, such as its samples; else all nodes count the same.
     """
 
     def __init__(
@@ -40,8 +44,11 @@ class LocalSGDSchedule(SyncSchedule):
         sharded: bool,
         every: int,
         warmup: int = 0,
+        weighted: bool = False,
     ) -> None:
         self.sharding, self.replica, self.replicas = node, cross.rank, cross.size
+        self.weighted = weighted
+        self._steps_weight = 0.0  # of the steps since the last exchange
         self._world, self._every, self._warmup = world, every, warmup
         self._means = NodeMeans(node, cross, sharded=sharded)
 
@@ -53,10 +60,22 @@ class LocalSGDSchedule(SyncSchedule):
         """Return whether `every` steps have passed since the last exchange."""
         return step >= self._warmup and (step - self._warmup + 1) % self._every == 0
 
+    def note_weight(self, step: int, weight: float) -> None:
+        """Add the weight of a step of this node alone."""
+        if step < self._warmup:
+            self.forget_weights()
+        else:
+            self._steps_weight += weight
+
+    def forget_weights(self) -> None:
+        """Count the weights of steps anew."""
+        self._steps_weight = 0.0
+
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over nodes. Collective."""
-        for tensor, mean in self._means.of(tensors, lambda tensor: tensor):
-            tensor.copy_(mean)
+        weight = self._weight()
+        scale = self._agree(weight).check() if self.weighted else 1.0
+        self._average(tensors, weight, scale)
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
         """Replace parameters by their means over nodes. Collective.
@@ -65,8 +84,24 @@ class LocalSGDSchedule(SyncSchedule):
         not finite on any of them.
         """
         finite = all(is_finite(tensor) for tensor in tensors)
-        FiniteAgreement(self._world, self.replica, finite=finite, what="a parameter").check()
-        self.average(tensors)
+        weight = self._weight()
+        scale = self._agree(weight, finite=finite, what="a parameter").check()
+        self.forget_weights()
+        self._average(tensors, weight, scale)
+
+    def _average(self, tensors: Sequence[Tensor], weight: float, scale: float) -> None:
+        """Replace tensors by means over nodes, of which this one has a weight. Collective."""
+        of_nodes = self._means.of(tensors, lambda tensor: tensor, weight=weight, scale=scale)
+        for tensor, mean in of_nodes:
+            tensor.copy_(mean)
+
+    def _weight(self) -> float:
+        """Return this node's weight in a mean of what steps since the last exchange made."""
+        return max(self._steps_weight, LEAST_WEIGHT) if self.weighted else 1.0
+
+    def _agree(self, weight: float, *, finite: bool = True, what: str = DRIFT) -> "Agreement":
+        """Start to agree with all ranks on an exchange. Collective."""
+        return Agreement(self._world, replica=self.replica, weight=weight, finite=finite, what=what)
 
 
 class OuterSchedule(LocalSGDSchedule):
@@ -95,7 +130,8 @@ class OuterSchedule(LocalSGDSchedule):
             copy = tensor.detach().clone()
             self._outer[tensor] = {EXCHANGED: copy} | self._zeros(tensor)
         if not equal:  # they were loaded, from a run of another schedule
-            self.average([self._outer[tensor][EXCHANGED] for tensor in new])
+            # All ranks with these tensors, and not others: nothing else may be agreed on.
+            self._average([self._outer[tensor][EXCHANGED] for tensor in new], 1.0, 1.0)
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
         """Take the outer step. Collective.
@@ -108,9 +144,13 @@ class OuterSchedule(LocalSGDSchedule):
             return self._value(tensor, self._drift(tensor))
 
         finite = all(is_finite(value(tensor)) for tensor in tensors)
-        FiniteAgreement(self._world, self.replica, finite=finite).check()
+        weight = self._weight()
+        scale = self._agree(weight, finite=finite).check()
+        self.forget_weights()
         keep = self._keep if self._code else None
-        for tensor, mean in self._means.of(tensors, value, self._code, keep):
+        for tensor, mean in self._means.of(
+            tensors, value, self._code, keep, weight=weight, scale=scale
+        ):
             self._outer_step(tensor, mean)
             tensor.copy_(self._outer[tensor][EXCHANGED])
 
@@ -188,8 +228,8 @@ class DiLoCoSchedule(OuterSchedule):
         exchanged.add_(mean.add_(momentum, alpha=self._momentum), alpha=-self._lr)
 
 
-class FiniteAgreement:
-    """Agreement of all ranks on whether what they exchange is finite, in flight.
+class Agreement:
+    """Agreement of all ranks on an exchange, in flight: is it finite, and what do nodes weigh.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
     """
@@ -197,29 +237,40 @@ class FiniteAgreement:
     def __init__(
         self,
         world: Collectives,
-        replica: int,
         *,
+        replica: int,
+        weight: float,
         finite: bool,
-        what: str = "the difference between the parameters and those after the last exchange",
+        what: str,
     ) -> None:
-        """Send this rank's answer; `what` is the text for what is exchanged. Collective."""
-        self._what = what
-        self._failed = torch.zeros(world.size, dtype=torch.float64)  # by rank: 1 + its node, or 0
+        """Send this rank's answer; `what` is the text for what is exchanged. Collective.
+
+        `weight` is that of this rank's node.
+        """
+        self._what, self._ranks = what, world.size
+        # The weight, and by rank 1 + its node if that is not finite, else 0.
+        self._answers = torch.zeros(1 + world.size, dtype=torch.float64)
+        self._answers[0] = weight
         if not finite:
-            self._failed[world.rank] = 1 + replica
-        self._work: Work = world.all_reduce(self._failed)
+            self._answers[1 + world.rank] = 1 + replica
+        self._work: Work = world.all_reduce(self._answers)
 
     def passed(self) -> bool:
         """Return whether all answers have arrived and are yes. Local."""
         if not self._work.done():
             return False
         self._work.wait()
-        return not bool(self._failed.any())
+        return not bool(self._answers[1:].any())
 
-    def check(self) -> None:
-        """Wait for the answers. Raises NonFiniteGradientError on all ranks if one is no."""
+    def check(self) -> float:
+        """Wait for the answers, and return 1 / the mean weight of nodes.
+
+        With it, a mean of what nodes have multiplied by their weights is the weighted mean. Raises
+        NonFiniteGradientError on all ranks if one answer is no.
+        """
         self._work.wait()
-        failed = self._failed.tolist()
+        weights = float(self._answers[0])
+        failed = self._answers[1:].tolist()
         if any(failed):
             where = ", ".join(
                 f"rank {rank} of node {int(node) - 1}" for rank, node in enumerate(failed) if node
@@ -228,6 +279,7 @@ class FiniteAgreement:
                 f"{self._what} is not finite in fp32 on {where}, and was not exchanged: continue "
                 "from a checkpoint, with a lower learning rate"
             )
+        return self._ranks / weights
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -34,10 +34,16 @@ class Message:
         """Return whether `means` waits for no other node. Local."""
         return self._work.done()
 
-    def means(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait, and yield each tensor with its mean, which is new and has its shape. Collective."""
+    def means(self, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Wait, and yield each tensor with `scale` times its mean over nodes. Collective.
+
+        The mean is new, and has the tensor's shape.
+        """
         self._work.wait()
-        for tensor, part in zip(self._tensors, _parts(self._mean(), self._tensors), strict=True):
+        mean = self._mean()
+        if scale != 1.0:
+            mean.mul_(scale)
+        for tensor, part in zip(self._tensors, _parts(mean, self._tensors), strict=True):
             yield tensor, part.view(tensor.shape)
 
 
@@ -58,18 +64,21 @@ class NodeMeans:
         value: Callable[[Tensor], Tensor],
         code: Code | None = None,
         keep: Callable[[Tensor, Tensor], object] | None = None,
+        *,
+        weight: float = 1.0,
+        scale: float = 1.0,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each tensor with the mean of its values, as `Message.means` does. Collective.
 
-        One message travels while another is used. The arguments are those of `send`.
+        One message travels while another is used. The arguments are those of `send` and `means`.
         """
         sent: Message | None = None
-        for following in self.send(tensors, value, code, keep):
+        for following in self.send(tensors, value, code, keep, weight=weight):
             if sent is not None:
-                yield from sent.means()
+                yield from sent.means(scale)
             sent = following
         if sent is not None:
-            yield from sent.means()
+            yield from sent.means(scale)
 
     def send(
         self,
@@ -77,20 +86,25 @@ class NodeMeans:
         value: Callable[[Tensor], Tensor],
         code: Code | None = None,
         keep: Callable[[Tensor, Tensor], object] | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Iterator[Message]:
         """Start messages, one for each that is taken from the iterator. Collective.
 
-        `value` returns what is sent for a tensor, in its shape and dtype. With a `code`, `keep`
-        gets each tensor with what its code lacks, in its shape. Complex values travel without.
+        `value` returns what is sent for a tensor, in its shape and dtype, times `weight`, which is
+        above 0. With a `code`, `keep` gets each tensor with the part of its value that its code
+        lacks, in its shape. Complex values travel without.
         """
         for message in _messages(tensors):
             flat = torch.cat([value(tensor).detach().reshape(-1) for tensor in message])
+            if weight != 1.0:
+                flat.mul_(weight)
             if code is None or flat.is_complex():
                 sent = self._send_sum(message, flat)
                 left = None
             else:
                 sent = self._send_codes(message, flat, code)
-                left = flat
+                left = flat if weight == 1.0 else flat.div_(weight)
             if keep is not None:
                 left = torch.zeros_like(flat) if left is None else left
                 for tensor, part in zip(message, _parts(left, message), strict=True):

@@ -242,6 +242,7 @@ class ZeroOptimizer(AveragingOptimizer):
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
         self._reduction.resume(state_dict.get("steps", self._reduction.steps))
+        self.schedule.forget_weights()
         self._in_sync = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
 
     def memory(self) -> Memory:
@@ -302,6 +303,8 @@ class ZeroOptimizer(AveragingOptimizer):
         """
         whole = self.group.size == self._collectives.size
         self._in_sync = self._in_sync and whole
+        weight = self._reduction.finished_weight if updated else 0.0
+        self.schedule.note_weight(self._reduction.steps, weight)
         try:
             exchanged = self.schedule.after_update(self._reduction.steps, self._updated_tensors())
         except NonFiniteGradientError:  # on all ranks, which keep what they have updated

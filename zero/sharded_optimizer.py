@@ -34,6 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     schedule: SyncSchedule
+    closed = False
 
     def __init__(
         self,
@@ -150,6 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the hooks from the model. Local."""
+        self.closed = True
         self._owned.parameters.close()
 
     def _check(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives
-from zero.local_sgd import EXCHANGED, DiLoCoSchedule, FiniteAgreement, OuterSchedule, is_finite
+from zero.local_sgd import EXCHANGED, Agreement, DiLoCoSchedule, OuterSchedule, is_finite
 from zero.node_means import Message
 from zero.sparse_loco import SparseLoCoSchedule
 from zero.sync_schedule import Exchanged
@@ -37,7 +37,7 @@ class _Round(NamedTuple):
     """The exchange of a round, in flight."""
 
     messages: list[Message]
-    finite: FiniteAgreement
+    agreement: Agreement
     own: dict[Tensor, Tensor]  # outer gradients of this node
 
     @property
@@ -51,7 +51,7 @@ class _Round(NamedTuple):
         False for a round that is not finite: it is an error, which all ranks raise after the same
         step.
         """
-        return all([self.finite.passed(), *(message.arrived() for message in self.messages)])
+        return all([self.agreement.passed(), *(message.arrived() for message in self.messages)])
 
 
 class StaleSchedule(OuterSchedule):
@@ -156,9 +156,10 @@ class StaleSchedule(OuterSchedule):
             finite = is_finite(sent) and finite
             return sent
 
-        keep = self._keep if self._code else None
-        messages = [*self._means.send(tensors, value, self._code, keep)]
-        agreement = FiniteAgreement(self._world, self.replica, finite=finite)
+        keep, weight = self._keep if self._code else None, self._weight()
+        self.forget_weights()
+        messages = [*self._means.send(tensors, value, self._code, keep, weight=weight)]
+        agreement = self._agree(weight, finite=finite)
         self._sent.append(_Round(messages, agreement, own))
         self._peak = max(self._peak, sum(sent.nbytes for sent in self._sent))
 
@@ -178,11 +179,10 @@ class StaleSchedule(OuterSchedule):
 
         Raises NonFiniteGradientError on all ranks before any is taken.
         """
-        for sent in [*self._sent][:count]:
-            sent.finite.check()
-        for _ in range(count):
+        scales = [sent.agreement.check() for sent in [*self._sent][:count]]
+        for scale in scales:
             for message in self._sent.popleft().messages:
-                for tensor, mean in message.means():
+                for tensor, mean in message.means(scale):
                     self._outer_step(tensor, mean)
 
 

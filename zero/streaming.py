@@ -20,9 +20,10 @@ from zero.codes import BlockCode
 from zero.collectives import Collectives
 from zero.local_sgd import (
     EXCHANGED,
+    LEAST_WEIGHT,
     MOMENTUM,
+    Agreement,
     DiLoCoSchedule,
-    FiniteAgreement,
     LocalSGDSchedule,
     is_finite,
 )
@@ -37,7 +38,7 @@ class _Sent(NamedTuple):
     """The exchange of a fragment, in flight."""
 
     messages: list[Message]
-    finite: FiniteAgreement
+    agreement: Agreement
     lost: dict[Tensor, Tensor]  # by the codes; kept if all ranks' values are finite
 
     @property
@@ -78,6 +79,8 @@ class StreamingSchedule(DiLoCoSchedule):
         self._sent: dict[int, _Sent] = {}
         self._arrived: dict[Tensor, Tensor] = {}  # means that are to be applied
         self._peak = 0  # bytes in flight
+        # The weight of the steps until the last exchange of each fragment.
+        self._counted = [0.0] * self._fragments
 
     def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
         """Give each parameter to the fragment that has the fewest elements so far."""
@@ -185,12 +188,27 @@ class StreamingSchedule(DiLoCoSchedule):
 
         lost: dict[Tensor, Tensor] = {}
         own = [tensor for tensor in tensors if self._fragment[tensor] == fragment]
-        messages = [
-            *self._means.send(own, value, self._code, lost.__setitem__ if self._code else None)
-        ]
-        agreement = FiniteAgreement(self._world, self.replica, finite=finite)
+        keep = lost.__setitem__ if self._code else None
+        weight = self._take_weight_of(fragment)
+        messages = [*self._means.send(own, value, self._code, keep, weight=weight)]
+        agreement = self._agree(weight, finite=finite)
         self._sent[fragment] = _Sent(messages, agreement, lost)
         self._note_peak()
+
+    def forget_weights(self) -> None:
+        """Count the weights of steps anew, for all fragments."""
+        super().forget_weights()
+        self._counted = [0.0] * self._fragments
+
+    def _weight(self) -> float:
+        """Return this node's weight in a mean of all fragments: since the oldest exchange."""
+        since = self._steps_weight - min(self._counted)
+        return max(since, LEAST_WEIGHT) if self.weighted else 1.0
+
+    def _take_weight_of(self, fragment: int) -> float:
+        """Return this node's weight in the exchange of a fragment, and count steps anew for it."""
+        counted, self._counted[fragment] = self._counted[fragment], self._steps_weight
+        return max(self._steps_weight - counted, LEAST_WEIGHT) if self.weighted else 1.0
 
     def _value(self, tensor: Tensor, drift: Tensor) -> Tensor:
         """Return the outer gradient, with what codes have lost before."""
@@ -201,12 +219,12 @@ class StreamingSchedule(DiLoCoSchedule):
         sent = self._sent.pop(fragment, None)
         if sent is None:
             return
-        sent.finite.check()
+        scale = sent.agreement.check()
         for tensor, lost in sent.lost.items():
             self._outer[tensor][ERROR].copy_(lost)
         sent.lost.clear()
         for message in sent.messages:
-            yield from message.means()
+            yield from message.means(scale)
 
     def _apply(self, fragment: int) -> None:
         """Take the outer step of a fragment that was started before, and mix. Collective."""

@@ -47,6 +47,7 @@ class SyncSchedule:
     sharding: Collectives
     replica = 0  # number of this rank's sharding group
     replicas = 1  # of equal sizes, which together are all ranks
+    weighted = False  # whether replicas count in an exchange by the weights of their steps
 
     def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
         """Learn of further parameters, by name. Local, on all ranks.
@@ -76,6 +77,15 @@ class SyncSchedule:
 
         `equal` states that all replicas hold the same.
         """
+
+    def note_weight(self, step: int, weight: float) -> None:
+        """Learn what a step's mean over `group(step)` was over, such as its samples. Local.
+
+        Before `after_update`; 0 for a step that is skipped.
+        """
+
+    def forget_weights(self) -> None:
+        """Forget the weights noted so far: a state is loaded. Local, on all ranks."""
 
     def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
         """Start and finish the exchanges that are due after a step, also a skipped one. Collective.

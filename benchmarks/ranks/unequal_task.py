@@ -1,7 +1,8 @@
 """The built-in task on ranks that are bound to one core each, some of which others compete for.
 
 COMPETITORS (of this process's environment): `RANK:PROCESSES:FIRST:LAST`. While steps FIRST to LAST
-are taken, so many processes compute on the core of that rank.
+are taken, so many processes compute on the core of that rank. SAMPLES: the run ends after the step
+in which all ranks together have had so many.
 """
 
 import os
@@ -13,6 +14,7 @@ from mntrain.tasks.lm import LanguageModel
 
 OWN = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 RANK, PROCESSES, FIRST, LAST = map(int, os.environ["COMPETITORS"].split(":"))
+SAMPLES = int(os.environ.get("SAMPLES", sys.maxsize))
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100000))"
 
 
@@ -21,6 +23,7 @@ class UnequalTask(LanguageModel):
 
     _spinning: tuple[subprocess.Popen[bytes], ...] = ()
     _bound = False
+    _samples = 0
 
     def on_step(self, record: StepRecord) -> str | None:
         """Bind this rank to its core; start and end the processes that compete for it."""
@@ -33,6 +36,9 @@ class UnequalTask(LanguageModel):
             self._spinning = tuple(subprocess.Popen(command) for _ in range(PROCESSES))
         if record.step == LAST:
             self._end()
+        self._samples += record.samples
+        if self._samples >= SAMPLES:
+            return "enough samples"
         return super().on_step(record)
 
     def _end(self) -> None:

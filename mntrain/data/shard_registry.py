@@ -1,5 +1,6 @@
 """The sharded loaders of a world."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -76,7 +77,7 @@ class ShardRegistry:
             size = self._ranks.size
             if balance and size > 1 and passes.balance is None:
                 clocks = self._gather, self._waited_s
-                passes.balance = LoaderBalance(size, *clocks, self._expect_synchronous)
+                passes.balance = LoaderBalance(size, *clocks, self._check_schedules)
             context = ShardContext(
                 self._ranks.rank,
                 size,
@@ -99,12 +100,20 @@ class ShardRegistry:
         for optimizer in self._optimizers:
             optimizer.expect_batch(own, total, digest, source)
 
-    def _expect_synchronous(self) -> None:
-        """Raise ValueError if an optimizer does not average every step over all ranks."""
-        if any(optimizer.schedule.replicas > 1 for optimizer in self._optimizers):
+    def _check_schedules(self) -> None:
+        """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
+        schedules = (one.schedule for one in self._optimizers if not one.closed)
+        rare = [schedule for schedule in schedules if schedule.replicas > 1]
+        if not all(schedule.weighted for schedule in rare):
             raise ValueError(
                 "balance=True with an optimizer that has sync=: each node counts the same in an "
-                "exchange, whatever its samples; leave one of the two out"
+                "exchange, whatever its samples; add weighted=True to its description, such as "
+                "LocalSGD(every=50, weighted=True)"
+            )
+        if any(schedule.independent(sys.maxsize) for schedule in rare):
+            raise ValueError(
+                "balance=True with an optimizer that has max_staleness: its nodes do not wait for "
+                "each other, and to compare speeds ranks do; leave one of the two out"
             )
 
     def _forget(self, drawn: bool) -> None:

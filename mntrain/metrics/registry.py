@@ -98,6 +98,9 @@ class StepRecord:
         Metric("mean", named=True, row="evaluation", summary="eval_metrics"),
     ] = None
 
+    slow_ranks: Annotated[dict[str, float] | None, Metric("same", named=True)] = None
+    """By "rank/phase": how many times as long a slow rank takes for a sample as the others."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, without absent values."""
         return {key: value for key, value in asdict(self).items() if value is not None}

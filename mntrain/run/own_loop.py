@@ -64,7 +64,8 @@ class OwnLoop:
             of_model = set(map(id, model.parameters()))
             if any(id(p) not in of_model for g in optimizer.param_groups for p in g["params"]):
                 raise ValueError("optimizer trains parameters that model does not have")
-            rare = [o for o in self._optimizers if o is not optimizer and o.schedule.replicas > 1]
+            others = [one for one in self._optimizers if one is not optimizer and not one.closed]
+            rare = [other for other in others if other.schedule.replicas > 1]
             if any(id(p) in of_model for o in rare for g in o.param_groups for p in g["params"]):
                 raise ValueError(
                     "another optimizer with sync= trains parameters of model, and only those of "

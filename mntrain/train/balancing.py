@@ -36,6 +36,7 @@ class Balancing:
         self._shares: Shares | None = data.shares
         self._cadence: Cadence | None = data.cadence
         self._stragglers = Stragglers(world.size)
+        self._compared = 0  # the latest step after which ranks may compare their speeds
         self._revisions: list[dict[str, Any]] = []
         if data.shares is not None and data.shares.planned:
             counts = data.shares.counts(data.full_batch)
@@ -52,6 +53,7 @@ class Balancing:
     def after_reduction(self, step: int) -> None:
         """Exchange speeds, if that is due after this step. Collective."""
         self._own.reduced()
+        self._compared = step
         if self._world.size == 1 or step % INTERVAL:
             return
         own = self._own.take_interval()
@@ -67,6 +69,16 @@ class Balancing:
             self._revise(self._shares, paces)
         if self._cadence is not None:
             self._revise_cadence(self._cadence, paces)
+
+    def slow_ranks(self, step: int) -> dict[str, float]:
+        """Return the ratio of each rank that is slow, by "rank/phase": see `Straggler`. Local.
+
+        None of them in steps in which ranks no longer compare their speeds.
+        """
+        if step > self._compared + INTERVAL:
+            return {}
+        slow = (straggler for straggler in self._stragglers.found if straggler.until is None)
+        return {f"{one.rank}/{one.phase}": round(one.ratio, 2) for one in slow}
 
     def by_rank(self) -> list[dict[str, Any]]:
         """Return the samples of each rank in this job, and its own seconds. Collective."""

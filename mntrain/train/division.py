@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mntrain.config import Config
 from mntrain.data.cadence import Cadence
-from mntrain.data.shares import Shares, hinted_speeds
+from mntrain.data.shares import CALIBRATION, Shares, hinted_speeds
 from mntrain.train.hardware import UNEQUAL, Speeds
 
 
@@ -23,19 +23,13 @@ _STREAM = Refusal(
 )
 
 
-def refusal_of_shares(config: Config, size: int, *, nodes: int, stream: bool) -> Refusal | None:
+def refusal_of_shares(config: Config, size: int, *, stream: bool) -> Refusal | None:
     """Return why work must be divided equally on so many ranks; None if it need not."""
-    batch_size, mode = config.train.batch_size, config.sync.mode
+    batch_size = config.train.batch_size
     if stream:
         return _STREAM
     if config.balance.mode == "cadence":
         return _refusal_of_cadence(config)
-    if mode != "every-step" and nodes > 1:
-        return Refusal(
-            f"with --sync.mode {mode}, nodes may train alone, and each counts the same in an "
-            "exchange, whatever its samples",
-            "give one of the two",
-        )
     if batch_size < size:
         return Refusal(
             f"--train.batch-size {batch_size} has no sample for each of the {size} ranks",
@@ -84,9 +78,12 @@ def most_samples(config: Config, size: int) -> int | None:
 
 
 def choose_shares(
-    config: Config, speeds: Speeds, refusal: Refusal | None, gain: float
+    config: Config, speeds: Speeds, refusal: Refusal | None, gain: float, *, measures: bool = True
 ) -> Shares | None:
     """Return the shares of ranks of unequal speed; None if they are equal, as on one rank.
+
+    Without speeds that options state they are equal at first, and measured (`measures`), or else
+    follow the matrix products for good.
 
     Raises ValueError for speeds of ranks that do not exist, and, unless the choice is automatic, if
     there is a `refusal`. An automatic choice wants a `gain`.
@@ -99,12 +96,22 @@ def choose_shares(
             return None
         hints = speeds.relative()
     elif refusal:
-        raise ValueError(f"--balance.mode {balance.mode}: {refusal.reason}; {refusal.fix}")
+        option = f"policy {balance.policy}" if balance.policy else f"mode {balance.mode}"
+        raise ValueError(f"--balance.{option}: {refusal.reason}; {refusal.fix}")
     else:
-        hints = balance.speeds
+        hints = balance.speeds or ({} if measures else speeds.relative())
     with _hints_named(config):
         hinted_speeds(size, hints)
     return Shares(size, hints, most=most_samples(config, size)) if size > 1 else None
+
+
+def measures_speeds(config: Config, nodes: int, done: int) -> bool:
+    """Return whether ranks compare their speeds after `done` steps, often enough to plan by them.
+
+    Nodes that do not wait for each other do so in the steps of the warm-up alone.
+    """
+    left = config.sync.warmup - done
+    return not config.sync.max_staleness or nodes == 1 or left >= CALIBRATION
 
 
 def choose_cadence(config: Config, size: int, samples: int, first: int) -> Cadence | None:

@@ -128,7 +128,7 @@ class TrainingJob:
         A new run's initial weights are loaded on the master.
         """
         with world.agreement():
-            self.sync = choose_sync(world, config)
+            self.sync = choose_sync(world, config, weighted=self.data.shares is not None)
             torch.manual_seed(config.run.seed)
             self.initial_weights: LoadedWeights | None = None
             self.model = self.task.model().to(world.device, self.precision.parameters)
@@ -151,7 +151,8 @@ class TrainingJob:
         trial = self._trial(config)
         auto = choose_for_job(world, config, trial, self.resumed, _refusal_of_rare(world, config))
         with world.agreement():
-            self.sync = choose_sync(world, auto.config)
+            weighted = self.data.shares is not None
+            self.sync = choose_sync(world, auto.config, weighted=weighted)
         self.auto_sync = auto
         return auto.config
 
@@ -308,8 +309,10 @@ class TrainingJob:
                 )
 
 
-def choose_sync(world: World, config: Config) -> LocalSGD | None:
+def choose_sync(world: World, config: Config, *, weighted: bool = False) -> LocalSGD | None:
     """Return how nodes exchange parameters; None if every step is synchronous, as on one node.
+
+    If it is `weighted`, nodes count in an exchange by the items of their steps.
 
     None also for auto, which chooses later. Raises ValueError if there are too few samples for the
     nodes, and for another option that says what crosses nodes. Local.
@@ -331,7 +334,7 @@ def choose_sync(world: World, config: Config) -> LocalSGD | None:
             f"--train.batch-size {config.train.batch_size}: with --sync.mode {config.sync.mode}, "
             f"each of the {nodes} nodes needs a sample in each step; give at least {world.size}"
         )
-    return description
+    return replace(description, weighted=weighted)
 
 
 def _refusal_of_rare(world: World, config: Config) -> str:

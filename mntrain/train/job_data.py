@@ -17,6 +17,7 @@ from mntrain.train.division import (
     check_rank_clipping,
     choose_cadence,
     choose_shares,
+    measures_speeds,
     most_samples,
     refusal_of_shares,
 )
@@ -39,12 +40,7 @@ class JobData:
         self.stream: StreamBatches | None = None
         self.datasets: dict[str, Dataset[Any]] = {}  # whose samples are compared
         self._valid: dict[str, Dataset[Any]] = {}  # by name; "" is the name of an only one
-        valid = task.dataset("valid")
-        for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
-            label = f"validation {name}".strip()
-            if given is not None and len(cast(Sized, sized := _sized(given, label, config.task))):
-                self._valid[name] = sampling.spread(sized, config.train.eval_samples)
-                self.datasets[label] = sized
+        self._add_validation_sets(task, config)
         self._options = sampling.LoaderOptions(
             rank=world.rank,
             size=world.size,
@@ -59,11 +55,18 @@ class JobData:
         stream = isinstance(train, IterableDataset)
         nodes = len(world.topology.nodes)
         check_rank_clipping(config)
-        self.unbalanced = refusal_of_shares(config, world.size, nodes=nodes, stream=stream)
+        self.unbalanced = refusal_of_shares(config, world.size, stream=stream)
         self.gain = 1.0  # by shares in proportion to the measured speeds
         if self.unbalanced is None:
             self.gain = speeds.gain(size, most_samples(config, world.size))
-        self.shares = choose_shares(config, speeds, self.unbalanced, self.gain)
+        done = resumed.manifest.step if resumed else 0
+        self.shares = choose_shares(
+            config,
+            speeds,
+            self.unbalanced,
+            self.gain,
+            measures=measures_speeds(config, nodes, done),
+        )
         self.cadence: Cadence | None = None
         if isinstance(train, IterableDataset):
             self.stream = StreamBatches(
@@ -80,15 +83,19 @@ class JobData:
             self._plan = CadenceSampling(
                 self.cadence, self.samples, seed, drop_last=drop_last, origin=origin
             )
-            return
-        self._plan = sampling.SamplingPlan(
-            self.samples,
-            size,
-            seed,
-            drop_last=drop_last,
-            origin=origin,
-            shares=self.shares,
-        )
+        else:
+            self._plan = sampling.SamplingPlan(
+                self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.shares
+            )
+
+    def _add_validation_sets(self, task: tasks.Task, config: Config) -> None:
+        """Note the validation sets that have samples, and spread an evaluation over each."""
+        valid = task.dataset("valid")
+        for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
+            label = f"validation {name}".strip()
+            if given is not None and len(cast(Sized, sized := _sized(given, label, config.task))):
+                self._valid[name] = sampling.spread(sized, config.train.eval_samples)
+                self.datasets[label] = sized
 
     @property
     def full_batch(self) -> int:

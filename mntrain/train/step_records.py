@@ -51,6 +51,7 @@ def complete_step(
         tokens_per_s=means.count / seconds,
         metrics=job.task.derive(means.loss, means.metrics),
         skipped=skipped,
+        slow_ranks=job.balancing.slow_ranks(step) or None,
         **taken.times,
         **reduced,
     )

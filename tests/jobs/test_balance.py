@@ -70,6 +70,36 @@ def test_a_slow_rank_is_named_with_its_phase_if_shares_are_equal(tmp_path):
     )
     assert "--balance.mode throughput would" in result.stderr
     assert "shares" not in summary(tmp_path)
+    named = [line.get("slow_ranks") for line in metrics(tmp_path)]
+    assert named[-1] == {"1/forward": pytest.approx(found[0]["ratio"], abs=0.01)}
+    assert named[0] is None
+
+
+# Of which the mean of updates is the update by the mean.
+PLAIN = ["--optim.name", "SGD", "--optim.max-grad-norm", "none", "--optim.weight-decay", "0"]
+NODES = ["--comm.ranks-per-node", "1"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_slow_node_gets_fewer_samples_and_counts_less_in_an_exchange(tmp_path, policy):
+    each = ["--sync.mode", "local-sgd", "--sync.every", "1"] if policy == "cadence" else []
+    train_slow(2, tmp_path, *STEPS, *PLAIN, *NODES, "--balance.policy", policy, *each)
+    (plan, *_) = summary(tmp_path)["shares"]
+    assert plan["samples"][1] < plan["samples"][0]
+    expect_losses(tmp_path, losses_alone(*STEPS, *PLAIN))
+
+
+@pytest.mark.exhaustive
+def test_nodes_that_do_not_wait_keep_the_shares_of_the_warm_up(tmp_path):
+    sync = ["--sync.mode", "local-sgd", "--sync.every", "2", "--sync.warmup", "15"]
+    result = train_slow(2, tmp_path, *STEPS, *NODES, "--balance.policy", "async", *sync)
+    assert "max_staleness=2, weighted=True" in result.stdout
+    (plan,) = summary(tmp_path)["shares"]
+    assert plan["samples"][1] < plan["samples"][0]
+    assert plan["step"] <= 16
+    # Of the last step of all: within a few percent of synchronous training.
+    assert losses(tmp_path)[-1] == pytest.approx(losses_alone(*STEPS)[-1], rel=0.05)
 
 
 @pytest.mark.exhaustive

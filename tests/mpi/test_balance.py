@@ -240,10 +240,11 @@ def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
 
 
 def test_nodes_that_train_alone_are_refused(world, make):
-    """The last test of this file: the world keeps the optimizer."""
     if len(world.topology.nodes) == 1 or len({len(node) for node in world.topology.nodes}) > 1:
         pytest.skip("needs nodes of equal numbers of ranks")
     model = make_model()
     optimizer = make(model, torch.optim.SGD, lr=0.05, sync=mntrain.sync.DiLoCo(every=5))
     with pytest.raises(ValueError, match="balance=True with an optimizer that has sync="):
         train(world.shard(make_loader(), balance=True), model, optimizer)
+    optimizer.close()
+    train(world.shard(make_loader(), balance=True), model, make(model, torch.optim.SGD, lr=0.05))

@@ -247,7 +247,7 @@ def test_an_exchange_sends_each_parameter_once_to_each_other_node(world, make, s
     numbers = sum(parameter.numel() for parameter in model.parameters())
     *_, alone, exchanging, _ = sent  # steps 3 and 4
     before = world.usage()
-    world.collectives.all_reduce(torch.zeros(RANKS, dtype=torch.float64)).wait()
+    world.collectives.all_reduce(torch.zeros(1 + RANKS, dtype=torch.float64)).wait()
     pairs = zip(world.usage(), before, strict=True)
     agreement = sum(a.cross_bytes - b.cross_bytes for a, b in pairs)  # on whether all is finite
     # So does an all-reduce of a small tensor.

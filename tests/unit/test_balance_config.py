@@ -1,5 +1,7 @@
 """Options of shares by speed, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from mntrain.balance_config import BalanceConfig
@@ -10,6 +12,7 @@ from mntrain.train.division import (
     check_rank_clipping,
     choose_cadence,
     choose_shares,
+    measures_speeds,
     most_samples,
     refusal_of_shares,
 )
@@ -104,9 +107,9 @@ def test_the_share_of_a_rank_is_limited_at_stage_2():
 
 
 @pytest.mark.parametrize("sync", [SyncConfig(mode="diloco", every=5), SyncConfig(mode="auto")])
-def test_nodes_may_be_meant_to_train_alone_if_there_is_one(sync):
+def test_nodes_that_exchange_rarely_may_have_unequal_shares(sync):
     config = Config(balance=THROUGHPUT, sync=sync)
-    assert refusal_of_shares(config, 4, nodes=1, stream=False) is None
+    assert refusal_of_shares(config, 4, stream=False) is None
 
 
 @pytest.mark.parametrize("mode", ["off", "auto"])
@@ -128,7 +131,7 @@ def test_ranks_cannot_clip_their_gradients_at_stage_2():
 
 def test_a_cadence_is_made_from_the_options():
     config = Config(balance=CADENCE, train=TrainConfig(micro_batch_size=4))
-    assert refusal_of_shares(config, 40, nodes=1, stream=False) is None  # of 32 samples in a batch
+    assert refusal_of_shares(config, 40, stream=False) is None  # of 32 samples in a batch
     assert choose_shares(config, Speeds(EQUAL), None, 2.0) is None
     cadence = choose_cadence(config, 3, 10**4, 7)
     assert cadence is not None
@@ -155,11 +158,6 @@ def test_a_cadence_is_made_from_the_options():
         ),
         (Config(balance=THROUGHPUT), True, "IterableDataset, whose samples are divided equally"),
         (
-            Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5)),
-            False,
-            "with --sync.mode diloco, nodes may train alone, and each counts the same",
-        ),
-        (
             Config(balance=THROUGHPUT, train=TrainConfig(batch_size=3)),
             False,
             "--train.batch-size 3 has no sample for each of the 4 ranks; give at least 4",
@@ -172,6 +170,71 @@ def test_a_cadence_is_made_from_the_options():
     ],
 )
 def test_what_cannot_be_balanced_is_refused(config, stream, message):
-    refusal = refusal_of_shares(config, 4, nodes=2, stream=stream)
+    refusal = refusal_of_shares(config, 4, stream=stream)
     with pytest.raises(ValueError, match=message):
         choose_shares(config, Speeds(EQUAL), refusal, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "mode", "every", "max_staleness"),
+    [
+        ("sync", {}, "every-step", None, 0),
+        ("cadence", {}, "local-sgd", 20, 0),
+        ("cadence", {"mode": "diloco", "every": 5}, "diloco", 5, 0),
+        ("async", {"mode": "diloco", "every": 5}, "diloco", 5, 2),
+        ("async", {"mode": "diloco", "every": 5, "max_staleness": 1}, "diloco", 5, 1),
+    ],
+)
+def test_a_policy_is_a_choice_of_other_options(policy, given, mode, every, max_staleness):
+    config = Config(balance=BalanceConfig(policy=policy), sync=SyncConfig(**given))
+    assert config.balance.mode == "throughput"
+    chosen = config.sync
+    assert (chosen.mode, chosen.every, chosen.max_staleness) == (mode, every, max_staleness)
+    assert replace(config) == config  # what a file of the resolved options gives
+
+
+def test_the_policy_async_alone_is_local_sgd_without_waits():
+    config = Config(balance=BalanceConfig(policy="async"))
+    assert config.sync == SyncConfig("local-sgd", every=20, warmup=20, max_staleness=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "balance", "sync", "message"),
+    [
+        ("sync", {}, {"mode": "local-sgd", "every": 3}, "cadence, or leave out --sync.mode"),
+        (
+            "cadence",
+            {},
+            {"mode": "local-sgd", "every": 3, "max_staleness": 1},
+            "give --balance.policy async",
+        ),
+        (
+            "async",
+            {},
+            {"mode": "streaming", "every": 3},
+            "give another mode, or --balance.policy",
+        ),
+        ("sync", {}, {"mode": "auto"}, "give --balance.mode throughput instead of the policy"),
+        ("cadence", {}, {"mode": "auto"}, "give --balance.mode throughput instead of the policy"),
+        ("async", {"mode": "cadence"}, {}, "leave one of the two out"),
+        ("fast", {}, {}, "'sync', 'cadence' or 'async'"),
+    ],
+)
+def test_what_contradicts_a_policy_is_refused(policy, balance, sync, message):
+    with pytest.raises(ValueError, match=message):
+        Config(balance=BalanceConfig(policy=policy, **balance), sync=SyncConfig(**sync))
+
+
+@pytest.mark.parametrize(
+    ("warmup", "done", "nodes", "measured"),
+    [(10, 0, 2, True), (9, 0, 2, False), (20, 15, 2, False), (0, 0, 1, True)],
+)
+def test_nodes_that_do_not_wait_compare_speeds_in_the_warm_up_or_not_at_all(
+    warmup, done, nodes, measured
+):
+    sync = SyncConfig("local-sgd", every=5, warmup=warmup, max_staleness=1)
+    config = Config(balance=THROUGHPUT, sync=sync)
+    assert measures_speeds(config, nodes, done) == measured
+    shares = choose_shares(config, Speeds([1e9, 3e9]), None, 1.0, measures=measured)
+    assert shares.counts(16) == ([8, 8] if measured else [4, 12])
+    assert measures_speeds(Config(balance=THROUGHPUT), nodes, done)

@@ -23,7 +23,6 @@ LAYERS = [
     },
     {"mntrain.checks", "mntrain.config_types"},
     {
-        "mntrain.balance_config",
         "mntrain.comm",
         "mntrain.kernels",
         "mntrain.data",
@@ -33,6 +32,7 @@ LAYERS = [
         "mntrain.sync",
         "mntrain.zero_config",
     },
+    {"mntrain.balance_config"},
     {"mntrain.config", "mntrain.errors", "mntrain.rank_info", "mntrain.watch"},
     {"mntrain.equal_values"},
     {

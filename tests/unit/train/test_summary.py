@@ -131,7 +131,7 @@ def test_description_has_model_place_tuning_and_sharding(device):
         "auto: lanes: 1.9x flat",
         *(of_gpu if device == "cuda" else []),
         "zero: stage 2, by element; precision bf16-pure",
-        "between nodes: LocalSGD(every=7, warmup=0, max_staleness=0)",
+        "between nodes: LocalSGD(every=7, warmup=0)",
         "optimizer: AdamW, schedule cosine",
     ]
     assert reporter.warnings == []

@@ -1,0 +1,307 @@
+"""Exchanges in which a node counts by its samples, of which nodes have unequal numbers."""
+
+import copy
+import time
+
+import pytest
+import torch
+from oracle import Alone, assert_parity, init, loss_of, samples
+from replicas import NODE, NODES, PER_NODE, RANK, coded, digests
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import RANKS
+
+from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
+from zero.codes import BlockCode, ChunkCode
+from zero.state import ERROR, UNSENT
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+LR, EVERY, WARMUP, STEPS = 0.1, 3, 1, 7
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+ONCE = {"fragments": 1, "overlap": 0, "mix": 0.0}
+SYNCS = {
+    "local SGD": LocalSGD(EVERY, WARMUP, weighted=True),
+    "DiLoCo": DiLoCo(EVERY, WARMUP, **PLAIN, weighted=True),
+    "streaming": StreamingDiLoCo(EVERY, WARMUP, **PLAIN, **ONCE, bits=32, weighted=True),
+    "stale local SGD": LocalSGD(EVERY, WARMUP, max_staleness=1, weighted=True),
+    "stale DiLoCo": DiLoCo(EVERY, WARMUP, **PLAIN, max_staleness=1, weighted=True),
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with init(ranks_per_node=PER_NODE) as world:
+        yield world
+
+
+@pytest.fixture
+def make(world):
+    made = []
+
+    def make(model, **options):
+        plain = torch.optim.SGD
+        made.append(world.optimizer(model, plain, lr=LR, overlap_forward=True, **options))
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.close()
+
+
+class Linear(nn.Module):
+    """Its gradient is the mean of the samples, so all it learns is known in closed form."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.linspace(-1, 1, 10, dtype=torch.float64))
+        self.other = nn.Parameter(torch.linspace(2, 3, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        return x @ torch.cat([self.one, self.other])
+
+    def values(self):
+        return torch.cat([self.one, self.other]).detach().clone()
+
+
+def samples_of(rank, step):
+    """From 1 to 4 samples; ranks of a node have equally many."""
+    count = 1 + (3 * (rank // PER_NODE) + step) % 4
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(count, 15, generator=generator, dtype=torch.float64)
+
+
+def take_step(model, optimizer, step):
+    own = samples_of(RANK, step)
+    optimizer.share(len(own))
+    model(own).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drift_of(node, steps):
+    """How far a node goes in steps of its own, and their samples."""
+    ranks = range(node * PER_NODE, (node + 1) * PER_NODE)
+    batches = [torch.cat([samples_of(rank, step) for rank in ranks]) for step in steps]
+    return LR * sum(batch.mean(0) for batch in batches), sum(map(len, batches))
+
+
+def weighted_mean(pairs):
+    return sum(weight * value for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def after_rounds(start, *rounds):
+    for steps in rounds:
+        start = start - weighted_mean([drift_of(node, steps) for node in range(NODES)])
+    return start
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("sync", SYNCS.values(), ids=SYNCS)
+def test_a_node_counts_by_the_samples_of_its_steps_since_the_last_exchange(
+    world, make, sync, stage
+):
+    model = Linear()
+    optimizer = make(model, sync=sync, stage=stage)
+    for step in range(STEPS):
+        take_step(model, optimizer, step)
+    if sync.max_staleness:
+        optimizer.exchange()
+    optimizer.wait_for_parameters()
+    rounds = range(1, 4), range(4, 7)
+    warm = start_of()
+    expected = after_rounds(warm, *rounds)
+    torch.testing.assert_close(model.values(), expected, rtol=1e-12, atol=1e-12)
+    assert len(set(digests(world, model))) == 1
+    alike = warm
+    for steps in rounds:
+        alike = alike - sum(drift_of(node, steps)[0] for node in range(NODES)) / NODES
+    assert (alike - expected).abs().max() > 1e-3  # which an exchange without weights gives
+
+
+@pytest.mark.parametrize("name", ["local SGD", "DiLoCo", "streaming"])
+def test_an_evaluation_within_a_round_is_of_the_weighted_mean(make, name):
+    model = Linear()
+    optimizer = make(model, sync=SYNCS[name])
+    for step in range(1 + EVERY):
+        take_step(model, optimizer, step)
+    start = model.values()
+    with optimizer.averaged():  # nothing has changed since the exchange
+        torch.testing.assert_close(model.values(), start, rtol=1e-12, atol=1e-12)
+    steps = range(1 + EVERY, 3 + EVERY)
+    for step in steps:
+        take_step(model, optimizer, step)
+    with optimizer.averaged():
+        expected = after_rounds(start, steps)
+        torch.testing.assert_close(model.values(), expected, rtol=1e-12, atol=1e-12)
+    take_step(model, optimizer, 3 + EVERY)
+    expected = after_rounds(start, range(1 + EVERY, 4 + EVERY))
+    torch.testing.assert_close(model.values(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_each_fragment_counts_the_steps_since_its_own_exchange(make):
+    sync = StreamingDiLoCo(4, 0, **PLAIN, fragments=2, overlap=0, mix=0.0, bits=32, weighted=True)
+    model = Linear()
+    start = model.values()
+    optimizer = make(model, sync=sync)
+    # The fragment of the larger parameter is exchanged after steps 1 and 5, the other's after 3.
+    rounds = [slice(0, 10), range(2)], [slice(10, 15), range(4)], [slice(0, 10), range(2, 6)]
+    expected, step = start, 0
+    for part, steps in rounds:
+        while step <= steps[-1]:
+            take_step(model, optimizer, step)
+            step += 1
+        after = after_rounds(expected, steps)[part]
+        expected = expected.clone()
+        expected[part] = after
+        torch.testing.assert_close(model.values()[part], after, rtol=1e-12, atol=1e-12)
+
+
+CODED = {
+    "SparseLoCo": (SparseLoCo(2, density=0.25, weighted=True), ChunkCode(0.25), UNSENT),
+    "stale SparseLoCo": (
+        SparseLoCo(2, density=0.25, max_staleness=1, weighted=True),
+        ChunkCode(0.25),
+        UNSENT,
+    ),
+    "streaming": (StreamingDiLoCo(2, **PLAIN, **ONCE, weighted=True), BlockCode(4), ERROR),
+}
+
+
+@pytest.mark.parametrize(("sync", "code", "key"), CODED.values(), ids=CODED)
+def test_what_a_code_lacks_is_kept_without_the_weight(make, sync, code, key):
+    model = Linear()
+    start = model.values()
+    optimizer = make(model, sync=sync)
+    for step in range(2):
+        take_step(model, optimizer, step)
+    if sync.max_staleness:
+        optimizer.exchange()
+    for part in (slice(0, 10), slice(10, 15)):
+        sent, total = [], 0.0
+        for node in range(NODES):
+            drift, weight = drift_of(node, range(2))
+            sent.append(coded(code, weight * drift[part]))
+            total += weight
+        after = start[part] - sum(sent) / total
+        torch.testing.assert_close(model.values()[part], after, rtol=1e-9, atol=1e-9)
+    kept = {piece.name: piece.tensors[key] for piece in optimizer.slices()}
+    drift, weight = drift_of(NODE, range(2))
+    for name, part in (("one", slice(0, 10)), ("other", slice(10, 15))):
+        lacks = drift[part] - coded(code, weight * drift[part]) / weight
+        torch.testing.assert_close(kept[name].view(-1), lacks, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sync", SYNCS.values(), ids=SYNCS)
+def test_a_round_whose_steps_are_all_skipped_changes_nothing(make, sync):
+    model = Linear()
+    optimizer = make(model, sync=sync, non_finite="skip")
+    for step in range(1 + EVERY):
+        take_step(model, optimizer, step)
+    start = model.values()
+    for _ in range(EVERY):
+        (model(samples_of(RANK, 0)).mean() * torch.inf).backward()
+        assert optimizer.step().skipped
+        optimizer.zero_grad()
+    if sync.max_staleness:
+        optimizer.exchange()
+        start = after_rounds(start_of(), range(1, 4))
+    torch.testing.assert_close(model.values(), start, rtol=1e-12, atol=1e-12)
+
+
+def start_of():
+    """The parameters after the warm-up."""
+    every = torch.cat([samples_of(rank, 0) for rank in range(RANKS)])
+    return Linear().values() - LR * every.mean(0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_exchanging_plain_sgd_after_each_step_is_training_on_the_whole_batch(world, make, stage):
+    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    alone = Alone(model, lambda parameters: torch.optim.SGD(parameters, lr=LR))
+    model.load_state_dict(world.gather(model.state_dict())[0])
+    alone.model.load_state_dict(model.state_dict())
+    optimizer = make(model, sync=LocalSGD(1, weighted=True), stage=stage)
+    bounds = [0, 5, *range(6, 5 + RANKS)]  # of 5 samples, and of 1 each
+    for step in range(4):
+        batch = samples(bounds[-1], step)
+        alone.step(loss_of(alone.model, batch))
+        own = tuple(column[bounds[RANK] : bounds[RANK + 1]] for column in batch)
+        optimizer.backward(loss_of(model, own), weight=len(own[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_for_parameters()
+    assert_parity(world, model, alone, tolerance=1e-13)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_round_of_local_sgd_is_ended_by_another_schedule(make, stage):
+    """The node's second rank updates nothing, and takes part in what all ranks do."""
+    model = Linear()
+    del model.other
+    model.other = torch.zeros(5, dtype=torch.float64)
+    start = model.one.detach().clone()
+    whole = {"stage": stage, "partition": "parameter"} if stage else {}
+    before = make(model, sync=SYNCS["local SGD"], **whole)
+    for step in range(WARMUP + 2):
+        take_step(model, before, step)
+    before.wait_for_parameters()
+    state, own = before.state_dict(), copy.deepcopy(model.state_dict())
+    before.close()
+    after = make(model, sync=SYNCS["DiLoCo"], **whole)
+    model.load_state_dict(own)
+    after.load_state_dict(state)
+    for step in range(WARMUP + 2, WARMUP + EVERY):
+        take_step(model, after, step)
+    after.wait_for_parameters()
+    # The new schedule begins at the mean of the nodes, and counts its own step alone.
+    every = torch.cat([samples_of(rank, 0) for rank in range(RANKS)])
+    warm = start - LR * every.mean(0)[:10]
+    drifts = [drift_of(node, range(WARMUP, WARMUP + EVERY))[0] for node in range(NODES)]
+    weights = [drift_of(node, range(WARMUP + 2, WARMUP + EVERY))[1] for node in range(NODES)]
+    mean_drift = weighted_mean(list(zip(drifts, weights, strict=True)))
+    torch.testing.assert_close(model.one.detach(), warm - mean_drift[:10], rtol=1e-12, atol=1e-12)
+
+
+def make_loader():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(180, 7, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12)
+
+
+def train(batches, model, optimizer, cost=0.0):
+    sizes = []
+    for x, y in batches:
+        time.sleep(cost * len(x))
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(len(x))
+    return sizes
+
+
+def test_a_loop_of_ones_own_is_balanced_between_nodes_that_exchange_rarely(world, make):
+    torch.manual_seed(1)
+    model, alone = nn.Linear(7, 1), nn.Linear(7, 1)
+    alone.load_state_dict(model.state_dict())
+    optimizer = make(model, sync=LocalSGD(1, weighted=True))
+    batches = world.shard(make_loader(), balance=True)
+    slow = RANK == RANKS - 1
+    sizes = world.gather(
+        [n for _ in range(2) for n in train(batches, model, optimizer, 0.01 * slow)]
+    )
+    assert sizes[-1][-1] < min(own[-1] for own in sizes[:-1])
+    plain = torch.optim.SGD(alone.parameters(), lr=LR)
+    for _ in range(2):
+        train(make_loader(), alone, plain)
+    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_of_ones_own_is_not_balanced_between_nodes_that_do_not_wait():
+    with init(ranks_per_node=PER_NODE) as world:
+        model = nn.Linear(7, 1)
+        sync = LocalSGD(5, max_staleness=1, weighted=True)
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=LR, sync=sync)
+        with pytest.raises(ValueError, match="balance=True with an optimizer that has max_stale"):
+            train(world.shard(make_loader(), balance=True), model, optimizer)
