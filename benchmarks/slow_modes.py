@@ -46,6 +46,7 @@ MODES = {
     "streaming, every 20, mix 0": _rare(
         "streaming", 20, "--sync.mix 0 --sync.outer-momentum 0.7", timed="streaming"
     ),
+    "SparseLoCo, every 10": _rare("sparseloco", 10),
     "SparseLoCo, every 30": _rare("sparseloco", 30),
     "SparseLoCo, every 5, 1/16": _rare("sparseloco", 5, "--sync.density 0.0625", timed=DENSE),
     "DDP, bf16 hook": _peer("DDP, bf16 hook", "DDP, bf16 hook"),

@@ -67,6 +67,7 @@ def main() -> int:
         default=VARIANTS,
         metavar="VARIANT",
     )
+    parser.add_argument("--note", help="what a reader of the page has to know of this measurement")
     parser.add_argument("--suffix", help="of the page's name, for a choice of variants")
     parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--curve-steps", type=count, default=120)
@@ -79,6 +80,8 @@ def main() -> int:
             page = measure_solo(layout, options.solo_steps)
         else:
             page = measure(layout, options)
+        if options.note:
+            page["note"] = options.note
         rate = f"-{layout.link}" if layout.link not in (None, "1gbit") else ""
         suffix = f"-{options.suffix}" if options.suffix else ""
         step_page.publish(page, f"step-{layout.name}{rate}{suffix}", options.output)

@@ -59,6 +59,7 @@ def report(page: dict[str, Any], name: str) -> str:
         "RssShmem + Pss_Shmem of /proc), so the sum is physical memory.",
         "",
         loss_agreement(page),
+        *([page["note"]] if "note" in page else []),
         "",
         f"| | {' | '.join(COLUMNS)} |",
         f"|---|{'--:|' * len(COLUMNS)}",
