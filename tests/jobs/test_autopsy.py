@@ -77,6 +77,7 @@ def test_the_line_of_an_exception_is_named(folder):
     assert "cause     an exception on one rank: KeyError" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_with_its_line_and_those_that_waited_for_it(folder):
     train(3, folder, "--task", "broken:Killed")
     done = autopsy(folder / "run")

@@ -81,7 +81,7 @@ NODES = ["--comm.ranks-per-node", "1"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("policy", [pytest.param("sync", marks=pytest.mark.exhaustive), "cadence"])
 def test_a_slow_node_gets_fewer_samples_and_counts_less_in_an_exchange(tmp_path, policy):
     each = ["--sync.mode", "local-sgd", "--sync.every", "1"] if policy == "cadence" else []
     train_slow(2, tmp_path, *STEPS, *PLAIN, *NODES, "--balance.policy", policy, *each)

@@ -181,6 +181,7 @@ def test_a_killed_rank_ends_the_job(folder):
     assert "is lost: its process has ended without a word" in result.stderr or is_open_mpi()
 
 
+@pytest.mark.thorough
 def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
     # Shares of 8 over 3 ranks are 2, 3 and 3: rank 1's third forward is the first of step 2.
     result = train(3, folder, "--task", "broken:NotANumber")

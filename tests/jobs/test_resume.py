@@ -135,7 +135,7 @@ def test_a_checkpoint_of_version_0_1_is_verified():
     assert verified.stdout.replace("\n", "") == f"{path}: sound, 0.1 MB"
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path, ranks):
     resume = ["--run.resume", str(OLD / "step-00000003")]
     result = completed(train(ranks, tmp_path, *OLD_OPTIONS, *resume))

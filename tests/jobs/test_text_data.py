@@ -50,6 +50,7 @@ def test_a_job_on_json_lines_learns_resumes_and_its_sample_decodes(tmp_path, opt
     assert result.stdout.startswith("12 and 13")
 
 
+@pytest.mark.thorough
 def test_sets_to_validate_on_have_the_losses_of_the_saved_model(tmp_path):
     (tmp_path / "news.txt").write_text("".join(stories(30)))
     (tmp_path / "code").mkdir()
