@@ -47,7 +47,7 @@ def _one_of(names: tuple[str, ...]) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-@plain_dataclass(frozen=True)
+@plain_dataclass(frozen=True, repr=False)
 class LocalSGD:
     """Nodes average their parameters every `every` steps, after `warmup` synchronous ones.
 
@@ -80,7 +80,7 @@ class LocalSGD:
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}: give a number of {unit}, at least {least}")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return it as an expression, in which what is False or 0 by default may be missing."""
         shown = [
             f"{one.name}={getattr(self, one.name)!r}"
@@ -105,7 +105,7 @@ class LocalSGD:
         return StaleSchedule if self.max_staleness else LocalSGDSchedule
 
 
-@plain_dataclass(frozen=True)
+@plain_dataclass(frozen=True, repr=False)
 class DiLoCo(LocalSGD):
     """Every `every` steps, Nesterov momentum moves the parameters towards the mean of the nodes'.
 
@@ -131,7 +131,7 @@ class DiLoCo(LocalSGD):
         return StaleDiLoCoSchedule if self.max_staleness else DiLoCoSchedule
 
 
-@plain_dataclass(frozen=True)
+@plain_dataclass(frozen=True, repr=False)
 class StreamingDiLoCo(DiLoCo):
     """DiLoCo in `fragments` parts, each exchanged every `every` steps while others compute.
 
@@ -173,7 +173,7 @@ class StreamingDiLoCo(DiLoCo):
         return StreamingSchedule
 
 
-@plain_dataclass(frozen=True)
+@plain_dataclass(frozen=True, repr=False)
 class SparseLoCo(LocalSGD):
     """Nodes exchange the largest of their changes every `every` steps, and keep the rest.
 

@@ -327,6 +327,12 @@ def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
 def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other):
     given = {name: other if world.rank == LAST else usual}
     said = refusal(world.optimizer, two_layers(), **given, **SGD)
+    if isinstance(other, LocalSGD):  # with all fields, also those that are not shown elsewhere
+        usual, other = (
+            value
+            and f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in vars(value).items())})"
+            for value in (usual, other)
+        )
     assert said == f"{name} differs between ranks: {BUT_LAST} {usual}, rank {LAST} has {other}"
 
 
