@@ -120,6 +120,7 @@ def test_a_task_of_ones_own_with_metrics(tmp_path):
     assert metrics(tmp_path)[-1]["eval_metrics"]["accuracy"] > 0.9
 
 
+@pytest.mark.thorough
 def test_a_loop_of_ones_own():
     result = completed(mpirun(2, [sys.executable, EXAMPLES / "own_loop.py"], timeout=100))
     values = [float(line.split()[3]) for line in result.stdout.splitlines() if "loss" in line]
