@@ -1,6 +1,7 @@
 """SVG figures drawn by matplotlib. The same data gives the same file."""
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -20,6 +21,14 @@ STYLE = {
     "axes.spines.right": False,
     "grid.color": "#e2e8f0",
 }
+
+
+def value_at(points: Sequence[tuple[float, float]], x: float) -> float | None:
+    """Return the y of a line at x, linear between its points; None outside of them."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return None
 
 
 def line_chart(

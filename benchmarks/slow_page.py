@@ -1,7 +1,6 @@
 """The page and the plots of slow_links.py."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -110,14 +109,6 @@ def spent(mode: str, steps: float, cost: dict[str, float]) -> float:
     return warmup * cost[SYNCHRONOUS] + (steps - warmup) * cost[mode]
 
 
-def at(points: Points, x: float) -> float | None:
-    """Return the y of a curve at x, linear between its points; None outside of them."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return None
-
-
 def report(page: dict[str, Any], name: str) -> str:
     """Return the page as Markdown."""
     runs = page["runs"]
@@ -208,7 +199,7 @@ def time_table(page: dict[str, Any], link: str, name: str) -> list[str]:
         turns = multiple(page, link, MODES[mode].variant) or []
         end = spent(mode, page["steps"], seconds)
         loss = curve(page["runs"][mode])[-1][1]
-        then = at(plain, end)
+        then = figures.value_at(plain, end)
         cells = [
             mode,
             f"{median(turns):.3f}",

@@ -27,6 +27,7 @@ from emulated import HERE, Layout, facts, need_nodes, nodes
 
 SOCKETS = "compute, raw sockets"
 BASELINES = ("compute only", "compute only, barriers", SOCKETS)  # each rank trains alone
+SEQUENCES = 4  # of a micro-batch, by default
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
 WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # with a network only
 # For slow links, only on request: their losses differ. EVERY of ranks/variants.py is in the names.
@@ -59,6 +60,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=count, default=3, help="per turn, after a warm-up step")
     parser.add_argument("--turns", type=count, default=5, help="of every variant")
+    parser.add_argument("--sequences", type=count, default=SEQUENCES, help="of a micro-batch")
     parser.add_argument("--solo-steps", type=count, default=40, help="steps in layout 1")
     parser.add_argument(
         "--variants",
@@ -73,6 +75,10 @@ def main() -> int:
     parser.add_argument("--curve-steps", type=count, default=120)
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     options = parser.parse_args()
+    if options.sequences != SEQUENCES and any("DeepSpeed" in name for name in options.variants):
+        parser.error(
+            f"DeepSpeed's variants have {SEQUENCES} sequences: give --variants without them"
+        )
     need_nodes()
     for text in options.layouts:
         layout = Layout.of(text, options.link)
@@ -110,6 +116,7 @@ def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
         for variant in variants:
             start = time.perf_counter()
             arguments = ["--what", variant, "--steps", options.steps, "--turns", options.turns]
+            arguments += ["--sequences", options.sequences]
             jobs[variant] = running.run("step.py", arguments)
             seconds = time.perf_counter() - start
             print(f"{layout.name}: {variant}, {seconds:.1f} s", file=sys.stderr)
@@ -133,6 +140,7 @@ def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
         "versions": jobs[variants[0]]["versions"],
         "steps": options.steps,
         "turns": options.turns,
+        "sequences": options.sequences,
         "gradient_bytes": gradient_bytes,
         "losses": losses,
         "wired_losses": wired_losses,

@@ -94,8 +94,8 @@ def model(page: dict[str, Any]) -> str:
     """Describe the model."""
     return (
         f"A GPT of {page['gradient_bytes'] / 4e6:.1f} M parameters (gradient "
-        f"{page['gradient_bytes'] / 1e6:.1f} MB) in fp32, AdamW, micro-batches of 4 sequences, "
-        "one thread per rank"
+        f"{page['gradient_bytes'] / 1e6:.1f} MB) in fp32, AdamW, micro-batches of "
+        f"{page.get('sequences', 4)} sequences, one thread per rank"
     )
 
 

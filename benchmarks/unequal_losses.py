@@ -1,6 +1,6 @@
 """Losses on ranks of unequal speed, by samples and by time: parts, a cadence, parameters' means.
 
-    python benchmarks/unequal_losses.py [--samples 4800] [--seeds 3]
+    python benchmarks/unequal_losses.py [--samples 3200] [--seeds 3]
 
 Two ranks train the built-in task, each bound to a core; three processes that compute on rank 1's
 core leave it a quarter. The ways to divide the work take turns, each from the same weights for a
@@ -16,7 +16,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ SHARED = (
 def main() -> int:
     """Train in every way with every seed, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--samples", type=option_types.count, default=4800)
+    parser.add_argument("--samples", type=option_types.count, default=3200)
     parser.add_argument("--seeds", type=option_types.count, default=3)
     parser.add_argument("--note", help="what a reader of the page has to know of this measurement")
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
@@ -144,15 +144,13 @@ def curve(runs: Sequence[dict[str, Any]], axis: int) -> list[tuple[float, float]
     lines = [[(point[axis], point[2]) for point in run["points"]] for run in runs]
     low, high = max(line[0][0] for line in lines), min(line[-1][0] for line in lines)
     places = [low + (high - low) * i / EVALUATIONS for i in range(EVALUATIONS + 1)]
-    return [(x, mean(at(line, x) for line in lines)) for x in places]
+    return [(x, mean(loss_at(line, x) for line in lines)) for x in places]
 
 
-def at(line: Sequence[tuple[float, float]], x: float) -> float:
-    """Return the y of a line at x, linear between its points."""
-    for (x0, y0), (x1, y1) in pairwise(line):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return line[-1][1]
+def loss_at(line: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the loss of a curve at x; behind its end, the last one."""
+    loss = figures.value_at(line, x)
+    return line[-1][1] if loss is None else loss
 
 
 def report(page: dict[str, Any], name: str) -> str:
@@ -183,7 +181,7 @@ def report(page: dict[str, Any], name: str) -> str:
         runs = list(made.values())
         losses = [run["points"][-1][2] for run in runs]
         seconds = median(run["points"][-1][1] for run in runs)  # of the last evaluation
-        by_then = mean(at([point[1:] for point in run["points"]], seconds) for run in plain)
+        by_then = mean(loss_at([point[1:] for point in run["points"]], seconds) for run in plain)
         cells = [
             way,
             f"{median(run['steps'] for run in runs):.0f}",

@@ -49,12 +49,13 @@ def _parse_speeds(value: Any) -> Any:
 class BalanceConfig:
     """The division of work between ranks of unequal speed."""
 
-    mode: Literal["off", "throughput", "auto", "cadence"] = Field(
-        default="off",
+    mode: OrNone[Literal["off", "throughput", "auto", "cadence"]] = Field(
+        default=None,
         description="off: equal shares of each batch. throughput: in proportion to the speed of "
         "each rank, measured while training. auto: throughput, if matrix products at the start "
         "say that it could make training 1.2 times as fast. cadence: whole micro-batches, of which "
-        "the slowest rank has 10 in a step and faster ranks more; --train.batch-size is not used.",
+        "the slowest rank has 10 in a step and faster ranks more; --train.batch-size is not used. "
+        "none: off, or throughput with a --balance.policy.",
     )
     policy: OrNone[Literal["sync", "cadence", "async"]] = Field(
         default=None,
@@ -92,13 +93,13 @@ class BalanceConfig:
 
     @model_validator(mode="after")
     def _check_mode(self) -> "BalanceConfig":
-        if self.policy is not None:
-            if self.mode not in ("off", "throughput"):
-                raise ValueError(
-                    f"--balance.policy {self.policy}: divides work as --balance.mode throughput "
-                    f"does, not as {self.mode} does; leave one of the two out"
-                )
-            object.__setattr__(self, "mode", "throughput")
+        if self.policy and self.mode not in (None, "throughput"):
+            raise ValueError(
+                f"--balance.policy {self.policy}: divides work as --balance.mode throughput does, "
+                f"not as {self.mode}; leave one of the two out"
+            )
+        if self.mode is None:
+            object.__setattr__(self, "mode", "throughput" if self.policy else "off")
         for name, (default, modes) in _MODES.items():
             value = getattr(self, name)
             if self.mode in modes or value == default:
@@ -117,43 +118,43 @@ class BalanceConfig:
         return {int(rank): float(ratio) for rank, _, ratio in pairs}
 
     def sync_of_policy(self, sync: SyncConfig) -> SyncConfig:
-        """Return how nodes exchange under the policy; `sync` is what options say.
+        """Return how nodes exchange under the policy, if any; `sync` is what options say.
 
         Raises ValueError for options that contradict the policy.
         """
-        if self.policy is None:
-            return sync
-        if sync.mode == "auto":
-            raise ValueError(
-                f"--balance.policy {self.policy}: says how nodes exchange, and --sync.mode auto "
-                "chooses it; give --balance.mode throughput instead of the policy, or leave out "
-                "--sync.mode"
-            )
+        if conflict := self._conflict(sync):
+            raise ValueError(f"--balance.policy {self.policy}: {conflict}")
         rare = sync.mode != "every-step"
-        if self.policy == "sync" and rare:
-            raise ValueError(
-                f"--balance.policy sync: averages gradients in every step, and --sync.mode "
-                f"{sync.mode} does not; give --balance.policy cadence, or leave out --sync.mode"
-            )
-        if self.policy == "cadence" and sync.max_staleness:
-            raise ValueError(
-                f"--balance.policy cadence: nodes wait for each other, and with "
-                f"--sync.max-staleness {sync.max_staleness} they do not; give --balance.policy "
-                "async, or leave out --sync.max-staleness"
-            )
-        if self.policy == "cadence":
-            return sync if rare else _RARELY
-        if self.policy == "sync":
+        if self.policy == "cadence" and not rare:
+            return _RARELY
+        if self.policy != "async":
             return sync
-        if not rare:
-            return _LATE
-        if sync.mode == "streaming":
-            raise ValueError(
-                "--balance.policy async: nodes do not wait for each other, which --sync.mode "
-                "streaming cannot do; give another mode, or --balance.policy cadence"
-            )
         return replace(
-            sync,
+            sync if rare else _LATE,
             warmup=sync.warmup or _LATE.warmup,
             max_staleness=sync.max_staleness or _LATE.max_staleness,
         )
+
+    def _conflict(self, sync: SyncConfig) -> str:
+        """Return why options contradict the policy, and what to do about it; empty if none do."""
+        if self.policy and sync.mode == "auto":
+            return (
+                "says how nodes exchange, and --sync.mode auto chooses it; give --balance.mode "
+                "throughput instead of the policy, or leave out --sync.mode"
+            )
+        if self.policy == "sync" and sync.mode != "every-step":
+            return (
+                f"averages gradients in every step, and --sync.mode {sync.mode} does not; give "
+                "--balance.policy cadence, or leave out --sync.mode"
+            )
+        if self.policy == "cadence" and sync.max_staleness:
+            return (
+                f"nodes wait for each other, and with --sync.max-staleness {sync.max_staleness} "
+                "they do not; give --balance.policy async, or leave out --sync.max-staleness"
+            )
+        if self.policy == "async" and sync.mode == "streaming":
+            return (
+                "nodes do not wait for each other, which --sync.mode streaming cannot do; give "
+                "another mode, or --balance.policy cadence"
+            )
+        return ""

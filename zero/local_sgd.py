@@ -99,9 +99,13 @@ class LocalSGDSchedule(SyncSchedule):
         """Return this node's weight in a mean of what steps since the last exchange made."""
         return max(self._steps_weight, LEAST_WEIGHT) if self.weighted else 1.0
 
-    def _agree(self, weight: float, *, finite: bool = True, what: str = DRIFT) -> "Agreement":
+    def _agree(
+        self, weight: float, *, finite: bool = True, what: str = DRIFT
+    ) -> "ExchangeAgreement":
         """Start to agree with all ranks on an exchange. Collective."""
-        return Agreement(self._world, replica=self.replica, weight=weight, finite=finite, what=what)
+        return ExchangeAgreement(
+            self._world, replica=self.replica, weight=weight, finite=finite, what=what
+        )
 
 
 class OuterSchedule(LocalSGDSchedule):
@@ -228,7 +232,7 @@ class DiLoCoSchedule(OuterSchedule):
         exchanged.add_(mean.add_(momentum, alpha=self._momentum), alpha=-self._lr)
 
 
-class Agreement:
+class ExchangeAgreement:
     """Agreement of all ranks on an exchange, in flight: is it finite, and what do nodes weigh.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.

@@ -34,7 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     schedule: SyncSchedule
-    closed = False
+    closed = False  # whether `close` was called
 
     def __init__(
         self,

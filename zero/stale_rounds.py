@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives
-from zero.local_sgd import EXCHANGED, Agreement, DiLoCoSchedule, OuterSchedule, is_finite
+from zero.local_sgd import EXCHANGED, DiLoCoSchedule, ExchangeAgreement, OuterSchedule, is_finite
 from zero.node_means import Message
 from zero.sparse_loco import SparseLoCoSchedule
 from zero.sync_schedule import Exchanged
@@ -37,7 +37,7 @@ class _Round(NamedTuple):
     """The exchange of a round, in flight."""
 
     messages: list[Message]
-    agreement: Agreement
+    agreement: ExchangeAgreement
     own: dict[Tensor, Tensor]  # outer gradients of this node
 
     @property

@@ -22,8 +22,8 @@ from zero.local_sgd import (
     EXCHANGED,
     LEAST_WEIGHT,
     MOMENTUM,
-    Agreement,
     DiLoCoSchedule,
+    ExchangeAgreement,
     LocalSGDSchedule,
     is_finite,
 )
@@ -38,7 +38,7 @@ class _Sent(NamedTuple):
     """The exchange of a fragment, in flight."""
 
     messages: list[Message]
-    agreement: Agreement
+    agreement: ExchangeAgreement
     lost: dict[Tensor, Tensor]  # by the codes; kept if all ranks' values are finite
 
     @property

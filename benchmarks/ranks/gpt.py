@@ -25,12 +25,14 @@ def gpt(model: str = LARGE) -> Transformer:
     return Transformer(**MODELS[model])
 
 
-def data(rank: int, count: int, model: str = LARGE) -> Iterator[Batch]:
+def data(
+    rank: int, count: int, model: str = LARGE, sequences: int = MICRO_BATCH
+) -> Iterator[Batch]:
     """Yield this rank's batches, the same for every variant. Each token nearly fixes the next."""
     draw = torch.Generator().manual_seed(rank)
     vocab, length = MODELS[model]["vocab"], MODELS[model]["context"] + 1
     for _ in range(count):
-        tokens = torch.randint(vocab, (MICRO_BATCH, length), generator=draw)
+        tokens = torch.randint(vocab, (sequences, length), generator=draw)
         for t in range(1, length):
             tokens[:, t] = (5 * tokens[:, t - 1] + tokens[:, t] % 2) % vocab
         yield tokens[:, :-1], tokens[:, 1:]

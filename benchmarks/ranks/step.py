@@ -11,7 +11,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
 import torch
 from common import AbsentError, mpi_library, report, versions
-from gpt import LARGE, MODELS, Batch, data, gpt
+from gpt import LARGE, MICRO_BATCH, MODELS, Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
 from variants import (
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default=LARGE)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--sequences", type=int, default=MICRO_BATCH, help="of a micro-batch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
@@ -46,7 +47,7 @@ def main() -> None:
         row["ways"] = solo(options.steps)
     else:
         try:
-            local = measure(options.what, options.model, options.steps, options.turns)
+            local = measure(options)
         except AbsentError as reason:
             row["absent"] = str(reason)
         else:
@@ -62,16 +63,17 @@ def main() -> None:
         report(row)
 
 
-def measure(name: str, size: str, steps: int, turns: int) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train one variant, then alternate it with compute only. Returns this rank's figures.
 
     The steps are rounded up to whole intervals between a variant's exchanges.
     """
-    group, make = VARIANTS[name]
-    interval = INTERVALS.get(name, 1)
-    steps = -(-steps // interval) * interval
+    size, turns = options.model, options.turns
+    group, make = VARIANTS[options.what]
+    interval = INTERVALS.get(options.what, 1)
+    steps = -(-options.steps // interval) * interval
     model, comm = gpt(size), MPI.COMM_WORLD
-    batches = list(data(comm.rank, WARM_UP + steps, size))
+    batches = list(data(comm.rank, WARM_UP + steps, size, options.sequences))
     with group() as context:
         comm.Barrier()
         peak = Peak()

@@ -52,20 +52,8 @@ class JobData:
         size, seed, drop_last = config.train.batch_size, config.run.seed, config.data.drop_last
         self.samples = 0  # of an epoch; 0: of a stream
         self._batch_size = size
-        stream = isinstance(train, IterableDataset)
-        nodes = len(world.topology.nodes)
-        check_rank_clipping(config)
-        self.unbalanced = refusal_of_shares(config, world.size, stream=stream)
-        self.gain = 1.0  # by shares in proportion to the measured speeds
-        if self.unbalanced is None:
-            self.gain = speeds.gain(size, most_samples(config, world.size))
-        done = resumed.manifest.step if resumed else 0
-        self.shares = choose_shares(
-            config,
-            speeds,
-            self.unbalanced,
-            self.gain,
-            measures=measures_speeds(config, nodes, done),
+        self._choose_shares(
+            world, config, resumed, speeds, stream=isinstance(train, IterableDataset)
         )
         self.cadence: Cadence | None = None
         if isinstance(train, IterableDataset):
@@ -87,6 +75,25 @@ class JobData:
             self._plan = sampling.SamplingPlan(
                 self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.shares
             )
+
+    def _choose_shares(
+        self,
+        world: World,
+        config: Config,
+        resumed: FoundCheckpoint | None,
+        speeds: Speeds,
+        *,
+        stream: bool,
+    ) -> None:
+        """Choose whether ranks have unequal parts of a batch."""
+        check_rank_clipping(config)
+        self.unbalanced = refusal_of_shares(config, world.size, stream=stream)
+        self.gain = 1.0  # by shares in proportion to the measured speeds
+        if self.unbalanced is None:
+            self.gain = speeds.gain(self._batch_size, most_samples(config, world.size))
+        done = resumed.manifest.step if resumed else 0
+        measures = measures_speeds(config, len(world.topology.nodes), done)
+        self.shares = choose_shares(config, speeds, self.unbalanced, self.gain, measures=measures)
 
     def _add_validation_sets(self, task: tasks.Task, config: Config) -> None:
         """Note the validation sets that have samples, and spread an evaluation over each."""

@@ -3,7 +3,7 @@
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import ADAMW, EXACT, loss_of, mine, samples
+from oracle import ADAMW, EXACT, init, loss_of, mine, samples
 from worlds import RANKS
 
 from mntrain.train.consensus import model_digest
@@ -12,6 +12,30 @@ RANK = MPI.COMM_WORLD.rank
 PER_NODE = 2 if RANKS == 4 else 1
 NODES = RANKS // PER_NODE
 NODE = RANK // PER_NODE
+
+
+def keep_world():
+    """What a fixture yields from: a world of some nodes."""
+    with init(ranks_per_node=PER_NODE) as world:
+        yield world
+
+
+def keep_optimizers(world, kind=ADAMW, *, whole=False, **usual):
+    """What a fixture yields from: a function that makes optimizers, which are closed at the end.
+
+    With `whole`, stages 1 and 2 have whole parameters, whose codes are the same at all stages.
+    """
+    made = []
+
+    def make(model, kind=kind, *, stage=0, **options):
+        partition = {"partition": "parameter"} if whole and stage else {}
+        given = {"stage": stage, "overlap_forward": True} | usual | partition | options
+        made.append(world.optimizer(model, kind, **given))
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.close()
 
 
 def take_step(world, model, optimizer, step):

@@ -9,7 +9,18 @@ import torch
 from models import net
 from mpi4py import MPI
 from oracle import ADAMW, SGD, Alone, assert_parity, init, loss_of, mine, samples
-from replicas import NODE, NODES, PER_NODE, RANK, assert_close, digests, run, take_step
+from replicas import (
+    NODE,
+    NODES,
+    PER_NODE,
+    RANK,
+    assert_close,
+    digests,
+    keep_optimizers,
+    keep_world,
+    run,
+    take_step,
+)
 from torch import nn
 from worlds import RANKS, refusal
 
@@ -27,21 +38,12 @@ stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 @pytest.fixture(scope="module")
 def world():
-    with init(ranks_per_node=PER_NODE) as world:
-        yield world
+    yield from keep_world()
 
 
 @pytest.fixture
 def make(world):
-    made = []
-
-    def make(model, kind=ADAMW, **options):
-        made.append(world.optimizer(model, kind, overlap_forward=True, **options))
-        return made[-1]
-
-    yield make
-    for optimizer in made:
-        optimizer.close()
+    yield from keep_optimizers(world)
 
 
 class Replicas:

@@ -12,7 +12,18 @@ import torch
 from models import net
 from mpi4py import MPI
 from oracle import ADAMW, SGD, init, loss_of, mine, samples
-from replicas import NODE, NODES, PER_NODE, RANK, assert_close, coded, digests, take_step
+from replicas import (
+    NODE,
+    NODES,
+    PER_NODE,
+    RANK,
+    assert_close,
+    coded,
+    digests,
+    keep_optimizers,
+    keep_world,
+    take_step,
+)
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
@@ -44,25 +55,12 @@ LAGS = {
 
 @pytest.fixture(scope="module")
 def world():
-    with init(ranks_per_node=PER_NODE) as world:
-        yield world
+    yield from keep_world()
 
 
 @pytest.fixture
 def make(world):
-    made = []
-
-    def make(model, kind=ADAMW, *, stage=0, **options):
-        # Codes of whole parameters are the same at all stages.
-        whole = {"partition": "parameter"} if stage else {}
-        made.append(
-            world.optimizer(model, kind, overlap_forward=True, **{"stage": stage} | whole | options)
-        )
-        return made[-1]
-
-    yield make
-    for optimizer in made:
-        optimizer.close()
+    yield from keep_optimizers(world, whole=True)
 
 
 def withhold(monkeypatch, lags):

@@ -11,7 +11,19 @@ import torch
 from models import Tiny, net
 from mpi4py import MPI
 from oracle import ADAMW, Alone, assert_parity, init, loss_of, mine, samples
-from replicas import NODE, NODES, PER_NODE, RANK, assert_close, coded, digests, run, take_step
+from replicas import (
+    NODE,
+    NODES,
+    PER_NODE,
+    RANK,
+    assert_close,
+    coded,
+    digests,
+    keep_optimizers,
+    keep_world,
+    run,
+    take_step,
+)
 from torch import nn
 from worlds import RANKS
 
@@ -34,25 +46,12 @@ PLAIN = partial(torch.optim.SGD, lr=0.2)
 
 @pytest.fixture(scope="module")
 def world():
-    with init(ranks_per_node=PER_NODE) as world:
-        yield world
+    yield from keep_world()
 
 
 @pytest.fixture
 def make(world):
-    made = []
-
-    def make(model, kind=ADAMW, *, stage=0, **options):
-        # Codes of whole parameters are the same at all stages.
-        whole = {"partition": "parameter"} if stage else {}
-        made.append(
-            world.optimizer(model, kind, overlap_forward=True, **{"stage": stage} | whole | options)
-        )
-        return made[-1]
-
-    yield make
-    for optimizer in made:
-        optimizer.close()
+    yield from keep_optimizers(world, whole=True)
 
 
 class Replicas:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from oracle import Alone, assert_parity, init, loss_of, samples
-from replicas import NODE, NODES, PER_NODE, RANK, coded, digests
+from replicas import NODE, NODES, PER_NODE, RANK, coded, digests, keep_optimizers, keep_world
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
@@ -31,22 +31,12 @@ SYNCS = {
 
 @pytest.fixture(scope="module")
 def world():
-    with init(ranks_per_node=PER_NODE) as world:
-        yield world
+    yield from keep_world()
 
 
 @pytest.fixture
 def make(world):
-    made = []
-
-    def make(model, **options):
-        plain = torch.optim.SGD
-        made.append(world.optimizer(model, plain, lr=LR, overlap_forward=True, **options))
-        return made[-1]
-
-    yield make
-    for optimizer in made:
-        optimizer.close()
+    yield from keep_optimizers(world, torch.optim.SGD, lr=LR)
 
 
 class Linear(nn.Module):
@@ -117,6 +107,21 @@ def test_a_node_counts_by_the_samples_of_its_steps_since_the_last_exchange(
     for steps in rounds:
         alike = alike - sum(drift_of(node, steps)[0] for node in range(NODES)) / NODES
     assert (alike - expected).abs().max() > 1e-3  # which an exchange without weights gives
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_micro_batches_of_a_step_count_together(make, stage):
+    model = Linear()
+    optimizer = make(model, sync=SYNCS["local SGD"], stage=stage)
+    for step in range(STEPS):
+        own = samples_of(RANK, step)
+        for part in (own[:1], own[1:]):  # nodes differ in the sizes, and some have no second one
+            optimizer.backward(model(part).mean() if len(part) else 0 * model(own).sum(), len(part))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_for_parameters()
+    expected = after_rounds(start_of(), range(1, 4), range(4, 7))
+    torch.testing.assert_close(model.values(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["local SGD", "DiLoCo", "streaming"])

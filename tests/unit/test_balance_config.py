@@ -217,6 +217,7 @@ def test_the_policy_async_alone_is_local_sgd_without_waits():
         ("sync", {}, {"mode": "auto"}, "give --balance.mode throughput instead of the policy"),
         ("cadence", {}, {"mode": "auto"}, "give --balance.mode throughput instead of the policy"),
         ("async", {"mode": "cadence"}, {}, "leave one of the two out"),
+        ("sync", {"mode": "off"}, {}, "not as off; leave one of the two out"),
         ("fast", {}, {}, "'sync', 'cadence' or 'async'"),
     ],
 )

@@ -83,7 +83,7 @@ def test_times_are_multiples_of_computing_alone(bench):
 
 @pytest.mark.parametrize(("x", "expected"), [(0, 4), (5, 3), (15, 1.5), (20, 1), (21, None)])
 def test_a_curve_is_linear_between_its_points(bench, x, expected):
-    assert bench("slow_page").at([(0, 4), (10, 2), (20, 1)], x) == expected
+    assert bench("figures").value_at([(0, 4), (10, 2), (20, 1)], x) == expected
 
 
 def test_commands_of_all_modes_can_be_parsed(bench):
