@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 from launch import FOLDER
 
 # A busy machine is slow, not wrong: no example has a deadline.
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; launched jobs choose anew
+        torch.set_num_threads(1)
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
 
 
