@@ -183,10 +183,7 @@ class ZeroOptimizer(AveragingOptimizer):
         NonFiniteReplicaError, and weights are not compared.
         """
         self._check_not_averaging()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluate(closure)
         unused = self._prepare()
         self._warn_of_sparse()
         norm = self._agreed_norm(self._norm_type)
@@ -324,3 +321,11 @@ class ZeroOptimizer(AveragingOptimizer):
         plan = super()._add_parameters(named)
         self._reduction.add(plan, named)
         return plan
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Return what a closure returns, which may run backward; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
