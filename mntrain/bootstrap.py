@@ -278,6 +278,7 @@ def _start_engine(parts: WorldParts) -> None:
     engine.watch = DisagreementWatch(parts.comm, engine.streams, partial(AgreedError, rank=rank))
     parts.resources.callback(engine.close)
     parts.devices = transport.make_devices(parts.device, parts.kernels, parts.engine)
+    engine.waits.copier = parts.devices.copier if parts.devices else None
 
 
 def _select_transport(parts: WorldParts) -> None:

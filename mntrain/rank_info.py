@@ -1,5 +1,6 @@
 """Facts about one rank: where it runs, and the memory, time and bytes that it has used."""
 
+import math
 import os
 import platform
 import re
@@ -92,6 +93,19 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory()
+
+
+def memory_room(device: torch.device, ranks: int) -> float:
+    """Return the factor by which the peak of this rank's memory on a GPU may grow; inf on a CPU.
+
+    Local. `ranks` share the GPU, and what is free on it. A tenth is left for fragments.
+    """
+    if device.type != "cuda":
+        return math.inf
+    free = torch.cuda.mem_get_info(device)[0]
+    usable = torch.cuda.memory_reserved(device) + free / ranks
+    peak = torch.cuda.max_memory_allocated(device)
+    return 0.9 * usable / peak if peak else math.inf
 
 
 def available_memory() -> int | None:

@@ -20,7 +20,7 @@ from mntrain.data.loader import ShardedLoader
 from mntrain.data.shard_registry import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.groups import make_group_collectives, measure_node_links
-from mntrain.rank_info import Usage
+from mntrain.rank_info import Usage, memory_room
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.exchanges import Exchanges
@@ -51,6 +51,7 @@ class World(Exchanges):
         collectives: a `zero.Collectives` over all ranks.
         kernels: sums, casts and norms on the device (`zero.kernels.Kernels`).
         algorithm: name of the algorithm that reduces full buckets.
+        waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.watch.recorder.Recorder`).
         tuning: the reason for it, in one line; empty if there was nothing to choose.
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
@@ -79,6 +80,7 @@ class World(Exchanges):
         self.algorithm = parts.collectives.choice.algorithm
         self.watchdog, self.recorder = parts.watchdog, parts.recorder
         self.tuning, self.findings = parts.tuning, parts.findings
+        self.waits = parts.engine.waits
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         world = proxy(self)
@@ -172,8 +174,9 @@ class World(Exchanges):
         Each iteration is an epoch of its own, also if `shard` is called for each one. `seed`
         decides how a shuffling loader shuffles, independently of the number of ranks. `lists`
         states what the lists in a batch that is cut hold: samples, or columns as in a tuple.
-        With `balance`, parts follow the speeds of ranks, measured while training, on CPUs: then the
-        training thread of every rank iterates over it, and every tenth batch is collective.
+        With `balance`, parts follow the speeds of ranks, measured while training: then the training
+        thread of every rank iterates over it, and every tenth batch is collective, and waits for
+        the GPU. There, no part grows to where its memory might not suffice.
         """
         self._parts.engine.check_open()
         return self._shards.shard(loader, seed, weight, lists, balance=balance)
@@ -240,6 +243,15 @@ class World(Exchanges):
     def node_links(self) -> list[float]:
         """Return the bytes/s of each node's link, measured now; [] on one node. Collective."""
         return measure_node_links(self._parts)
+
+    def memory_room(self) -> float:
+        """Return by what factor the peak of this rank's GPU memory may grow; inf on a CPU. Local.
+
+        Ranks of one GPU share what is free on it.
+        """
+        own = self.places[self.rank]
+        mates = [place for place in self.places if (place.host, place.gpu) == (own.host, own.gpu)]
+        return memory_room(self.device, len(mates))
 
     def usage(self) -> list[Usage]:
         """Return the resources that each rank has used so far, by rank. Collective."""

@@ -190,7 +190,7 @@ class WorldCollectives:
     @property
     def waited_s(self) -> float:
         """Seconds so far in which callers waited for collectives."""
-        return self._engine.waited_s
+        return self._engine.waits.collectives_s
 
     def slot(self, rank: int) -> int:
         """Return the slot of a rank's shard; see `Topology.slots`."""
@@ -265,7 +265,7 @@ class WorldCollectives:
         if devices is not None and devices.copier.owns(tensor):
             node_first = None if host_only else self._start_node_first(call, tensor)
             if node_first is not None:
-                return node_first
+                return CollectiveWork(engine, others=[node_first])
             parts = self._device_parts(call, tensor, devices, host_only=host_only)
         futures = [
             engine.submit(algorithm(*part), wake=wake, stream=self._stream, ticket=part[0].ticket)

@@ -41,6 +41,12 @@ class DeviceCopy:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
+    def record_time(self) -> torch.cuda.Event:
+        """Return the point that the caller's current stream reaches next, with its time."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
     def wait_on_stream(self, event: torch.cuda.Event) -> None:
         """Make later work on the caller's current stream wait; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(event)

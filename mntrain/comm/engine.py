@@ -18,6 +18,7 @@ from mntrain.comm.forked import call_in_child
 from mntrain.comm.pending import Future, Operation, PendingCollective, Steps, steps_of
 from mntrain.comm.stream import Stream
 from mntrain.comm.ticket import Ticket
+from mntrain.comm.waits import Waits
 
 T = TypeVar("T")
 STALL_S = 2.0  # without progress, until ranks compare what they call
@@ -77,7 +78,7 @@ class ProgressEngine:
         self._closed: Exception | None = None  # why nothing more is accepted
         self._abandoned = False
         self.error: Exception | None = None  # by which `stop` ended all communication
-        self.waited_s = 0.0  # by callers, for collectives
+        self.waits = Waits()  # of callers
         self._busy_before_s = 0.0  # the part of `busy_s` before `_busy_since`
         self._busy_since: float | None = None
         self._turn = threading.Lock()  # held by the thread that progresses the collectives

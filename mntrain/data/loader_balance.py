@@ -1,35 +1,49 @@
 """Shares of a loader's batches in proportion to how fast ranks of a loop of one's own compute."""
 
-import time
+import math
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from mntrain.data.shares import INTERVAL, BatchNumber, Pace, Shares
+
+
+class OwnClock(Protocol):
+    """A clock that stands still while this rank waits for others: `mntrain.comm.waits.Waits`."""
+
+    def mark(self) -> Any:
+        """Return this point in the rank's work. Does not wait for a device."""
+
+    def own_s(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks. May wait for the device to come to `end`."""
 
 
 class LoaderBalance:
     """The shares of the loaders of a dataset, and the speed of this rank.
 
-    A rank's own time is that of its training thread from one request for a batch to the next, but
-    for its waits for others: `waited_s` returns the seconds of these so far. (Those for a future of
-    `World.gather_later` count as its own.) Its speed is the median over batches, since between some
-    of them a loop evaluates or saves. `gather` is collective: every rank's object, by rank. `check`
-    raises ValueError where parts must be equal, when a pass begins.
+    A rank's own time is that of its training thread, or of the stream of its GPU, from one request
+    for a batch to the next, but for its waits for others, as `clock` measures it. (Waits for a
+    future of `World.gather_later` count as its own.) Its speed is the median over batches, since
+    between some of them a loop evaluates or saves. `room` returns the factor by which the most
+    memory that it has needed so far may grow. `gather` is collective: every rank's object, by rank.
+    `check` raises ValueError where parts must be equal, when a pass begins.
     """
 
     def __init__(
         self,
         size: int,
         gather: Callable[[Any], list[Any]],
-        waited_s: Callable[[], float],
+        clock: OwnClock,
+        room: Callable[[], float],
         check: Callable[[], None],
     ) -> None:
         self._shares = Shares(size)
-        self._gather, self._waited_s, self._check = gather, waited_s, check
-        self._start: float | None = None  # own time at the last request
-        self._passes, self._batches, self._largest = 0, 0, 0
-        self._per_sample: list[float] = []  # seconds, by batch since the last collection
+        self._gather, self._clock, self._room, self._check = gather, clock, room, check
+        self._start: Any = None  # mark of the last request
+        self._passes, self._batches = 0, 0
+        self._largest, self._largest_own = 0, 0  # samples of a batch, and of this rank's part
+        # Samples and marks, by batch since the last collection.
+        self._taken: list[tuple[int, Any, Any]] = []
 
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts of a batch. Local."""
@@ -43,28 +57,27 @@ class LoaderBalance:
         """Begin a training pass, and return its number, which is the same on all ranks. Local."""
         self._check()
         self._passes += 1
-        self._start = self._own_time()
+        self._start = self._clock.mark()
         return self._passes
 
     def batch_done(self, own: int, total: int) -> None:
         """Count a batch, of which this rank had `own` samples of `total`. Collective.
 
-        Called when the next one is asked for. Every few batches, ranks exchange their speeds.
+        Called when the next one is asked for. Every few batches, ranks exchange their speeds; this
+        waits for a GPU.
         Raises RuntimeError on all ranks if they have begun other passes or taken other batches.
         """
-        now, start = self._own_time(), self._start
+        now, start = self._clock.mark(), self._start
         self._start = now
         self._batches += 1
         self._largest = max(self._largest, total)  # the last one of an epoch may be small
-        if own and self._batches > 1 and start is not None:  # the first one takes longer
-            self._per_sample.append((now - start) / own)
+        self._largest_own = max(self._largest_own, own)
+        if own and self._batches > 1:  # the first one takes longer
+            self._taken.append((own, start, now))
         if self._batches % INTERVAL:
             return
-        samples = len(self._per_sample)
-        seconds = samples * median(self._per_sample) if samples else 0.0
-        self._per_sample.clear()
         place = self._passes, self._batches
-        gathered = self._gather((place, Pace(samples, seconds, self._shares.drawn)))
+        gathered = self._gather((place, self._pace()))
         if any(other != place for other, _ in gathered):
             places = ", ".join(f"rank {r}: pass {p}" for r, ((p, _), _) in enumerate(gathered))
             raise RuntimeError(
@@ -72,7 +85,15 @@ class LoaderBalance:
                 "over it equally often on all ranks; to look at a batch, use the loader itself"
             )
         self._shares.revise([pace for _, pace in gathered], self._largest)
-        self._start = self._own_time()
+        self._start = self._clock.mark()
 
-    def _own_time(self) -> float:
-        return time.perf_counter() - self._waited_s()
+    def _pace(self) -> Pace:
+        """Return this rank's pace since the last call. Waits for its device."""
+        per_sample = [self._clock.own_s(start, end) / own for own, start, end in self._taken]
+        self._taken.clear()
+        samples = len(per_sample)
+        seconds = samples * median(per_sample) if samples else 0.0
+        room, most = self._room(), None
+        if room < math.inf:  # memory grows no faster than the part
+            most = int(self._largest_own * max(1.0, room))
+        return Pace(samples, seconds, self._shares.drawn, most=most)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
-import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from mntrain.data.loader import PassesByDataset, ShardedLoader
-from mntrain.data.loader_balance import LoaderBalance
+from mntrain.data.loader_balance import LoaderBalance, OwnClock
 from mntrain.data.source import ShardContext
 from zero.optimizer import ZeroOptimizer
 from zero.step_weights import BatchSource
@@ -20,11 +19,13 @@ class LoaderRanks(Protocol):
 
     rank: int
     size: int
-    device: torch.device
 
     @property
-    def waited_s(self) -> float:
-        """Seconds in which this rank has waited for others so far."""
+    def waits(self) -> OwnClock:
+        """The clock of this rank, which stands still while it waits for others."""
+
+    def memory_room(self) -> float:
+        """Return the factor by which this rank's largest need of memory may grow. Local."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's object, by rank. Collective."""
@@ -63,8 +64,6 @@ class ShardRegistry:
                 f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
                 "(--balance.mode cadence), since a loop of one's own decides when to step"
             )
-        if balance and self._ranks.device.type != "cpu":
-            raise ValueError("balance=True: speeds are measured on CPUs only; leave it out")
         if balance and isinstance(getattr(loader, "dataset", None), IterableDataset):
             raise ValueError(
                 "balance=True: the samples of an IterableDataset are divided equally; give a "
@@ -76,8 +75,9 @@ class ShardRegistry:
             passes = self._passes.of(loader)
             size = self._ranks.size
             if balance and size > 1 and passes.balance is None:
-                clocks = self._gather, self._waited_s
-                passes.balance = LoaderBalance(size, *clocks, self._check_schedules)
+                passes.balance = LoaderBalance(
+                    size, self._gather, self._ranks.waits, self._memory_room, self._check_schedules
+                )
             context = ShardContext(
                 self._ranks.rank,
                 size,
@@ -93,8 +93,8 @@ class ShardRegistry:
     def _gather(self, value: Any) -> list[Any]:
         return self._ranks.gather(value)
 
-    def _waited_s(self) -> float:
-        return self._ranks.waited_s
+    def _memory_room(self) -> float:
+        return self._ranks.memory_room()
 
     def _expect(self, own: float, total: int, digest: int | None, source: BatchSource) -> None:
         for optimizer in self._optimizers:

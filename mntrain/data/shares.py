@@ -15,6 +15,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from zero.layout import split
@@ -41,33 +42,44 @@ class Pace(NamedTuple):
     seconds: float
     drawn: BatchNumber
     waits: tuple[float, ...] = ()  # seconds of each step in which it did not compute
+    most: int | None = None  # samples of a batch that fit into its memory; None: any
 
 
 def share_bounds(
-    samples: int, size: int, speeds: Sequence[float] | None, most: int | None = None
+    samples: int,
+    size: int,
+    speeds: Sequence[float] | None,
+    most: Sequence[int | None] | None = None,
 ) -> tuple[int, ...]:
     """Return the size + 1 bounds of the ranks' parts of a batch.
 
     `speeds` are in samples per second, by rank; None gives parts that are equal to within one, and
-    so does a batch with fewer samples than there are ranks. `most` limits a part; it is at least
-    the largest of equal parts.
+    so does a batch with fewer samples than there are ranks. `most` limits the part of each rank, to
+    no less than the largest of equal parts.
     """
     if speeds is None or samples < size:
         return split(samples, size)
-    return _bounds_by_speed(samples, tuple(speeds), samples if most is None else most)
+    equal = -(-samples // size)
+    limits = (samples if limit is None else max(limit, equal) for limit in most or [None] * size)
+    return _bounds_by_speed(samples, tuple(speeds), tuple(limits))
 
 
 @lru_cache(maxsize=64)
-def _bounds_by_speed(samples: int, speeds: tuple[float, ...], most: int) -> tuple[int, ...]:
+def _bounds_by_speed(
+    samples: int, speeds: tuple[float, ...], most: tuple[int, ...]
+) -> tuple[int, ...]:
     """Return bounds with which the slowest part of a batch takes as little time as possible.
 
     Every rank gets a sample, and at least `LEAST` of an equal part.
     """
     size, total = len(speeds), sum(speeds)
     least = max(1, math.ceil(LEAST * samples / size))
-    counts = [min(most, max(least, int(samples * speed / total))) for speed in speeds]
+    counts = [
+        min(limit, max(least, int(samples * speed / total)))
+        for limit, speed in zip(most, speeds, strict=True)
+    ]
     while (left := samples - sum(counts)) > 0:
-        free = [rank for rank in range(size) if counts[rank] < most]
+        free = [rank for rank in range(size) if counts[rank] < most[rank]]
         counts[min(free, key=lambda r: ((counts[r] + 1) / speeds[r], r))] += 1
     for _ in range(-left):
         spare = (rank for rank in range(size) if counts[rank] > least)
@@ -112,12 +124,20 @@ class Calibration:
         return self._speeds
 
 
+class _Plan(NamedTuple):
+    """What the shares from a batch on follow."""
+
+    first: BatchNumber
+    speeds: tuple[float, ...] | None  # by rank; None: equal shares
+    most: tuple[int | None, ...]  # samples, by rank
+
+
 class Shares:
     """The shares of all ranks from each batch on. Every rank holds an equal one.
 
     `hints` are relative speeds that are known before any was measured, by rank. They hold until the
-    end of the calibration. `most` limits the samples of a rank. Raises ValueError for hints that
-    `hinted_speeds` refuses.
+    end of the calibration. `most` limits the samples of each rank, as `Pace.most` does from the
+    next revision on. Raises ValueError for hints that `hinted_speeds` refuses.
     """
 
     def __init__(
@@ -125,8 +145,7 @@ class Shares:
     ) -> None:
         self.size, self._most = size, most
         hinted = hinted_speeds(size, hints or {})
-        self._speeds: list[tuple[float, ...] | None] = [hinted if hints else None]
-        self._starts = [BatchNumber(0, 0)]  # of the speeds, in order
+        self._plans = [_Plan(BatchNumber(0, 0), hinted if hints else None, (most,) * size)]
         self._drawn = BatchNumber(0, 0)
         self._calibration = Calibration()
 
@@ -138,21 +157,22 @@ class Shares:
     def bounds(self, samples: int, batch: BatchNumber) -> tuple[int, ...]:
         """Return the bounds of the ranks' parts of a batch: see `share_bounds`."""
         self._drawn = max(self._drawn, batch)
-        speeds = self._speeds[self.plan(batch)]
-        return share_bounds(samples, self.size, speeds, self._most)
+        plan = self._plans[self.plan(batch)]
+        return share_bounds(samples, self.size, plan.speeds, plan.most)
 
     def plan(self, batch: BatchNumber) -> int:
         """Return the number of revisions before a batch."""
-        return bisect(self._starts, batch) - 1
+        return bisect(self._plans, batch, key=attrgetter("first")) - 1
 
     @property
     def planned(self) -> bool:
         """True if shares follow speeds that are given or measured."""
-        return self._speeds[-1] is not None
+        return self._plans[-1].speeds is not None
 
     def counts(self, samples: int) -> list[int]:
         """Return the samples of each rank in a batch under the latest plan."""
-        bounds = share_bounds(samples, self.size, self._speeds[-1], self._most)
+        plan = self._plans[-1]
+        bounds = share_bounds(samples, self.size, plan.speeds, plan.most)
         return [stop - start for start, stop in pairwise(bounds)]
 
     def revise(self, paces: Sequence[Pace], samples: int) -> BatchNumber | None:
@@ -164,14 +184,15 @@ class Shares:
         measured = self._calibration.collect(paces)
         if measured is None:
             return None
-        now = batch_seconds(samples, measured, self._speeds[-1], self._most)
-        then = batch_seconds(samples, measured, measured, self._most)
+        latest = self._plans[-1]
+        most = tuple(self._most if pace.most is None else pace.most for pace in paces)
+        now = batch_seconds(samples, measured, latest.speeds, latest.most)
+        then = batch_seconds(samples, measured, measured, most)
         if now < GAIN * then:
             return None
         last = max(pace.drawn for pace in paces)
         first = BatchNumber(last.of_pass, last.batch + 1)
-        self._speeds.append(measured)
-        self._starts.append(first)
+        self._plans.append(_Plan(first, measured, most))
         return first
 
 
@@ -194,7 +215,7 @@ def batch_seconds(
     samples: int,
     speeds: Sequence[float],
     planned: Sequence[float] | None,
-    most: int | None = None,
+    most: Sequence[int | None] | None = None,
 ) -> float:
     """Return the time of the slowest rank for a batch that is divided by `planned` speeds."""
     bounds = share_bounds(samples, len(speeds), planned, most)

@@ -1,6 +1,5 @@
 """Small values that the ranks of a world exchange."""
 
-import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.pending import Future
+from mntrain.comm.waits import Waits
 from mntrain.run.means import weighted_mean
 
 T = TypeVar("T")
@@ -18,12 +18,7 @@ class Exchanges:
     """Gathers, sums and means of small values over all ranks. Base class of `World`."""
 
     collectives: WorldCollectives
-    _gather_s = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds so far in which callers waited for collectives, gathers and barriers. Local."""
-        return self.collectives.waited_s + self._gather_s
+    waits: Waits
 
     def mean(self, value: float | Tensor, weight: float = 1.0) -> float | Tensor:
         """Return the mean over all ranks, in fp64, weighted for example by samples. Collective.
@@ -41,11 +36,8 @@ class Exchanges:
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank. Collective; for small picklable objects."""
         gathered = self.gather_later(value)
-        start = time.perf_counter()
-        try:
+        with self.waits.waiting(gather=True):
             return gathered.wait()
-        finally:
-            self._gather_s += time.perf_counter() - start
 
     def gather_later(self, value: T) -> Future[list[T]]:
         """Start a `gather`, and return a future whose `wait` returns its result. Collective."""

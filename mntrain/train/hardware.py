@@ -80,8 +80,9 @@ class Speeds:
 
         `most` limits the samples of a rank.
         """
-        equal = batch_seconds(samples, self._speeds, None, most)
-        return equal / batch_seconds(samples, self._speeds, self._speeds, most)
+        limits = (most,) * len(self._speeds)
+        equal = batch_seconds(samples, self._speeds, None)
+        return equal / batch_seconds(samples, self._speeds, self._speeds, limits)
 
     def relative(self) -> dict[int, float]:
         """Return the speed of each rank in those of the fastest."""

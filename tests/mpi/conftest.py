@@ -153,3 +153,21 @@ def make(world):
     from oracle import make_optimizers
 
     yield from make_optimizers(world)
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Any]]:
+    """Make a `Rig` of ranks with emulated devices, of which it closes all."""
+    from devices import PromptDevice  # it imports MPI
+    from mpi4py import MPI
+    from rig import Rig
+
+    made: list[Any] = []
+
+    def make(ranks_per_node: int = 2, device: Any = None) -> Any:
+        made.append(Rig(ranks_per_node, device or PromptDevice(MPI.COMM_WORLD.rank)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -49,6 +49,23 @@ class Event:
         return self._happened.is_set()
 
 
+class TimedEvent(Event):
+    """A point whose time is noted when the stream comes to it."""
+
+    def __init__(self, stream):
+        stream.add(self._note)
+        super().__init__(stream)
+
+    def _note(self):
+        self._at = time.perf_counter()
+
+    def synchronize(self):
+        self.wait()
+
+    def elapsed_time(self, end):
+        return 1e3 * (end._at - self._at)
+
+
 class LateDevice:
     """A `DeviceCopy` whose memory is the host's, but is written and read late.
 
@@ -96,6 +113,9 @@ class LateDevice:
 
     def record_event(self):
         return Event(self.current)
+
+    def record_time(self):
+        return TimedEvent(self.current)
 
     def wait_on_stream(self, event):
         self.current.add(event.wait)

@@ -9,101 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import GlooGroup, LateDevice, LateGlooGroup, LateKernels, PromptDevice
+from devices import GlooGroup, LateDevice
 from mpi4py import MPI
+from rig import TRANSPORTS
 
 import mntrain
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.nccl import shared_store
-from mntrain.comm.transport import (
-    TransportContext,
-    TransportError,
-    child_environment,
-    select_transport,
-)
-from zero.kernels import Kernels
+from mntrain.comm.transport import TransportError, child_environment
 from zero.layout import split
 
 pytestmark = pytest.mark.mpi
 COMM = MPI.COMM_WORLD
 several = pytest.mark.skipif(COMM.size == 1, reason="a world of one sends nothing")
-SLOT_BYTES = 4096
 SIZES = (0, 1, 17, 1000, 5003)
-TRANSPORTS = ("host", "cuda-aware", "nccl")
 LAYOUTS = (1, 2, 4)  # ranks per node; the last node may have fewer
-
-
-class Rig:
-    """Collectives of a world whose ranks have an emulated device each."""
-
-    def __init__(self, ranks_per_node, device):
-        self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
-        self.device, self.progress = device, self.world._parts.engine
-        self.late = not isinstance(device, PromptDevice)
-        kernels = LateKernels(device) if self.late else Kernels()
-        self.devices = Devices(torch.device("cpu"), device, kernels, slot_bytes=SLOT_BYTES)
-        self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
-        self.collectives = self.on_thread(
-            lambda: WorldCollectives(
-                self.comm, self.world._parts.node, self.world.topology, self.progress, self.devices
-            )
-        )
-        self.selected = []
-
-    def on_thread(self, function):
-        return self.progress.call(function).wait()
-
-    def connect(self, node, device):
-        return LateGlooGroup(node, self.device) if self.late else GlooGroup(node, device)
-
-    def context(self, **changes):
-        options = {
-            "devices": self.devices,
-            "gpus": [f"gpu {rank}" for rank in range(self.world.size)],
-            "connect": self.connect,
-            "probe": lambda device: "",
-        } | changes
-        return TransportContext(
-            self.comm, self.world._parts.node, self.world.topology, self.progress, **options
-        )
-
-    def select(self, name, **changes):
-        """Use a transport and return its explanation."""
-        selected = select_transport(name, self.context(**changes))
-        self.selected.append(selected)
-        self.collectives = self.collectives.replace(
-            transport=selected.name, node_first=selected.node_first
-        )
-        return selected.line
-
-    def use(self, name):
-        """Return the collectives by a transport; skip a layout that it does not support."""
-        try:
-            self.select(name)
-        except TransportError as error:
-            pytest.skip(str(error))
-        return self.collectives
-
-    def close(self):
-        for selected in self.selected:
-            selected.close()
-        self.on_thread(self.comm.free)
-        self.world.close()
-        self.device.close()
-
-
-@pytest.fixture
-def rig():
-    made = []
-
-    def make(ranks_per_node=2, device=None):
-        made.append(Rig(ranks_per_node, device or PromptDevice(COMM.rank)))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 def ramp(numel, dtype=torch.float32):

@@ -1,6 +1,6 @@
 """Loaders whose batches are divided by the speed of ranks, with clocks that tests set."""
 
-import time
+import math
 from itertools import chain
 
 import pytest
@@ -31,26 +31,45 @@ class CutLoader:
         return (tuple(batch) for batch in self.made)
 
 
-def parts_by_rank(costs, kind="indexed", *, passes=1, workers=0, balance=True, saves=False):
+class Clock:
+    """A rank's own clock, which its test sets."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def mark(self):
+        return self.now
+
+    def own_s(self, start, end):
+        return end - start
+
+
+def no_limit():
+    return math.inf
+
+
+def parts_by_rank(
+    costs, kind="indexed", *, passes=1, workers=0, balance=True, saves=False, rooms=()
+):
     """What each rank gets: for each pass a list of (samples, share); costs are seconds a sample.
 
-    With `saves`, rank 0 does something else for a long time after every fifth batch.
+    With `saves`, rank 0 does something else for a long time after every fifth batch. `rooms` are
+    the factors by which the memory of each rank may grow.
     """
 
     def body(rank, gather):
-        own = [0.0]
-        waited_s = lambda: time.perf_counter() - own[0]  # noqa: E731
-        log = Log()
-        plan = LoaderBalance(len(costs), gather, waited_s, int) if balance else None
+        clock, log = Clock(), Log()
+        room = (lambda: rooms[rank]) if rooms else no_limit
+        plan = LoaderBalance(len(costs), gather, clock, room, int) if balance else None
         context = ShardContext(rank, len(costs), gather, log.expect, log.forget, plan)
         parts, taken = ShardedLoader(loader(kind, workers), context), []
         for _ in range(passes):
             taken.append([])
             for (batch,) in parts:
                 taken[-1].append((batch.tolist(), log.shares[-1]))
-                own[0] += costs[rank] * log.shares[-1]
+                clock.now += costs[rank] * log.shares[-1]
                 if saves and rank == 0 and len(taken[-1]) % 5 == 0:
-                    own[0] += 1000.0
+                    clock.now += 1000.0
         with torch.no_grad():
             seen = [sample for (batch,) in parts for sample in batch.tolist()]
         return taken, seen
@@ -85,6 +104,20 @@ def test_evaluations_are_divided_equally_and_see_each_sample_once():
     assert sorted(chain(*seen)) == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize(
+    ("rooms", "last"),
+    [
+        ((math.inf, math.inf), (4, 2)),
+        ((1.4, math.inf), (4, 2)),  # 3 samples have fit, so 4.2 do
+        ((1.3, 9.0), (3, 3)),
+        ((0.5, 9.0), (3, 3)),  # what has fit fits again
+    ],
+)
+def test_parts_grow_only_as_far_as_memory_may(rooms, last):
+    _, shares = whole(parts_by_rank([1.0, 2.0], rooms=rooms), 0)
+    assert shares[-1] == last
+
+
 @pytest.mark.parametrize("saves", [False, True])
 def test_equal_ranks_keep_equal_parts(saves):
     _, shares = whole(parts_by_rank([1.0, 1.0, 1.0], saves=saves), 0)
@@ -94,7 +127,7 @@ def test_equal_ranks_keep_equal_parts(saves):
 def test_ranks_that_begin_other_passes_are_told_so():
     def body(rank, gather):
         log = Log()
-        plan = LoaderBalance(2, gather, time.perf_counter, int)
+        plan = LoaderBalance(2, gather, Clock(), no_limit, int)
         context = ShardContext(rank, 2, gather, log.expect, log.forget, plan)
         parts = ShardedLoader(loader("cut"), context)
         if rank == 0:

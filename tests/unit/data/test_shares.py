@@ -62,7 +62,7 @@ def test_shares_are_in_proportion_to_speeds():
 @given(st.integers(1, 300), SPEEDS, st.integers(0, 9))
 def test_no_share_is_above_the_limit(samples, speeds, spare):
     most = -(-samples // len(speeds)) + spare
-    bounds = share_bounds(samples, len(speeds), speeds, most)
+    bounds = share_bounds(samples, len(speeds), speeds, [most] * len(speeds))
     parts = [stop - start for start, stop in pairwise(bounds)]
     assert sum(parts) == samples
     assert max(parts) <= most

@@ -1,0 +1,72 @@
+"""Collectives of a world whose ranks have an emulated device each."""
+
+import pytest
+import torch
+from devices import GlooGroup, LateGlooGroup, LateKernels, PromptDevice
+
+import mntrain
+from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.transport import TransportContext, TransportError, select_transport
+from zero.kernels import Kernels
+
+SLOT_BYTES = 4096
+TRANSPORTS = ("host", "cuda-aware", "nccl")
+
+
+class Rig:
+    """Collectives of a world whose ranks have an emulated device each."""
+
+    def __init__(self, ranks_per_node, device):
+        self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
+        self.device, self.progress = device, self.world._parts.engine
+        self.late = not isinstance(device, PromptDevice)
+        kernels = LateKernels(device) if self.late else Kernels()
+        self.devices = Devices(torch.device("cpu"), device, kernels, slot_bytes=SLOT_BYTES)
+        self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
+        self.collectives = self.on_thread(
+            lambda: WorldCollectives(
+                self.comm, self.world._parts.node, self.world.topology, self.progress, self.devices
+            )
+        )
+        self.selected = []
+
+    def on_thread(self, function):
+        return self.progress.call(function).wait()
+
+    def connect(self, node, device):
+        return LateGlooGroup(node, self.device) if self.late else GlooGroup(node, device)
+
+    def context(self, **changes):
+        options = {
+            "devices": self.devices,
+            "gpus": [f"gpu {rank}" for rank in range(self.world.size)],
+            "connect": self.connect,
+            "probe": lambda device: "",
+        } | changes
+        return TransportContext(
+            self.comm, self.world._parts.node, self.world.topology, self.progress, **options
+        )
+
+    def select(self, name, **changes):
+        """Use a transport and return its explanation."""
+        selected = select_transport(name, self.context(**changes))
+        self.selected.append(selected)
+        self.collectives = self.collectives.replace(
+            transport=selected.name, node_first=selected.node_first
+        )
+        return selected.line
+
+    def use(self, name):
+        """Return the collectives by a transport; skip a layout that it does not support."""
+        try:
+            self.select(name)
+        except TransportError as error:
+            pytest.skip(str(error))
+        return self.collectives
+
+    def close(self):
+        for selected in self.selected:
+            selected.close()
+        self.on_thread(self.comm.free)
+        self.world.close()
+        self.device.close()

@@ -1,0 +1,135 @@
+"""A rank's own time on a host and on a device whose clocks are stood in for."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from mntrain.comm import waits as module
+from mntrain.comm.waits import Waits
+
+
+class Event:
+    """A point in the work of a device that has done so much by then, in ms."""
+
+    def __init__(self, at):
+        self.at = at
+        self.awaited = False
+
+    def synchronize(self):
+        self.awaited = True
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class Device:
+    """A copier, whose device has come to `now` ms; counts the events that it has recorded."""
+
+    def __init__(self):
+        self.now, self.recorded = 0.0, 0
+
+    def record_time(self):
+        self.recorded += 1
+        return Event(self.now)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """The clock of the host, in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+def test_own_time_of_a_host_is_that_outside_of_waits(host):
+    waits = Waits()
+    start = waits.mark()
+    host.now += 2.0
+    for gather in (False, True):
+        with waits.waiting(gather=gather):
+            host.now += 4.0
+    host.now += 1.0
+    end = waits.mark()
+    assert waits.own_s(start, end) == 3.0
+    assert (waits.collectives_s, waits.gathers_s) == (4.0, 4.0)
+
+
+def test_own_time_of_a_device_is_that_outside_of_its_waits(host):
+    """The host has queued everything long before, and its own clock says nothing."""
+    waits = Waits()
+    waits.copier = device = Device()
+    with waits.waiting():
+        device.now += 100.0
+    before = waits.mark()
+    device.now += 50.0
+    with waits.waiting():
+        device.now += 100.0
+    start = waits.mark()
+    for _ in range(2):
+        device.now += 10.0
+        with waits.waiting():
+            device.now += 30.0
+            host.now += 5.0
+    device.now += 2.0
+    end = waits.mark()
+    with waits.waiting():
+        device.now += 100.0
+    assert waits.own_s(start, end) == pytest.approx(0.022)
+    assert waits.own_s(before, end) == pytest.approx(0.072)
+    assert end.at.awaited
+
+
+def test_a_wait_that_raises_is_a_wait(host):
+    waits = Waits()
+    waits.copier = device = Device()
+    start = waits.mark()
+
+    def fail():
+        with waits.waiting():
+            device.now += 10.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert waits.own_s(start, waits.mark()) == 0.0
+
+
+def test_a_wait_inside_of_another_is_counted_once(host):
+    waits = Waits()
+    waits.copier = device = Device()
+    start = waits.mark()
+    with waits.waiting(), waits.waiting():
+        device.now += 10.0
+        host.now += 1.0
+    device.now += 4.0
+    assert waits.own_s(start, waits.mark()) == pytest.approx(0.004)
+    assert waits.collectives_s == 1.0
+
+
+def test_a_device_records_nothing_until_its_time_is_asked_for():
+    waits = Waits()
+    waits.copier = device = Device()
+    with waits.waiting():
+        pass
+    assert device.recorded == 0
+    waits.mark()
+    with waits.waiting():
+        pass
+    assert device.recorded == 3
+
+
+def test_waits_before_all_marks_are_forgotten():
+    waits = Waits()
+    waits.copier = Device()
+    mark = waits.mark()
+    with waits.waiting():
+        pass
+    first = weakref.ref(mark.last.following)
+    with waits.waiting():
+        pass
+    assert first() is not None
+    mark = waits.mark()
+    gc.collect()
+    assert first() is None
