@@ -7,6 +7,7 @@ run most of them on the CPU.
 """
 
 import os
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -48,3 +49,11 @@ def streams(device, count):
 def on(stream):
     """Return a context with `stream` as the current stream."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def compute(seconds):
+    """Queue work for the current stream that takes so long; the CPU does it at once."""
+    if CUDA:
+        torch.cuda._sleep(int(seconds * 1.5e9))  # cycles: of about 1.5 GHz
+    else:
+        time.sleep(seconds)
