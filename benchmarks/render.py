@@ -14,6 +14,7 @@ import compare_checkouts
 import long_run
 import loss_curves
 import slow_page
+import slower_link
 import step_page
 import unequal
 import unequal_losses
@@ -26,6 +27,7 @@ PUBLISHERS = {
     "long": long_run.publish,
     "refactor": compare_checkouts.publish,
     "slow": slow_page.publish,
+    "slower": slower_link.publish,
     "step": step_page.publish,
     "unequal": unequal.publish,
     "wire": loss_curves.publish,

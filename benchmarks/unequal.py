@@ -1,6 +1,6 @@
 """Throughput of ranks of unequal speed, with equal parts of each batch and with balanced ones.
 
-    python benchmarks/unequal.py [--steps 160] [--rounds 3] [--batch-size 32]
+    python benchmarks/unequal.py [--steps 120] [--rounds 3] [--batch-size 64]
 
 Two ranks train the built-in task, each bound to a core; processes that compute on rank 1's core
 slow it down. Jobs with `--balance.mode off` and `throughput` take turns. The ideal is the sum of
@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,9 +34,9 @@ WARM = 0.4  # of the steps of a job, in which shares may still change
 def main() -> int:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=option_types.count, default=160)
+    parser.add_argument("--steps", type=option_types.count, default=120)
     parser.add_argument("--rounds", type=option_types.count, default=3)
-    parser.add_argument("--batch-size", type=option_types.count, default=32)
+    parser.add_argument("--batch-size", type=option_types.count, default=64)
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     parser.add_argument("--note", help="what a reader of the page has to know of this measurement")
     options = parser.parse_args()
@@ -78,25 +79,37 @@ def train(
         "balance.mode": mode,
     }
     command = "mpirun -n 2 python -m mntrain " + " ".join(f"--{n} {v}" for n, v in words.items())
-    first, last = slowed
-    settings = {"COMPETITORS": f"1:{competitors}:{first}:{last}", "OMP_NUM_THREADS": "1"}
-    path = f"{HERE / 'ranks'}{os.pathsep}{HERE.parent}"
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        env = here() | settings | {"PYTHONPATH": path}
+        env = here() | settings(competitors, *slowed)
         output_of([*shlex.split(command), "--run.dir", str(run)], env, LIMIT_S)
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((run / "summary.json").read_text())
+        records, summary = read(run)
     seconds = [record["step_s"] for record in records]
     return {
         "command": command,
         "mode": mode,
         "competitors": competitors,
+        "batch_size": options.batch_size,
         "samples_per_s": options.batch_size / median(seconds[int(WARM * len(seconds)) :]),
         "own_samples_per_s": [rank["samples"] / rank["own_s"] for rank in summary["ranks"]],
         "shares": summary.get("shares", []),
         "step_s": seconds,
     }
+
+
+def settings(competitors: int, first: int, last: int) -> dict[str, str]:
+    """Return the environment of a job in which so many processes slow rank 1 in some steps."""
+    return {
+        "COMPETITORS": f"1:{competitors}:{first}:{last}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{HERE / 'ranks'}{os.pathsep}{HERE.parent}",
+    }
+
+
+def read(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the metrics of the steps of a run, and its summary."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], json.loads((run / "summary.json").read_text())
 
 
 def report(page: dict[str, Any]) -> str:
@@ -109,24 +122,27 @@ def report(page: dict[str, Any]) -> str:
         f"{page['steps']} steps, two ranks that are bound to one core each. Processes that compute "
         "compete for the core of rank 1. Samples per second are those of the median step after the "
         f"first {WARM:.0%}. The ideal is the sum of what each rank computes in a second of its own "
-        "time, from the jobs with equal parts of the same round; its median is shown, and the "
-        "ratios are medians over rounds (least to most). Command:",
+        "time, from the jobs with equal parts of the same round; its median is shown. Equal and "
+        "balanced parts are shown as ratios to it, and in the fifth column balanced parts to equal "
+        "ones: medians over rounds (least to most). Command:",
         "",
         f"    {page['command']}",
         "",
-        "| processes that compete | ideal, samples/s | equal parts | balanced | parts of rank 1 |",
-        "|--:|--:|--:|--:|--:|",
+        "| processes that compete | ideal, samples/s | equal parts | balanced | "
+        "balanced / equal parts | samples of rank 1 |",
+        "|--:|--:|--:|--:|--:|--:|",
     ]
     for competitors in COMPETITORS:
         jobs = [job for job in page["jobs"] if job["competitors"] == competitors]
-        rounds = sorted({job["round"] for job in jobs})
         by_mode = {mode: [j for j in jobs if j["mode"] == mode] for mode in MODES}
         by_mode = {mode: sorted(js, key=lambda job: job["round"]) for mode, js in by_mode.items()}
         ideals = [sum(job["own_samples_per_s"]) for job in by_mode["off"]]
-        cells = []
-        for mode in MODES:
-            ratios = [by_mode[mode][r]["samples_per_s"] / ideals[r] for r in rounds]
-            cells.append(f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        speeds = {mode: [job["samples_per_s"] for job in by_mode[mode]] for mode in MODES}
+        cells = [
+            ratio(speeds["off"], ideals),
+            ratio(speeds["throughput"], ideals),
+            ratio(speeds["throughput"], speeds["off"]),
+        ]
         parts = [last_part(job, page["batch_size"]) for job in by_mode["throughput"]]
         of_batch = f"{min(parts)} to {max(parts)} of {page['batch_size']}"
         row = [str(competitors), f"{median(ideals):.1f}", *cells, of_batch]
@@ -143,6 +159,12 @@ def report(page: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ratio(values: Sequence[float], bases: Sequence[float]) -> str:
+    """Return the median of the ratios of values of the same rounds, with their range."""
+    ratios = [value / base for value, base in zip(values, bases, strict=True)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def last_part(job: dict[str, Any], batch_size: int) -> int:
     """Return the samples of rank 1 in the latest plan of a job."""
     plans = job["shares"]
@@ -152,7 +174,7 @@ def last_part(job: dict[str, Any], batch_size: int) -> int:
 def plot(job: dict[str, Any], path: Path) -> None:
     """Plot the samples of both ranks by step."""
     steps = len(job["step_s"])
-    plans = [{"step": 1, "samples": [sum(job["shares"][0]["samples"]) // 2] * 2}, *job["shares"]]
+    plans = [{"step": 1, "samples": [job["batch_size"] // 2] * 2}, *job["shares"]]
     lines = {}
     for rank in range(2):
         points = []

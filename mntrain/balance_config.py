@@ -5,16 +5,15 @@ import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.config_types import STRICT, OrNone, parse_names
 from mntrain.sync import SyncConfig
 
 _OVERHEAD_TARGET = 0.10
-# How nodes exchange under a policy, unless options of --sync say more.
-_RARELY = SyncConfig("local-sgd", every=20)
-_LATE = SyncConfig("local-sgd", every=20, warmup=20, max_staleness=2)
+# Under a policy by which nodes exchange parameters, unless options of --sync say more.
+_EVERY, _WARMUP, _MAX_STALENESS = 20, 20, 2
 # Options of `BalanceConfig`, their defaults, and the modes in which they have an effect.
 _MODES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "speed": ((), ("throughput", "cadence")),
@@ -63,7 +62,7 @@ class BalanceConfig:
         "sync: they average gradients in every step. cadence: parameters, every 20 steps, weighted "
         "by the samples since (--sync.mode local-sgd). async: the same, but a node waits only for "
         "what others have sent two exchanges before (--sync.max-staleness 2, --sync.warmup 20). "
-        "Give --sync.mode and --sync.every to replace local-sgd. none: as other options say.",
+        "--sync.mode and --sync.every replace local-sgd and 20. none: as other options say.",
     )
     speed: Annotated[tuple[str, ...], BeforeValidator(_parse_speeds)] = Field(
         default=(),
@@ -120,20 +119,23 @@ class BalanceConfig:
     def sync_of_policy(self, sync: SyncConfig) -> SyncConfig:
         """Return how nodes exchange under the policy, if any; `sync` is what options say.
 
-        Raises ValueError for options that contradict the policy.
+        It has a mode. Raises ValueError for options that contradict the policy or each other.
         """
         if conflict := self._conflict(sync):
             raise ValueError(f"--balance.policy {self.policy}: {conflict}")
-        rare = sync.mode != "every-step"
-        if self.policy == "cadence" and not rare:
-            return _RARELY
-        if self.policy != "async":
-            return sync
-        return replace(
-            sync if rare else _LATE,
-            warmup=sync.warmup or _LATE.warmup,
-            max_staleness=sync.max_staleness or _LATE.max_staleness,
-        )
+        chosen: dict[str, Any] = {}
+        if sync.mode is None:
+            rare = self.policy in ("cadence", "async")
+            chosen = {"mode": "local-sgd" if rare else "every-step"}
+            if rare and sync.every is None:
+                chosen["every"] = _EVERY
+        if self.policy == "async":
+            chosen["warmup"] = sync.warmup or _WARMUP
+            chosen["max_staleness"] = sync.max_staleness or _MAX_STALENESS
+        try:
+            return replace(sync, **chosen)
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
     def _conflict(self, sync: SyncConfig) -> str:
         """Return why options contradict the policy, and what to do about it; empty if none do."""
@@ -142,7 +144,12 @@ class BalanceConfig:
                 "says how nodes exchange, and --sync.mode auto chooses it; give --balance.mode "
                 "throughput instead of the policy, or leave out --sync.mode"
             )
-        if self.policy == "sync" and sync.mode != "every-step":
+        if self.policy in ("cadence", "async") and sync.mode == "every-step":
+            return (
+                "nodes average parameters every few steps, and with --sync.mode every-step they "
+                "average gradients; give --balance.policy sync, or leave out --sync.mode"
+            )
+        if self.policy == "sync" and sync.mode not in (None, "every-step"):
             return (
                 f"averages gradients in every step, and --sync.mode {sync.mode} does not; give "
                 "--balance.policy cadence, or leave out --sync.mode"

@@ -211,14 +211,17 @@ _DESCRIPTIONS: dict[str, type[LocalSGD]] = {
 class SyncConfig:
     """Exchanges between nodes: the gradients of every step, or parameters every few steps."""
 
-    mode: Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco", "auto"] = Field(
-        default="every-step",
+    mode: OrNone[
+        Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco", "auto"]
+    ] = Field(
+        default=None,
         description="every-step: average gradients over all ranks. The others average them within "
         "each node, and every --sync.every steps exchange parameters between nodes: local-sgd by "
         "their mean, diloco by a step of an outer optimizer, streaming by diloco in 4 bits, in "
         "parts and while later steps compute, sparseloco by the largest changes in 2 bits. auto: "
         "measure a step's computing and the links between nodes at the start, and choose "
-        "every-step (with fp32, bf16 or int8 gradients), streaming or diloco.",
+        "every-step (with fp32, bf16 or int8 gradients), streaming or diloco. none: every-step, or "
+        "local-sgd with --balance.policy cadence or async.",
     )
     every: OrNone[int] = Field(
         default=None,
@@ -282,6 +285,8 @@ class SyncConfig:
 
     @model_validator(mode="after")
     def _check_mode(self) -> "SyncConfig":
+        if self.mode is None:  # `Config` sets it
+            return self
         if self.mode == "streaming" and self.max_staleness:
             raise ValueError(
                 f"--sync.max-staleness {self.max_staleness}: --sync.mode streaming does without, "
@@ -315,7 +320,7 @@ class SyncConfig:
     @property
     def description(self) -> LocalSGD | None:
         """The argument `sync` of `world.optimizer`; None for every-step, and auto by itself."""
-        if self.mode in ("every-step", "auto"):
+        if self.mode in (None, "every-step", "auto"):
             return None
         given = {name: getattr(self, name) for name in _MODES}
         known = {k: v for k, v in given.items() if v is not None and self.mode in _MODES[k]}

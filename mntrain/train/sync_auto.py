@@ -47,7 +47,7 @@ class AutoSync:
     def summary(self) -> dict[str, Any]:
         """Return the entry of summary.json."""
         sync, compress = self.config.sync, self.config.comm.compress
-        choice = sync_choice.name_of(sync.mode, compress, sync.every)
+        choice = sync_choice.name_of(str(sync.mode), compress, sync.every)
         return {"choice": choice, "why": self.why, "measured": self.measured, **self.details}
 
 
@@ -78,7 +78,7 @@ def choose_for_job(
     if resumed:
         with world.agreement():
             kept = _kept(config, resumed.manifest.config)
-        name = sync_choice.name_of(kept.sync.mode, kept.comm.compress, kept.sync.every)
+        name = sync_choice.name_of(str(kept.sync.mode), kept.comm.compress, kept.sync.every)
         nodes_before = resumed.manifest.world["nodes"]
         if nodes_before == nodes and not (not_rare and kept.sync.every):
             return AutoSync(kept, f"{name}, as in the run so far{_unused(config, kept)}")

@@ -53,19 +53,22 @@ class Cluster:
     """Emulated nodes, up inside `with`. Needs root; `available()` says whether it can be had.
 
     ranks: how many ranks `mpirun` puts on each node, e.g. (2, 2) or (3, 1).
-    link: the rate of each node's link, each way, as `tc` writes it, e.g. "1gbit"; None: no limit.
+    link: the rate of each node's link, each way, as `tc` writes it, e.g. "1gbit", or a rate for
+        each node; None: no limit.
 
     Several clusters can be up side by side. ValueError for ranks that make no cluster;
     RuntimeError where the system refuses.
     """
 
-    def __init__(self, ranks: Sequence[int], link: str | None = "1gbit") -> None:
+    def __init__(self, ranks: Sequence[int], link: str | Sequence[str] | None = "1gbit") -> None:
         if not 1 <= len(ranks) <= 253 or min(ranks) < 1:
             raise ValueError(
                 f"ranks are {tuple(ranks)}: give 1 to 253 nodes at least one rank each, e.g. (2, 2)"
             )
         self.ranks = tuple(ranks)
-        self.rate = link
+        self.rates = [link] * len(ranks) if link is None or isinstance(link, str) else list(link)
+        if len(self.rates) != len(ranks):
+            raise ValueError(f"{len(ranks)} nodes have links of {link}: give one rate for each")
         self.hosts = [f"n{number}" for number in range(1, len(ranks) + 1)]
 
     def __enter__(self) -> Self:
@@ -120,8 +123,7 @@ class Cluster:
 
     def _plug_nodes(self) -> None:
         """Join the nodes and the switch, and shape both ends of each link."""
-        shape = f"root tbf rate {self.rate} burst 128kb latency 50ms"
-        for i, node in enumerate(self._nodes.values(), 1):
+        for i, (node, rate) in enumerate(zip(self._nodes.values(), self.rates, strict=True), 1):
             self._switch.network(
                 "ip",
                 f"link add v{i} type veth peer name eth0 netns {node.pid}",
@@ -133,7 +135,8 @@ class Cluster:
                 "link set eth0 up",
                 "link set lo up",
             )
-            if self.rate is not None:
+            if rate is not None:
+                shape = f"root tbf rate {rate} burst 128kb latency 50ms"
                 self._switch.network("tc", f"qdisc add dev v{i} {shape}")
                 node.network("tc", f"qdisc add dev eth0 {shape}")
 

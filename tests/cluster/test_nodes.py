@@ -337,6 +337,12 @@ def test_ranks_that_make_no_cluster_are_refused(ranks):
 
 
 @pytest.mark.thorough
+def test_a_rate_for_each_node_is_wanted():
+    with pytest.raises(ValueError, match="give one rate for each"):
+        Cluster(ranks=(1, 1), link=["1gbit"])
+
+
+@pytest.mark.thorough
 def test_the_reason_for_no_nodes_names_what_is_missing():
     program = "import nodes; print(nodes.available())"
     reason = subprocess.check_output(
