@@ -220,7 +220,9 @@ class TrainingJob:
         """Set up reports, and what follows training: speeds, schedule, metrics. Collective."""
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
         steps = range(self.done + 1, self.last_step + 1)
-        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, steps)
+        self.balancing = Balancing(
+            world, self.optimizer, self.data, self.reporter, steps, links=self.links
+        )
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
         self.early_stopping = EarlyStopping(config.train.patience, self.best.text)
