@@ -147,7 +147,7 @@ class BalanceConfig:
         if self.policy in ("cadence", "async") and sync.mode == "every-step":
             return (
                 "nodes average parameters every few steps, and with --sync.mode every-step they "
-                "average gradients; give --balance.policy sync, or leave out --sync.mode"
+                "average gradients; give --balance.policy sync, or leave out --sync.mode (none)"
             )
         if self.policy == "sync" and sync.mode not in (None, "every-step"):
             return (

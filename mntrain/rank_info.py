@@ -98,14 +98,17 @@ def free_memory(device: torch.device) -> int | None:
 def memory_room(device: torch.device, ranks: int) -> float:
     """Return the factor by which the peak of this rank's memory on a GPU may grow; inf on a CPU.
 
-    Local. `ranks` share the GPU, and what is free on it. A tenth is left for fragments.
+    Local. `ranks` share the GPU, and what is free on it. A tenth is left for fragments. What torch
+    has reserved counts as needed, since a loop may reset torch's own peak.
     """
     if device.type != "cuda":
         return math.inf
-    free = torch.cuda.mem_get_info(device)[0]
-    usable = torch.cuda.memory_reserved(device) + free / ranks
-    peak = torch.cuda.max_memory_allocated(device)
-    return 0.9 * usable / peak if peak else math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in old versions
+    most = total * (fraction(device) if fraction else 1.0)
+    peak = max(reserved, torch.cuda.max_memory_allocated(device))
+    return 0.9 * min(most, reserved + free / ranks) / peak if peak else math.inf
 
 
 def available_memory() -> int | None:

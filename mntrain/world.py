@@ -176,7 +176,7 @@ class World(Exchanges):
         states what the lists in a batch that is cut hold: samples, or columns as in a tuple.
         With `balance`, parts follow the speeds of ranks, measured while training: then the training
         thread of every rank iterates over it, and every tenth batch is collective, and waits for
-        the GPU. There, no part grows to where its memory might not suffice.
+        the GPU. There, a part grows only as far as memory suffices if it grows with the part.
         """
         self._parts.engine.check_open()
         return self._shards.shard(loader, seed, weight, lists, balance=balance)

@@ -39,7 +39,8 @@ class Waits:
     """The waits of the threads of this rank for other ranks. Local.
 
     `collectives_s` and `gathers_s` are the host's seconds so far, for tensors and for small
-    objects. `copier` is that of the rank's GPU; None on CPUs.
+    objects. `copier` is that of the rank's GPU; None on CPUs. Threads that wait at the same time
+    count by themselves.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Waits:
         self.copier: DeviceCopy | None = None
         self._last: _DeviceWait | None = None  # None until the first mark on a device
         self._thread = threading.local()  # its `waits` is True in a wait
+        self._lock = threading.Lock()
 
     @contextmanager
     def waiting(self, *, gather: bool = False) -> Iterator[None]:
@@ -62,14 +64,15 @@ class Waits:
             yield
         finally:
             self._thread.waits = False
-            waited_s = time.perf_counter() - began_s
-            if gather:
-                self.gathers_s += waited_s
-            else:
-                self.collectives_s += waited_s
-            if start is not None and self._last is not None:
-                self._last.following = _DeviceWait(start, self._event())
-                self._last = self._last.following
+            waited_s, end = time.perf_counter() - began_s, self._event()
+            with self._lock:
+                if gather:
+                    self.gathers_s += waited_s
+                else:
+                    self.collectives_s += waited_s
+                if start is not None and self._last is not None:
+                    self._last.following = _DeviceWait(start, end)
+                    self._last = self._last.following
 
     def mark(self) -> Mark:
         """Return this point in the work of the calling thread. Does not wait for the device."""
@@ -85,14 +88,11 @@ class Waits:
         """
         if start.at is None or end.at is None:
             return end.own_s - start.own_s
-        end.at.synchronize()
-        total_ms: float = start.at.elapsed_time(end.at)
-        wait = start.last
+        total_ms, wait = _elapsed_ms(start.at, end.at), start.last
         while wait is not None and wait is not end.last:
             wait = wait.following
             if wait is not None and wait.start is not None and wait.end is not None:
-                wait.end.synchronize()  # on another stream, perhaps
-                total_ms -= wait.start.elapsed_time(wait.end)
+                total_ms -= _elapsed_ms(wait.start, wait.end)
         return total_ms / 1e3
 
     def _event(self) -> torch.cuda.Event | None:
@@ -100,3 +100,11 @@ class Waits:
         if self.copier is None or self._last is None:
             return None
         return self.copier.record_time()
+
+
+def _elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Return the time between two events, which may be of different streams, when both are here."""
+    start.synchronize()
+    end.synchronize()
+    elapsed_ms: float = start.elapsed_time(end)
+    return elapsed_ms

@@ -202,6 +202,8 @@ class ShardedLoader:
             raise
         finally:
             self._context.forget(False)
+            if balance is not None:
+                balance.end_pass(this.number)
         if self._state is state:
             self._state = None
 

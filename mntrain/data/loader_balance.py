@@ -60,6 +60,15 @@ class LoaderBalance:
         self._start = self._clock.mark()
         return self._passes
 
+    def end_pass(self, number: int) -> None:
+        """End a training pass, unless another one has begun. Local; waits for no device.
+
+        No mark outlives it: a clock keeps what follows its marks.
+        """
+        if number == self._passes:
+            self._start = None
+            self._taken.clear()
+
     def batch_done(self, own: int, total: int) -> None:
         """Count a batch, of which this rank had `own` samples of `total`. Collective.
 

@@ -156,7 +156,7 @@ def test_auto_that_chooses_every_step_has_the_bits_of_a_job_without_it(folder, s
     ("seconds", "sync", "compress", "given"),
     [
         # 97 gradients of 4 bytes, of which each of RANKS nodes sends 2 (RANKS - 1) / RANKS.
-        pytest.param(1e-9, SyncConfig(), "none", {}, marks=pytest.mark.thorough),
+        pytest.param(1e-9, SyncConfig("every-step"), "none", {}, marks=pytest.mark.thorough),
         (SLOW, SyncConfig(mode="streaming", every=10), "none", {}),
         pytest.param(
             SLOW,
@@ -165,8 +165,8 @@ def test_auto_that_chooses_every_step_has_the_bits_of_a_job_without_it(folder, s
             {"every": 7},
             marks=pytest.mark.thorough,
         ),
-        pytest.param(0.13, SyncConfig(), "bf16", {}, marks=pytest.mark.thorough),
-        pytest.param(0.205, SyncConfig(), "int8", {}, marks=pytest.mark.thorough),
+        pytest.param(0.13, SyncConfig("every-step"), "bf16", {}, marks=pytest.mark.thorough),
+        pytest.param(0.205, SyncConfig("every-step"), "int8", {}, marks=pytest.mark.thorough),
     ],
     ids=["every-step", "streaming", "given", "bf16", "int8"],
 )

@@ -1,8 +1,11 @@
 """Facts about a rank's memory."""
 
-import pytest
+import math
 
-from mntrain.rank_info import available_memory, cgroup_rooms
+import pytest
+import torch
+
+from mntrain.rank_info import available_memory, cgroup_rooms, memory_room
 
 
 def limit(folder, names, most, used):
@@ -37,3 +40,29 @@ def test_without_limits_there_is_no_room_of_a_cgroup(tmp_path):
 
 def test_this_process_has_memory_left():
     assert (available_memory() or 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "peak", "ranks", "fraction", "room"),
+    [
+        (60, 20, 10, 1, 1.0, 0.9 * 80 / 20),  # what is reserved may have been needed
+        (60, 20, 30, 1, 1.0, 0.9 * 80 / 30),
+        (60, 20, 20, 3, 1.0, 0.9 * 40 / 20),  # three ranks share the GPU
+        (60, 20, 20, 1, 0.5, 0.9 * 50 / 20),  # of 100 bytes
+        (60, 20, 20, 1, None, 0.9 * 80 / 20),
+        (60, 0, 0, 1, 1.0, math.inf),
+    ],
+)
+def test_the_room_of_a_gpu(monkeypatch, free, reserved, peak, ranks, fraction, room):
+    values = {
+        "mem_get_info": (free, 100),
+        "memory_reserved": reserved,
+        "max_memory_allocated": peak,
+        "get_per_process_memory_fraction": fraction,
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    if fraction is None:  # an old version of torch
+        monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert memory_room(torch.device("cuda"), ranks) == pytest.approx(room)
+    assert memory_room(torch.device("cpu"), ranks) == math.inf

@@ -1,6 +1,8 @@
 """Loaders whose batches are divided by the speed of ranks, with clocks that tests set."""
 
+import gc
 import math
+import weakref
 from itertools import chain
 
 import pytest
@@ -122,6 +124,37 @@ def test_parts_grow_only_as_far_as_memory_may(rooms, last):
 def test_equal_ranks_keep_equal_parts(saves):
     _, shares = whole(parts_by_rank([1.0, 1.0, 1.0], saves=saves), 0)
     assert shares == [(2, 2, 2)] * 25
+
+
+def test_a_pass_that_has_ended_leaves_no_mark():
+    """Its clock keeps what follows a mark."""
+
+    class Mark(float):
+        """A point in time that is weakly referred to."""
+
+    class Marks(Clock):
+        def mark(self):
+            mark = Mark(self.now)
+            kept.append(weakref.ref(mark))
+            return mark
+
+    def body(rank, gather):
+        plan = LoaderBalance(1, gather, Marks(), no_limit, int)
+        log = Log()
+        parts = ShardedLoader(
+            loader("cut"), ShardContext(rank, 1, gather, log.expect, log.forget, plan)
+        )
+        first = iter(parts)
+        next(first)
+        list(parts)
+        del first  # which has not ended the pass that followed it
+        gc.collect()
+        return len(kept), sum(ref() is not None for ref in kept)
+
+    kept = []
+    [(made, alive)] = in_turns(1, body)
+    assert made > 25
+    assert alive == 0
 
 
 def test_ranks_that_begin_other_passes_are_told_so():

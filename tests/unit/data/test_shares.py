@@ -59,13 +59,17 @@ def test_shares_are_in_proportion_to_speeds():
     assert counts(100, (1000.0, 1.0)) == [97, 3]  # at least 5 % of 50
 
 
-@given(st.integers(1, 300), SPEEDS, st.integers(0, 9))
-def test_no_share_is_above_the_limit(samples, speeds, spare):
-    most = -(-samples // len(speeds)) + spare
-    bounds = share_bounds(samples, len(speeds), speeds, [most] * len(speeds))
+@given(st.integers(1, 300), SPEEDS, st.data())
+def test_no_share_is_above_its_ranks_limit(samples, speeds, data):
+    equal = -(-samples // len(speeds))
+    spare = st.none() | st.integers(-9, 9)
+    spares = data.draw(st.lists(spare, min_size=len(speeds), max_size=len(speeds)))
+    limits = [None if spare is None else equal + spare for spare in spares]
+    bounds = share_bounds(samples, len(speeds), speeds, limits)
     parts = [stop - start for start, stop in pairwise(bounds)]
     assert sum(parts) == samples
-    assert max(parts) <= most
+    for part, limit in zip(parts, limits, strict=True):
+        assert limit is None or part <= max(limit, equal)
 
 
 def test_without_speeds_shares_are_equal():
