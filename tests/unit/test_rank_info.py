@@ -53,7 +53,7 @@ def test_this_process_has_memory_left():
         (60, 0, 0, 1, 1.0, math.inf),
     ],
 )
-def test_the_room_of_a_gpu(monkeypatch, free, reserved, peak, ranks, fraction, room):
+def test_the_room_of_a_gpu(monkeypatch, free, reserved, *, peak, ranks, fraction, room):
     values = {
         "mem_get_info": (free, 100),
         "memory_reserved": reserved,
