@@ -39,11 +39,11 @@ class LinkWatch:
             self._usual_s = communication_s
         usual_s = self._usual_s
         self.ratio = communication_s / usual_s if usual_s > 0 else 1.0
+        own_s = max(pace.seconds / len(pace.waits) for pace in paces)
+        noticeable = communication_s - usual_s > NOTICEABLE * own_s
         if self.since is not None:
-            contradicts = self.ratio < RECOVERED
+            contradicts = self.ratio < RECOVERED or not noticeable
         else:
-            own_s = max(pace.seconds / len(pace.waits) for pace in paces)
-            noticeable = communication_s - usual_s > NOTICEABLE * own_s
             contradicts = self.ratio > SLOW and noticeable
             if not contradicts:
                 self._usual_s = SMOOTHING * communication_s + (1 - SMOOTHING) * usual_s

@@ -56,3 +56,9 @@ def test_a_link_that_is_slower_than_at_the_start_is_named_by_its_leader():
 )
 def test_what_is_no_slow_link_is_not_named(seconds):
     assert set(changes(LinkWatch(LINKS, [0, 2, 4]), seconds)) == {None}
+
+
+def test_communication_that_is_little_beside_computing_is_no_longer_slow():
+    watch = LinkWatch(LINKS, [0, 2, 4])
+    said = changes(watch, [0.001, 0.1, 0.1, 0.01, 0.01])
+    assert said == [None, None, "slow", None, "recovered"]
