@@ -63,13 +63,17 @@ class LocalSGDSchedule(SyncSchedule):
     def note_weight(self, step: int, weight: float) -> None:
         """Add the weight of a step of this node alone."""
         if step < self._warmup:
-            self.forget_weights()
+            self.load_weights(())
         else:
             self._steps_weight += weight
 
-    def forget_weights(self) -> None:
-        """Count the weights of steps anew."""
-        self._steps_weight = 0.0
+    def weights(self) -> list[float]:
+        """Return the weight of the steps since the last exchange."""
+        return [self._steps_weight] if self.weighted else []
+
+    def load_weights(self, weights: Sequence[float]) -> None:
+        """Continue from a weight; of several, from that of the oldest exchange."""
+        self._steps_weight = max(weights, default=0.0)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over nodes. Collective."""
@@ -86,7 +90,7 @@ class LocalSGDSchedule(SyncSchedule):
         finite = all(is_finite(tensor) for tensor in tensors)
         weight = self._weight()
         scale = self._agree(weight, finite=finite, what="a parameter").check()
-        self.forget_weights()
+        self.load_weights(())
         self._average(tensors, weight, scale)
 
     def _average(self, tensors: Sequence[Tensor], weight: float, scale: float) -> None:
@@ -150,7 +154,7 @@ class OuterSchedule(LocalSGDSchedule):
         finite = all(is_finite(value(tensor)) for tensor in tensors)
         weight = self._weight()
         scale = self._agree(weight, finite=finite).check()
-        self.forget_weights()
+        self.load_weights(())
         keep = self._keep if self._code else None
         for tensor, mean in self._means.of(
             tensors, value, self._code, keep, weight=weight, scale=scale

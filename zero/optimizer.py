@@ -212,7 +212,7 @@ class ZeroOptimizer(AveragingOptimizer):
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
         and applies it if `settling_changes` of the schedule. Plain containers and tensors of the
         optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
-        state; "comm_hook" is of this rank only.
+        state; "comm_hook" is of this rank only, and "sync_weights" of its replica.
         """
         self._settle()
         return {
@@ -222,15 +222,16 @@ class ZeroOptimizer(AveragingOptimizer):
             "comm_hook": self.hook_state.state_dict(),
             "steps": self._reduction.steps,
             "in_sync": self._in_sync,
+            "sync_weights": self.schedule.weights(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, here or at any stage and number of ranks. Local.
 
-        The slices must cover what this rank owns; others are ignored. "comm_hook", "steps" and
-        "in_sync" may be absent. Raises ValueError, before anything is changed, for a state that
-        does not fit.
+        The slices must cover what this rank owns; others are ignored. "comm_hook", "steps",
+        "in_sync" and "sync_weights" may be absent. Raises ValueError, before anything is changed,
+        for a state that does not fit.
         """
         groups = check_groups(state_dict, self._named_groups())
         self.load_slices(StateSlice(**piece) for piece in state_dict["slices"])
@@ -239,7 +240,7 @@ class ZeroOptimizer(AveragingOptimizer):
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
         self._reduction.resume(state_dict.get("steps", self._reduction.steps))
-        self.schedule.forget_weights()
+        self.schedule.load_weights(state_dict.get("sync_weights", ()))
         self._in_sync = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
 
     def memory(self) -> Memory:

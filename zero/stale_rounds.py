@@ -157,7 +157,7 @@ class StaleSchedule(OuterSchedule):
             return sent
 
         keep, weight = self._keep if self._code else None, self._weight()
-        self.forget_weights()
+        self.load_weights(())
         messages = [*self._means.send(tensors, value, self._code, keep, weight=weight)]
         agreement = self._agree(weight, finite=finite)
         self._sent.append(_Round(messages, agreement, own))

@@ -195,10 +195,17 @@ class StreamingSchedule(DiLoCoSchedule):
         self._sent[fragment] = _Sent(messages, agreement, lost)
         self._note_peak()
 
-    def forget_weights(self) -> None:
-        """Count the weights of steps anew, for all fragments."""
-        super().forget_weights()
-        self._counted = [0.0] * self._fragments
+    def weights(self) -> list[float]:
+        """Return the weight of the steps since the last exchange of each fragment."""
+        since = [self._steps_weight - counted for counted in self._counted]
+        return since if self.weighted else []
+
+    def load_weights(self, weights: Sequence[float]) -> None:
+        """Continue from the weights of as many fragments; else, all from that of the oldest."""
+        super().load_weights(weights)
+        since = weights if len(weights) == self._fragments else [self._steps_weight]
+        counted = [self._steps_weight - weight for weight in since]
+        self._counted = counted * (self._fragments // len(counted))
 
     def _weight(self) -> float:
         """Return this node's weight in a mean of all fragments: since the oldest exchange."""

@@ -84,8 +84,19 @@ class SyncSchedule:
         Before `after_update`; 0 for a step that is skipped.
         """
 
-    def forget_weights(self) -> None:
-        """Forget the weights noted so far: a state is loaded. Local, on all ranks."""
+    def weights(self) -> list[float]:
+        """Return what `weighted` replicas have noted since their last exchange. Local.
+
+        One weight for each part of the parameters that is exchanged by itself. Saved with the
+        optimizer's state; the same on all ranks of a replica.
+        """
+        return []
+
+    def load_weights(self, weights: Sequence[float]) -> None:
+        """Restore what `weights` of this or another schedule returned. Local, on all ranks.
+
+        Without any, they are counted anew.
+        """
 
     def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
         """Start and finish the exchanges that are due after a step, also a skipped one. Collective.

@@ -185,6 +185,8 @@ class Manifest:
     scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
     position: tuple[int, int] | None = None  # epoch and offset of the next step's first sample
     score: float | None = None  # by it, where it is not eval_loss; the lowest is the best
+    # By replica, what its steps since the last exchange weigh (`SyncSchedule.weights`).
+    sync_weights: list[list[float]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -198,6 +198,7 @@ def load(
         with open_tensors(found.path / MODEL) as file:
             load_model(file, model)
         present = [dict(group) for group in optimizer.param_groups]
+        own, weights = _has_replicas(found.manifest, optimizer), found.manifest.sync_weights
         with open_tensors(found.path / OPTIMIZER) as file:
             optimizer.load_state_dict(
                 {
@@ -205,7 +206,8 @@ def load(
                     "param_groups": found.manifest.param_groups,
                     "loss_scale": found.manifest.loss_scale,
                     "steps": _optimizer_steps(found.manifest),  # the phase of the sync schedule
-                    "in_sync": not _has_replicas(found.manifest, optimizer),
+                    "in_sync": not own,
+                    "sync_weights": weights[optimizer.schedule.replica] if own and weights else [],
                     "comm_hook": _read_hook_state(found, world),
                 }
             )

@@ -228,8 +228,13 @@ class Saver:
             save.layouts, states = shard.layouts(outlines)
             objects = merge([outline.objects for outline in outlines])
             hook = merge_states([outline.hook for outline in outlines])
+            of_replicas = {outline.replica: outline.sync_weights for outline in outlines}
             save.manifest = replace(
-                save.manifest, parameter_states=states, objects=objects, hook=hook
+                save.manifest,
+                parameter_states=states,
+                objects=objects,
+                hook=hook,
+                sync_weights=[of_replicas[replica] for replica in sorted(of_replicas)],
             )
             save.folder = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
             if self._world.master:

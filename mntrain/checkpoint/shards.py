@@ -65,6 +65,8 @@ class ShardOutline(NamedTuple):
     objects: dict[str, Any]  # encoded states
     hook: dict[str, Any]  # state of the communication hook without tensors, if it has one
     hook_shapes: Shapes  # of its tensors, by name
+    replica: int
+    sync_weights: list[float]  # of the replica
     error: str | None = None  # the reason why it cannot be saved
 
 
@@ -84,6 +86,8 @@ class CheckpointShard:
         self._random = random_states(world.device)
         self._objects = objects
         self._hook = optimizer.hook_state.state_dict()
+        self._replica = optimizer.schedule.replica
+        self._sync_weights = optimizer.schedule.weights()
 
     def outline(self) -> ShardOutline:
         """Describe this shard to the other ranks, with copies of all that is not a tensor in it."""
@@ -98,8 +102,9 @@ class CheckpointShard:
             objects = encode_objects(self._objects)
             hook, tensors = split_state(self._hook)
         except ValueError as error:
-            return ShardOutline([], sizes, token, {}, {}, {}, str(error))
-        return ShardOutline(slices, sizes, token, objects, hook, shapes_of(tensors))
+            return ShardOutline([], sizes, token, {}, {}, {}, 0, [], str(error))
+        own = self._replica, self._sync_weights
+        return ShardOutline(slices, sizes, token, objects, hook, shapes_of(tensors), *own)
 
     def ranges(self) -> Iterator[TensorRange]:
         """Yield all ranges to write: views, except for parameters that are not contiguous."""

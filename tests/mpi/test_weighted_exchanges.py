@@ -263,13 +263,62 @@ def test_a_round_of_local_sgd_is_ended_by_another_schedule(make, stage):
     for step in range(WARMUP + 2, WARMUP + EVERY):
         take_step(model, after, step)
     after.wait_for_parameters()
-    # The new schedule begins at the mean of the nodes, and counts its own step alone.
+    # What the nodes' steps weigh goes along with their parameters.
     every = torch.cat([samples_of(rank, 0) for rank in range(RANKS)])
     warm = start - LR * every.mean(0)[:10]
-    drifts = [drift_of(node, range(WARMUP, WARMUP + EVERY))[0] for node in range(NODES)]
-    weights = [drift_of(node, range(WARMUP + 2, WARMUP + EVERY))[1] for node in range(NODES)]
-    mean_drift = weighted_mean(list(zip(drifts, weights, strict=True)))
-    torch.testing.assert_close(model.one.detach(), warm - mean_drift[:10], rtol=1e-12, atol=1e-12)
+    drifts = [drift_of(node, range(WARMUP, WARMUP + EVERY)) for node in range(NODES)]
+    expected = warm - weighted_mean(drifts)[:10]
+    torch.testing.assert_close(model.one.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+FRAGMENTS = {"fragments": 2, "overlap": 1, "mix": 0.5, "bits": 4}
+RESUMED = SYNCS | {
+    "fragments": StreamingDiLoCo(EVERY, WARMUP, **FRAGMENTS, weighted=True),
+    "SparseLoCo": SparseLoCo(EVERY, WARMUP, density=0.25, weighted=True),
+}
+
+
+def run_in(folder, sync, steps, *, per_node=PER_NODE, stage=0, save=None):
+    """Continue the run in a folder, or begin it; return its model after `steps` steps."""
+    model = Linear()
+    with init(ranks_per_node=per_node) as world:
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=LR, sync=sync, stage=stage)
+        checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
+        for step in range(checkpoints.restore(), steps):
+            take_step(model, optimizer, step)
+            checkpoints.save(step + 1, now=step + 1 == save)
+        checkpoints.close()
+        if sync.max_staleness and save != steps:
+            optimizer.exchange()
+        optimizer.wait_for_parameters()
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("sync", RESUMED.values(), ids=RESUMED)
+def test_a_run_resumes_within_a_round_with_the_weights_of_its_steps(
+    world, tmp_path_factory, sync, stage
+):
+    whole, parts = (world.gather(tmp_path_factory.mktemp("run"))[0] for _ in range(2))
+    saved = WARMUP + EVERY + 1  # a step after an exchange, which may be in flight
+    expected = run_in(whole, sync, STEPS, stage=stage, save=saved)
+    run_in(parts, sync, saved, stage=stage, save=saved)
+    resumed = run_in(parts, sync, STEPS, stage=stage)
+    assert torch.equal(resumed.values(), expected.values())
+
+
+@pytest.mark.mpi(min_size=4)
+def test_on_fewer_nodes_a_round_goes_on_from_the_weighted_mean(world, tmp_path_factory):
+    folder = world.gather(tmp_path_factory.mktemp("run"))[0]
+    sync, saved = SYNCS["local SGD"], WARMUP + 2
+    run_in(folder, sync, saved, per_node=1, save=saved)
+    resumed = run_in(folder, sync, saved + 1, per_node=PER_NODE)
+    nodes = []
+    for rank in range(RANKS):
+        batches = [samples_of(rank, step) for step in range(WARMUP, saved)]
+        nodes.append((LR * sum(b.mean(0) for b in batches), sum(map(len, batches))))
+    expected = after_rounds(start_of() - weighted_mean(nodes), [saved])
+    torch.testing.assert_close(resumed.values(), expected, rtol=1e-12, atol=1e-12)
 
 
 def make_loader():
