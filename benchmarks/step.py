@@ -29,6 +29,8 @@ SOCKETS = "compute, raw sockets"
 BASELINES = ("compute only", "compute only, barriers", SOCKETS)  # each rank trains alone
 SEQUENCES = 4  # of a micro-batch, by default
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
+# Parameters arrive during the next forward, as in a job of `python -m mntrain`.
+OVERLAPPED = tuple(f"{stage}, overlap_forward" for stage in STAGES[1:])
 WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # with a network only
 # For slow links, only on request: their losses differ. EVERY of ranks/variants.py is in the names.
 SLOW = (
@@ -44,7 +46,7 @@ PEERS = (
     *(f"DeepSpeed stage {stage}" for stage in (0, 1, 2)),
     "Horovod",
 )
-VARIANTS = (*BASELINES, *STAGES, *WIRED, *PEERS)  # of a run without options
+VARIANTS = (*BASELINES, *STAGES, *OVERLAPPED, *WIRED, *PEERS)  # of a run without options
 WIRED_LOSS = 5e-3  # by how much a 16-bit wire may change the loss after so few steps
 
 
@@ -120,7 +122,7 @@ def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
             jobs[variant] = running.run("step.py", arguments)
             seconds = time.perf_counter() - start
             print(f"{layout.name}: {variant}, {seconds:.1f} s", file=sys.stderr)
-    losses = losses_of(jobs, (*STAGES, *PEERS))
+    losses = losses_of(jobs, (*STAGES, *OVERLAPPED, *PEERS))
     wired_losses = losses_of(jobs, WIRED)
     check_losses(losses)
     if losses:

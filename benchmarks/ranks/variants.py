@@ -88,12 +88,14 @@ def mntrain_stage(
 ) -> Callable[[nn.Module, mntrain.World], Variant]:
     """Return a maker of mntrain with default settings but for `options`, which are made anew."""
 
+    usual = f"defaults, except {' and '.join(options)}" if options else "defaults"
+
     def make(model: nn.Module, world: mntrain.World) -> Variant:
         made = {name: option() for name, option in options.items()}
         optimizer = world.optimizer(model, torch.optim.AdamW, stage=stage, **made, **ADAMW)
         return Variant(
             plain_step(model, optimizer),
-            f"defaults; {world.tuning or 'nothing to tune'}",
+            f"{usual}; {world.tuning or 'nothing to tune'}",
             lambda: {
                 "measured": asdict(optimizer.memory()),
                 "expected": asdict(optimizer.expected_memory()),
@@ -246,6 +248,13 @@ VARIANTS: dict[str, tuple[Group, Make]] = {
     "compute only, barriers": (nullcontext, compute_with_barriers),
     "compute, raw sockets": (ring, compute_with_sockets),
     **{f"mntrain stage {stage}": (mntrain.init, mntrain_stage(stage)) for stage in STAGES},
+    **{
+        f"mntrain stage {stage}, overlap_forward": (
+            mntrain.init,
+            mntrain_stage(stage, overlap_forward=lambda: True),
+        )
+        for stage in (1, 2)
+    },
     **{f"mntrain stage {stage}, bf16 wire": (bf16_wire, mntrain_stage(stage)) for stage in STAGES},
     **{
         f"mntrain stage 0, {name}": (mntrain.init, mntrain_stage(0, comm_hook=hook))
