@@ -1,12 +1,13 @@
 """Throughput of ranks of unequal speed, with equal parts of each batch and with balanced ones.
 
-    python benchmarks/unequal.py [--steps 120] [--rounds 3] [--batch-size 64]
+    python benchmarks/unequal.py [--steps 120] [--rounds 3] [--batch-size 64] [--competitors 0 1 3]
 
 Two ranks train the built-in task, each bound to a core; processes that compute on rank 1's core
 slow it down. Jobs with `--balance.mode off` and `throughput` take turns. The ideal is the sum of
 what both ranks compute in a second of their own time, in the jobs with equal parts of the same
-round. A last job is slowed in its middle only, and its parts are plotted. Needs two cores. Writes
-docs/results/unequal.md and its figures, and docs/img/unequal.svg. Takes about 20 minutes.
+round. Without a suffix, a last job is slowed in its middle only, and its parts are plotted. Needs
+two cores. Writes docs/results/unequal.md and its figures, and docs/img/unequal.svg. Takes about 20
+minutes.
 """
 
 import argparse
@@ -37,6 +38,10 @@ def main() -> int:
     parser.add_argument("--steps", type=option_types.count, default=120)
     parser.add_argument("--rounds", type=option_types.count, default=3)
     parser.add_argument("--batch-size", type=option_types.count, default=64)
+    parser.add_argument(
+        "--competitors", nargs="+", type=int, choices=COMPETITORS, default=COMPETITORS
+    )
+    parser.add_argument("--suffix", help="of the page's name, for other competitors")
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     parser.add_argument("--note", help="what a reader of the page has to know of this measurement")
     options = parser.parse_args()
@@ -47,11 +52,14 @@ def main() -> int:
     if options.note:
         page["note"] = options.note
     for number in range(options.rounds):
-        for competitors in COMPETITORS:
+        for competitors in options.competitors:
             for mode in MODES if number % 2 else MODES[::-1]:
                 job = train(mode, competitors, (2, options.steps), options.steps, options)
                 page["jobs"].append({"round": number, **job})
                 print(f"round {number}: {competitors} competitors, {mode}", file=sys.stderr)
+    if options.suffix:
+        publish(page, f"unequal-{options.suffix}", options.output)
+        return 0
     middle = options.steps // 2, 3 * options.steps // 2
     page["release"] = train("throughput", 1, middle, 5 * options.steps // 2, options)
     page["release"]["slowed"] = middle
@@ -63,7 +71,8 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
     """Write the page `name` and its image."""
     results, images = folders(output)
     write(results, name, page, report(page))
-    plot(page["release"], images / f"{name}.svg")
+    if "release" in page:
+        plot(page["release"], images / f"{name}.svg")
 
 
 def train(
@@ -134,6 +143,8 @@ def report(page: dict[str, Any]) -> str:
     ]
     for competitors in COMPETITORS:
         jobs = [job for job in page["jobs"] if job["competitors"] == competitors]
+        if not jobs:
+            continue
         by_mode = {mode: [j for j in jobs if j["mode"] == mode] for mode in MODES}
         by_mode = {mode: sorted(js, key=lambda job: job["round"]) for mode, js in by_mode.items()}
         ideals = [sum(job["own_samples_per_s"]) for job in by_mode["off"]]
@@ -147,15 +158,16 @@ def report(page: dict[str, Any]) -> str:
         of_batch = f"{min(parts)} to {max(parts)} of {page['batch_size']}"
         row = [str(competitors), f"{median(ideals):.1f}", *cells, of_batch]
         lines.append(f"| {' | '.join(row)} |")
-    first, last = page["release"]["slowed"]
     if "note" in page:
         lines += ["", page["note"]]
-    lines += [
-        "",
-        f"A job whose rank 1 is slowed by one process in steps {first} to {last}:",
-        "",
-        "![samples of each rank by step](../img/unequal.svg)",
-    ]
+    if "release" in page:
+        first, last = page["release"]["slowed"]
+        lines += [
+            "",
+            f"A job whose rank 1 is slowed by one process in steps {first} to {last}:",
+            "",
+            "![samples of each rank by step](../img/unequal.svg)",
+        ]
     return "\n".join(lines) + "\n"
 
 

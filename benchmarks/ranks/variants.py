@@ -87,7 +87,6 @@ def mntrain_stage(
     stage: int, **options: Callable[[], Any]
 ) -> Callable[[nn.Module, mntrain.World], Variant]:
     """Return a maker of mntrain with default settings but for `options`, which are made anew."""
-
     usual = f"defaults, except {' and '.join(options)}" if options else "defaults"
 
     def make(model: nn.Module, world: mntrain.World) -> Variant:
