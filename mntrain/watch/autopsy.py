@@ -103,13 +103,7 @@ def describe(diagnosis: Diagnosis, facts: Facts) -> list[str]:
         lines.append("The job failed; no rank stopped first.")
     shown = diagnosis.first or (() if diagnosis.state == "ended well" else tuple(ends))
     lines += _states({rank: ends[rank] for rank in shown if rank in ends}, facts)
-    waits = {
-        rank: f"{_name_of(event)}, for {max(0.0, ends[rank].last_seen - event.time):.0f} s"
-        + _at(event.site)
-        for rank, event in diagnosis.waiting.items()
-    }
-    for text, ranks in _alike(waits)[:_MAX_GROUPS]:
-        lines.append(_line("waiting", f"{_name(ranks, ends)} in {text}"))
+    lines += _waits(diagnosis)
     if diagnosis.missing:
         lines.append(_line("missing", f"no recording of {_name(diagnosis.missing, ends)}"))
     known = {key: facts.summary.get(key) for key in ("status", "reason", "error")}
@@ -121,6 +115,19 @@ def describe(diagnosis: Diagnosis, facts: Facts) -> list[str]:
         "fix": diagnosis.fix,
     }
     return lines + [_line(label, text) for label, text in labelled.items() if text]
+
+
+def _waits(diagnosis: Diagnosis) -> list[str]:
+    """Return what ranks waited for, those in the same call together."""
+    ends, waiting, lines = diagnosis.ends, diagnosis.waiting, []
+    calls = {rank: _name_of(event) + _at(event.site) for rank, event in waiting.items()}
+    for _, ranks in _alike(calls)[:_MAX_GROUPS]:
+        event = waiting[ranks[0]]
+        waits = [max(0.0, ends[rank].last_seen - waiting[rank].time) for rank in ranks]
+        seconds = " to ".join(dict.fromkeys(f"{end:.0f}" for end in (min(waits), max(waits))))
+        text = f"{_name(ranks, ends)} in {_name_of(event)}, for {seconds} s{_at(event.site)}"
+        lines.append(_line("waiting", text))
+    return lines
 
 
 def _states(ends: Mapping[int, RankEnd], facts: Facts) -> list[str]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mntrain.watch.autopsy import describe
 from mntrain.watch.autopsy_diagnosis import diagnose
 from mntrain.watch.autopsy_ends import Facts, end_of
 from mntrain.watch.recording import ALL_RANKS, GROUP, Event, Header, Kind, Recording
@@ -68,6 +69,14 @@ def test_a_rank_that_others_wait_for_stopped_first():
 def test_waiting_ranks_are_named_with_what_they_wait_in():
     diagnosis = diagnose([waits(0), computes(1), waits(2)], Facts())
     assert {rank: event.number for rank, event in diagnosis.waiting.items()} == {0: 1, 2: 1}
+
+
+def test_ranks_that_wait_in_one_call_stand_in_one_line_however_long_each_has_waited():
+    for since, seconds in ((2.0, "7"), (3.6, "5 to 7")):
+        diagnosis = diagnose([waits(0), computes(1), waits(2, since=since)], Facts())
+        (line,) = (line for line in describe(diagnosis, Facts()) if "waiting" in line)
+        assert "waiting   ranks 0, 2 on node in all_reduce" in line
+        assert f", for {seconds} s, at train.py:9" in line
 
 
 def test_a_rank_that_waits_for_another_one_is_not_the_first():
