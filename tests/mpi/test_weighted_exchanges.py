@@ -301,9 +301,10 @@ def test_a_run_resumes_within_a_round_with_the_weights_of_its_steps(
 ):
     whole, parts = (world.gather(tmp_path_factory.mktemp("run"))[0] for _ in range(2))
     saved = WARMUP + EVERY + 1  # a step after an exchange, which may be in flight
-    expected = run_in(whole, sync, STEPS, stage=stage, save=saved)
+    steps = saved + 2 * EVERY  # so that whatever is counted at `saved` is exchanged and applied
+    expected = run_in(whole, sync, steps, stage=stage, save=saved)
     run_in(parts, sync, saved, stage=stage, save=saved)
-    resumed = run_in(parts, sync, STEPS, stage=stage)
+    resumed = run_in(parts, sync, steps, stage=stage)
     assert torch.equal(resumed.values(), expected.values())
 
 
