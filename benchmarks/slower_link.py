@@ -48,8 +48,9 @@ WAYS = {
     "`--balance.mode throughput`": f"{BATCHES} --balance.mode throughput",
     "`--balance.mode cadence`": CADENCE,
     "the same, `--balance.overhead-target 0.05`": f"{CADENCE} --balance.overhead-target 0.05",
-    "`--balance.policy cadence --sync.every 50`": (
-        f"--train.steps 200 --train.batch-size {BATCH} --balance.policy cadence --sync.every 50"
+    "throughput, and parameters every 50 steps": (
+        f"--train.steps 200 --train.batch-size {BATCH} --balance.mode throughput "
+        "--sync.mode local-sgd --sync.every 50"
     ),
 }
 WARM = 0.5  # of the steps of a job, in which plans may still change

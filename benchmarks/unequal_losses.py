@@ -43,7 +43,9 @@ WAYS = {
     EQUAL: Way("--train.batch-size 8", 8),
     "balanced parts": Way("--train.batch-size 8 --balance.mode throughput", 8),
     "balanced, parameters every 20 steps": Way(
-        "--train.batch-size 8 --comm.ranks-per-node 1 --balance.policy cadence", 8
+        "--train.batch-size 8 --comm.ranks-per-node 1 --balance.mode throughput "
+        "--sync.mode local-sgd --sync.every 20",
+        8,
     ),
     "cadence, an anchor of at most 1": Way("--balance.mode cadence --balance.max-anchor 1", 16),
     "cadence": Way("--balance.mode cadence", 160),

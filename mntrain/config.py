@@ -322,11 +322,6 @@ class Config:
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
     log: LogConfig = Field(default=LogConfig())
 
-    @model_validator(mode="after")
-    def _apply_policy(self) -> "Config":
-        object.__setattr__(self, "sync", self.balance.sync_of_policy(self.sync))
-        return self
-
 
 def flag_of(name: str) -> str:
     """Return the command-line flag of an option: --train.batch-size for train.batch_size."""

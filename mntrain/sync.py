@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 # Options of `SyncConfig`, and the modes in which they have an effect.
 _MODES = {
-    "every": ("local-sgd", "diloco", "streaming", "sparseloco", "auto"),
-    "warmup": ("local-sgd", "diloco", "streaming", "sparseloco", "auto"),
+    "every": ("local-sgd", "diloco", "streaming", "sparseloco"),
+    "warmup": ("local-sgd", "diloco", "streaming", "sparseloco"),
     "max_staleness": ("local-sgd", "diloco", "sparseloco"),
-    "outer_lr": ("diloco", "streaming", "sparseloco", "auto"),
-    "outer_momentum": ("diloco", "streaming", "auto"),
+    "outer_lr": ("diloco", "streaming", "sparseloco"),
+    "outer_momentum": ("diloco", "streaming"),
     "fragments": ("streaming",),
     "overlap": ("streaming",),
     "mix": ("streaming",),
@@ -211,23 +211,17 @@ _DESCRIPTIONS: dict[str, type[LocalSGD]] = {
 class SyncConfig:
     """Exchanges between nodes: the gradients of every step, or parameters every few steps."""
 
-    mode: OrNone[
-        Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco", "auto"]
-    ] = Field(
-        default=None,
+    mode: Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco"] = Field(
+        default="every-step",
         description="every-step: average gradients over all ranks. The others average them within "
         "each node, and every --sync.every steps exchange parameters between nodes: local-sgd by "
         "their mean, diloco by a step of an outer optimizer, streaming by diloco in 4 bits, in "
-        "parts and while later steps compute, sparseloco by the largest changes in 2 bits. auto: "
-        "measure a step's computing and the links between nodes at the start, and choose "
-        "every-step (with fp32, bf16 or int8 gradients), streaming or diloco. none: every-step, or "
-        "local-sgd with --balance.policy cadence or async.",
+        "parts and while later steps compute, sparseloco by the largest changes in 2 bits.",
     )
     every: OrNone[int] = Field(
         default=None,
         ge=1,
-        description="steps between exchanges, if not after every step. none: not given; auto "
-        "chooses.",
+        description="steps between exchanges, if not after every step. none: not given.",
     )
     warmup: int = Field(
         default=0,
@@ -285,8 +279,6 @@ class SyncConfig:
 
     @model_validator(mode="after")
     def _check_mode(self) -> "SyncConfig":
-        if self.mode is None:  # `Config` sets it
-            return self
         if self.mode == "streaming" and self.max_staleness:
             raise ValueError(
                 f"--sync.max-staleness {self.max_staleness}: --sync.mode streaming does without, "
@@ -301,7 +293,7 @@ class SyncConfig:
                     f"--sync.{name.replace('_', '-')} {value}: has no effect in --sync.mode "
                     f"{self.mode}; give --sync.mode {_one_of(modes)}, or leave it out"
                 )
-        if self.mode not in ("every-step", "auto") and self.every is None:
+        if self.mode != "every-step" and self.every is None:
             raise ValueError(
                 f"--sync.mode {self.mode}: needs the steps between exchanges; give --sync.every, "
                 "such as 50"
@@ -319,8 +311,8 @@ class SyncConfig:
 
     @property
     def description(self) -> LocalSGD | None:
-        """The argument `sync` of `world.optimizer`; None for every-step, and auto by itself."""
-        if self.mode in (None, "every-step", "auto"):
+        """The argument `sync` of `world.optimizer`; None for every-step."""
+        if self.mode == "every-step":
             return None
         given = {name: getattr(self, name) for name in _MODES}
         known = {k: v for k, v in given.items() if v is not None and self.mode in _MODES[k]}

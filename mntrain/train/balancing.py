@@ -9,7 +9,6 @@ from mntrain.data.shares import INTERVAL, BatchNumber, Pace, Shares
 from mntrain.metrics.registry import StepTimer
 from mntrain.metrics.report import Reporter
 from mntrain.train.job_data import JobData
-from mntrain.train.link_watch import LinkWatch
 from mntrain.train.own_time import OwnTime
 from mntrain.train.stragglers import Straggler, Stragglers
 from mntrain.world import World
@@ -20,8 +19,7 @@ class Balancing:
     """Collects the ranks' speeds every few steps, names slow ranks, and revises their shares.
 
     Speeds are those of own time (`OwnTime`). Shares or a cadence are those of `data`, if they may
-    change. `steps` are those of this job, and `links` the bytes/s of each node's link at its start.
-    With a cadence, `world.batch_counts` is set in each step.
+    change. `steps` are those of this job. With a cadence, `world.batch_counts` is set in each step.
     """
 
     def __init__(
@@ -31,8 +29,6 @@ class Balancing:
         data: JobData,
         reporter: Reporter,
         steps: range,
-        *,
-        links: Sequence[float],
     ) -> None:
         self._world, self._data, self._reporter = world, data, reporter
         self._end_step = steps.stop
@@ -40,9 +36,6 @@ class Balancing:
         self._shares: Shares | None = data.shares
         self._cadence: Cadence | None = data.cadence
         self._stragglers = Stragglers(world.size)
-        self._link_watch: LinkWatch | None = None
-        if links and len({place.host for place in world.places}) > 1:
-            self._link_watch = LinkWatch(links, [node[0] for node in world.topology.nodes])
         self._compared = 0  # the latest step after which ranks may compare their speeds
         self._revisions: list[dict[str, Any]] = []
         if data.shares is not None and data.shares.planned:
@@ -72,8 +65,6 @@ class Balancing:
         for straggler in self._stragglers.update(step, intervals):
             self._report(straggler)
         paces = [pace for pace, _ in intervals]
-        if self._link_watch is not None:
-            self._watch_links(self._link_watch, step, paces)
         if self._shares is not None:
             self._revise(self._shares, paces)
         if self._cadence is not None:
@@ -86,7 +77,7 @@ class Balancing:
         """
         if step > self._compared + INTERVAL:
             return {}
-        slow = (straggler for straggler in self._found if straggler.until is None)
+        slow = (straggler for straggler in self._stragglers.found if straggler.until is None)
         return {f"{one.rank}/{one.phase}": round(one.ratio, 2) for one in slow}
 
     def by_rank(self) -> list[dict[str, Any]]:
@@ -96,18 +87,14 @@ class Balancing:
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json: slow ranks, and the plans of shares. Local."""
-        entries: dict[str, Any] = {"stragglers": [straggler.to_json() for straggler in self._found]}
+        found = self._stragglers.found
+        entries: dict[str, Any] = {"stragglers": [straggler.to_json() for straggler in found]}
         if self._shares is not None:
             entries["shares"] = self._revisions
         if self._cadence is not None:
             plans = [plan for plan in self._cadence.plans if self._begins(plan.first)]
             entries["cadence"] = [plan.to_json() for plan in plans]
         return entries
-
-    @property
-    def _found(self) -> list[Straggler]:
-        """Slow ranks, and the leaders of nodes whose links are slow."""
-        return self._stragglers.found + (self._link_watch.found if self._link_watch else [])
 
     def _begins(self, first: int) -> bool:
         """Return whether a step of this job is at or behind one that a plan begins with.
@@ -138,25 +125,6 @@ class Balancing:
                 f"{', '.join(map(str, plan.counts))} micro-batches of {cadence.micro_batch} "
                 f"samples in a step; communication has taken {plan.overhead or 0:.1%} of computing"
             )
-
-    def _watch_links(self, watch: LinkWatch, step: int, paces: Sequence[Pace]) -> None:
-        """Measure the links, if communication takes longer than before. Collective then."""
-        change = watch.update(step, paces)
-        if change == "slow":
-            slow = watch.compare(self._world.node_links())
-            hosts = {place.node: place.host for place in self._world.places}
-            named = [
-                f"the link of node {node} ({hosts[node]}) carries {now / 1e6:,.1f} MB/s, and "
-                f"{watch.before(node) / 1e6:,.1f} at the start"
-                for node, now in slow.items()
-            ]
-            reason = "; ".join(named) or "all links between nodes are as fast as at the start"
-            self._reporter.warn(
-                f"since step {watch.since}, communication takes {watch.ratio:.1f} times as long as "
-                f"before: {reason}"
-            )
-        elif change == "recovered":
-            self._reporter.note(f"communication is no longer slow after step {step}")
 
     def _report(self, straggler: Straggler) -> None:
         """Warn of a rank that has become slow, or note that it no longer is. Local."""

@@ -96,8 +96,7 @@ def choose_shares(
             return None
         hints = speeds.relative()
     elif refusal:
-        option = f"policy {balance.policy}" if balance.policy else f"mode {balance.mode}"
-        raise ValueError(f"--balance.{option}: {refusal.reason}; {refusal.fix}")
+        raise ValueError(f"--balance.mode {balance.mode}: {refusal.reason}; {refusal.fix}")
     else:
         hints = balance.speeds or ({} if measures else speeds.relative())
     with _hints_named(config):

@@ -22,9 +22,8 @@ from mntrain.metrics.report import Reporter
 from mntrain.metrics.writers import expect_installed
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
-from mntrain.run.distributed_optimizer import check_sync
 from mntrain.run.signals import Deadline
-from mntrain.sync import LocalSGD, SyncConfig
+from mntrain.sync import LocalSGD
 from mntrain.train import run_directory
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
@@ -35,7 +34,6 @@ from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.sample_check import check_validation, try_training
-from mntrain.train.sync_auto import AutoSync, check_auto, choose_for_job
 from mntrain.train.task_comparison import compare_task, find_random
 from mntrain.train.trial import Trial
 from mntrain.world import World
@@ -68,7 +66,7 @@ class TrainingJob:
     """The parts of a job, checked before any work starts.
 
     Construction is collective, writes into the run directory last, and raises AgreedError for bad
-    input, on all ranks alike. `config` is what the job does: with --sync.mode auto, the choice.
+    input, on all ranks alike.
     """
 
     def __init__(self, world: World, config: Config) -> None:
@@ -86,6 +84,7 @@ class TrainingJob:
         with world.agreement():
             if world.master:
                 expect_installed(config.log)
+        self.config = config
         self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         steps = config.run.stop_after or config.train.steps
@@ -102,7 +101,6 @@ class TrainingJob:
             self.data = JobData(world, config, self.task, resumed, self.speeds)
         self.fingerprint = compare_task(world, self.task, self.data.datasets)
         self._make_model(world, config)
-        self.config = config = self._choose_automatically(world, config)
         self._make_optimizer(world, config)
         self._set_up_reports(world, config)
         self._set_up_checkpoints(world, config)
@@ -143,19 +141,6 @@ class TrainingJob:
         else:
             self._load_initial_weights(world, config)
 
-    def _choose_automatically(self, world: World, config: Config) -> Config:
-        """Return the configuration with a choice in place of --sync.mode auto. Collective."""
-        self.auto_sync: AutoSync | None = None
-        if config.sync.mode != "auto":
-            return config
-        trial = self._trial(config)
-        auto = choose_for_job(world, config, trial, self.resumed, _refusal_of_rare(world, config))
-        with world.agreement():
-            weighted = self.data.shares is not None
-            self.sync = choose_sync(world, auto.config, weighted=weighted)
-        self.auto_sync = auto
-        return auto.config
-
     def _trial(self, config: Config) -> Trial:
         """Return what tries the first step of the job. Local."""
         return Trial(
@@ -188,7 +173,6 @@ class TrainingJob:
             max_grad_norm=config.optim.max_grad_norm,
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,
-            comm_hook=self.auto_sync.compress if self.auto_sync else None,
             sync=self.sync,
             groups=self.choice.groups,
             overlap_forward=True,
@@ -220,9 +204,7 @@ class TrainingJob:
         """Set up reports, and what follows training: speeds, schedule, metrics. Collective."""
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
         steps = range(self.done + 1, self.last_step + 1)
-        self.balancing = Balancing(
-            world, self.optimizer, self.data, self.reporter, steps, links=self.links
-        )
+        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, steps)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
         self.early_stopping = EarlyStopping(config.train.patience, self.best.text)
@@ -316,11 +298,9 @@ def choose_sync(world: World, config: Config, *, weighted: bool = False) -> Loca
 
     If it is `weighted`, nodes count in an exchange by the items of their steps.
 
-    None also for auto, which chooses later. Raises ValueError if there are too few samples for the
-    nodes, and for another option that says what crosses nodes. Local.
+    Raises ValueError if there are too few samples for the nodes, and for another option that says
+    what crosses nodes. Local.
     """
-    if config.sync.mode == "auto":
-        check_auto(config)
     nodes, description = len(world.topology.nodes), config.sync.description
     if description is None or nodes == 1:
         return None
@@ -337,12 +317,3 @@ def choose_sync(world: World, config: Config, *, weighted: bool = False) -> Loca
             f"each of the {nodes} nodes needs a sample in each step; give at least {world.size}"
         )
     return replace(description, weighted=weighted)
-
-
-def _refusal_of_rare(world: World, config: Config) -> str:
-    """Return the reason if diloco would be refused; else empty. Local."""
-    try:
-        check_sync(world, choose_sync(world, replace(config, sync=SyncConfig("diloco", 1))))
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -83,8 +83,6 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             reporter.note(f"{name}: {fact}")
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
-    if auto := job.auto_sync:
-        (reporter.warn if auto.failed else reporter.note)(f"sync auto: {auto.why}")
     if job.sync:
         reporter.note(f"between nodes: {job.sync}")
     elif config.sync.mode != "every-step":
@@ -266,7 +264,6 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
         **used,
         "reason": result.reason,
         "resumed_from": str(job.resumed.path) if job.resumed else None,
-        **({"sync_auto": job.auto_sync.summary()} if job.auto_sync else {}),
         **job.checkpointing.summary(),
         **job.balancing.summary(),
         **({"error": str(result.error)} if result.error else {}),

@@ -81,10 +81,9 @@ NODES = ["--comm.ranks-per-node", "1"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("policy", [pytest.param("sync", marks=pytest.mark.exhaustive), "cadence"])
-def test_a_slow_node_gets_fewer_samples_and_counts_less_in_an_exchange(tmp_path, policy):
-    each = ["--sync.mode", "local-sgd", "--sync.every", "1"] if policy == "cadence" else []
-    train_slow(2, tmp_path, *STEPS, *PLAIN, *NODES, "--balance.policy", policy, *each)
+def test_a_slow_node_gets_fewer_samples_and_counts_less_in_an_exchange(tmp_path):
+    options = ["--balance.mode", "throughput", "--sync.mode", "local-sgd", "--sync.every", "1"]
+    train_slow(2, tmp_path, *STEPS, *PLAIN, *NODES, *options)
     (plan, *_) = summary(tmp_path)["shares"]
     assert plan["samples"][1] < plan["samples"][0]
     expect_losses(tmp_path, losses_alone(*STEPS, *PLAIN))
@@ -93,7 +92,8 @@ def test_a_slow_node_gets_fewer_samples_and_counts_less_in_an_exchange(tmp_path,
 @pytest.mark.exhaustive
 def test_nodes_that_do_not_wait_keep_the_shares_of_the_warm_up(tmp_path):
     sync = ["--sync.mode", "local-sgd", "--sync.every", "2", "--sync.warmup", "15"]
-    result = train_slow(2, tmp_path, *STEPS, *NODES, "--balance.policy", "async", *sync)
+    sync += ["--sync.max-staleness", "2", "--balance.mode", "throughput"]
+    result = train_slow(2, tmp_path, *STEPS, *NODES, *sync)
     assert "max_staleness=2, weighted=True" in result.stdout
     (plan,) = summary(tmp_path)["shares"]
     assert plan["samples"][1] < plan["samples"][0]

@@ -1,7 +1,5 @@
 """Options of shares by speed, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 
 from mntrain.balance_config import BalanceConfig
@@ -106,9 +104,8 @@ def test_the_share_of_a_rank_is_limited_at_stage_2():
     assert most_samples(config, 4) == 16
 
 
-@pytest.mark.parametrize("sync", [SyncConfig(mode="diloco", every=5), SyncConfig(mode="auto")])
-def test_nodes_that_exchange_rarely_may_have_unequal_shares(sync):
-    config = Config(balance=THROUGHPUT, sync=sync)
+def test_nodes_that_exchange_rarely_may_have_unequal_shares():
+    config = Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5))
     assert refusal_of_shares(config, 4, stream=False) is None
 
 
@@ -147,9 +144,9 @@ def test_a_cadence_is_made_from_the_options():
     [
         (Config(balance=CADENCE), True, "cadence: the training data is an IterableDataset"),
         (
-            Config(balance=CADENCE, sync=SyncConfig(mode="auto")),
+            Config(balance=CADENCE, sync=SyncConfig("local-sgd", 5)),
             False,
-            "--balance.mode cadence: --sync.mode auto exchanges parameters every few steps",
+            "--balance.mode cadence: --sync.mode local-sgd exchanges parameters every few steps",
         ),
         (
             Config(balance=CADENCE, train=TrainConfig(batch_size=64)),
@@ -173,62 +170,6 @@ def test_what_cannot_be_balanced_is_refused(config, stream, message):
     refusal = refusal_of_shares(config, 4, stream=stream)
     with pytest.raises(ValueError, match=message):
         choose_shares(config, Speeds(EQUAL), refusal, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("policy", "given", "mode", "every", "max_staleness"),
-    [
-        ("sync", {}, "every-step", None, 0),
-        ("cadence", {}, "local-sgd", 20, 0),
-        ("cadence", {"every": 5}, "local-sgd", 5, 0),
-        ("cadence", {"mode": "diloco", "every": 5}, "diloco", 5, 0),
-        ("async", {"every": 5}, "local-sgd", 5, 2),
-        ("async", {"mode": "diloco", "every": 5}, "diloco", 5, 2),
-        ("async", {"mode": "diloco", "every": 5, "max_staleness": 1}, "diloco", 5, 1),
-    ],
-)
-def test_a_policy_is_a_choice_of_other_options(policy, given, mode, every, max_staleness):
-    config = Config(balance=BalanceConfig(policy=policy), sync=SyncConfig(**given))
-    assert config.balance.mode == "throughput"
-    chosen = config.sync
-    assert (chosen.mode, chosen.every, chosen.max_staleness) == (mode, every, max_staleness)
-    assert replace(config) == config  # what a file of the resolved options gives
-
-
-def test_the_policy_async_alone_is_local_sgd_without_waits():
-    config = Config(balance=BalanceConfig(policy="async"))
-    assert config.sync == SyncConfig("local-sgd", every=20, warmup=20, max_staleness=2)
-
-
-@pytest.mark.parametrize(
-    ("policy", "balance", "sync", "message"),
-    [
-        ("sync", {}, {"mode": "local-sgd", "every": 3}, "cadence, or leave out --sync.mode"),
-        (
-            "cadence",
-            {},
-            {"mode": "local-sgd", "every": 3, "max_staleness": 1},
-            "give --balance.policy async",
-        ),
-        (
-            "async",
-            {},
-            {"mode": "streaming", "every": 3},
-            "give another mode, or --balance.policy",
-        ),
-        ("sync", {}, {"every": 3}, "--sync.every 3: has no effect in --sync.mode every-step"),
-        ("cadence", {}, {"mode": "every-step"}, "give --balance.policy sync"),
-        ("cadence", {}, {"outer_lr": 0.5}, "--sync.outer-lr 0.5: has no effect .* local-sgd"),
-        ("sync", {}, {"mode": "auto"}, "give --balance.mode throughput instead of the policy"),
-        ("cadence", {}, {"mode": "auto"}, "give --balance.mode throughput instead of the policy"),
-        ("async", {"mode": "cadence"}, {}, "leave one of the two out"),
-        ("sync", {"mode": "off"}, {}, "not as off; leave one of the two out"),
-        ("fast", {}, {}, "'sync', 'cadence' or 'async'"),
-    ],
-)
-def test_what_contradicts_a_policy_is_refused(policy, balance, sync, message):
-    with pytest.raises(ValueError, match=message):
-        Config(balance=BalanceConfig(policy=policy, **balance), sync=SyncConfig(**sync))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_options_describe_the_exchange(words, expected):
         (
             "every-step --sync.every 5",
             "--sync.every 5: has no effect in --sync.mode every-step; give --sync.mode local-sgd, "
-            "diloco, streaming, sparseloco or auto, or leave it out",
+            "diloco, streaming or sparseloco, or leave it out",
         ),
         ("every-step --sync.warmup 5", "--sync.warmup 5: has no effect in --sync.mode every-step"),
         (
@@ -87,10 +87,6 @@ def test_options_describe_the_exchange(words, expected):
             "every-step --sync.max-staleness 2",
             "--sync.max-staleness 2: has no effect in --sync.mode every-step; give --sync.mode "
             "local-sgd, diloco or sparseloco, or leave it out",
-        ),
-        (
-            "auto --sync.max-staleness 2",
-            "--sync.max-staleness 2: has no effect in --sync.mode auto",
         ),
         (
             "streaming --sync.every 5 --sync.max-staleness 2",
@@ -123,23 +119,6 @@ def test_options_without_effect_or_sense_are_refused(words, error, capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if "--sync" in line]
     assert len(lines) == 1
     assert error in lines[0]
-
-
-def test_auto_takes_the_options_of_exchanges_and_describes_none_itself():
-    words = "auto --sync.every 20 --sync.warmup 5 --sync.outer-lr 1 --sync.outer-momentum 0.5"
-    assert parse(["--sync.mode", *words.split()]).sync == SyncConfig("auto", 20, 5, 1.0, 0.5)
-    assert description(*words.split()) is None
-    assert description("auto") is None
-
-
-@pytest.mark.parametrize("options", [{"compress": "topk"}, {"wire_dtype": "fp16"}])
-def test_auto_beside_another_option_for_what_crosses_nodes_is_refused(options):
-    world = SimpleNamespace(size=2, topology=SimpleNamespace(nodes=((0, 1),)))
-    config = Config(comm=CommConfig(**options), sync=SyncConfig(mode="auto"))
-    [(name, value)] = options.items()
-    error = f"--comm.{name.replace('_', '-')} {value}: --sync.mode auto chooses how gradients cross"
-    with pytest.raises(ValueError, match=re.escape(error)):
-        choose_sync(world, config)
 
 
 def test_by_default_every_step_is_synchronous():

@@ -42,7 +42,7 @@ def make(device, samples=4):
     data = SimpleNamespace(
         shares=None, cadence=None, own_samples=lambda step: samples, unbalanced=None
     )
-    return Balancing(world, optimizer, data, None, range(1, 101), links=[]), calls[0], sent
+    return Balancing(world, optimizer, data, None, range(1, 101)), calls[0], sent
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ from mntrain.sync import SyncConfig
 from mntrain.train.division import Refusal
 from mntrain.train.hardware import Speeds
 from mntrain.train.summary import JobResult, describe_job, peak_flops, resume_command
-from mntrain.train.sync_auto import AutoSync
 from mntrain.zero_config import ZeroConfig
 from zero.memory import Memory
 
@@ -60,7 +59,6 @@ def described(
     reasons=("", "", "", ""),
     compiles=False,
     nodes=2,
-    auto=None,
     flops=FLOPS,
     balance="off",
     unbalanced=None,
@@ -102,7 +100,6 @@ def described(
         choice="AdamW",
         schedule="cosine",
         sync=mode.description if nodes > 1 else None,
-        auto_sync=auto,
         speeds=Speeds(flops),
         links=links,
         data=SimpleNamespace(
@@ -154,13 +151,6 @@ def test_a_cpu_that_is_slow_in_16_bits_is_warned_of_and_a_gpu_is_not(arithmetic)
     assert described().warnings == [str(arithmetic.return_value)]
     arithmetic.assert_called_once_with("bf16")
     assert described(device="cuda").warnings == []
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_the_reason_for_an_automatic_choice_is_a_note_and_a_failure_a_warning(failed):
-    reporter = described(auto=AutoSync(Config(), "every-step: a reason", failed=failed))
-    line = "sync auto: every-step: a reason"
-    assert (line in reporter.warnings, line in reporter.notes) == (failed, not failed)
 
 
 @pytest.mark.parametrize(
