@@ -38,8 +38,6 @@ MODES = {
     SYNCHRONOUS: Mode("", "mntrain stage 0"),
     "bf16": Mode("--comm.compress bf16", _timed("bf16 wire")),
     "int8": Mode("--comm.compress int8", _timed("int8")),
-    "powersgd (rank 4)": Mode("--comm.compress powersgd", _timed("powersgd"), warmup=WARM_UP),
-    "topk (1 %)": Mode("--comm.compress topk", _timed("topk")),
     "local SGD, every 20": _rare("local-sgd", 20, timed="local SGD"),
     "DiLoCo, every 20": _rare("diloco", 20, timed="DiLoCo"),
     "streaming, every 20": _rare("streaming", 20, timed="streaming"),

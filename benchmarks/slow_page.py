@@ -121,7 +121,7 @@ def report(page: dict[str, Any], name: str) -> str:
         "steps, AdamW with its default schedule. The validation loss is over "
         f"{page['eval_samples']} windows, in nats per byte, of the mean "
         "of the nodes' parameters. Modes that exchange rarely begin with "
-        f"{WARM_UP} synchronous steps, PowerSGD with {WARM_UP} steps without compression. Peers "
+        f"{WARM_UP} synchronous steps. Peers "
         "(*DDP*, *PostLocalSGD*) are torch's own, over gloo, with the same weights, samples, "
         "schedule and clipping. Command:",
         "",

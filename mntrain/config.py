@@ -168,8 +168,7 @@ class CommConfig:
     compress: Compression = Field(
         default="none",
         description="compression of gradients between nodes, for slow links. bf16: as "
-        "--comm.wire-dtype bf16. int8, topk, powersgd: with error feedback; see "
-        "docs/compression.md.",
+        "--comm.wire-dtype bf16. int8: with error feedback; see docs/compression.md.",
     )
     gather_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",

@@ -40,7 +40,7 @@ def init(
         ranks_per_node: cut every node into virtual nodes of this many ranks.
         tune: for algorithm auto, time the candidates (about a second; cached). False: use lanes.
         wire_dtype: fp32, bf16 or fp16, in which wider gradients cross nodes.
-        compress: none, bf16, int8, powersgd or topk: how gradients cross nodes. The `comm_hook` of
+        compress: none, bf16 or int8: how gradients cross nodes. The `comm_hook` of
             optimizers that are given none.
         gather_dtype: the same for updated parameters at stages 1 and 2.
         transport: auto, host, cuda-aware or nccl, for tensors on GPUs (`mntrain.comm.transport`).

@@ -24,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 import mntrain.sync
 from mntrain.bench.candidates import rendezvous
 from zero.comm_hooks.int8 import Int8Hook
-from zero.comm_hooks.powersgd import PowerSGDHook
-from zero.comm_hooks.topk import TopKHook
 
 
 class Variant(NamedTuple):
@@ -231,8 +229,7 @@ def started_horovod() -> Iterator[Any]:
 Group = Callable[[], AbstractContextManager[Any]]
 Make = Callable[[nn.Module, Any], Variant]
 STAGES = (0, 1, 2)
-# For slow links. PowerSGD compresses from the first step that is timed on.
-COMPRESSED = {"int8": Int8Hook, "powersgd": partial(PowerSGDHook, start_step=0), "topk": TopKHook}
+COMPRESSED = {"int8": Int8Hook}  # for slow links
 EVERY = 20  # steps between exchanges, where nothing else is said
 RARE = {
     "local SGD": (mntrain.sync.LocalSGD, EVERY),

@@ -3,7 +3,7 @@
 from typing import Any, Literal, get_args
 
 # Of hooks in `zero.comm_hooks`, but for "none"; "bf16" is the wire dtype of that name.
-Compression = Literal["none", "bf16", "int8", "powersgd", "topk"]
+Compression = Literal["none", "bf16", "int8"]
 COMPRESSIONS: tuple[str, ...] = get_args(Compression)
 
 

@@ -19,8 +19,6 @@ from mntrain.groups import make_node_levels
 from zero import NonFiniteGradientError, precision
 from zero.comm_hooks import ReducibleBucket
 from zero.comm_hooks.int8 import Int8Hook
-from zero.comm_hooks.powersgd import PowerSGDHook
-from zero.comm_hooks.topk import TopKHook
 from zero.layout import ParameterSpec, plan_buckets
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs two nodes")]
@@ -28,12 +26,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs two 
 # Ranks alone on their nodes, nodes of two (the last may have one), and nodes of unequal size.
 LAYOUTS = [1, *([2] if RANKS > 2 else []), *DEALT]
 UNEQUAL = {2: 1, 3: "abb", 4: "abbb"}.get(RANKS, 2)
-HOOKS = {
-    "int8": Int8Hook,
-    "topk": lambda: TopKHook(0.2),
-    "powersgd": lambda: PowerSGDHook(rank=1, start_step=1, least_ratio=1.0),
-}
-by_hook = pytest.mark.parametrize("make_hook", HOOKS.values(), ids=HOOKS)
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 SGD = {"lr": 0.1, "momentum": 0.9}
 _numbers = itertools.count()
@@ -89,8 +81,8 @@ def coded(hook, sums):
 def test_nodes_sums_are_coded_and_added_in_order(worlds, layout, sharded):
     world = worlds(layout=layout)
     cases = [(1, torch.float32), (1003, torch.float32), (777, torch.float64), (900, torch.bfloat16)]
-    for make, (numel, dtype) in itertools.product([Int8Hook, TopKHook], cases):
-        seam, plain = Seam(world, make(), numel, dtype, sharded=sharded), make()
+    for numel, dtype in cases:
+        seam, plain = Seam(world, Int8Hook(), numel, dtype, sharded=sharded), Int8Hook()
         wide = torch.promote_types(dtype, torch.float32)
         left = torch.zeros(len(world.topology.nodes), numel, dtype=wide)
         for step in range(3):
@@ -103,7 +95,7 @@ def test_nodes_sums_are_coded_and_added_in_order(worlds, layout, sharded):
                     expected[low:high] += coded(plain, left[node, low:high])
             mine = slice(*seam.layout.shard(world.collectives.slot(RANK)))
             expected = expected.to(dtype)[mine] if sharded else expected.to(dtype)
-            assert torch.equal(bits(found.clone()), bits(expected)), (make, numel, dtype, step)
+            assert torch.equal(bits(found.clone()), bits(expected)), (numel, dtype, step)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
@@ -111,18 +103,18 @@ def test_nodes_sums_are_coded_and_added_in_order(worlds, layout, sharded):
 def test_the_bytes_between_nodes_are_those_of_the_codes(worlds, layout, sharded):
     world, numel = worlds(layout=layout), 9001
     others = len(world.topology.nodes) - 1
-    for hook in (Int8Hook(), TopKHook(0.05)):
-        seam = Seam(world, hook, numel, sharded=sharded)
-        before = [used.cross_bytes for used in world.usage()]
-        seam.reduce(torch.ones(numel))
-        after = [used.cross_bytes for used in world.usage()]
-        lengths = [high - low for low, high in seam.lanes()]
-        expected = []
-        for rank in range(RANKS):
-            lane = world.topology.local_rank(rank)
-            nbytes = hook.code_bytes(lengths[lane], torch.float32) if lane < len(lengths) else 0
-            expected.append(others * (nbytes + -nbytes % 8))
-        assert [b - a for a, b in zip(before, after, strict=True)] == expected
+    hook = Int8Hook()
+    seam = Seam(world, hook, numel, sharded=sharded)
+    before = [used.cross_bytes for used in world.usage()]
+    seam.reduce(torch.ones(numel))
+    after = [used.cross_bytes for used in world.usage()]
+    lengths = [high - low for low, high in seam.lanes()]
+    expected = []
+    for rank in range(RANKS):
+        lane = world.topology.local_rank(rank)
+        nbytes = hook.code_bytes(lengths[lane], torch.float32) if lane < len(lengths) else 0
+        expected.append(others * (nbytes + -nbytes % 8))
+    assert [b - a for a, b in zip(before, after, strict=True)] == expected
 
 
 # Training.
@@ -159,13 +151,12 @@ def train(world, hook, steps=5, *, model=None, optimizer=None, bad=(), after=Non
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), optimizer
 
 
-@by_hook
 @pytest.mark.parametrize(("layout", "partition"), [(1, "element"), (UNEQUAL, "parameter")])
-def test_stages_and_ranks_have_the_same_bits(worlds, layout, partition, make_hook):
+def test_stages_and_ranks_have_the_same_bits(worlds, layout, partition):
     world = worlds(layout=layout, bucket_mb=SHARED)
     results = []
     for stage in (0, 1, 2):
-        weights, optimizer = train(world, make_hook(), stage=stage, partition=partition)
+        weights, optimizer = train(world, Int8Hook(), stage=stage, partition=partition)
         assert optimizer.memory() == optimizer.expected_memory()
         assert any(world.gather(optimizer.memory().hook))
         results.append(weights)
@@ -175,22 +166,20 @@ def test_stages_and_ranks_have_the_same_bits(worlds, layout, partition, make_hoo
 
 
 @pytest.mark.thorough
-@by_hook
-def test_16_bit_gradients_are_summed_in_fp32(worlds, make_hook):
+def test_16_bit_gradients_are_summed_in_fp32(worlds):
     world = worlds(layout=UNEQUAL)
-    weights, _ = train(world, make_hook(), model=net(torch.bfloat16), stage=1)
+    weights, _ = train(world, Int8Hook(), model=net(torch.bfloat16), stage=1)
     exact, _ = train(world, None, model=net(torch.bfloat16), stage=1)
     check_bits(world, [weights])
     torch.testing.assert_close(weights, exact, rtol=0.0, atol=0.1)
 
 
-@by_hook
-def test_a_regression_ends_where_it_does_without_compression(worlds, make_hook):
+def test_a_regression_ends_where_it_does_without_compression(worlds):
     world = worlds(layout=UNEQUAL)
     truth = torch.linspace(-1.0, 1.0, 12 * 8).view(8, 12)
     torch.manual_seed(3)
     model = nn.Linear(12, 8, bias=False)
-    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, comm_hook=make_hook(), stage=1)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, comm_hook=Int8Hook(), stage=1)
     for step in range(80):
         x, _ = samples(step, rows=32)
         functional.mse_loss(model(x), x @ truth.T, reduction="sum").div(64).backward()
@@ -200,35 +189,31 @@ def test_a_regression_ends_where_it_does_without_compression(worlds, make_hook):
     assert (model.weight.detach() - truth).abs().max() < 0.02  # without compression it is the truth
 
 
-@by_hook
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_skipped_step_leaves_what_was_before_it(worlds, make_hook, stage):
+def test_a_skipped_step_leaves_what_was_before_it(worlds, stage):
     world, options = worlds(layout=UNEQUAL), {"stage": stage, "non_finite": "skip"}
-    left_out, _ = train(world, make_hook(), [0, 1, 3, 4], **options)
-    skipped, _ = train(world, make_hook(), [0, 1, 2, 3, 4], bad=[2], **options)
+    left_out, _ = train(world, Int8Hook(), [0, 1, 3, 4], **options)
+    skipped, _ = train(world, Int8Hook(), [0, 1, 2, 3, 4], bad=[2], **options)
     assert torch.equal(skipped, left_out)
 
 
-@by_hook
-def test_a_gradient_that_is_not_finite_stops_all_ranks(worlds, make_hook):
+def test_a_gradient_that_is_not_finite_stops_all_ranks(worlds):
     world = worlds(layout=UNEQUAL)
     with pytest.raises(NonFiniteGradientError, match="on rank 0"):
-        train(world, make_hook(), bad=[1], stage=1)
+        train(world, Int8Hook(), bad=[1], stage=1)
 
 
-@by_hook
-def test_the_loss_scale_changes_no_bits(worlds, monkeypatch, make_hook):
+def test_the_loss_scale_changes_no_bits(worlds, monkeypatch):
     world = worlds(layout=UNEQUAL)
-    plain, _ = train(world, make_hook())
+    plain, _ = train(world, Int8Hook())
     monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
-    growing, optimizer = train(world, make_hook(), loss_scale="dynamic")
+    growing, optimizer = train(world, Int8Hook(), loss_scale="dynamic")
     assert optimizer.state_dict()["loss_scale"]["value"] == 2.0**18
     assert torch.equal(growing, plain)
 
 
-@by_hook
 @pytest.mark.parametrize(("stage", "by"), [(0, "optimizer"), (0, "model"), (2, "model")])
-def test_gradients_that_are_discarded_leave_no_trace(worlds, make_hook, stage, by):
+def test_gradients_that_are_discarded_leave_no_trace(worlds, stage, by):
     world, model = worlds(layout=UNEQUAL), net()
 
     def discard(optimizer):
@@ -236,8 +221,8 @@ def test_gradients_that_are_discarded_leave_no_trace(worlds, make_hook, stage, b
         (1e3 * functional.mse_loss(model(x), y)).backward()
         (optimizer if by == "optimizer" else model).zero_grad()
 
-    expected, _ = train(world, make_hook(), stage=stage)
-    found, _ = train(world, make_hook(), model=model, after=discard, stage=stage)
+    expected, _ = train(world, Int8Hook(), stage=stage)
+    found, _ = train(world, Int8Hook(), model=model, after=discard, stage=stage)
     assert torch.equal(found, expected)
 
 
@@ -246,8 +231,7 @@ def test_what_is_left_of_a_gradient_arrives_in_steps_that_do_not_use_the_paramet
     world = worlds(layout=UNEQUAL)
     heads = nn.ModuleList([nn.Linear(5, 3, bias=False), nn.Linear(5, 4, bias=False)])
     before = heads[1].weight.detach().clone()
-    hook = TopKHook(0.3)
-    optimizer = world.optimizer(heads, torch.optim.SGD, lr=1.0, comm_hook=hook, stage=stage)
+    optimizer = world.optimizer(heads, torch.optim.SGD, lr=1.0, comm_hook="int8", stage=stage)
     x = everyone(5)[RANK]
     for step in range(8):
         (heads[1](x).sum() if step == 0 else 0.0 * heads[0](x).sum()).backward()
@@ -263,26 +247,25 @@ def test_what_is_left_of_a_gradient_arrives_in_steps_that_do_not_use_the_paramet
 
 def test_loading_a_state_without_one_of_the_hook_forgets_what_was_kept(worlds):
     world, model = worlds(layout=UNEQUAL), net()
-    expected, _ = train(world, TopKHook(0.2))
+    expected, _ = train(world, Int8Hook())
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain = world.optimizer(net(), torch.optim.SGD, **SGD).state_dict()
-    _, optimizer = train(world, TopKHook(0.2), model=model)
+    _, optimizer = train(world, Int8Hook(), model=model)
     model.load_state_dict(start)
     optimizer.load_state_dict(plain)
     assert torch.equal(train(world, None, model=model, optimizer=optimizer)[0], expected)
 
 
-@by_hook
-def test_a_resumed_run_goes_on_with_the_same_bits(worlds, tmp_path, make_hook):
+def test_a_resumed_run_goes_on_with_the_same_bits(worlds, tmp_path):
     world, options = worlds(layout=UNEQUAL), {"stage": 1}
     folder = Path(world.gather(str(tmp_path))[0])
-    expected, _ = train(world, make_hook(), **options)
+    expected, _ = train(world, Int8Hook(), **options)
     model = net()
-    _, optimizer = train(world, make_hook(), 3, model=model, **options)
+    _, optimizer = train(world, Int8Hook(), 3, model=model, **options)
     progress = checkpoint.RunProgress(3, {}, samples=0, skipped_steps=0, eval_loss=None)
     checkpoint.Saver(world, model, optimizer, folder, keep=1).save(progress)
     model = net()
-    resumed = world.optimizer(model, torch.optim.SGD, comm_hook=make_hook(), stage=1, **SGD)
+    resumed = world.optimizer(model, torch.optim.SGD, comm_hook=Int8Hook(), stage=1, **SGD)
     checkpoint.load(checkpoint.newest(world, folder), model, resumed, world)
     weights, _ = train(world, None, (3, 4), model=model, optimizer=resumed)
     assert torch.equal(weights, expected)
@@ -292,14 +275,13 @@ def test_a_resumed_run_goes_on_with_the_same_bits(worlds, tmp_path, make_hook):
 
 
 @pytest.mark.thorough
-@by_hook
-def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(worlds, make_hook):
+def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(worlds):
     world = worlds(layout=UNEQUAL)
     results = []
     for stage in (0, 1, 2):
         model = net()
         optimizer = world.optimizer(
-            model, torch.optim.SGD, lr=0.1, comm_hook=make_hook(), stage=stage
+            model, torch.optim.SGD, lr=0.1, comm_hook=Int8Hook(), stage=stage
         )
         for step in range(3):
             for micro in range(2 + (RANK == 0)):  # a rank has more of them than others
@@ -316,11 +298,10 @@ def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(worlds,
     torch.testing.assert_close(results[2], results[0], rtol=0.0, atol=0.3)
 
 
-@by_hook
-def test_means_lose_nothing_where_shares_and_batches_change(worlds, make_hook):
+def test_means_lose_nothing_where_shares_and_batches_change(worlds):
     world = worlds(layout=UNEQUAL)
     kept, sums = [], []
-    for hook in (None, make_hook()):
+    for hook in (None, Int8Hook()):
         torch.manual_seed(5)
         model = nn.Linear(12, 30, bias=False)
         optimizer = world.optimizer(model, torch.optim.SGD, lr=0.0, comm_hook=hook, stage=1)
@@ -358,14 +339,14 @@ def test_compress_is_the_hook_of_optimizers_that_are_given_none():
     with mntrain.init(compress="int8", **options) as world:
         weights, _ = train(world, None)
         assert torch.equal(weights, train_with(options, "int8"))
-        assert "both say how gradients cross nodes" in refusal(train, world, "topk")
+        assert "both say how gradients cross nodes" in refusal(train, world, "int8")
     with mntrain.init(compress="bf16", **options) as world:
         weights, _ = train(world, None)
     with mntrain.init(wire_dtype="bf16", **options) as world:
         assert torch.equal(weights, train(world, None)[0])
     words = refusal(mntrain.init, compress="int8", wire_dtype="bf16", **options)
     assert "compress int8 and wire_dtype bf16 both say how gradients cross nodes" in words
-    assert "compress 'gzip' is unknown: choose none, bf16, int8, powersgd, topk" in refusal(
+    assert "compress 'gzip' is unknown: choose none, bf16, int8" in refusal(
         mntrain.init, compress="gzip", **options
     )
 

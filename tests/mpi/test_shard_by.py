@@ -173,12 +173,11 @@ def test_each_rank_holds_what_was_predicted_for_it(mode, gather_dtype):
 def test_compressed_gradients_follow_exact_ones(worlds):
     world = worlds("lanes", 2)
     exact = Bits(world, math.inf).train(1)
-    for hook in ("int8", "powersgd"):
-        bits = Bits(world, math.inf, comm_hook=hook)
-        found = bits.train(1, FREE[0])
-        assert_same_weights(bits.train(2, FREE[0]), found)
-        for name, tensor in found[1][-1].items():
-            torch.testing.assert_close(tensor, exact[1][-1][name], rtol=0, atol=0.05)
+    bits = Bits(world, math.inf, comm_hook="int8")
+    found = bits.train(1, FREE[0])
+    assert_same_weights(bits.train(2, FREE[0]), found)
+    for name, tensor in found[1][-1].items():
+        torch.testing.assert_close(tensor, exact[1][-1][name], rtol=0, atol=0.05)
 
 
 SYNCS = [

@@ -11,14 +11,10 @@ import torch
 from zero.codes import RUN
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.int8 import Int8Hook
-from zero.comm_hooks.powersgd import Block, PowerSGDHook, multiply, orthonormal, plan_lane
-from zero.comm_hooks.topk import TopKHook
-from zero.layout import Bucket, ParameterSlice, ParameterSpec
 from zero.node_levels import NodeLevels
 from zero.residual import Residual
 
 SIZES = [1, 2, 255, 256, 257, 1003, RUN + 300]
-CODES = [Int8Hook(), TopKHook(0.1), TopKHook(1.0)]
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -47,55 +43,33 @@ def in_8_bits(sums):
     return np.concatenate(parts)
 
 
-def largest(sums, count):
-    kept = np.zeros_like(sums)
-    places = np.argsort(-np.abs(sums), kind="stable")[:count]
-    kept[places] = sums[places]
-    return kept
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", SIZES)
-def test_codes_stand_for_what_numpy_rounds_or_selects(numel, dtype):
+def test_codes_stand_for_what_numpy_rounds(numel, dtype):
     sums = sums_of(numel, dtype)
-    for hook, expected in [
-        (CODES[0], in_8_bits(sums.numpy())),
-        (CODES[1], largest(sums.numpy(), math.ceil(numel * 0.1))),
-        (CODES[2], sums.numpy()),
-    ]:
-        total, left = sent(hook, sums)
-        assert np.array_equal(total.numpy(), expected)
-        torch.testing.assert_close(total + left, sums, rtol=1e-6, atol=0.0)
+    total, left = sent(Int8Hook(), sums)
+    assert np.array_equal(total.numpy(), in_8_bits(sums.numpy()))
+    torch.testing.assert_close(total + left, sums, rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("hook", CODES, ids=["int8", "topk", "all"])
 @pytest.mark.parametrize("value", [0.0, 1e-45, 3e-44, 3e38])
-def test_zeros_and_the_ends_of_the_range_are_sent_or_left(hook, value):
+def test_zeros_and_the_ends_of_the_range_are_sent_or_left(value):
     sums = torch.full((300,), value)
-    total, left = sent(hook, sums)
+    total, left = sent(Int8Hook(), sums)
     assert torch.equal(total + left, sums)
 
 
-@pytest.mark.parametrize("hook", CODES, ids=["int8", "topk", "all"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 299, 999])
-def test_what_is_not_finite_arrives_so(hook, value, place):
+def test_what_is_not_finite_arrives_so(value, place):
     sums = sums_of(1000)
     sums[place] = value
-    total, _ = sent(hook, sums)
+    total, _ = sent(Int8Hook(), sums)
     assert not total.isfinite().all()
 
 
 def test_codes_have_the_bytes_that_are_documented():
     assert Int8Hook().code_bytes(2560, torch.float32) == 2560 + 40
-    assert TopKHook().code_bytes(10_000, torch.float32) == 100 * 8
-    assert TopKHook().code_bytes(10_000, torch.float64) == 100 * 12
-
-
-@pytest.mark.parametrize("fraction", [0, -1, 1.5, math.nan])
-def test_a_fraction_is_above_0_and_no_more_than_1(fraction):
-    with pytest.raises(ValueError, match="fraction is"):
-        TopKHook(fraction)
 
 
 # Residuals.
@@ -170,142 +144,6 @@ def test_a_residual_is_restored():
         Residual(5, torch.float32, torch.device("cpu")).load_state_dict(other.state_dict())
 
 
-# PowerSGD.
-
-
-def test_columns_become_an_orthonormal_basis_of_their_span():
-    matrix = sums_of(700).view(100, 7)
-    matrix[:, 3] = matrix[:, 0] - 2 * matrix[:, 1]  # which adds nothing to the span
-    matrix[:, 5] = 0.0
-    basis = orthonormal(matrix).double()
-    kept = [0, 1, 2, 4, 6]
-    identity = torch.zeros(7, 7, dtype=torch.float64)
-    identity[kept, kept] = 1.0
-    torch.testing.assert_close(basis.T @ basis, identity, rtol=0.0, atol=1e-5)
-    torch.testing.assert_close(basis @ basis.T @ matrix.double(), matrix.double(), rtol=0, atol=0.1)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_basis_of_what_is_not_finite_is_not_finite(value):
-    matrix = sums_of(40).view(10, 4)
-    matrix[3, 2] = value
-    assert not orthonormal(matrix).isfinite().all()
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_bits_of_a_basis_and_a_product_do_not_depend_on_threads(threads):
-    before = torch.get_num_threads()
-    matrix = sums_of(60_000 * 3).view(-1, 3)
-    expected = orthonormal(matrix)
-    product = torch.empty(60_000, 5)
-    multiply(expected, expected[:5], product)
-    torch.set_num_threads(threads)
-    try:
-        assert torch.equal(orthonormal(matrix), expected)
-        part = torch.empty(100, 5)
-        multiply(expected[31:131], expected[:5], part)
-        assert torch.equal(part, product[31:131])
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(product, expected @ expected[:5].T, rtol=1e-5, atol=1e-5)
-
-
-def layout_of(*shapes, start=0):
-    entries = []
-    for number, shape in enumerate(shapes):
-        spec = ParameterSpec(f"p{number}", shape, torch.float32)
-        entries.append(ParameterSlice(spec, start, 0, spec.numel))
-        start += spec.numel
-    return Bucket(torch.float32, tuple(entries), (0, start))
-
-
-def test_matrices_are_the_whole_rows_of_a_lane():
-    layout = layout_of((30,), (20, 10), (6, 5, 4), ())
-    assert plan_lane(layout, 0, 351, 1, 1.0).blocks == (Block(30, 20, 10), Block(230, 6, 20))
-    cut = plan_lane(layout, 55, 300, 1, 1.0)
-    # Of p1 rows 3 to 19 lie in the lane whole; of p2 rows 0 to 2.
-    assert cut.blocks == (Block(5, 17, 10), Block(175, 3, 20))
-    assert cut.rest == [(0, 5), (235, 245)]
-    assert plan_lane(layout, 0, 351, 5, 1.0).blocks == (Block(30, 20, 10),)
-    assert plan_lane(layout, 35, 39, 1, 1.0).blocks == ()
-
-
-class Nodes:
-    """The cross group of one of several nodes that all have the same sums, in one process."""
-
-    rank = 0
-
-    def __init__(self, size=2):
-        self.size, self.nbytes = size, 0
-
-    def all_reduce(self, tensor):
-        self.nbytes += tensor.nbytes
-        tensor.mul_(self.size)
-        return SimpleNamespace(wait=lambda: None)
-
-
-def powersgd_step(hook, layout, gradient):
-    """The sum over two nodes of equal sums, of a bucket that is one lane."""
-    levels = SimpleNamespace(own_range=lambda layout: (0, layout.numel))
-    bucket = SimpleNamespace(index=0, layout=layout, levels=levels, multiplier=1.0)
-    lane, nodes = gradient.clone(), Nodes()
-    for _ in hook._exchange(bucket, lane, nodes):
-        pass
-    hook.end_reduction(1.0)
-    hook.end_step(taken=True)
-    return lane, nodes.nbytes
-
-
-def test_powersgd_sends_a_matrix_of_low_rank_whole_and_vectors_as_they_are():
-    torch.manual_seed(3)
-    layout = layout_of((9,), (30, 20))
-    gradient = torch.cat([torch.randn(9), (torch.randn(30, 2) @ torch.randn(2, 20)).view(-1)])
-    hook = PowerSGDHook(rank=3, start_step=0)
-    total, nbytes = powersgd_step(hook, layout, gradient)
-    torch.testing.assert_close(total, 2 * gradient, rtol=1e-4, atol=1e-4)
-    assert nbytes == 4 * (9 + 3 * (30 + 20))
-
-
-def test_powersgd_loses_nothing_over_steps():
-    layout = layout_of((30, 20), (5,))
-    hook = PowerSGDHook(rank=2, start_step=0)
-    wanted = arrived = torch.zeros(605)
-    for step in range(6):
-        gradient = sums_of(605, seed=step)
-        total, _ = powersgd_step(hook, layout, gradient)
-        wanted, arrived = wanted + 2 * gradient, arrived + total
-    kept = hook.state_dict()["residuals"]["0"]["residual"]
-    torch.testing.assert_close(arrived + 2 * kept, wanted, rtol=1e-4, atol=1e-2)
-    assert kept.abs().max() > 1
-
-
-def test_powersgd_recovers_from_gradients_of_zeros():
-    layout = layout_of((30, 20))
-    hook = PowerSGDHook(rank=1, start_step=0)
-    powersgd_step(hook, layout, torch.zeros(600))
-    gradient = torch.outer(torch.arange(30.0), torch.arange(20.0)).view(-1)
-    total, _ = powersgd_step(hook, layout, gradient)
-    torch.testing.assert_close(total, 2 * gradient, rtol=1e-4, atol=1e-3)
-
-
-def test_powersgd_finds_the_nearest_matrix_of_its_rank_in_time():
-    torch.manual_seed(5)
-    matrix = torch.randn(40, 30) @ torch.diag(0.5 ** torch.arange(30.0)) @ torch.randn(30, 30)
-    left, values, right = torch.linalg.svd(matrix)
-    nearest = left[:, :2] @ torch.diag(values[:2]) @ right[:2]
-    hook = PowerSGDHook(rank=2, start_step=0)
-    for _ in range(20):  # without a residual, so that the matrix is always the same
-        hook._residuals.clear()
-        total, _ = powersgd_step(hook, layout_of((40, 30)), matrix.reshape(-1))
-    torch.testing.assert_close(total.view(40, 30) / 2, nearest, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(("name", "value"), [("rank", 0), ("start_step", -1), ("least_ratio", 0.5)])
-def test_powersgd_refuses_options_out_of_range(name, value):
-    with pytest.raises(ValueError, match="give a rank and a ratio"):
-        PowerSGDHook(**{name: value})
-
-
 # Hooks between nodes.
 
 
@@ -366,9 +204,6 @@ def test_what_is_no_hook_is_refused():
         (Int8Hook(), 8, False, "1 times the bytes of fp32 gradients between 8 nodes"),
         (Int8Hook(), 3, True, ""),
         (Int8Hook(), 16, True, "4.1 times the bytes of fp32 gradients between 16 nodes"),
-        (TopKHook(), 99, False, ""),
-        (TopKHook(), 100, False, "1 times"),
-        (PowerSGDHook(), 1000, True, ""),
     ],
 )
 def test_the_note_says_where_compression_sends_no_less(hook, count, sharded, note):
