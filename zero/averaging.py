@@ -1,6 +1,6 @@
 """Parameters that differ between the replicas of a sync schedule: their means and exchanges."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from zero.state import LOCAL
 class AveragingOptimizer(ReducingOptimizer):
     """The part of `ZeroOptimizer` that makes one model of the replicas of a sync schedule."""
 
-    _buffers: tuple[Tensor, ...]
+    _buffers: Collection[Tensor]
     _in_sync = True
     _averaging = False  # within `averaged`, with parameters that differ outside of it
     _local: dict[Tensor, Tensor]  # then: this replica's own, by updated tensor

@@ -46,8 +46,9 @@ class GradientBuckets:
     Gradients are stored in `gradients`, multiplied by `weight` and checked by `finite`, and
     `reduce` starts the sum of a full bucket over ranks. `announce` is called before the first
     launch of a round, where every micro-batch is a round. None: under `no_sync` gradients only
-    accumulate. `finish` is called when a backward that is not under `no_sync` ends, and `dropped`
-    when gradients are found to have been dropped before a step, as by model.zero_grad().
+    accumulate. `finish` is called when a backward that is not under `no_sync` ends, `check` when
+    one begins, and `dropped` when gradients are found to have been dropped before a step, as by
+    model.zero_grad().
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class GradientBuckets:
         reduce: Callable[[int, Bucket], Work],
         announce: Callable[[], None] | None,
         finish: Callable[[], None],
+        check: Callable[[], None],
         dropped: Callable[[], None],
     ) -> None:
         self._gradients, self._weight, self._finite = gradients, weight, finite
         self._reduce, self._announce, self._finish = reduce, announce, finish
-        self._dropped = dropped
+        self._check, self._dropped = check, dropped
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
@@ -236,6 +238,8 @@ class GradientBuckets:
         if self._tasks and task > max(self._tasks) and not _is_nested():
             raise RuntimeError(INTERRUPTED)
         first = not self._tasks
+        if first:
+            self._check()
         self._tasks.add(task)
         if first:
             self.forget_dropped(arriving)

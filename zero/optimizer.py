@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -15,13 +15,14 @@ from torch.nn import Parameter
 from zero.averaging import AveragingOptimizer
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
-from zero.kernels import Kernels
+from zero.kernels import Kernels, order
 from zero.layout import MIB, Bucket
 from zero.master_weights import OptimizerShard
 from zero.memory import Memory
 from zero.node_levels import NodeLevels
 from zero.norms import NonFiniteGradientError, NonFiniteReplicaError, find_non_finite
 from zero.param_groups import Named, check_shard_weights, check_sharding, hyperparameters
+from zero.parameter_watch import ParameterWatch
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.reduction import StepReduction
 from zero.state import StateSlice, check_groups
@@ -74,6 +75,7 @@ class ZeroOptimizer(AveragingOptimizer):
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `buffers`: tensors that are overwritten with rank 0's after every step: with the first's of
       the ranks that the step was averaged over, and after an exchange with rank 0's everywhere.
+      Iterated over anew each time.
     - `order`: names of parameters in the order of forward; by default that of `parameters`.
     - `model`: `start` also broadcasts its buffers, and its parameters that do not train.
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
@@ -109,7 +111,7 @@ class ZeroOptimizer(AveragingOptimizer):
         levels: NodeLevels | None = None,
         schedule: SyncSchedule | None = None,
         bucket_bytes: int = 25 * MIB,
-        buffers: Iterable[Tensor] = (),
+        buffers: Collection[Tensor] = (),
         order: Iterable[str] | None = None,
         model: nn.Module | None = None,
         overlap_forward: bool = False,
@@ -128,7 +130,7 @@ class ZeroOptimizer(AveragingOptimizer):
         self._norm_type = float(norm_type)
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
-        self._buffers, self._model = tuple(buffers), model
+        self._buffers, self._model, watch = buffers, model, ParameterWatch(model)
         self._warned_of_sparse = False
         self._hook = make_hook(comm_hook, wire_dtype)
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
@@ -151,11 +153,13 @@ class ZeroOptimizer(AveragingOptimizer):
             self._levels,
             self._scale,
             world_size=collectives.size,
+            check=watch.check_kinds,
         )
         super().__init__(
             parameters,
             partial(optimizer_class, **kwargs),
             owned,
+            watch,
             order=order,
             bucket_bytes=bucket_bytes,
             partition=partition,
@@ -255,8 +259,10 @@ class ZeroOptimizer(AveragingOptimizer):
     @property
     def hook_state(self) -> HookState:
         """The state of the communication hook on this rank, with what it depends on."""
-        own = self._owned.plan, self._levels, self._reduction.used
-        return HookState(self._hook, self.schedule.sharding, *own)
+        orders = {name: order(parameter) for name, parameter in self._named.items()}
+        own = self._owned.plan, self._levels
+        used = self._reduction.used
+        return HookState(self._hook, self.schedule.sharding, *own, orders=orders, used=used)
 
     def close(self) -> None:
         """Remove the hooks from the model. Local."""

@@ -40,7 +40,6 @@ class FlatParameters:
         self._collectives, self._model, self._gather_dtype = collectives, model, gather_dtype
         self._slot = collectives.slot(collectives.rank)
         self._overlaps_forward = model is not None
-        self._addresses: list[tuple[str, Parameter, int]] = []
         self._buckets: list[Bucket] = []
         self._flats: list[Tensor] = []  # by bucket
         self._narrow: dict[int, Tensor] = {}  # copies in the gather dtype, by bucket
@@ -66,7 +65,6 @@ class FlatParameters:
                 slot.copy_(parameter)
                 parameter.data = slot
                 self._bucket_of[parameter] = len(self._buckets)
-                self._addresses.append((entry.spec.name, parameter, parameter.data_ptr()))
             dtype = narrower(self._gather_dtype, bucket.dtype)
             if dtype and self._collectives.size > 1:
                 narrow = self._collectives.allocate(bucket.numel, dtype, device)
@@ -101,15 +99,6 @@ class FlatParameters:
             self._release(module)
         for index in list(self._works):
             self._finish(index)
-
-    def check_addresses(self) -> None:
-        """Raise RuntimeError for a parameter that was moved to other memory."""
-        for name, parameter, address in self._addresses:
-            if parameter.data_ptr() != address:
-                raise RuntimeError(
-                    f"parameter {name} has other memory than when the optimizer was made: move the "
-                    "model to its device and dtype first, and make the optimizer after"
-                )
 
     def close(self) -> None:
         """Wait for what is in flight, and give the model back as it was, also if the wait fails."""

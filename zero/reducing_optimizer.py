@@ -194,6 +194,7 @@ class ReducingOptimizer(ShardedOptimizer):
         Returns the names of parameters without a gradient.
         """
         self._reduction.synchronize()
+        self._watch.check()
         return self._owned.gradients.collect()
 
     def _agreed_norm(self, norm_type: float) -> float:

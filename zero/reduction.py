@@ -31,6 +31,8 @@ class StepReduction:
 
         rank 0   announce   buckets   announce   buckets   done
         rank 1   announce   buckets   done       zeros     done
+
+    `check` is called when a backward begins, and raises if the parameters cannot be trained.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class StepReduction:
         scale: LossScale,
         *,
         world_size: int,
+        check: Callable[[], None],
     ) -> None:
         self._gradients, self._hook, self._schedule = owned.gradients, hook, schedule
         self._levels, self._scale = levels, scale
@@ -61,6 +64,7 @@ class StepReduction:
             reduce=self._reduce,
             announce=announce,
             finish=self.finish,
+            check=check,
             dropped=partial(hook.end_step, taken=False),
         )
         self._parameters: dict[str, Parameter] = {}

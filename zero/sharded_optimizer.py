@@ -20,6 +20,7 @@ from zero.param_groups import (
     hyperparameters,
     unnamed,
 )
+from zero.parameter_watch import ParameterWatch
 from zero.partition_trial import check_drivable, check_partition
 from zero.state import StateSlice, load_slices, own_slices
 from zero.sync_schedule import SyncSchedule
@@ -29,7 +30,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """The parameter groups, state and memory of `ZeroOptimizer`, without its step.
 
     Its `param_groups` hold the user's parameters. An inner torch optimizer, made by `make_inner`,
-    updates the slices of them in `owned`. With `may_shard` it has to be one that can be sharded,
+    updates the slices of them in `owned`. `watch` finds changes of the model that this class cannot
+    follow. With `may_shard` it has to be one that can be sharded,
     also where a rank is alone.
     """
 
@@ -41,6 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters: Iterable[Named] | Iterable[dict[str, Any]],
         make_inner: Callable[..., torch.optim.Optimizer],
         owned: OptimizerShard,
+        watch: ParameterWatch,
         *,
         order: Iterable[str] | None,
         bucket_bytes: int,
@@ -49,6 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         may_shard: bool,
     ) -> None:
         self._make_inner, self._owned, self._may_shard = make_inner, owned, may_shard
+        self._watch = watch
         self._bucket_bytes, self._partition = bucket_bytes, partition
         self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._named: dict[str, Parameter] = {}  # that are trained
@@ -91,11 +95,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Wait until all parameters hold the last update. Local.
 
         The modules of `model` do so by themselves. Code that reads parameters in other ways,
-        from `param_groups` or a list made before, calls it first. Raises RuntimeError if the model
-        was moved.
+        from `param_groups` or a list made before, calls it first. Raises RuntimeError if parameters
+        of the model were moved, converted or replaced since the optimizer was made.
         """
         self._owned.parameters.wait()
-        self._owned.parameters.check_addresses()
+        self._watch.check()
 
     @property
     def sharded(self) -> bool:
@@ -105,16 +109,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def slices(self) -> Iterator[StateSlice]:
         """Yield the state of what this rank owns. Local; tensors are not copied.
 
-        What a sync schedule has in flight is lacking: `schedule.settle()` waits for it.
+        What a sync schedule has in flight is lacking: `schedule.settle()` waits for it. Raises
+        RuntimeError as `wait_for_parameters`.
         """
+        self._watch.check()
         return own_slices(self._owned, self._inner.state, self._sync_state)
 
     def load_slices(self, slices: Iterable[StateSlice]) -> None:
         """Load the state of what this rank owns from slices of any extent, in any order. Local.
 
         Raises ValueError, before anything is changed, if they are of another model or do not cover
-        what this rank owns.
+        what this rank owns, and RuntimeError as `wait_for_parameters`.
         """
+        self._watch.check()
         shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
         load_slices(self._owned, self._inner, slices, shapes, self.schedule.load_state)
         self.state = self._inner.state
@@ -177,6 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             specs, self._bucket_bytes, size, loads if whole else None, self._shard_weights
         )
         self._owned.add(added, named)
+        self._watch.add(named, flat=self._owned.sharded)
         self._named |= named
         tensors = {owned.piece.spec.name: owned.tensor for owned in self._owned.pieces}
         self.schedule.add({name: p.numel() for name, p in named.items()}, tensors)

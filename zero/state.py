@@ -142,13 +142,17 @@ class _SliceAssembler:
         self.owned = owned
         self._tensors: dict[str, Tensor] = {}
         self._others: dict[str, Any] = {}
+        # Where the state is in another order, it is assembled whole, and turned at the end.
+        self._own_order = self._order = order(owned.parameter)
+        self._low, self._high = owned.piece.low, owned.piece.high
         self._covered: list[tuple[int, int]] = []
         self._problem = ""
 
     def add(self, part: StateSlice) -> None:
         """Copy the elements that a slice of the same parameter has in common with this one."""
-        piece = self.owned.piece
-        low, high = max(piece.low, part.low), min(piece.high, part.high)
+        if not self._covered and sorted(part.order) == sorted(self._own_order):
+            self._begin(tuple(part.order))
+        low, high = max(self._low, part.low), min(self._high, part.high)
         if low >= high:
             return
         self._covered.append((low, high))
@@ -160,28 +164,32 @@ class _SliceAssembler:
         for key, value in part.tensors.items():
             if key not in self._tensors:
                 device = self.owned.tensor.device
-                self._tensors[key] = torch.empty(piece.numel, dtype=value.dtype, device=device)
+                numel = self._high - self._low
+                self._tensors[key] = torch.empty(numel, dtype=value.dtype, device=device)
             elements = value[low - part.low : high - part.low]
-            self._tensors[key][low - piece.low : high - piece.low] = elements
+            self._tensors[key][low - self._low : high - self._low] = elements
+
+    def _begin(self, saved_order: tuple[int, ...]) -> None:
+        """Prepare for a state in an order of dimensions."""
+        piece, self._order = self.owned.piece, saved_order
+        turned = saved_order != self._own_order
+        self._low, self._high = (0, piece.spec.numel) if turned else (piece.low, piece.high)
 
     def problem(self) -> str:
         """Return why the state cannot be assembled, or an empty string."""
-        piece, covered = self.owned.piece, sorted(self._covered)
-        ends = [piece.low, *(high for _, high in covered)]
-        if [low for low, _ in covered] + [piece.high] == ends:
+        covered = sorted(self._covered)
+        ends = [self._low, *(high for _, high in covered)]
+        if [low for low, _ in covered] + [self._high] == ends:
             return self._problem
         return (
-            f"{piece.spec.name} needs the elements {piece.low} to {piece.high}, each once, and the "
-            f"slices hold of them {covered}"
+            f"{self.owned.piece.spec.name} needs the elements {self._low} to {self._high}, each "
+            f"once, and the slices hold of them {covered}"
         )
 
     def _mismatch(self, part: StateSlice) -> str:
         """Return why a slice does not fit the parameter or earlier slices, or an empty string."""
-        if tuple(part.order) != order(self.owned.parameter):
-            return (
-                f"{part.name} lies in memory in the order {tuple(part.order)} of its dimensions "
-                f"in the state, {order(self.owned.parameter)} here: use the same memory format"
-            )
+        if tuple(part.order) != self._order:
+            return f"the slices of {part.name} are in the orders {self._order} and {part.order}"
         for key, value in part.others.items():
             if not isinstance(value, Tensor) or not value.dim():
                 if key in self._others and self._others[key] != value:
@@ -202,7 +210,7 @@ class _SliceAssembler:
         Copies the master weights, and parameters of this replica, in place.
         """
         owned = self.owned
-        tensors = {key: owned.in_shape(value) for key, value in self._tensors.items()}
+        tensors = {key: owned.in_shape(self._turned(value)) for key, value in self._tensors.items()}
         sync_state = {k: tensors.pop(k) for k in self._tensors if k.startswith(SYNC)}
         master, local = tensors.pop(MASTER, None), sync_state.pop(LOCAL, None)
         if master is not None and owned.has_master:
@@ -214,3 +222,15 @@ class _SliceAssembler:
         elif master is None and owned.has_master:
             owned.tensor.copy_(owned.home)
         return {**self._others, **tensors}, sync_state
+
+    def _turned(self, flat: Tensor) -> Tensor:
+        """Return the elements of this slice, in the order of its parameter, of an assembled tensor.
+
+        Flat; the tensor itself if it has that order.
+        """
+        if self._order == self._own_order:
+            return flat
+        shape, piece = self.owned.piece.spec.shape, self.owned.piece
+        saved = flat.view([shape[dimension] for dimension in self._order])
+        own = saved.permute([self._order.index(dimension) for dimension in self._own_order])
+        return own.reshape(-1)[piece.low : piece.high].clone()

@@ -1,5 +1,6 @@
 """Finding, verifying and loading checkpoints, by any number of ranks and at any stage."""
 
+import math
 import re
 import shutil
 import zlib
@@ -314,14 +315,19 @@ def _read_slices(
         if replicas != optimizer.schedule.replicas:
             everyone = [replica_name(piece.name, r) for r in range(replicas)]
             names |= dict.fromkeys(names.keys() & RESIDUALS, everyone)
+        low, high = piece.low, piece.high
+        if tuple(saved.order) != piece.order:  # this rank's elements may lie anywhere
+            low, high = 0, math.prod(piece.shape)
         tensors = {
-            key: _read_mean(file, [f"{name}/{key}" for name in of], piece.low, piece.high)
+            key: _read_mean(file, [f"{name}/{key}" for name in of], low, high)
             for key, of in names.items()
-            if saved.shape == piece.shape
+            if tuple(saved.shape) == piece.shape
         }
         yield piece._replace(
             shape=saved.shape,
             order=saved.order,
+            low=low,
+            high=high,
             tensors=tensors,
             others=decode_values(saved.others),
         )._asdict()

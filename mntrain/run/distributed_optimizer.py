@@ -16,6 +16,7 @@ from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.groups import make_group_collectives, make_node_levels
 from mntrain.ranks import Ranks
+from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook, make_hook
@@ -61,14 +62,13 @@ def make_optimizer(
         weights, division = measure_weights(world, sharding)
     needs_levels = hook.between_nodes and world.size > 1
     levels = make_node_levels(parts, label) if needs_levels else None
-    persistent = model.state_dict().keys()  # other buffers are constants, equal everywhere
     with world.agreement(), _arguments_of(optimizer_class):
         optimizer = ZeroOptimizer(
             named,
             optimizer_class,
             stream,
             bucket_bytes=parts.settings.bucket_bytes,
-            buffers=[b for name, b in model.named_buffers() if name in persistent],
+            buffers=PersistentBuffers(model),
             order=[name for name, _ in model.named_parameters()],
             model=model,
             gather_dtype=TRAVEL_DTYPES[parts.settings.gather_dtype],

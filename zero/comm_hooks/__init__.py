@@ -239,7 +239,8 @@ def bind_hook(
 class HookState:
     """The state of a hook with what it depends on: the rank, the size, nodes and buckets.
 
-    `used` are the names of parameters of which the hook may have gradients that were not sent.
+    `orders` are those of the parameters in memory (`zero.kernels.order`), by name. `used` are the
+    names of parameters of which the hook may have gradients that were not sent.
     """
 
     def __init__(
@@ -248,6 +249,8 @@ class HookState:
         group: Collectives,
         plan: Sequence[Bucket],
         levels: NodeLevels | None,
+        *,
+        orders: Mapping[str, tuple[int, ...]],
         used: set[str],
     ) -> None:
         self._hook, self._group, self._used = hook, group, used
@@ -257,6 +260,8 @@ class HookState:
         else:
             self._context.append([[bucket.numel, *bucket.bounds] for bucket in plan])
             self._context.append([*map(list, levels.nodes)])
+        if turned := [[n, *order] for n, order in orders.items() if list(order) != sorted(order)]:
+            self._context.append(turned)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state on this rank. Local."""

@@ -172,7 +172,7 @@ def test_a_hook_over_all_ranks_takes_no_schedule():
 def test_a_state_is_not_loaded_where_ranks_lie_on_other_nodes():
     def state_of(hook, *nodes):
         levels = NodeLevels(None, None, nodes, (0, 2, 4), ((0, 1), (2, 3)))
-        return HookState(hook, SimpleNamespace(rank=0, size=4), [], levels, set())
+        return HookState(hook, SimpleNamespace(rank=0, size=4), [], levels, orders={}, used=set())
 
     class Counting(CommHook):
         value = 0

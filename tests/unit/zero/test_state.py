@@ -436,17 +436,37 @@ def test_a_state_that_lacks_a_part_is_refused(key):
 
 
 @STAGES
-def test_another_memory_format_is_refused(stage):
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_state_in_another_memory_format_is_loaded(stage, turned):
     torch.manual_seed(5)
     conv = nn.Conv2d(2, 3, 2)
     other = copy.deepcopy(conv).to(memory_format=torch.channels_last)
+    if turned:
+        conv, other = other, conv
     optimizer, resumed = zero(conv, stage=stage), zero(other, stage=stage)
     train(conv, optimizer, images(1))
     train(other, resumed, images(2))
-    words = refuse(resumed, resumed.load_slices, list(optimizer.slices()))
-    assert "weight lies in memory" in words
-    assert "memory format" in words
+    halves = [half for piece in optimizer.slices() for half in split_slice(piece)]
+    resumed.load_slices(halves)
+    for key in ("exp_avg", "exp_avg_sq"):
+        expected = optimizer.state[conv.weight][key]
+        assert torch.equal(resumed.state[other.weight][key], expected)
+    lacking = [half for half in halves if half.name == "bias" or half.low]
+    words = refuse(resumed, resumed.load_slices, lacking)
+    assert "weight needs the elements 0 to 24" in words
     assert "bias" not in words
+    mixed = [half._replace(order=(0, 2, 3, 1)) if i else half for i, half in enumerate(halves)]
+    mixed[0] = mixed[0]._replace(order=(0, 1, 2, 3))
+    assert "are in the orders" in refuse(resumed, resumed.load_slices, mixed)
+
+
+def split_slice(piece):
+    """Cut a slice in two of unequal lengths."""
+    cut = (piece.high - piece.low) // 3
+    for low, high in ((0, cut), (cut, piece.high - piece.low)):
+        tensors = {key: tensor[low:high] for key, tensor in piece.tensors.items()}
+        place = {"low": piece.low + low, "high": piece.low + high}
+        yield piece._replace(**place, tensors=tensors)
 
 
 def test_a_memory_format_that_orders_elements_alike_is_none():

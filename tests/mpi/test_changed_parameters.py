@@ -1,0 +1,239 @@
+"""Parameters that are moved, converted or replaced after their optimizer was made."""
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+from oracle import EXACT, mine
+from torch import nn
+
+from mntrain import checkpoint
+
+pytestmark = pytest.mark.mpi
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+ADAM = partial(torch.optim.Adam, lr=0.01)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+class Images(nn.Module):
+    """A convolution, in any memory format, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv, self.last = nn.Conv2d(2, 3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        image = torch.cat([x, x, x, x.flip(1), x, x, x[:, :2]], dim=1).view(len(x), 2, 4, 4)
+        return self.last(torch.tanh(self.conv(image)).mean((2, 3)))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(12, 5, generator=generator, dtype=torch.float64),)
+
+
+def loss_of(model, inputs):
+    parameter = next(model.parameters())
+    return (model(inputs.to(parameter.dtype)) - 1).square().mean()
+
+
+def channels_last(model):
+    model.to(memory_format=torch.channels_last)
+
+
+def convert(model):
+    model.float()
+
+
+def convert_a_part(model):
+    model.last.float()
+
+
+def give_other_memory(model):
+    model.last.weight.data = model.last.weight.data.clone()
+
+
+def turn(model):
+    model.last.weight.data = model.last.weight.data.T.contiguous().T
+
+
+def grow(model):
+    model.last.bias.data = torch.zeros(4, dtype=torch.float64)
+
+
+def empty(model):
+    model.to_empty(device="meta")
+
+
+def assign(model):
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+
+
+def assign_module(model):
+    model.last = nn.Linear(3, 3).double()
+
+
+def load_by_assignment(model):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+CHANGES = {
+    channels_last: r"conv\.weight has another memory format",
+    turn: r"last\.weight has another memory format",
+    convert: r"conv\.weight is of torch\.float32, and was of torch\.float64",
+    convert_a_part: r"last\.weight is of torch\.float32, and was of torch\.float64",
+    empty: r"conv\.weight is another object",
+    grow: r"last\.bias has the shape \(4,\), and had \(3,\)",
+    assign: r"last\.weight is another object",
+    assign_module: r"last\.weight is another object",
+    load_by_assignment: r"conv\.weight is another object",
+}
+
+
+@STAGES
+@pytest.mark.parametrize("trained", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_that_an_update_cannot_follow_is_refused(world, make, stage, trained, change):
+    model = Images().double()
+    optimizer = make(model, ADAM, stage=stage)
+    if trained:
+        loss_of(model, *mine(world, batch(0))).backward()
+        optimizer.step()
+    change(model)
+    for use in (optimizer.step, partial(optimizer.clip_grad_norm_, 1.0), optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=CHANGES[change]):
+            use()
+    if change in (convert_a_part, grow):
+        with pytest.raises(RuntimeError, match=CHANGES[change]):
+            model.conv.weight.sum().backward()
+
+
+@STAGES
+def test_other_memory_is_used_at_stage_0_and_refused_where_a_rank_owns_a_part(world, make, stage):
+    model = Images().double()
+    alone = copy.deepcopy(model)
+    optimizer, plain = make(model, ADAM, stage=stage), ADAM(alone.parameters())
+    for step in range(3):
+        loss_of(model, *mine(world, batch(step))).backward()
+        loss_of(alone, *batch(step)).backward()
+        if step == 1:
+            give_other_memory(model)
+            give_other_memory(alone)
+            if stage and SIZE > 1:
+                with pytest.raises(RuntimeError, match=r"last\.weight has other memory"):
+                    optimizer.step()
+                return
+        optimizer.step(), plain.step()
+        optimizer.zero_grad(), plain.zero_grad()
+    assert_close(model, alone)
+
+
+@STAGES
+def test_what_leaves_parameters_as_they_were_is_followed(world, make, stage):
+    model = Images().double()
+    alone = copy.deepcopy(model)
+    optimizer, plain = make(model, ADAM, stage=stage), ADAM(alone.parameters())
+    for step in range(4):
+        loss_of(model, *mine(world, batch(step))).backward()
+        loss_of(alone, *batch(step)).backward()
+        optimizer.step(), plain.step()
+        optimizer.zero_grad(), plain.zero_grad()
+        for one in (model, alone):
+            own = one.last.weight.data
+            one.last.weight.data = torch.zeros_like(own)  # for an evaluation, say
+            one.last.weight.data = own
+            one.double().to(memory_format=torch.contiguous_format)
+            one.load_state_dict({name: value * 0.9 for name, value in one.state_dict().items()})
+            if step == 1:
+                nn.utils.parametrize.register_parametrization(one.last, "weight", nn.Tanh())
+            if step == 2:
+                one.conv, one.more = nn.Identity(), one.conv
+                one.conv, one.unused = one.more, nn.Tanh()
+    assert_close(model, alone)
+
+
+@STAGES
+def test_gradients_in_another_memory_format_than_their_parameter(world, make, stage):
+    model = Images().double()
+    model.to(memory_format=torch.channels_last)
+    alone = copy.deepcopy(model)
+    optimizer, plain = make(model, ADAM, stage=stage), ADAM(alone.parameters())
+    for one in (model, alone):
+        one.conv.weight.register_hook(torch.Tensor.contiguous)
+        one.last.weight.register_hook(lambda gradient: gradient.T.contiguous().T)
+    for step in range(4):
+        loss_of(model, *mine(world, batch(step))).backward()
+        loss_of(alone, *batch(step)).backward()
+        if not stage and step == 2:
+            model.conv.weight.grad = model.conv.weight.grad.contiguous()
+        if step == 3:  # assigned before backward, which adds to it
+            loss_of(model, *mine(world, batch(9))).backward()
+            loss_of(alone, *batch(9)).backward()
+        optimizer.step(), plain.step()
+        optimizer.zero_grad(), plain.zero_grad()
+    assert_close(model, alone)
+
+
+@STAGES
+@pytest.mark.parametrize("turned", [False, True], ids=["to channels last", "from channels last"])
+def test_a_checkpoint_continues_in_another_memory_format(world, make, tmp_path, stage, turned):
+    place = world.gather(str(tmp_path))[0]
+    formats = [torch.contiguous_format, torch.channels_last]
+    formats = formats[::-1] if turned else formats
+    alone = Images().double()
+    plain = ADAM(alone.parameters())
+    for step in range(6):
+        loss_of(alone, *batch(step)).backward()
+        plain.step(), plain.zero_grad()
+    for part, memory_format in enumerate(formats):
+        model = Images().double().to(memory_format=memory_format)
+        optimizer = make(model, ADAM, stage=stage if part else (stage + 1) % 3)
+        checkpoints = world.checkpoints(
+            f"{place}/{part}", model=model, optimizer=optimizer, every=0
+        )
+        checkpoints.restore()
+        if part:
+            found = checkpoint.newest(world, Path(place, "0"))
+            checkpoint.load(found, model, optimizer, world)
+        for step in range(3 * part, 3 * part + 3):
+            loss_of(model, *mine(world, batch(step))).backward()
+            optimizer.step(), optimizer.zero_grad()
+        checkpoints.save(3, now=True)
+        optimizer.close()
+    assert_close(model, alone)
+
+
+class Counting(nn.Module):
+    """A layer that assigns another tensor to its buffer in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.total = self.total + y.detach().mean(0) + RANK
+        return y
+
+
+@STAGES
+def test_a_buffer_that_was_assigned_is_rank_0s_after_a_step(world, make, stage):
+    model = Counting().double()
+    optimizer = make(model, ADAM, stage=stage)
+    for step in range(2):
+        loss_of(model, *mine(world, batch(step))).backward()
+        expected = world.gather(model.total.tolist())[0]
+        optimizer.step(), optimizer.zero_grad()
+        assert model.total.tolist() == expected
+
+
+def assert_close(model, alone):
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
