@@ -69,6 +69,7 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
+        self._weighing: list[RemovableHandle] = []  # hooks that run before a gradient is added
         self._launched = 0  # buckets in this round
         self._missing: list[set[str]] = []  # gradients to come in this round, by bucket
         self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
@@ -130,6 +131,14 @@ class GradientBuckets:
         else:
             self.used.difference_update(dropped)
 
+    def weigh_arrivals(self) -> None:
+        """Multiply gradients by the weight's `factor` before autograd adds them to earlier ones.
+
+        Until the reduction ends. Only where the factor may not be 1: a hook takes time.
+        """
+        if not self._weighing:
+            self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
+
     def interrupt(self) -> None:
         """Note that a backward raised."""
         self._tasks.add(-1)
@@ -185,6 +194,7 @@ class GradientBuckets:
     def end(self, *, again: bool) -> None:
         """End a reduction; with `again`, begin another one with the gradients that came late."""
         self.used, self.begun = set(), False
+        self._stop_weighing()
         if not again:
             return
         self._gradients.set_aside()
@@ -206,6 +216,7 @@ class GradientBuckets:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._stop_weighing()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -222,6 +233,25 @@ class GradientBuckets:
         self._launched, self._round_begun = 0, False
         self._missing = [{e.spec.name for e in b.entries if e.numel} for b in self._buckets]
 
+    def _stop_weighing(self) -> None:
+        for hook in self._weighing:
+            hook.remove()
+        self._weighing.clear()
+
+    def _weigh(self, arriving: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+        """Return the gradient that backward has just made, times its micro-batch's weight."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._begin_backward(task)
+            if not self._weight.multiplied:
+                self._gradients.void()
+        factor = self._weight.factor
+        if factor == 1:
+            return None
+        if factor:
+            return tuple(None if g is None else g * factor for g in arriving)
+        return tuple(None if g is None else torch.zeros_like(g) for g in arriving)
+
     def _on_gradient(
         self, index: int, entry: ParameterSlice, _: Any, arrived: Sequence[Tensor | None]
     ) -> None:
@@ -233,7 +263,7 @@ class GradientBuckets:
             self.sparse.add(entry.spec.name)
         self._take_or_keep(index, entry)
 
-    def _begin_backward(self, task: int, arriving: str) -> None:
+    def _begin_backward(self, task: int, arriving: str = "") -> None:
         """Note a backward that has begun, or another one nested in it or around it."""
         if self._tasks and task > max(self._tasks) and not _is_nested():
             raise RuntimeError(INTERRUPTED)

@@ -96,6 +96,11 @@ class FlatGradients(Gradients):
         super().begin()
         self._wide.clear()
 
+    def void(self) -> None:
+        """Drop what `parameter.grad` holds of an earlier mean; other ranks hold it, too. Local."""
+        for parameter in self._parameters.values() if not self._stage else ():
+            parameter.grad = None
+
     def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
         """Return the kept part in fp32, which overwrites `kept` if it fits into the bucket."""
         memory, kept = self._memory[index], self.kept(index)

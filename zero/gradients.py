@@ -151,6 +151,9 @@ class Gradients:
         places = [(i, e) for i, bucket in enumerate(self._buckets) for e in bucket.entries]
         return frozenset(e.spec.name for i, e in places if not self._adopt(i, e))
 
+    def void(self) -> None:
+        """Drop what `parameter.grad` holds of an earlier mean; other ranks hold it, too. Local."""
+
     def scale_(self, factor: float) -> None:
         """Multiply the held means by a factor, after `collect`."""
         rescale([self.kept(index) for index in range(len(self._buckets))], factor)

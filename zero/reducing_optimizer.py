@@ -52,27 +52,31 @@ class ReducingOptimizer(ShardedOptimizer):
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
 
         A count of 0 makes this rank's gradient zero, whatever its values. None takes back a
-        statement that no backward has followed. Shares of accumulated micro-batches add up: that is
-        exact if they are equal and the gradient is their mean; `backward` is exact for any.
+        statement that no backward has followed. The shares of accumulated micro-batches must be
+        equal, or backward raises RuntimeError; `backward` takes any weights.
         """
         self._reduction.weight.state(count)
 
     def expect_batch(
         self,
         own: float,
-        total: float,
+        total: float | None,
         digest: int | None = None,
         source: BatchSource | None = None,
     ) -> None:
         """State that a batch was drawn, of which this rank has `own` of `total` samples. Local.
 
+        A `total` of None is not known to this rank.
         It weighs the backward passes that follow, until one follows the next batch. An `own` of 0
         is a stand-in, which counts nothing. `share` and `backward` state another weight. If batches
         that differ were drawn ahead, backward raises RuntimeError. `digest`: of the samples of the
         whole batch, in 16 bits; ranks with different ones raise RuntimeError. A `source` tells
         several optimizers of its batches, and counts them in `drawn` before.
         """
-        self._reduction.weight.expect(own, total, digest, source)
+        weight = self._reduction.weight
+        weight.expect(own, total, digest, source)
+        if weight.may_change:
+            self._reduction.buckets.weigh_arrivals()
 
     def forget_batches(self, *, drawn: bool = True) -> None:
         """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""

@@ -53,7 +53,10 @@ class StepReduction:
         self.steps = 0  # taken, skipped ones included
         self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
         self.weight = BatchWeight(
-            self._counted_ranks, every_micro_batch=every_micro_batch, alone=alone
+            self._counted_ranks,
+            every_micro_batch=every_micro_batch,
+            alone=alone,
+            whole=self._whole,
         )
         self.finite = FiniteCheck(enabled=not alone)  # of this rank's gradients
         announce = self._announce if every_micro_batch else None
@@ -84,6 +87,10 @@ class StepReduction:
     def _counted_ranks(self) -> int:
         return 1 if self._small_range else self.group.size
 
+    @property
+    def _whole(self) -> bool:
+        return self.group.size == self._world_size
+
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Add buckets of parameters by name. Collective, between steps."""
         self.buckets.add(buckets, parameters)
@@ -91,7 +98,7 @@ class StepReduction:
         self._count += len(buckets)
         if any(bucket.dtype == torch.float16 for bucket in buckets) and not self._small_range:
             self._small_range = True
-            self.weight.begin_group(1)
+            self.weight.begin_group(1, whole=self._whole)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -114,10 +121,12 @@ class StepReduction:
 
         Before its reduction. One that is not finite stays, so that the step finds it.
         """
-        weight, own = self.weight.weight, self._gradients.own()
-        if not weight:
+        multiplied, own = self.weight.multiplied, self._gradients.own()
+        if not multiplied:
             return
-        factor = self.weight.unit / weight / self._scale.value  # of what is summed, for the mean
+        factor = (
+            self.weight.unit / multiplied / self._scale.value
+        )  # of what is summed, for the mean
         norm = global_norm(SingleProcessCollectives(), own, norm_type, kernels) * factor
         if math.isfinite(norm):
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
@@ -133,7 +142,7 @@ class StepReduction:
             self.used |= self._parameters.keys() - unused
             unused -= self.used
         if not divisor > 0:
-            if self.group.size == self._world_size:
+            if self._whole:
                 self.refuse_weight(weight)
             unused = frozenset(self._parameters)  # this group has no sample
         self._gradients.finish(self.weight.unit / divisor if divisor > 0 else 0.0, unused)
@@ -209,7 +218,7 @@ class StepReduction:
         group = self.group
         self.steps = steps
         if self.group is not group:
-            self.weight.begin_group(self._counted_ranks)
+            self.weight.begin_group(self._counted_ranks, whole=self._whole)
 
     def end_step(self, *, taken: bool) -> float:
         """Begin another step; return the weight of this one, in samples. Local.
@@ -221,7 +230,7 @@ class StepReduction:
         group = self.group
         self.steps += 1
         if self.group is not group:  # units must be the same on all of its ranks
-            self.weight.begin_group(self._counted_ranks)
+            self.weight.begin_group(self._counted_ranks, whole=self._whole)
         self.weight.end_step()
         self.finite.reset()
         return weight

@@ -22,11 +22,18 @@ class BatchSource:
     balanced: bool = False
 
 
+class Part(NamedTuple):
+    """This rank's part of a batch."""
+
+    own: float
+    total: float | None
+
+
 class DrawnBatch(NamedTuple):
     """This rank's part of a global batch that was drawn for training."""
 
     own: float  # weight of this rank's part; 0 for a stand-in
-    total: float  # samples of the whole batch
+    total: float | None  # of the whole batch; None if only its ranks know their parts
     digest: int | None  # of the samples of the whole batch, the same on every rank
     source: BatchSource
     number: int  # of its source's batches, from 1
@@ -42,8 +49,14 @@ class BatchWeight:
     (`scale`) before the sum over ranks. `expect(batch)`: the same, if neither of the others is
     made; a batch holds for every backward until one follows the next batch. A backward uses the
     oldest batch of each source, and batches that wait must not differ. Without any, each rank has
-    weight 1. With `every_micro_batch` the gradient of each micro-batch is summed over ranks by
-    itself.
+    weight 1.
+
+    The gradient of an accumulation is the sum of its micro-batches' means over ranks, as in a loop
+    of one process. So a rank weighs in each by its part of that batch, n of a total, which is taken
+    to the total of the first one. Where the total of this mean's ranks is not known, in a group
+    that is not `whole` too, the weight must not change. With
+    `every_micro_batch` the gradient of each micro-batch is summed over ranks by itself. Without, it
+    is multiplied by `factor` as it arrives, and their sum by `scale`.
 
     Multipliers are divided by `unit`, the power of two nearest below the weight that `ranks` ranks
     had together in the previous mean. With `ranks` the size of the group and equal weights that are
@@ -53,52 +66,81 @@ class BatchWeight:
     is its weight.
     """
 
-    def __init__(self, ranks: int, *, every_micro_batch: bool = False, alone: bool = False) -> None:
-        self._ranks, self._alone = ranks, alone
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        every_micro_batch: bool = False,
+        alone: bool = False,
+        whole: bool = True,
+    ) -> None:
+        self._ranks, self._alone, self._whole = ranks, alone, whole
         self._every_micro_batch = every_micro_batch
         self._unit = _power_of_two(ranks)
         self._added: float | None = None
-        self._statements: list[float] = []  # of this mean's backward passes
         self._stated: float | None = None  # for the backward to come
-        self._current: float | None = None  # what the latest statement or batch says
+        self._current: Part | None = None  # what the latest statement or batch says
         self._batch: DrawnBatch | None = None  # of the latest backward
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
         self._over = False  # a pass over batches has ended, and all of them were used
         self._source = BatchSource()  # of batches whose source is not stated
         self._begun = False  # a backward of this mean has begun
         self._weighted = False  # the loss of the coming backward was multiplied by its weight
-        self._plan: int | None = None  # of this mean's batches
         self.digest = 0  # of this mean's batches
         self.has_digest = False
+        self._first: Part | None = None  # part of a batch in this mean
+        self._count = 0  # of parts in this mean
+        self._samples = 0.0  # in them
+        self._latest = self._base = 1.0  # weight of the latest part, and of the first that has one
 
     @property
     def unit(self) -> float:
         """The divisor of multipliers."""
-        if self._alone and self._added is None:
-            return self.weight or 1.0
-        return self._unit
+        return self.multiplied or 1.0 if self._alone and self._added is None else self._unit
 
     @property
     def weight(self) -> float:
         """This rank's weight so far, in samples."""
-        return sum(self._statements or [1.0]) if self._added is None else self._added
+        if self._added is not None:
+            return self._added
+        return self._samples if self._count else 1.0
+
+    @property
+    def multiplied(self) -> float:
+        """What this rank's sum of gradients is multiplied by, before it is divided by `unit`."""
+        if self._added is not None:
+            return self._added
+        return self._base * (1 if self._every_micro_batch else max(self._count, 1))
 
     @property
     def divisor(self) -> float:
-        """This rank's weight, or the mean of its statements where micro-batches are summed alone.
+        """This rank's addend of what the sum over ranks is divided by.
 
         Losses of accumulated micro-batches were divided by their number already.
         """
-        alone = self._every_micro_batch and self._added is None
-        return self.weight / (len(self._statements or [1.0]) if alone else 1)
+        if self._added is not None or self._first is None:
+            return self.multiplied
+        return self._first.own * (1 if self._every_micro_batch else self._count)
 
     @property
     def scale(self) -> float:
         """The multiplier of this rank's gradient before the sum over ranks."""
         if self._added is not None:
             return 1.0
-        latest = (self._statements or [1.0])[-1]
-        return (latest if self._every_micro_batch else self.weight) / self.unit
+        return (self._latest if self._every_micro_batch else self.multiplied) / self.unit
+
+    @property
+    def factor(self) -> float:
+        """The multiplier of a gradient that is added to those of earlier micro-batches."""
+        return self._latest / self._base if self._base else 0.0
+
+    @property
+    def may_change(self) -> bool:
+        """True if `factor` may not be 1 in the coming backward, by the batches that were drawn."""
+        if self._every_micro_batch or self._alone or not self._drawn:
+            return False
+        batch, first = self._drawn[-1], self._first
+        return not batch.own or (first is not None and (batch.own, batch.total) != first)
 
     def state(self, count: float | None) -> None:
         """State the weight of the coming backward; None takes back what no backward has followed.
@@ -137,7 +179,7 @@ class BatchWeight:
         return weight / self.unit
 
     def expect(
-        self, own: float, total: float, digest: int | None, source: BatchSource | None
+        self, own: float, total: float | None, digest: int | None, source: BatchSource | None
     ) -> None:
         """Note the latest batch of a source, which was drawn for a coming backward.
 
@@ -182,37 +224,38 @@ class BatchWeight:
             )
         self._begun, self._weighted = True, False
         if fresh:
-            implied = self._stated is None and self._added is None
-            if implied:
+            if self._stated is None and self._added is None:
                 _expect_like(self._drawn)
             self._batch = self._drawn[0]
-            if implied and not self._every_micro_batch:
-                self._expect_plan(self._batch.plan)
-            self._current = self._batch.own
+            self._current = Part(self._batch.own, self._batch.total)
             self._use_oldest()
-        if self._stated is not None:
-            self._current, self._stated = self._stated, None
-            if self._batch is not None and not self._batch.own:
-                self._current = 0.0  # a stand-in counts nothing
-            self._statements.append(self._current)
-        elif self._current is not None and (fresh or not self._statements):
-            self._statements.append(self._current)
-        implied = self._added is None and not self._every_micro_batch
-        if implied and 0 < self._statements.count(0) < len(self._statements):
-            raise RuntimeError(
-                "this rank has no sample in one micro-batch of an accumulation, and samples in "
-                "another, so their sum has no weight: call optimizer.backward(loss, weight=n)"
-            )
+        stated, self._stated = self._stated, None
+        if stated is not None:  # a stand-in counts nothing
+            own = 0.0 if self._batch is not None and not self._batch.own else stated
+            self._current = Part(own, None)
+        begins = fresh or stated is not None or self._first is None  # another micro-batch
+        if begins and self._current is not None and self._added is None:
+            self._take_part(self._current)
 
-    def _expect_plan(self, plan: int) -> None:
-        """Note the plan of a batch. Raises RuntimeError if others of this mean have another."""
-        if self._plan not in (None, plan):
+    def _take_part(self, part: Part) -> None:
+        """Weigh another micro-batch. Raises RuntimeError if its weight changes without a total."""
+        first = self._first = self._first or part
+        self._latest = part.own
+        known = first.total is not None and part.total is not None
+        if first.total is not None and part.total is not None:
+            self._latest = part.own * first.total / part.total
+        elif self._alone and part.own and first.own:
+            self._latest = first.own  # this rank has all of both
+        if self._latest != first.own and not (known and self._whole):
             raise RuntimeError(
-                "the batches of this accumulation are divided differently between ranks, since "
-                "world.shard(balance=True) has revised their parts: call "
-                "optimizer.backward(loss, weight=n) with this rank's number of samples"
+                f"this rank weighs {first.own:g} in one micro-batch of an accumulation, and "
+                f"{part.own:g} in another, and what the ranks of this step weigh together in each "
+                "is not known (share(n), world.shard(weight=) and sync= do not say it): call "
+                "optimizer.backward(loss, weight=n) for every micro-batch"
             )
-        self._plan = plan
+        self._base = self._base if self._count and self._base else self._latest
+        self._count += 1
+        self._samples += part.own
 
     def _use_oldest(self) -> None:
         """Take the oldest batch of each source from those that were drawn."""
@@ -228,17 +271,21 @@ class BatchWeight:
 
     @property
     def _states_weight(self) -> bool:
-        return bool(self._statements) or self._stated is not None or self._added is not None
+        return bool(self._count) or self._stated is not None or self._added is not None
 
     def finish(self) -> None:
         """Note that nothing more is added to this mean: a rank may have had no backward in it."""
-        if not self._begun or self._stated is not None:
+        if not self._begun:
             self._weighted, self._over = True, False
             self.begin_backward()
+        self._stated = None  # of a backward that did not follow
 
-    def begin_group(self, ranks: int) -> None:
-        """Begin to count the weights of a group of `ranks`; 1 for the small range of fp16."""
-        self._ranks, self._unit = ranks, _power_of_two(ranks)
+    def begin_group(self, ranks: int, *, whole: bool) -> None:
+        """Begin to count the weights of a group of `ranks`; 1 for the small range of fp16.
+
+        It is `whole` if a batch is divided between its ranks only.
+        """
+        self._ranks, self._unit, self._whole = ranks, _power_of_two(ranks), whole
 
     def discard(self) -> None:
         """Forget what was stated for gradients that have arrived."""
@@ -253,10 +300,12 @@ class BatchWeight:
 
     def end_step(self) -> None:
         """Begin another step: statements hold for one step, a batch until the next one."""
-        self._current = self._batch.own if self._batch is not None else None
+        batch = self._batch
+        self._current = Part(batch.own, batch.total) if batch is not None else None
 
     def _begin_mean(self) -> None:
-        self._added, self._statements, self._begun, self._plan = None, [], False, None
+        self._added, self._begun, self._first = None, False, None
+        self._count, self._samples, self._latest, self._base = 0, 0.0, 1.0, 1.0
         self.digest, self.has_digest = 0, False
 
 
@@ -275,7 +324,9 @@ def _expect_like(drawn: Sequence[DrawnBatch]) -> None:
 
 
 def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
-    parts = ", ".join(f"{batch.own:g} of {batch.total:g}" for batch in drawn)
+    parts = ", ".join(
+        f"{b.own:g}" if b.total is None else f"{b.own:g} of {b.total:g}" for b in drawn
+    )
     revised = len({batch.plan for batch in drawn}) > 1
     why = " (balance=True has revised its parts)" if revised else ""
     return RuntimeError(

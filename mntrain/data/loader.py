@@ -193,7 +193,8 @@ class ShardedLoader:
                 own = self._own_weight(part)
                 self._drawn.drawn += 1
                 self._drawn.plan = part.plan
-                self._context.expect(own, part.total, part.digest, self._drawn)
+                total = part.total if self._weight is None else None
+                self._context.expect(own, total, part.digest, self._drawn)
                 yield part.batch
                 if balance is not None:
                     balance.batch_done(part.own, part.total)

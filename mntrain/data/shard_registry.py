@@ -96,7 +96,9 @@ class ShardRegistry:
     def _memory_room(self) -> float:
         return self._ranks.memory_room()
 
-    def _expect(self, own: float, total: int, digest: int | None, source: BatchSource) -> None:
+    def _expect(
+        self, own: float, total: int | None, digest: int | None, source: BatchSource
+    ) -> None:
         for optimizer in self._optimizers:
             optimizer.expect_batch(own, total, digest, source)
 

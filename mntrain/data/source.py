@@ -16,14 +16,15 @@ from zero.step_weights import BatchSource
 class ShardContext:
     """The ranks that share a loader, and who learns of their batches.
 
-    expect(own, total, digest, source) is called before a batch is handed out; forget(drawn) when a
-    pass ends, and with drawn=True to drop batches that no backward followed (`ZeroOptimizer`).
+    expect(own, total, digest, source) is called before a batch is handed out, with a total of None
+    if own is not in samples; forget(drawn) when a pass ends, and with drawn=True to drop batches
+    that no backward followed (`ZeroOptimizer`).
     """
 
     rank: int
     size: int
     gather: Callable[[Any], list[Any]]  # collective: every rank's object, by rank
-    expect: Callable[[float, int, int | None, BatchSource], None]
+    expect: Callable[[float, int | None, int | None, BatchSource], None]
     forget: Callable[[bool], None]
     balance: LoaderBalance | None = None  # None: equal parts
 

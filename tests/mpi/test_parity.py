@@ -117,22 +117,6 @@ def test_unequal_shares(algorithm, ranks_per_node, loader):
         assert_parity(world, model, alone)
 
 
-def test_accumulated_batches_of_a_loader():
-    model = net()
-    alone = Alone(model, SGD)
-    batches = [samples(7, seed=seed) for seed in range(6)]
-    with init() as world:
-        optimizer = world.optimizer(model, SGD)
-        for index, batch in enumerate(world.shard(batches)):
-            with nullcontext() if index % 2 else optimizer.no_sync():
-                (loss_of(model, batch) / 2).backward()
-            if index % 2:
-                assert optimizer.step().weight == 14
-                optimizer.zero_grad()
-                alone.step(sum(loss_of(alone.model, b) / 2 for b in batches[index - 1 : index + 1]))
-        assert_parity(world, model, alone)
-
-
 @worlds
 def test_micro_batches_of_unequal_number_and_size(algorithm, ranks_per_node):
     # Of step 0, rank 0 has samples 0 to 2 and 2 to 3, rank 1 has 3 to 8, rank 2 none, and so on.

@@ -123,19 +123,23 @@ def test_a_failed_rank_and_ranks_without_items_end_a_step_together(world, make, 
 
 
 @modes
-def test_shares_of_a_loader_add_up_over_micro_batches(world, make, mode):
+@pytest.mark.parametrize("synced", [False, True])
+def test_the_micro_batches_of_a_loader_may_differ_in_size(world, make, mode, synced):
+    # Ranks have unequal parts of them, and stand-ins at the beginning and the end of a step.
     model = net()
     alone = Alone(model, SGD)
-    batches = [samples(7, seed=seed) for seed in range(6)]
+    sizes = (7, 3, 1, 8, 6, 5, 9, 2, 1)
+    batches = [samples(size, seed=seed) for seed, size in enumerate(sizes)]
     optimizer = make(model, SGD, **mode)
     for index, batch in enumerate(world.shard(batches)):
-        with nullcontext() if index % 2 else optimizer.no_sync():
-            (loss_of(model, batch) / 2).backward()
-        if index % 2:
+        waits = index % 3 == 2 or (synced and index % 3 == 0)
+        with nullcontext() if waits else optimizer.no_sync():
+            (loss_of(model, batch) / 3).backward()
+        if index % 3 == 2:
             result = optimizer.step()
             optimizer.zero_grad()
-            two = batches[index - 1 : index + 1]
-            norm = alone.step(sum(loss_of(alone.model, each) / 2 for each in two))
+            three = batches[index - 2 : index + 1]
+            norm = alone.step(sum(loss_of(alone.model, each) / 3 for each in three))
             assert result.grad_norm == pytest.approx(norm, rel=1e-10)
     assert_parity(world, model, alone)
 

@@ -246,15 +246,39 @@ def test_an_accumulation_that_the_model_drops_begins_anew(stage, world, weighted
     assert (result.grad_norm, result.weight) == (3.0, 2.0)
 
 
-@WORLDS
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_stand_in_within_an_accumulation_is_refused(stage, world):
-    model, optimizer = one_weight(stage, world)
+@stages
+def test_a_stand_in_within_an_accumulation_adds_nothing(stage):
+    model, optimizer = one_weight(stage, FirstOfTwo)  # whose other rank adds nothing either
     with optimizer.no_sync():
         optimizer.expect_batch(8, 16)
         value(model, 3).backward()
     optimizer.expect_batch(0, 1)
-    with pytest.raises(RuntimeError, match=r"no sample in one micro-batch .*weight=n"):
+    value(model, math.nan).backward()
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 8.0)
+
+
+@WORLDS
+@stages
+@pytest.mark.parametrize("how", ["share", "tokens"])
+def test_a_weight_that_changes_without_a_total_is_refused(stage, world, how):
+    model, optimizer = one_weight(stage, world)
+
+    def weigh(count):
+        optimizer.share(count) if how == "share" else optimizer.expect_batch(count, None)
+
+    with optimizer.no_sync():
+        weigh(8)
+        value(model, 3).backward()
+        weigh(8)
+        value(model, 3).backward()
+    weigh(5)
+    if world is SingleProcessCollectives:  # one rank has the whole of every batch
+        value(model, 1).backward()
+        assert optimizer.step().grad_norm == 7.0
+        return
+    message = r"weighs 8 in one micro-batch .*, and 5 in another, .*backward\(loss, weight=n\)"
+    with pytest.raises(RuntimeError, match=message):
         value(model, 5).backward()
 
 
