@@ -1,6 +1,6 @@
 """A run's directory: its lock, and what it holds of earlier jobs.
 
-RUN/.lock            held by the job that uses the directory
+RUN/.lock            held by the job that uses the directory: mntrain.run.lock
 RUN/config.toml      options
 RUN/metrics.jsonl    a line for each step
 RUN/metrics.csv      the same as a table, with --log.csv
@@ -13,15 +13,11 @@ RUN/hf/              the tokenizer and more, for `ckpt export --hf`
 RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
 
-import fcntl
 import json
-import os
 import secrets
-import socket
 import sys
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TextIO
 
 from mntrain.checkpoint import list_checkpoints, set_aside
 from mntrain.checks.storage import Probe, existing_folder, is_visible
@@ -37,7 +33,9 @@ from mntrain.metrics.files import (
 )
 from mntrain.metrics.writers import WANDB_ID_FILE, rewind_csv
 from mntrain.ranks import Ranks
+from mntrain.run.lock import RunLock
 from mntrain.watch.recording import recordings
+from mntrain.watch.watchdog import Watchdog
 
 # Statuses of jobs that hung, lost a rank, or ended by an exception of one rank.
 EARLY_ENDS = ("stalled", "lost", "crashed")
@@ -63,33 +61,22 @@ def make_new(run_dir: Path) -> Path:
         raise _unwritable(path, error) from error
 
 
-def make_and_lock(run_dir: Path) -> TextIO:
-    """Make a run's directory if there is none, and return a file that holds its lock while open.
+def make_and_lock(run_dir: Path, watchdog: Watchdog | None = None) -> RunLock:
+    """Make a run's directory if there is none, and return its lock, held until it is closed.
 
-    Without effect on file systems without locks. Raises ValueError if the directory is not
-    writable, or another process holds the lock.
+    If another job takes the lock, which it may once this process was stopped for a while, the
+    watchdog ends this job. Raises ValueError if the directory is not writable, or another process
+    holds the lock.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / ".lock").open("a+", errors="replace")
+        return RunLock(run_dir, watchdog.lose_directory if watchdog else _warn, _warn)
     except OSError as error:
         raise _unwritable(run_dir, error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read(1000) or "unknown"
-        file.close()
-        raise ValueError(
-            f"{run_dir} is in use by a job ({holder}): wait for its end, or give another run "
-            "directory"
-        ) from None
-    except OSError:
-        return file
-    file.truncate(0)
-    file.write(f"on {socket.gethostname()}, process {os.getpid()}")
-    file.flush()
-    return file
+
+
+def _warn(text: str) -> None:
+    print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
 
 
 def expect_shared(world: Ranks, run_dir: Path) -> None:
@@ -150,7 +137,7 @@ class RunDirectory:
         self._world = world
         self.path, self.rewinds = world.gather(path)[0], 0
         with world.agreement():
-            self._lock = make_and_lock(self.path) if world.master else None
+            self._lock = make_and_lock(self.path, world.watchdog) if world.master else None
         self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
 
     def rewind(self, step: int) -> None:
@@ -168,8 +155,6 @@ class RunDirectory:
     def close(self) -> None:
         """Let other jobs use the directory. Local."""
         if self._lock is not None:
-            with suppress(OSError):  # on file systems without locks
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # forked children have the file open, too
             self._lock.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any
 
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint
@@ -23,6 +23,7 @@ from mntrain.run.directory import (
     make_new,
     rewind,
 )
+from mntrain.run.lock import RunLock
 from mntrain.world import World
 
 # Beginnings of options that a resumed run cannot change: they fix the model and order of samples.
@@ -168,11 +169,11 @@ def prepare(
     *,
     saves: bool,
     files: Mapping[str, bytes] = MappingProxyType({}),
-) -> TextIO | None:
+) -> RunLock | None:
     """Make the run's directory, or continue in it; write config.toml and files. Collective.
 
     A job that saves may start over a run that was killed before its first checkpoint. Returns, on
-    the master, a file whose lock keeps other jobs out until it is closed. Raises AgreedError if the
+    the master, the lock that keeps other jobs out until it is closed. Raises AgreedError if the
     directory holds a run that this job does not continue, or is in use by another job, or if a job
     that saves has ranks that do not see it.
     """
@@ -185,7 +186,7 @@ def prepare(
             continued = found is not None and run_dir.resolve() in found.path.resolve().parents
             if exists and not continued:
                 expect_startable(run_dir, saves=saves)
-            lock = make_and_lock(run_dir)
+            lock = make_and_lock(run_dir, world.watchdog)
             (run_dir / CONFIG_FILE).write_text(to_toml(_with_absolute_paths(config)))
             for name, content in files.items():
                 (run_dir / name).parent.mkdir(parents=True, exist_ok=True)

@@ -126,6 +126,11 @@ class Watchdog:
             except Exception as error:
                 _print(f"warning: the summary cannot be written: {error}")
 
+    def lose_directory(self, reason: str) -> None:
+        """End the job at once, on rank 0, with a reason but no summary: that is another job's."""
+        self.at_end.clear()
+        self._tell({"kind": "lost directory", "reason": reason})
+
     @property
     def alone(self) -> bool:
         """True in a world of one."""
@@ -247,6 +252,9 @@ class Watchdog:
                 print_stack(int(message["pid"]))
             case "end":
                 self._leave_job(int(message["code"]), aborts=False)
+            case "lost directory" if peer == self._rank:
+                reason = str(message["reason"])
+                self._end_job(reason, reason=reason, status="lost", code=1)
             case "left":
                 self._left.add(peer)
         if self._monitor is not None and "kind" in message:

@@ -1,9 +1,13 @@
 """Checks of a host and of a file system, on real folders, limits and processes."""
 
+import contextlib
+import errno
+import fcntl
 import os
 import resource
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -173,3 +177,24 @@ def test_a_cpu_without_instructions_for_a_dtype_is_told(tmp_path, dtype, line, s
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbogomips\t: 1\n")
     assert host.arithmetic(dtype, tmp_path / "cpuinfo").status == status
     assert host.arithmetic(dtype, tmp_path / "absent").status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("shim", "status", "words"),
+    [
+        (None, "pass", "keeps the others out on 1 host"),
+        (OSError(errno.ENOSYS, "Function not implemented"), "warn", "has no file locks (n1)"),
+        (0, "warn", "file locks in {} are of each host (n1)"),
+    ],
+)
+def test_file_locks_that_do_not_hold_are_said(shim, status, words, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    if shim is not None:
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=[shim, shim]))
+    with (tmp_path / "file").open("r+b") as held:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        found = storage.locks(tmp_path, {"n1": storage.try_lock(tmp_path / "file")}, 30.0)
+    assert found.status == status
+    assert words.format(tmp_path) in found.text
+    assert status == "pass" or "after 30 s" in found.text

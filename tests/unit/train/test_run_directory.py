@@ -56,7 +56,7 @@ def test_a_configuration_without_sections_is_refused_by_name(config, missing):
 
 def test_the_saved_configuration_finds_its_data_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    world = SimpleNamespace(rank=0, master=True, agreement=nullcontext)
+    world = SimpleNamespace(rank=0, master=True, watchdog=None, agreement=nullcontext)
     given = replace(Config(), data=replace(Config().data, path=Path("corpus")))
     prepare(world, given, tmp_path / "run", None, saves=False).close()
     saved = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
@@ -66,7 +66,7 @@ def test_the_saved_configuration_finds_its_data_from_any_folder(tmp_path, monkey
 @pytest.mark.parametrize("given", [Path("a"), {"news": Path("a"), "code": Path("/b")}, None])
 def test_the_saved_configuration_finds_its_validation_data_too(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
-    world = SimpleNamespace(rank=0, master=True, agreement=nullcontext)
+    world = SimpleNamespace(rank=0, master=True, watchdog=None, agreement=nullcontext)
     config = replace(Config(), data=replace(Config().data, valid_path=given))
     prepare(world, config, tmp_path / "run", None, saves=False).close()
     saved = parse(["--config", str(tmp_path / "run" / "config.toml")]).data.valid_path

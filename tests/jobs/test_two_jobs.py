@@ -1,0 +1,93 @@
+"""Two jobs in one run directory, on file systems without file locks or with those of each node."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mntrain.checkpoint.reader import list_checkpoints
+
+# Found by each process at its start: the file locks of some parallel and network file systems.
+SHIM = """
+import errno, fcntl, os
+def flock(*_):
+    if os.environ["FLOCK"] == "not supported":
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+fcntl.flock = flock
+"""
+LOOP = """
+import sys, time
+import mntrain, torch
+
+with mntrain.init(device="cpu", tune=False) as world:
+    model = torch.nn.Linear(3, 2)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.01)
+    checkpoints = world.checkpoints(sys.argv[1], model=model, optimizer=optimizer, every=1, keep=2)
+    done = checkpoints.restore()
+    for step in range(done + 1, 10_000):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        checkpoints.save(step)
+        time.sleep(0.05)
+"""
+
+
+def start(folder, shim):
+    environment = {**os.environ, "PYTHONPATH": str(folder / "site"), "FLOCK": shim}
+    return subprocess.Popen(
+        [sys.executable, folder / "loop.py", folder / "run"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def until(condition, *running):
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        assert all(job.poll() is None for job in running), running[0].communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "shim", ["local to each node", pytest.param("not supported", marks=pytest.mark.exhaustive)]
+)
+def test_two_jobs_never_train_in_one_directory_without_file_locks(tmp_path, shim):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SHIM)
+    (tmp_path / "loop.py").write_text(LOOP)
+    run = tmp_path / "run"
+    first = start(tmp_path, shim)
+    try:
+        until(lambda: list_checkpoints(run), first)
+        second = start(tmp_path, shim)
+        errors = second.communicate(timeout=100)[1]
+        assert second.returncode == 1, errors
+        assert f"run is in use by a job (on {os.uname().nodename}, process {first.pid}," in errors
+        until(lambda: not (run / ".lock.refused").exists(), first)  # then it was told
+    finally:
+        first.kill()
+    errors = first.communicate()[1]
+    assert f"warning: another job (on {os.uname().nodename}, process {second.pid}," in errors
+    assert first.returncode == -signal.SIGKILL
+    assert not [path for path in (run / "checkpoints").iterdir() if path.suffix == ".aside"]
+    before = list_checkpoints(run)[0].name
+    third = start(tmp_path, shim)
+    try:
+        until(lambda: list_checkpoints(run)[0].name > before, third)
+        holder = json.loads((run / ".lock").read_text())
+        other = {**holder, "token": "another", "holder": "on far, process 7"}
+        (run / ".lock").write_text(json.dumps(other))  # as one that had found no sign of it
+        errors = third.communicate(timeout=60)[1]
+    finally:
+        third.kill()
+    assert third.returncode != 0
+    assert "run was taken by another job (on far, process 7), which had found no sign" in errors
+    assert json.loads((run / ".lock").read_text()) == other
+    assert not (run / "summary.json").exists()
