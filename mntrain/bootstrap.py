@@ -40,7 +40,7 @@ from mntrain.rank_info import Place, Usage, device_memory, find_place, peak_memo
 from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS
 from mntrain.watch.recorder import Recorder, pid_namespace
-from mntrain.watch.side_channel import SideChannel, listen
+from mntrain.watch.side_channel import SideChannel, address_towards, listen, own_addresses
 from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S, is_positive, limited_start
 from mntrain.watch.watchdog import Watchdog
 from zero.layout import MIB
@@ -258,10 +258,16 @@ def _check(parts: WorldParts) -> None:
 def _start_engine(parts: WorldParts) -> None:
     """Start the communication thread, which makes all MPI calls from here on."""
     rank, comm = parts.comm.rank, parts.comm
-    listener, address = listen() if rank in MONITORS and comm.size > 1 else (None, None)
     member = Member(parts.watch.host, parts.hosts[rank], os.getpid(), pid_namespace())
-    own = member, address, secrets.token_bytes(32)
-    members, addresses, keys = zip(*comm.gather_objects(own), strict=True)
+    own = member, own_addresses(), secrets.token_bytes(32)
+    members, interfaces, keys = zip(*comm.gather_objects(own), strict=True)
+    listener, address = None, None
+    if rank in MONITORS and rank < comm.size - 1:
+        others = {
+            h: i for h, i in zip(parts.hosts, interfaces, strict=True) if h != member.host_key
+        }
+        listener, address = listen(address_towards(others.values()))
+    monitors = {r: a for r, a in enumerate(comm.gather_objects(address)) if a is not None}
     parts.resources.callback(lambda: parts.watchdog.close())  # noqa: PLW0108 - it is not made yet
     engine = parts.engine = ProgressEngine()
     engine.main.observer = parts.recorder
@@ -272,7 +278,7 @@ def _start_engine(parts: WorldParts) -> None:
         timeout=parts.settings.timeout,
         warn_after=parts.settings.warn_after,
         channel=SideChannel(rank, keys[0], listener),
-        monitors={r: at for r, at in enumerate(addresses) if at is not None},
+        monitors=monitors,
         fail=lambda report: engine.stop(RemoteRankError(**report)),
     )
     engine.watch = DisagreementWatch(parts.comm, engine.streams, partial(AgreedError, rank=rank))

@@ -60,6 +60,8 @@ class Monitor:
     def look(self, now: float) -> None:
         """Act on what is due by the clock."""
         self._connected |= set(self._channel.peers)
+        if self._connected.issuperset(range(self._rank + 1, len(self._members))):
+            self._channel.stop_listening()
         if self._take_over is not None and now > self._take_over.at:
             due, self._take_over = self._take_over, None
             self._ask(ends=due.ends, reason=due.reason, code=due.code)

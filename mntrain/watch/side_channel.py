@@ -8,23 +8,29 @@ Every rank connects to the monitors, ranks 0 and 1. The state of a connection te
 
 since a kernel acknowledges for a stopped process (keep-alive: RFC 1122, 4.2.3.6; user timeout: RFC
 5482). Messages are JSON objects, one a line. Both ends prove first that they know the secret of the
-job (HMAC-SHA256 of the other's challenge), which the ranks exchange over MPI:
+job (HMAC-SHA256), which the ranks exchange over MPI:
 
-    monitor     {"challenge": C}
-    rank        {"rank": R, "proof": of C, "challenge": D}
-    monitor     {"proof": of D}
-    rank        {"joined": true}    only now the monitor counts the rank as connected
+    rank        {"rank": R, "token": T, "challenge": C}    T is the same each time
+    monitor     {"proof": of C, "challenge": D}
+    rank        {"proof": of D}     only now the monitor counts the rank as connected
+
+Without a token, the peer is a stranger. Strangers cost no descriptor that the job could use: a
+monitor keeps STRANGERS of them at most, in descriptors that it has reserved, and the oldest gives
+way. Once all ranks are connected, the monitor stops listening.
 """
 
 import fcntl
 import hmac
 import json
+import os
+import resource
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -32,17 +38,17 @@ Message = dict[str, Any]
 
 LOST_S = 20  # until a node without a network counts as lost
 CONNECT_S = 3.0  # per address
+STRANGERS = 64  # most connections that a monitor keeps without a token
+_STRANGE_S = 0.25  # that each of them has at least, so that at most 256 a second are accepted
+_TOKEN_S = 2.0  # for the token, after which a stranger is dropped in any case
 _GREETING_S = 10.0  # for the rest of the greeting, which a busy host takes long for
-_MAX_LINE = 1 << 20
+_MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+_LOOPBACK = "127.0.0.1"
+# In which users name the interfaces of MPI.
+_INTERFACE_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
 
-
-class Address(NamedTuple):
-    """The place at which a monitor listens: the addresses of its host, and the port."""
-
-    host: str
-    addresses: list[str]
-    port: int
+Address = tuple[str, int]  # at which a monitor listens: IPv4 address and port
 
 
 class Closed(NamedTuple):
@@ -60,7 +66,9 @@ class SideChannel:
     def __init__(self, rank: int, secret: bytes, own_listener: socket.socket | None) -> None:
         self._rank, self._secret, self._listener = rank, secret, own_listener
         self._connections: dict[int, _Connection] = {}
-        self._strangers: list[_Connection] = []  # that have not proved anything yet
+        self._strangers: deque[_Connection] = deque()  # without a token, the oldest first
+        self._joining: list[_Connection] = []  # with one
+        self._reserve: list[int] = []  # descriptors
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for waker in (self._wake_reader, self._wake_writer):
@@ -69,6 +77,10 @@ class SideChannel:
         if own_listener is not None:
             own_listener.setblocking(False)
             self._selector.register(own_listener, selectors.EVENT_READ)
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            for _ in range(STRANGERS if soft < 0 else min(STRANGERS, soft // 16)):
+                self._reserve_one()
+        self._accepted: deque[float] = deque(maxlen=len(self._reserve) or 1)  # times of strangers
 
     @property
     def peers(self) -> list[int]:
@@ -80,8 +92,8 @@ class SideChannel:
         """A descriptor that ends `poll` when it is written to, as by `signal.set_wakeup_fd`."""
         return self._wake_writer.fileno()
 
-    def connect(self, monitor: int, where: tuple[str, int]) -> None:
-        """Connect to a monitor at an address and port. Takes up to CONNECT_S and the greeting.
+    def connect(self, monitor: int, where: Address) -> None:
+        """Connect to a monitor. Takes up to CONNECT_S and the greeting.
 
         Raises OSError if it does not answer as such; then it may be tried again.
         """
@@ -98,8 +110,7 @@ class SideChannel:
 
     def send_to_all(self, message: Message) -> None:
         """Send a message to all ranks, those included that are about to join. Never blocks."""
-        joining = [stranger for stranger in self._strangers if stranger.proven is not None]
-        for connection in [*self._connections.values(), *joining]:
+        for connection in [*self._connections.values(), *self._joining]:
             connection.send(message)
 
     def poll(self, seconds: float) -> Iterator[tuple[int, Message | Closed]]:
@@ -114,8 +125,20 @@ class SideChannel:
                     yield self._rank, {"kind": "signal", "number": number}
             elif key.data.socket.fileno() >= 0:  # not replaced a moment ago
                 yield from self._receive(key.data)
-        for stranger in [s for s in self._strangers if s.since < time.monotonic() - _GREETING_S]:
+        now = time.monotonic()
+        for stranger in [s for s in self._strangers if s.since < now - _TOKEN_S]:
             self._drop(stranger)
+        for joining in [j for j in self._joining if j.since < now - _GREETING_S]:
+            self._drop(joining)
+
+    def stop_listening(self) -> None:
+        """Close the port, and the connections of strangers, since all ranks are connected."""
+        if self._listener is None:
+            return
+        for connection in [*self._strangers, *self._joining]:
+            self._drop(connection)
+        self._selector.unregister(self._listener)
+        self._close_port()
 
     def wake(self) -> None:
         """End the current `poll`. Safe from any thread and from a signal handler."""
@@ -124,31 +147,39 @@ class SideChannel:
 
     def close(self, *, in_child: bool = False) -> None:
         """Close all connections; in a forked child, without a word to the peers."""
-        connections = [*self._connections.values(), *self._strangers]
+        connections = [*self._connections.values(), *self._strangers, *self._joining]
         for connection in connections:
             if not in_child:
                 connection.flush()
             connection.socket.close()
         self._connections.clear()
         self._strangers.clear()
-        for own in (self._listener, self._wake_reader, self._wake_writer):
-            if own is not None:
-                own.close()
+        self._joining.clear()
+        self._close_port()
+        for own in (self._wake_reader, self._wake_writer):
+            own.close()
         self._selector.close()
 
-    def _connect(self, monitor: int, where: tuple[str, int]) -> "_Connection":
+    def _close_port(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        while self._reserve:
+            os.close(self._reserve.pop())
+
+    def _connect(self, monitor: int, where: Address) -> "_Connection":
         own = socket.create_connection(where, CONNECT_S)
         try:
             own.settimeout(_GREETING_S)
-            connection = _Connection(own)
+            connection = _Connection(own, _MAX_LINE)
             challenge = secrets.token_hex(16)
-            theirs = connection.read_line()["challenge"]
-            proof = self._proof("rank", self._rank, theirs)
-            connection.send({"rank": self._rank, "proof": proof, "challenge": challenge})
-            answer = connection.read_line()["proof"]
-            if not _equal(answer, self._proof("monitor", monitor, challenge)):
+            token = self._proof("token", self._rank)
+            connection.send({"rank": self._rank, "token": token, "challenge": challenge})
+            answer = connection.read_line()
+            if not _equal(answer["proof"], self._proof("monitor", monitor, challenge)):
                 raise ValueError("another secret")
-            connection.send({"joined": True})
+            proof = self._proof("rank", self._rank, answer["challenge"])
+            connection.send({"proof": proof})
         except (KeyError, ValueError) as error:
             own.close()
             raise OSError(f"{where} is no monitor of this job") from error
@@ -158,18 +189,32 @@ class SideChannel:
         return connection
 
     def _accept(self) -> None:
+        """Accept what waits at the port; of strangers no more than there is a place for."""
         assert self._listener is not None
-        try:
-            own, _ = self._listener.accept()
-        except OSError:  # the peer has gone, or no descriptor is free
-            time.sleep(0.01)
-            return
-        own.setblocking(False)
-        connection = _Connection(own)
-        connection.challenge = secrets.token_hex(16)
-        connection.send({"challenge": connection.challenge})
-        self._strangers.append(connection)
-        self._selector.register(own, selectors.EVENT_READ, connection)
+        while self._may_accept():
+            if not self._reserve and self._strangers:
+                self._drop(self._strangers[0])
+            if self._reserve:
+                os.close(self._reserve.pop())
+            try:
+                own, _ = self._listener.accept()
+            except BlockingIOError:
+                self._reserve_one()
+                return
+            except OSError:  # the peer has gone, or no descriptor is free
+                self._reserve_one()
+                break
+            own.setblocking(False)
+            connection = _Connection(own, _MAX_GREETING)
+            self._strangers.append(connection)
+            self._accepted.append(connection.since)
+            self._selector.register(own, selectors.EVENT_READ, connection)
+        time.sleep(0.01)
+
+    def _may_accept(self) -> bool:
+        """Return whether the oldest stranger, which may have to give way, has had its time."""
+        full = len(self._accepted) == self._accepted.maxlen
+        return not full or self._accepted[0] < time.monotonic() - _STRANGE_S
 
     def _receive(self, connection: "_Connection") -> Iterator[tuple[int, Message | Closed]]:
         messages, closed = connection.receive()
@@ -188,30 +233,50 @@ class SideChannel:
         """Close one connection."""
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        if connection.rank is None:
-            self._strangers.remove(connection)
-        else:
+        if connection.rank is not None:
             del self._connections[connection.rank]
+        elif connection in self._joining:
+            self._joining.remove(connection)
+        else:
+            self._strangers.remove(connection)
+            self._reserve_one()
+
+    def _reserve_one(self) -> None:
+        """Reserve a descriptor for a stranger, if one is free."""
+        with suppress(OSError):
+            self._reserve.append(os.dup(self._wake_reader.fileno()))
 
     def _greet(self, connection: "_Connection", message: Message) -> bool:
-        """Go on with the greeting of a stranger; return False if it does not know the secret."""
-        if connection.proven is not None:
-            self._strangers.remove(connection)
-            if earlier := self._connections.get(connection.proven):  # which the rank gave up
+        """Go on with the greeting of a peer; return False if it does not know the secret."""
+        if connection in self._joining:
+            rank = connection.claimed
+            expected = self._proof("rank", rank, connection.challenge)
+            if not _equal(message.get("proof"), expected):
+                return False
+            self._joining.remove(connection)
+            if earlier := self._connections.get(rank):  # which the rank gave up
                 self._drop(earlier)
-            connection.rank = connection.proven
-            self._connections[connection.rank] = connection
+            connection.rank, connection.limit = rank, _MAX_LINE
+            self._connections[rank] = connection
             return True
         rank, challenge = message.get("rank"), message.get("challenge")
         if not isinstance(rank, int) or not isinstance(challenge, str):
             return False
-        if not _equal(message.get("proof"), self._proof("rank", rank, connection.challenge)):
+        if not _equal(message.get("token"), self._proof("token", rank)):
             return False
-        connection.proven = rank
-        connection.send({"proof": self._proof("monitor", self._rank, challenge)})
+        for earlier in [joining for joining in self._joining if joining.claimed == rank]:
+            self._drop(earlier)
+        self._strangers.remove(connection)
+        self._reserve_one()
+        with suppress(ValueError):
+            self._accepted.remove(connection.since)
+        self._joining.append(connection)
+        connection.claimed, connection.challenge = rank, secrets.token_hex(16)
+        proof = self._proof("monitor", self._rank, challenge)
+        connection.send({"proof": proof, "challenge": connection.challenge})
         return True
 
-    def _proof(self, role: str, rank: int, challenge: str) -> str:
+    def _proof(self, role: str, rank: int, challenge: str = "") -> str:
         text = f"{role} {rank} {challenge}".encode(errors="replace")
         return hmac.new(self._secret, text, "sha256").hexdigest()
 
@@ -224,14 +289,14 @@ class SideChannel:
 
 
 class _Connection:
-    """A socket that carries lines."""
+    """A socket that carries lines of `limit` bytes at most."""
 
-    def __init__(self, own: socket.socket) -> None:
-        self.socket = own
+    def __init__(self, own: socket.socket, limit: int) -> None:
+        self.socket, self.limit = own, limit
         self.since = time.monotonic()
+        self.claimed = -1  # the peer's rank, by its token
         self.challenge = ""  # that the peer must answer
-        self.proven: int | None = None  # the peer's rank, once it has answered
-        self.rank: int | None = None  # the same, once it has joined
+        self.rank: int | None = None  # the peer's, once it has joined
         self._received = b""
         self._unsent = b""
         options = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 3, "USER_TIMEOUT": 1000 * LOST_S}
@@ -256,7 +321,7 @@ class _Connection:
         """Return the messages that have arrived, and the end of the connection if it has come."""
         closed = None
         try:
-            data = self.socket.recv(1 << 16)
+            data = self.socket.recv(min(self.limit, 1 << 16))
             closed = None if data else Closed(None)
         except BlockingIOError:
             data = b""
@@ -269,7 +334,7 @@ class _Connection:
             messages = [_parse(line) for line in lines]
         except ValueError:
             return [], Closed(None)
-        if len(self._received) > _MAX_LINE:
+        if len(self._received) >= self.limit:
             closed = Closed(None)
         return messages, closed
 
@@ -277,44 +342,64 @@ class _Connection:
         """Block until a line has arrived. Raises OSError, or ValueError for no message."""
         while b"\n" not in self._received:
             data = self.socket.recv(4096)
-            if not data or len(self._received) > _MAX_LINE:
+            if not data or len(self._received) >= self.limit:
                 raise OSError("the connection was closed")
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return _parse(line)
 
 
-def listen() -> tuple[socket.socket, Address]:
-    """Return a socket that listens on a free port of all interfaces, and its address.
+def listen(address: str) -> tuple[socket.socket, Address]:
+    """Return a socket that listens on a free port of an address of this host, and both.
 
     Raises OSError.
     """
-    listener = socket.create_server(("", 0), backlog=1024)
-    port = listener.getsockname()[1]
-    return listener, Address(socket.gethostname(), _own_addresses(), port)
+    listener = socket.create_server((address, 0), backlog=1024)
+    return listener, (address, listener.getsockname()[1])
 
 
-def places(address: Address) -> list[tuple[str, int]]:
-    """Return the addresses and ports at which a monitor may be reached from here."""
-    here = ["127.0.0.1"] if address.host == socket.gethostname() else []
-    return [(candidate, address.port) for candidate in [*here, *address.addresses]]
-
-
-def _own_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host, that of the loopback interface last."""
-    found = []
+def own_addresses() -> dict[str, str]:
+    """Return the IPv4 addresses of this host's interfaces, by name, without loopback."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name[:15].encode())
             with suppress(OSError):  # an interface without an address, or no Linux
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(reply[20:24]))
+                found[name] = socket.inet_ntoa(reply[20:24])
     if not found:
         with suppress(OSError):
-            found = socket.gethostbyname_ex(socket.gethostname())[2]
-    return sorted(
-        set(found), key=lambda address: (address.startswith("127."), found.index(address))
-    )
+            found = {"": socket.gethostbyname(socket.gethostname())}
+    return {name: address for name, address in found.items() if not address.startswith("127.")}
+
+
+def address_towards(
+    others: Iterable[Mapping[str, str]], environment: Mapping[str, str] = os.environ
+) -> str:
+    """Return the address of the interface that leads to other hosts; of loopback if there are none.
+
+    `others` are their `own_addresses`. If the variables of MPI name interfaces, one of them counts;
+    else the one through which the most addresses are reached, by the routing table.
+    """
+    own = own_addresses()
+    named = ",".join(environment.get(name, "") for name in _INTERFACE_VARIABLES).split(",")
+    usable = [own[name] for name in named if name in own] or list(own.values())
+    votes: Counter[str] = Counter()
+    for addresses in others:
+        votes.update(dict.fromkeys(usable, 0))
+        for address in set(addresses.values()) - set(own.values()):  # not of a bridge on each host
+            votes[_source(address)] += 1
+    if not votes:
+        return _LOOPBACK
+    return max(usable, key=lambda address: votes[address], default=_LOOPBACK)
+
+
+def _source(address: str) -> str:
+    """Return the address of this host from which packets to an address are sent, or ""."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((address, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def _equal(given: object, expected: str) -> bool:

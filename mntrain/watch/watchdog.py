@@ -28,7 +28,7 @@ from mntrain.watch.grace import Grace
 from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS, Monitor, print_stack
 from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, own_status
-from mntrain.watch.side_channel import Address, Closed, Message, SideChannel, places
+from mntrain.watch.side_channel import Address, Closed, Message, SideChannel
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
 PRINT_S = 2.0  # for the report and the summary, of which a hung file system keeps neither back
@@ -78,7 +78,7 @@ class Watchdog:
                 end_job=self._end_job,
             )
         self._connect_at, self._attempts = -math.inf, 0
-        self._untried: deque[tuple[int, tuple[str, int]]] = deque()  # addresses of monitors
+        self._untried: deque[tuple[int, Address]] = deque()  # monitors
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
         self._left: set[int] = set()  # peers
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
@@ -181,13 +181,13 @@ class Watchdog:
             channel.close()
 
     def _connect(self, now: float) -> None:
-        """Try the next address of a monitor below this rank, in a few rounds."""
+        """Connect to the next monitor below this rank that is missing, in a few rounds."""
         if not self._untried:
             missing = [m for m in self._monitors if m < self._rank and m not in self._channel.peers]
             if not missing or self._attempts == ATTEMPTS or now < self._connect_at:
                 return
             self._attempts += 1
-            self._untried += [(m, where) for m in missing for where in places(self._monitors[m])]
+            self._untried += [(m, self._monitors[m]) for m in missing]
         if self._untried:
             monitor, where = self._untried.popleft()
             if monitor not in self._channel.peers:

@@ -17,11 +17,14 @@ class Channel:
     """Keeps what is sent."""
 
     def __init__(self, peers):
-        self.peers, self.sent = list(peers), []
+        self.peers, self.sent, self.listens = list(peers), [], True
 
     def send(self, peer, message):
         if peer in self.peers:
             self.sent.append((peer, message))
+
+    def stop_listening(self):
+        self.listens = False
 
     def taken(self, kind):
         """The peers to which messages of a kind were sent, which are forgotten."""
@@ -209,6 +212,19 @@ def test_a_failed_rank_learns_when_all_others_have_left(make):
     assert world.channel.taken("others left") == []
     world.hear(0, "left")
     assert world.channel.taken("others left") == [2]
+
+
+def test_a_monitor_listens_until_the_ranks_above_it_are_connected(make):
+    for rank, above in ((0, [2, 1]), (1, [2])):
+        world = make(rank)
+        world.channel.listens, world.monitor._connected = True, set()
+        world.channel.peers = []
+        for peer in above:
+            world.pass_time(0.1)
+            assert world.channel.listens
+            world.channel.peers.append(peer)
+        world.pass_time(0.1)
+        assert not world.channel.listens
 
 
 def test_ranks_that_never_connect_are_named_once(make):

@@ -1,8 +1,10 @@
 """The connections between ranks: messages, strangers, and what the end of one means."""
 
+import contextlib
 import hmac
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -11,14 +13,14 @@ import time
 import pytest
 
 from mntrain.watch import side_channel
-from mntrain.watch.side_channel import Closed, SideChannel, listen, places
+from mntrain.watch.side_channel import Closed, SideChannel, address_towards, listen
 
 SECRET = b"s" * 32
 
 
 @pytest.fixture
 def monitor():
-    listener, address = listen()
+    listener, address = listen("127.0.0.1")
     channel = SideChannel(0, SECRET, listener)
     yield channel, address
     channel.close()
@@ -31,7 +33,7 @@ def connected(monitor, rank=1, secret=SECRET):
 
     def connect():
         try:
-            other.connect(0, ("127.0.0.1", address.port))
+            other.connect(0, address)
         except OSError as error:
             errors.append(error)
 
@@ -78,7 +80,7 @@ def test_a_closed_connection_and_a_killed_process_are_told(monitor):
     child = os.fork()
     if child == 0:
         own = SideChannel(2, SECRET, None)
-        own.connect(0, ("127.0.0.1", monitor[1].port))
+        own.connect(0, monitor[1])
         time.sleep(100)
     while 2 not in monitor[0].peers:
         list(monitor[0].poll(0.05))
@@ -101,22 +103,23 @@ def test_a_rank_with_another_secret_is_not_let_in(monitor):
         b"nonsense\n",
         b"[1]\n",
         b"[" * 100_000 + b"\n",
-        b'{"rank": 1, "proof": "00", "challenge": "11"}\n',
-        '{"rank": 1, "proof": "\u00e9", "challenge": "\u00e9"}\n'.encode(),
-        b'{"rank": 1, "proof": "\\ud800", "challenge": "\\ud800"}\n',
+        b'{"rank": 1, "token": "00", "challenge": "11"}\n',
+        '{"rank": 1, "token": "\u00e9", "challenge": "\u00e9"}\n'.encode(),
+        b'{"rank": 1, "token": "\\ud800", "challenge": "\\ud800"}\n',
+        b'{"rank": true, "token": [], "challenge": "11"}\n',
+        b'{"proof": "11"}\n',
         b"x" * 2000,
     ],
 )
 def test_a_stranger_gets_no_further_and_disturbs_nobody(monitor, line):
     other = connected(monitor)
-    with socket.create_connection(("127.0.0.1", monitor[1].port)) as stranger:
+    with socket.create_connection(monitor[1], timeout=20) as stranger:
         for _ in range(5):
             list(monitor[0].poll(0.05))
-        challenge = json.loads(stranger.recv(1000))
-        assert challenge.keys() == {"challenge"}
         stranger.sendall(line)
         for _ in range(5):
             assert not list(monitor[0].poll(0.05))
+        assert closed_with_nothing_said(stranger)
     assert monitor[0].peers == [1]
     other.send(0, {"kind": "still here"})
     assert received(monitor[0]) == [(1, {"kind": "still here"})]
@@ -124,17 +127,25 @@ def test_a_stranger_gets_no_further_and_disturbs_nobody(monitor, line):
 
 
 def half_greeted(monitor, rank):
-    """A socket on which a rank has proved that it knows the secret, and has not joined."""
-    stranger = socket.create_connection(("127.0.0.1", monitor[1].port))
-    while not monitor[0]._strangers:
-        list(monitor[0].poll(0.05))
-    challenge = json.loads(stranger.recv(1000))["challenge"]
-    proof = hmac.new(SECRET, f"rank {rank} {challenge}".encode(), "sha256").hexdigest()
-    hello = {"rank": rank, "proof": proof, "challenge": "11"}
+    """A socket on which a rank has shown its token, and has not proved that it is no repetition."""
+    stranger = socket.create_connection(monitor[1])
+    token = hmac.new(SECRET, f"token {rank} ".encode(), "sha256").hexdigest()
+    hello = {"rank": rank, "token": token, "challenge": "11"}
     stranger.sendall(json.dumps(hello).encode() + b"\n")
-    assert not list(monitor[0].poll(5))
-    assert json.loads(stranger.recv(1000)).keys() == {"proof"}
+    while not monitor[0]._joining:
+        assert not list(monitor[0].poll(0.05))
+    assert json.loads(stranger.recv(1000)).keys() == {"proof", "challenge"}
     return stranger
+
+
+def test_a_token_that_was_overheard_is_not_enough(monitor):
+    with half_greeted(monitor, 1) as stranger:
+        stranger.settimeout(20)
+        stranger.sendall(b'{"proof": "11"}\n')
+        while monitor[0]._joining:
+            assert not list(monitor[0].poll(0.05))
+        assert stranger.recv(1000) == b""
+    assert monitor[0].peers == []
 
 
 def test_a_rank_that_gives_up_its_greeting_is_not_lost_and_can_try_again(monitor):
@@ -149,10 +160,10 @@ def test_a_rank_that_gives_up_its_greeting_is_not_lost_and_can_try_again(monitor
 
 def test_a_rank_that_is_about_to_join_hears_what_all_hear(monitor):
     """Such as that the monitor leaves: else it would take the monitor for lost."""
-    other, address = SideChannel(1, SECRET, None), ("127.0.0.1", monitor[1].port)
+    other, address = SideChannel(1, SECRET, None), monitor[1]
     thread = threading.Thread(target=other.connect, args=(0, address))
     thread.start()
-    while not any(stranger.proven for stranger in monitor[0]._strangers):
+    while not monitor[0]._joining:
         assert not list(monitor[0].poll(0.001))
     monitor[0].send_to_all({"kind": "left"})
     monitor[0].close()
@@ -173,14 +184,112 @@ def test_the_newest_connection_of_a_rank_replaces_the_earlier_one(monitor):
     newer.close()
 
 
+def closed_with_nothing_said(stranger):
+    try:
+        return stranger.recv(1000) == b""
+    except ConnectionResetError:  # there was something left to read
+        return True
+
+
 def test_a_stranger_that_says_nothing_is_dropped(monitor, monkeypatch):
-    monkeypatch.setattr(side_channel, "_GREETING_S", 0.2)
-    with socket.create_connection(("127.0.0.1", monitor[1].port)) as stranger:
+    monkeypatch.setattr(side_channel, "_TOKEN_S", 0.2)
+    with socket.create_connection(monitor[1], timeout=20) as stranger:
         for _ in range(10):
             list(monitor[0].poll(0.1))
-        stranger.settimeout(20)
-        assert json.loads(stranger.recv(1000)).keys() == {"challenge"}
-        assert stranger.recv(1000) == b""
+        assert closed_with_nothing_said(stranger)
+
+
+def test_strangers_take_no_descriptor_and_no_rank_gives_way_to_them(monitor):
+    """Neither one that is connected nor one that comes when strangers hold all places."""
+    channel, address = monitor
+    earlier, open_files = connected(monitor, 1), len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        flood = [stack.enter_context(socket.create_connection(address)) for _ in range(300)]
+        end = time.monotonic() + 20
+        accepted = 0
+        while accepted < len(flood):  # each has had its place, and the last ones still have
+            assert time.monotonic() < end
+            assert not list(channel.poll(0.05))
+            assert len(os.listdir("/proc/self/fd")) == open_files + len(flood)
+            assert len(channel._strangers) <= side_channel.STRANGERS
+            dropped = sum(readable(stranger) for stranger in flood)
+            accepted = dropped + len(channel._strangers)
+        assert dropped >= len(flood) - side_channel.STRANGERS
+        newcomer = connected(monitor, 2)
+        assert channel.peers == [1, 2]
+        for rank, other in ((1, earlier), (2, newcomer)):
+            other.send(0, {"kind": "still here"})
+            assert received(channel) == [(rank, {"kind": "still here"})]
+    earlier.close()
+    newcomer.close()
+
+
+def readable(own):
+    return bool(select.select([own], [], [], 0)[0])
+
+
+def test_many_ranks_that_come_at_once_are_all_let_in(monitor):
+    channel, address = monitor
+    others = [SideChannel(rank, SECRET, None) for rank in range(1, 101)]
+    threads = [threading.Thread(target=other.connect, args=(0, address)) for other in others]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert not list(channel.poll(0.05))
+    while len(channel.peers) < len(others):
+        assert not list(channel.poll(0.05))
+    for other in others:
+        other.close()
+
+
+def test_a_port_that_is_needed_no_more_is_closed_with_all_that_it_cost(monitor):
+    channel, address = monitor
+    other = connected(monitor)
+    with socket.create_connection(address, timeout=20) as stranger:
+        while not channel._strangers:
+            assert not list(channel.poll(0.05))
+        before = len(os.listdir("/proc/self/fd"))
+        channel.stop_listening()
+        channel.stop_listening()  # does nothing
+        assert len(os.listdir("/proc/self/fd")) == before - side_channel.STRANGERS - 1
+        assert closed_with_nothing_said(stranger)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    other.send(0, {"kind": "still here"})
+    assert received(channel) == [(1, {"kind": "still here"})]
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "environment", "expected"),
+    [
+        ([], {}, "127.0.0.1"),
+        ([{"eth0": "10.0.0.2", "ib0": "10.1.0.2"}], {}, "10.0.0.1"),
+        ([{"ib0": "10.1.0.2"}, {"eth0": "10.0.0.3", "ib0": "10.1.0.3"}], {}, "10.1.0.1"),
+        ([{"docker0": "172.17.0.1", "ib0": "10.1.0.2"}], {}, "10.1.0.1"),  # a bridge of each host
+        ([{"eth0": "10.0.0.2"}], {"UCX_NET_DEVICES": "mlx5_0:1,ib0"}, "10.1.0.1"),
+        ([{"eth0": "10.0.0.2"}], {"UCX_NET_DEVICES": "all"}, "10.0.0.1"),
+        ([{"eth0": "192.0.2.1"}], {}, "10.0.0.1"),  # is reached by no interface
+        ([{}], {}, "10.0.0.1"),
+    ],
+)
+def test_the_interface_is_the_one_that_leads_to_other_hosts(
+    others, environment, expected, monkeypatch
+):
+    own = {"docker0": "172.17.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+    if expected == "10.0.0.1":
+        own = {"eth0": "10.0.0.1", "docker0": "172.17.0.1", "ib0": "10.1.0.1"}
+    routes = {address.rpartition(".")[0]: address for address in own.values()}
+    monkeypatch.setattr(side_channel, "own_addresses", lambda: own)
+    monkeypatch.setattr(
+        side_channel, "_source", lambda address: routes.get(address.rpartition(".")[0], "")
+    )
+    assert address_towards(others, environment) == expected
+
+
+def test_the_routing_table_tells_from_where_an_address_is_reached():
+    assert side_channel._source("127.0.0.1") == "127.0.0.1"
+    assert side_channel._source("no address") == ""
 
 
 def test_a_forked_child_says_nothing(monitor):
@@ -201,11 +310,11 @@ def test_a_forked_child_says_nothing(monitor):
 
 
 def test_an_address_where_nobody_listens_is_an_error():
-    listener, address = listen()
+    listener, address = listen("127.0.0.1")
     listener.close()
     channel = SideChannel(1, SECRET, None)
     with pytest.raises(ConnectionRefusedError):
-        channel.connect(0, places(address)[0])
+        channel.connect(0, address)
     channel.close()
 
 
