@@ -14,7 +14,8 @@ so all ranks have to start and to wait in one order. An all-gather goes through 
 because each rank waits for it at a time of its own.
 """
 
-import socket
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -149,7 +150,13 @@ def connect(node: Communicator, device: torch.device) -> Any:
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = TIMEOUT
-    group = nccl(shared_store(node), node.rank, node.size, options)
+    store, file = shared_store(node)
+    try:
+        group = nccl(store, node.rank, node.size, options)
+    except BaseException:
+        os.close(file)
+        raise
+    weakref.finalize(group, os.close, file)
     token = torch.zeros(node.size, dtype=torch.uint8, device=device)
     sent = list(torch.zeros_like(token).split(1))
     group.alltoall(list(token.split(1)), sent).wait()  # NCCL connects at the first use
@@ -157,27 +164,45 @@ def connect(node: Communicator, device: torch.device) -> Any:
     return group
 
 
-def shared_store(node: Communicator) -> Any:
-    """Return a TCPStore of the node's ranks, served by the leader on the loopback interface.
+def shared_store(node: Communicator) -> tuple[Any, int]:
+    """Return a store of the node's ranks, and the descriptor to close when it is used no more.
 
-    Collective over the node; blocks. Raises RuntimeError on all ranks if the leader cannot open a
-    port.
+    Collective over the node; blocks. The store is a file in the leader's memory, which opens no
+    port. Raises RuntimeError on all ranks where the ranks of a node cannot open it.
     """
-    make: Any = torch.distributed.TCPStore  # type: ignore[attr-defined] # exported at run time
-    host, server, error = "127.0.0.1", None, ""
-    if node.rank == 0:
+    file, error = _new_file() if node.rank == 0 else (-1, "")
+    offer = (os.getpid(), file, _identity(file), error)
+    pid, of_leader, identity, error = node.gather_objects(offer)[0]
+    if not error and node.rank > 0:
         try:
-            # A store that opens the port itself listens on all interfaces.
-            listener = socket.create_server((host, 0))
-            port, file = listener.getsockname()[1], listener.detach()  # the store closes it
-            options = {"wait_for_workers": False, "master_listen_fd": file}
-            server = make(host, port, is_master=True, **options)
-        except (OSError, RuntimeError) as failure:
+            file = os.open(f"/proc/{pid}/fd/{of_leader}", os.O_RDWR | os.O_CLOEXEC)
+            if _identity(file) != identity:
+                error = "its file is another process's"
+        except OSError as failure:
             error = str(failure)
-    port, error = node.gather_objects((server.port if server else 0, error))[0]
-    if error:
-        raise RuntimeError(f"the leader of the node cannot start a store: {error}")
-    return server or make(host, port, is_master=False, wait_for_workers=False)
+    errors = node.gather_objects(error)
+    if not any(errors):
+        make: Any = torch.distributed.FileStore  # type: ignore[attr-defined] # exported at run time
+        return make(f"/proc/self/fd/{file}", node.size), file
+    if file >= 0:
+        os.close(file)
+    raise RuntimeError(f"the ranks of the node cannot share a store: {next(filter(None, errors))}")
+
+
+def _new_file() -> tuple[int, str]:
+    """Return a new file in memory, and the reason if there is none."""
+    try:
+        return os.memfd_create("mntrain store", os.MFD_CLOEXEC), ""
+    except (AttributeError, OSError) as error:
+        return -1, str(error)
+
+
+def _identity(file: int) -> tuple[int, int]:
+    """Return what tells an open file from all others of this machine."""
+    if file < 0:
+        return -1, -1
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
 
 
 def close(group: Any) -> None:

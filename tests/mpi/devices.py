@@ -1,9 +1,11 @@
 """Devices emulated on the host: their work happens later, in the order of streams."""
 
+import os
 import queue
 import random
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -174,7 +176,9 @@ class GlooGroup:
 
     def __init__(self, node, device):
         timeout = timedelta(seconds=60)
-        self._group = ProcessGroupGloo(shared_store(node), node.rank, node.size, timeout)
+        store, file = shared_store(node)
+        self._group = ProcessGroupGloo(store, node.rank, node.size, timeout)
+        weakref.finalize(self._group, os.close, file)
         self.rank, self.size = self._group.rank, self._group.size
         self.closed = False
 

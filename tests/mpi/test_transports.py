@@ -1,5 +1,6 @@
 """Tensors on emulated devices, by every transport: results, stream order, selection."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -14,6 +15,7 @@ from mpi4py import MPI
 from rig import TRANSPORTS
 
 import mntrain
+from mntrain.comm import nccl
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.nccl import shared_store
 from mntrain.comm.transport import TransportError, child_environment
@@ -239,20 +241,40 @@ def test_a_group_that_one_rank_cannot_make_is_refused_on_all_ranks(rig):
 
 
 @several
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the ports from /proc")
-def test_the_store_of_a_node_is_reachable_on_the_loopback_interface_only(rig):
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files in memory, as NCCL's GPUs")
+def test_the_store_of_a_node_is_shared_and_opens_no_port(rig):
     one = rig(COMM.size)
-    store = one.on_thread(lambda: shared_store(one.world._parts.node))
+    before = own_ports()
+    store, file = one.on_thread(lambda: shared_store(one.world._parts.node))
+    store.set(str(COMM.rank), b"of rank %d" % COMM.rank)
+    assert store.get(str(COMM.size - 1)) == b"of rank %d" % (COMM.size - 1)
+    assert own_ports() <= before
     COMM.Barrier()
-    fields = [
+    os.close(file)
+
+
+def own_ports():
+    """The sockets at which this process listens, by number."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the listing itself
+            own |= {os.readlink(descriptor)}
+    lines = [
         line.split()
         for name in ("tcp", "tcp6")
         for line in Path("/proc/net", name).read_text().splitlines()
     ]
-    port = f":{store.port:04X}"
-    listening = {local for _, local, _, state, *_ in fields if state == "0A"}
-    assert {local for local in listening if local.endswith(port)} == {f"0100007F{port}"}
-    COMM.Barrier()  # the leader's store is open until all have looked
+    return {fields[9] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
+
+
+@several
+def test_a_store_that_one_rank_cannot_open_is_refused_on_all(rig, monkeypatch):
+    one = rig(COMM.size)
+    if COMM.rank == 1:
+        monkeypatch.setattr(nccl, "_identity", lambda file: (0, 0))
+    with pytest.raises(RuntimeError, match="cannot share a store: its file is another process's"):
+        one.on_thread(lambda: shared_store(one.world._parts.node))
+    COMM.Barrier()
 
 
 @several
