@@ -16,6 +16,7 @@ SHM = Path("/dev/shm")
 # Of MPICH's segment: measured with MPICH 5.0 on 1 to 4 ranks, 1,058,000 bytes for each.
 MPICH_BYTES_PER_RANK = 1_100_000
 SEGMENTS = "mpich_shm_*"
+FEWEST_FILES = 64  # ranks of small jobs on one node had up to 46 open, and some more for data
 _MIN_AGE_S = 60.0  # of a segment that is called left behind: a starting rank may not have mapped it
 _MB = 1_000_000
 
@@ -111,17 +112,23 @@ def _used_files() -> set[str]:
 
 
 def open_files(ranks: int) -> Finding:
-    """Check that this process may open a connection to each of the job's ranks (ulimit -n)."""
+    """Check that this process may open its files, and connect to each of the job's ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 256 + 2 * ranks
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        return Finding(
-            "warn",
-            f"a rank may open {soft} files (ulimit -n), and may need {needed} for connections to "
-            f"{ranks} ranks",
-            f"ulimit -n {needed if hard < 0 else min(needed, hard)} before the job is started",
+    if not 0 <= soft < needed:
+        return passed(f"ulimit -n: {soft if soft >= 0 else 'unlimited'}")
+    fix = f"ulimit -n {needed} before the job is started"
+    if 0 <= hard < needed:
+        fix = (
+            f"raise the hard limit of {hard} on all hosts to {needed}: nofile in limits.conf, "
+            "docker run --ulimit nofile, LimitNOFILE of slurmd"
         )
-    return passed(f"ulimit -n: {soft}")
+    return Finding(
+        "fail" if soft < FEWEST_FILES else "warn",
+        f"a rank may open {soft} files (ulimit -n), and may need {needed} for its data and for "
+        f"connections to {ranks} rank{'s' * (ranks > 1)}",
+        fix,
+    )
 
 
 def locked_memory(fabrics: Path = Path("/sys/class/infiniband")) -> Finding:

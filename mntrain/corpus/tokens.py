@@ -3,6 +3,7 @@
 import bisect
 import functools
 import itertools
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import numpy.typing as npt
 from mntrain.corpus.text_files import ID_SUFFIXES, is_token_ids
 
 _BLOCK = 1 << 22  # tokens that are scanned at once
+# A map holds a file descriptor; a small limit of a process leaves few of them.
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+_MOST_MAPS = 64 if _OPEN_FILES < 0 else max(1, min(64, _OPEN_FILES // 8))
 
 
 class Corpus:
@@ -78,7 +82,7 @@ class Corpus:
         return low, high
 
 
-@functools.lru_cache(maxsize=64)  # a map holds a file descriptor; a process may have only 256
+@functools.lru_cache(maxsize=_MOST_MAPS)
 def _map_tokens(path: Path, bin_dtype: str) -> npt.NDArray[Any]:
     """Map the tokens of a file, 1-D. Raises ValueError for a malformed .npy file."""
     if path.suffix != ".npy":

@@ -94,14 +94,23 @@ def test_no_segments_pass(tmp_path):
     assert host.segments_left_behind(tmp_path).status == "pass"
 
 
-def test_too_few_open_files_are_reported():
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert host.open_files(1).status == "pass"
-    if soft == resource.RLIM_INFINITY:
-        pytest.skip("this process may open any number of files")
-    found = host.open_files(soft)
-    assert found.status == "warn"
-    assert f"may open {soft} files" in found.text
+@pytest.mark.parametrize(
+    ("limits", "status", "fix"),
+    [
+        ((1024, 4096), "pass", ""),
+        ((-1, -1), "pass", ""),
+        ((128, 4096), "warn", "ulimit -n 260 before the job is started"),
+        ((128, -1), "warn", "ulimit -n 260 before the job is started"),
+        ((128, 128), "warn", "raise the hard limit of 128 on all hosts to 260: nofile"),
+        ((40, 40), "fail", "raise the hard limit of 40 on all hosts to 260: nofile"),
+    ],
+)
+def test_too_few_open_files_are_reported_with_what_helps(limits, status, fix, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    found = host.open_files(2)
+    assert found.status == status
+    assert found.fix.startswith(fix)
+    assert status == "pass" or f"may open {limits[0]} files" in found.text
 
 
 def test_locked_memory_matters_with_an_rdma_network_only(tmp_path, monkeypatch):
