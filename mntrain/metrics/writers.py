@@ -10,6 +10,7 @@ import io
 import math
 import os
 import secrets
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from mntrain.config import LogConfig
 from mntrain.metrics.files import (
     CONFIG_FILE,
+    METRICS_FILE,
     flatten,
     json_text,
     open_metrics,
@@ -32,6 +34,7 @@ CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", ".wa
 DECLARED = tuple(name for name, metric in METRICS.items() if not metric.named)
 """Columns that a training job's metrics.csv has from its first row on."""
 
+_LOOK_S = 1.0  # between two looks for a deleted directory
 _NEVER_S = 10**9  # TensorBoard's own flushes would fail in a thread of its own
 _WANDB_INIT_S, _WANDB_FINISH_S = 40, 40  # an unreachable server must not hold the ranks for long
 
@@ -75,24 +78,21 @@ class MetricsFiles:
     def __init__(
         self, run_dir: Path, log: LogConfig, columns: Sequence[str], warn: Callable[[str], None]
     ) -> None:
-        self._warn = warn
+        self._warn, self._run_dir, self._log, self._columns = warn, run_dir, log, columns
         self._record = open_metrics(run_dir)
+        self._looked_at, self._told = time.monotonic(), False  # of a deleted directory
         self._copies: dict[str, Writer] = {}
         wanted = log.csv or log.tensorboard or log.wandb is not None
         lines = read_metrics(run_dir) if wanted else []
-        last = max((int(line["step"]) for line in lines), default=0)
-        if log.csv:
-            with self._guarded(CSV_FILE):
-                self._copies[CSV_FILE] = _CsvWriter(run_dir / CSV_FILE, columns, lines)
-        if log.tensorboard:
-            with self._guarded("TensorBoard"):
-                self._copies["TensorBoard"] = _TensorBoardWriter(run_dir, last)
+        self._open_copies(lines)
         if log.wandb is not None:
             with self._guarded("W&B"):
                 self._copies["W&B"] = _WandbWriter(run_dir, log.wandb)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line, with its step; it is on disk or on its way when this returns."""
+        if time.monotonic() > self._looked_at + _LOOK_S:
+            self._restore_deleted(f" before step {line['step']}")
         self._record.write(json_text(line) + "\n")
         values = flatten(line)
         for name in list(self._copies):
@@ -101,10 +101,41 @@ class MetricsFiles:
 
     def close(self, *, succeeded: bool = False) -> None:
         """Close all files. May be called again."""
+        if not self._record.closed:
+            self._restore_deleted("")
         for name in list(self._copies):
             with self._guarded(name):
                 self._copies.pop(name).close(succeeded=succeeded)
         self._record.close()
+
+    def _open_copies(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Open the copies in the run's directory, which has these lines."""
+        if self._log.csv:
+            with self._guarded(CSV_FILE):
+                path = self._run_dir / CSV_FILE
+                self._copies[CSV_FILE] = _CsvWriter(path, self._columns, lines)
+        if self._log.tensorboard:
+            last = max((int(line["step"]) for line in lines), default=0)
+            with self._guarded("TensorBoard"):
+                self._copies["TensorBoard"] = _TensorBoardWriter(self._run_dir, last)
+
+    def _restore_deleted(self, when: str) -> None:
+        """Make the run's directory and metrics.jsonl anew if they were deleted, and warn once."""
+        self._looked_at = time.monotonic()
+        if (self._run_dir / METRICS_FILE).exists():
+            return
+        record, self._record = self._record, open_metrics(self._run_dir)
+        record.close()
+        for name in self._copies.keys() & {CSV_FILE, "TensorBoard"}:
+            with self._guarded(name):
+                self._copies.pop(name).close(succeeded=False)
+        self._open_copies([])
+        if not self._told:
+            self._told = True
+            self._warn(
+                f"the run directory {self._run_dir}, or {METRICS_FILE} in it, was deleted or moved "
+                f"while the job runs: it is made anew, and what it held{when} is no longer there"
+            )
 
     @contextmanager
     def _guarded(self, name: str, when: str = "") -> Iterator[None]:

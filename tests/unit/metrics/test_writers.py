@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 from reports import record
 
 from mntrain.config import LogConfig
-from mntrain.metrics.files import flatten
+from mntrain.metrics import writers
+from mntrain.metrics.files import flatten, read_metrics, write_summary
 from mntrain.metrics.registry import METRICS
-from mntrain.metrics.writers import DECLARED, MetricsFiles, expect_installed
+from mntrain.metrics.writers import CSV_FILE, DECLARED, MetricsFiles, expect_installed
 from mntrain.run.directory import rewind
 
 CSV, BOARD = LogConfig(csv=True), LogConfig(tensorboard=True)
@@ -310,3 +312,30 @@ def test_copies_that_are_not_asked_for_need_nothing(monkeypatch, tmp_path):
     expect_installed(LogConfig(csv=True))
     assert write(tmp_path, LogConfig(), line(1)) == []
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_directory_that_is_deleted_is_made_anew_and_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "_LOOK_S", -1.0)
+    folder, warnings = tmp_path / "run", []
+    log = LogConfig(csv=True, tensorboard=True)
+    files = MetricsFiles(folder, log, ["step", "loss"], warnings.append)
+    for step in (1, 2, 3, 4):
+        if step in (2, 4):
+            shutil.rmtree(folder)
+        files.write({"step": step, "loss": 1.0})
+    assert [line["step"] for line in read_metrics(folder)] == [4]
+    assert (folder / CSV_FILE).read_text().splitlines() == ["step,loss", "4,1.0"]
+    assert list((folder / "tensorboard").iterdir())
+    (warning,) = warnings
+    assert warning.startswith(f"the run directory {folder}, or metrics.jsonl in it, was deleted")
+    assert warning.endswith("what it held before step 2 is no longer there")
+    shutil.rmtree(folder)
+    files.close()
+    files.close()
+    assert folder.is_dir()
+    assert len(warnings) == 1
+
+
+def test_a_summary_is_written_where_the_directory_was_deleted(tmp_path):
+    write_summary(tmp_path / "run", {"status": "completed"})
+    assert "completed" in (tmp_path / "run" / "summary.json").read_text()
