@@ -40,7 +40,13 @@ from mntrain.rank_info import Place, Usage, device_memory, find_place, peak_memo
 from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS
 from mntrain.watch.recorder import Recorder, pid_namespace
-from mntrain.watch.side_channel import SideChannel, address_towards, listen, own_addresses
+from mntrain.watch.side_channel import (
+    LOST_S,
+    SideChannel,
+    address_towards,
+    listen,
+    own_addresses,
+)
 from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S, is_positive, limited_start
 from mntrain.watch.watchdog import Watchdog
 from zero.layout import MIB
@@ -68,6 +74,7 @@ class WorldSettings:
     transport: str = "auto"
     timeout: float | None = TIMEOUT_S
     warn_after: float = WARN_AFTER_S
+    lost_after: float = LOST_S
 
     @property
     def bucket_bytes(self) -> int:
@@ -89,6 +96,8 @@ class WorldSettings:
         if not all(map(is_positive, limits)):
             given = f"timeout is {self.timeout}, and warn_after {self.warn_after}"
             raise ValueError(f"{given}: give seconds above 0, or timeout=None")
+        if not is_positive(self.lost_after):
+            raise ValueError(f"lost_after is {self.lost_after}: give seconds above 0")
 
 
 @dataclass
@@ -277,7 +286,7 @@ def _start_engine(parts: WorldParts) -> None:
         engine,
         timeout=parts.settings.timeout,
         warn_after=parts.settings.warn_after,
-        channel=SideChannel(rank, keys[0], listener),
+        channel=SideChannel(rank, keys[0], listener, lost_after=parts.settings.lost_after),
         monitors=monitors,
         fail=lambda report: engine.stop(RemoteRankError(**report)),
     )

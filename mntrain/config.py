@@ -194,6 +194,13 @@ class CommConfig:
     warn_after: float = Field(
         default=60.0, gt=0, description="the same, until rank 0 prints a warning."
     )
+    lost_after: float = Field(
+        default=20.0,
+        gt=0,
+        description="seconds for which a node, or the link to it, may be silent until its ranks "
+        "count as lost, which ends the job. For links that fail for longer, give twice the time: "
+        "see docs/failures.md.",
+    )
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mntrain.bootstrap import WorldSettings
 from mntrain.checks.finding import print_warnings
+from mntrain.watch.side_channel import LOST_S
 from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S
 from mntrain.world import World
 
@@ -25,6 +26,7 @@ def init(
     transport: str = "auto",
     timeout: float | None = TIMEOUT_S,
     warn_after: float = WARN_AFTER_S,
+    lost_after: float = LOST_S,
 ) -> World:
     """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
 
@@ -48,6 +50,8 @@ def init(
             waits for whom and aborts the job; a lost rank ends it at once. None: both are only
             reported.
         warn_after: the same, until rank 0 prints a warning.
+        lost_after: seconds without an acknowledgement from a node, which ends when a link is up
+            again, until its ranks count as lost.
 
     """
     settings = WorldSettings(
@@ -62,6 +66,7 @@ def init(
         transport,
         timeout,
         warn_after,
+        lost_after,
     )
     world = World(comm, settings)
     print_warnings(world.findings.values() if world.master else ())

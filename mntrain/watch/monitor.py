@@ -65,6 +65,8 @@ class Monitor:
         if self._take_over is not None and now > self._take_over.at:
             due, self._take_over = self._take_over, None
             self._ask(ends=due.ends, reason=due.reason, code=due.code)
+        if self._inquiry is not None:
+            self._inquiry.note_acknowledged(self._acknowledged(self._inquiry), now)
         if self._inquiry is not None and self._inquiry.over(now):
             inquiry, self._inquiry = self._inquiry, None
             self._conclude(inquiry)
@@ -147,7 +149,9 @@ class Monitor:
 
     def _conclude(self, inquiry: Inquiry) -> None:
         """Report what the answers say, and end the job if it is to end."""
-        evidence = inquiry.evidence(self._rank, self._members, self.left)
+        inquiry.statuses[self._rank] = self._own_status()  # it may have gone on
+        acknowledged = self._acknowledged(inquiry)
+        evidence = inquiry.evidence(self._rank, self._members, self.left, acknowledged)
         headline, details = diagnosis.headline(evidence), diagnosis.details(evidence)
         limit = self._limit if inquiry.ends else self._warning_limit
         waited = [s.wait.seconds for s in inquiry.statuses.values() if s.wait is not None]
@@ -166,6 +170,9 @@ class Monitor:
         self._print_stacks_of_held(inquiry)
         report = f"{headline}\n{details}\n{diagnosis.stacks(evidence)}"
         self._end_job(report, reason=headline, status="stalled", code=inquiry.code)
+
+    def _acknowledged(self, inquiry: Inquiry) -> set[int]:
+        return {rank for rank in inquiry.asked if self._channel.acknowledged(rank)}
 
     def _print_stacks_of_held(self, inquiry: Inquiry) -> None:
         """Let ranks that run but do not answer print their stacks, on order of a neighbour."""

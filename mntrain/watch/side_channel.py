@@ -3,7 +3,7 @@
 Every rank connects to the monitors, ranks 0 and 1. The state of a connection tells of its peer:
 
     closed              the process has ended
-    not acknowledged    the node or its network is lost: found within LOST_S
+    not acknowledged    the node or its network is lost, or down for a while: lost after a limit
     open, no answer     the process is stopped, or the interpreter is held in C code
 
 since a kernel acknowledges for a stopped process (keep-alive: RFC 1122, 4.2.3.6; user timeout: RFC
@@ -28,6 +28,7 @@ import secrets
 import selectors
 import socket
 import struct
+import termios
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,13 +37,14 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
-LOST_S = 20  # until a node without a network counts as lost
+LOST_S = 20.0  # the default, until a node that does not acknowledge counts as lost
 CONNECT_S = 3.0  # per address
 STRANGERS = 64  # most connections that a monitor keeps without a token
 _STRANGE_S = 0.25  # that each of them has at least, so that at most 256 a second are accepted
 _TOKEN_S = 2.0  # for the token, after which a stranger is dropped in any case
 _GREETING_S = 10.0  # for the rest of the greeting, which a busy host takes long for
 _MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
+_PROBE_S, _MAX_PROBES, _MAX_S = 5, 127, 1e6  # of keep-alive; the last one bounds a time limit
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 _LOOPBACK = "127.0.0.1"
 # In which users name the interfaces of MPI.
@@ -60,10 +62,20 @@ class Closed(NamedTuple):
 class SideChannel:
     """The connections of one rank. Used by one thread.
 
-    `own_listener` is the socket of `listen` if this rank is a monitor. `secret` is the job's.
+    `own_listener` is the socket of `listen` if this rank is a monitor. `secret` is the job's. A
+    connection ends with an error once the other node has acknowledged nothing for `lost_after`
+    seconds.
     """
 
-    def __init__(self, rank: int, secret: bytes, own_listener: socket.socket | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        secret: bytes,
+        own_listener: socket.socket | None,
+        *,
+        lost_after: float = LOST_S,
+    ) -> None:
+        self._lost_after = lost_after
         self._rank, self._secret, self._listener = rank, secret, own_listener
         self._connections: dict[int, _Connection] = {}
         self._strangers: deque[_Connection] = deque()  # without a token, the oldest first
@@ -112,6 +124,11 @@ class SideChannel:
         """Send a message to all ranks, those included that are about to join. Never blocks."""
         for connection in [*self._connections.values(), *self._joining]:
             connection.send(message)
+
+    def acknowledged(self, peer: int) -> bool:
+        """Return False if the node of a connected rank has not acknowledged what was sent to it."""
+        connection = self._connections.get(peer)
+        return connection is None or connection.acknowledged()
 
     def poll(self, seconds: float) -> Iterator[tuple[int, Message | Closed]]:
         """Wait up to some seconds for messages, and yield each with the rank that it comes from."""
@@ -171,7 +188,7 @@ class SideChannel:
         own = socket.create_connection(where, CONNECT_S)
         try:
             own.settimeout(_GREETING_S)
-            connection = _Connection(own, _MAX_LINE)
+            connection = _Connection(own, _MAX_LINE, self._lost_after)
             challenge = secrets.token_hex(16)
             token = self._proof("token", self._rank)
             connection.send({"rank": self._rank, "token": token, "challenge": challenge})
@@ -205,7 +222,7 @@ class SideChannel:
                 self._reserve_one()
                 break
             own.setblocking(False)
-            connection = _Connection(own, _MAX_GREETING)
+            connection = _Connection(own, _MAX_GREETING, self._lost_after)
             self._strangers.append(connection)
             self._accepted.append(connection.since)
             self._selector.register(own, selectors.EVENT_READ, connection)
@@ -259,19 +276,19 @@ class SideChannel:
             connection.rank, connection.limit = rank, _MAX_LINE
             self._connections[rank] = connection
             return True
-        rank, challenge = message.get("rank"), message.get("challenge")
-        if not isinstance(rank, int) or not isinstance(challenge, str):
+        claimed, challenge = message.get("rank"), message.get("challenge")
+        if not isinstance(claimed, int) or not isinstance(challenge, str):
             return False
-        if not _equal(message.get("token"), self._proof("token", rank)):
+        if not _equal(message.get("token"), self._proof("token", claimed)):
             return False
-        for earlier in [joining for joining in self._joining if joining.claimed == rank]:
+        for earlier in [joining for joining in self._joining if joining.claimed == claimed]:
             self._drop(earlier)
         self._strangers.remove(connection)
         self._reserve_one()
         with suppress(ValueError):
             self._accepted.remove(connection.since)
         self._joining.append(connection)
-        connection.claimed, connection.challenge = rank, secrets.token_hex(16)
+        connection.claimed, connection.challenge = claimed, secrets.token_hex(16)
         proof = self._proof("monitor", self._rank, challenge)
         connection.send({"proof": proof, "challenge": connection.challenge})
         return True
@@ -291,7 +308,7 @@ class SideChannel:
 class _Connection:
     """A socket that carries lines of `limit` bytes at most."""
 
-    def __init__(self, own: socket.socket, limit: int) -> None:
+    def __init__(self, own: socket.socket, limit: int, lost_after: float) -> None:
         self.socket, self.limit = own, limit
         self.since = time.monotonic()
         self.claimed = -1  # the peer's rank, by its token
@@ -299,7 +316,14 @@ class _Connection:
         self.rank: int | None = None  # the peer's, once it has joined
         self._received = b""
         self._unsent = b""
-        options = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 3, "USER_TIMEOUT": 1000 * LOST_S}
+        seconds = min(lost_after, _MAX_S)
+        probe = max(1, min(_PROBE_S, int(seconds / 4)))
+        options = {
+            "KEEPIDLE": probe,
+            "KEEPINTVL": probe,
+            "KEEPCNT": max(1, min(_MAX_PROBES, round(seconds / probe) - 1)),
+            "USER_TIMEOUT": max(1, int(1000 * seconds)),  # on Linux it decides, not the count
+        }
         with suppress(OSError):
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -316,6 +340,14 @@ class _Connection:
         with suppress(OSError):
             while self._unsent:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    def acknowledged(self) -> bool:
+        """Return whether the peer's kernel has acknowledged all that was sent."""
+        try:
+            queued = fcntl.ioctl(self.socket.fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:  # not Linux: it is not known
+            return True
+        return not self._unsent and not any(queued)
 
     def receive(self) -> tuple[list[Message], Closed | None]:
         """Return the messages that have arrived, and the end of the connection if it has come."""

@@ -41,6 +41,7 @@ LAST = RANKS - 1
         ),
         ({"timeout": "soon"}, "timeout is soon, and warn_after 60.0: give seconds above 0"),
         ({"warn_after": None}, "timeout is 600.0, and warn_after None: give seconds above 0"),
+        ({"lost_after": 0}, "lost_after is 0: give seconds above 0"),
         ({"gather_dtype": "int8"}, "gather_dtype 'int8' is unknown: choose fp32, bf16, fp16"),
     ],
     ids=str,

@@ -17,7 +17,7 @@ class Channel:
     """Keeps what is sent."""
 
     def __init__(self, peers):
-        self.peers, self.sent, self.listens = list(peers), [], True
+        self.peers, self.sent, self.listens, self.cut = list(peers), [], True, set()
 
     def send(self, peer, message):
         if peer in self.peers:
@@ -25,6 +25,9 @@ class Channel:
 
     def stop_listening(self):
         self.listens = False
+
+    def acknowledged(self, peer):
+        return peer not in self.cut
 
     def taken(self, kind):
         """The peers to which messages of a kind were sent, which are forgotten."""
@@ -114,15 +117,25 @@ def test_a_wait_that_is_over_when_the_answers_come_is_nothing(make):
     assert (world.warnings, world.ends) == ([], [])
 
 
-def test_a_rank_that_does_not_answer_is_named_after_some_seconds(make, monkeypatch):
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        ([set(), set()], "its node does, so its process is stopped, or held in C code"),
+        ([{2}, set()], "its node does only now: the link to it was down, or is slow"),
+        ([{2}, {2}], "nor does its node: the link to it may be down, or the node lost"),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_named_after_some_seconds(make, monkeypatch, cut, said):
     monkeypatch.setattr(monitors, "print_stack", lambda pid: None)
     world = make(0, keys=(0, 1, 2))
     world.waits = {0: 100.0, 1: 100.0}
+    world.channel.cut = cut[0]
     world.hear(0, "waiting", ends=True)
     world.answer(1)
-    assert world.ends == []
-    world.pass_time(ANSWER_S + 0.1)
-    assert "rank 2 on b: does not answer: its node does" in world.ends[0][0]
+    for seconds, world.channel.cut in zip((1.0, ANSWER_S), cut, strict=True):
+        assert world.ends == []
+        world.pass_time(seconds)
+    assert f"rank 2 on b: does not answer: {said}\n" in world.ends[0][0]
 
 
 def test_rank_1_leaves_it_to_rank_0_that_answers_whatever_the_order(make):

@@ -73,6 +73,37 @@ def test_messages_arrive_whole_in_order_and_with_their_rank(monitor):
     other.close()
 
 
+def test_a_stopped_process_acknowledges_and_its_limit_is_the_connection_s():
+    listener, address = listen()
+    channel = SideChannel(0, SECRET, listener, lost_after=60.0)
+    other = connected((channel, address))
+    try:
+        channel.send(1, {"kind": "ask"})  # which nobody reads
+        end = time.monotonic() + 20
+        while not channel.acknowledged(1):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert channel.acknowledged(7)  # of one without a connection, nothing else is known
+        own = channel._connections[1].socket
+        got = [
+            own.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
+            for name in ("USER_TIMEOUT", "KEEPIDLE", "KEEPINTVL", "KEEPCNT")
+        ]
+        assert got == [60_000, 5, 5, 11]
+    finally:
+        other.close()
+        channel.close()
+
+
+@pytest.mark.parametrize("seconds", [0.001, 1, 3, 20, 1e9, float("inf")])
+def test_any_limit_is_one_that_the_system_takes(seconds):
+    with socket.socket() as own:
+        connection = side_channel._Connection(own, 512, seconds)
+        timeout = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert timeout == max(1, int(1000 * min(seconds, 1e6)))
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) >= 1
+
+
 def test_a_closed_connection_and_a_killed_process_are_told(monitor):
     other = connected(monitor)
     other.close()
