@@ -1,6 +1,5 @@
 """The optimizer step of data-parallel training: wait, mean, clip, update, publish."""
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,7 +20,7 @@ from zero.master_weights import OptimizerShard
 from zero.memory import Memory
 from zero.node_levels import NodeLevels
 from zero.norms import NonFiniteGradientError, NonFiniteReplicaError, find_non_finite
-from zero.param_groups import Named, check_shard_weights, check_sharding, hyperparameters
+from zero.param_groups import Named, check_shard_weights, check_sharding
 from zero.parameter_watch import ParameterWatch
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.reduction import StepReduction
@@ -238,9 +237,7 @@ class ZeroOptimizer(AveragingOptimizer):
         for a state that does not fit.
         """
         groups = check_groups(state_dict, self._named_groups())
-        self.load_slices(StateSlice(**piece) for piece in state_dict["slices"])
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(copy.deepcopy(hyperparameters(saved)))
+        self.load_slices((StateSlice(**piece) for piece in state_dict["slices"]), groups)
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
         self._reduction.resume(state_dict.get("steps", self._reduction.steps))

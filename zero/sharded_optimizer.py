@@ -72,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.close()
             raise
         self.state = self._inner.state
+        self._take_groups()
         self._constructed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -87,9 +88,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         if group["params"]:
             self._add_parameters(by_name([group]))
+        self._give_groups()
         plain_group = unnamed(group)
         super().add_param_group(plain_group)
         self._inner.add_param_group(self._owned.groups([plain_group])[0])
+        self._take_groups()
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters hold the last update. Local.
@@ -115,16 +118,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._watch.check()
         return own_slices(self._owned, self._inner.state, self._sync_state)
 
-    def load_slices(self, slices: Iterable[StateSlice]) -> None:
+    def load_slices(
+        self, slices: Iterable[StateSlice], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
         """Load the state of what this rank owns from slices of any extent, in any order. Local.
+
+        And the hyperparameters of `groups`, if given, as the torch optimizer loads them.
 
         Raises ValueError, before anything is changed, if they are of another model or do not cover
         what this rank owns, and RuntimeError as `wait_for_parameters`.
         """
         self._watch.check()
         shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
-        load_slices(self._owned, self._inner, slices, shapes, self.schedule.load_state)
+        options = [hyperparameters(group) for group in groups or self.param_groups]
+        load = self.schedule.load_state
+        load_slices(self._owned, self._inner, slices, shapes, load, options=options)
         self.state = self._inner.state
+        self._take_groups()
 
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
@@ -160,6 +170,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the model. Local."""
         self.closed = True
         self._owned.parameters.close()
+
+    def _give_groups(self) -> None:
+        """Give the torch optimizer this optimizer's hyperparameters."""
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(hyperparameters(group))
+
+    def _take_groups(self) -> None:
+        """Take the hyperparameters that the torch optimizer has given its groups.
+
+        Raises ValueError if it has made other groups.
+        """
+        groups, made = self.param_groups, self._inner.param_groups
+        expected = self._owned.groups(groups)
+        if [list(map(id, g["params"])) for g in made] != [
+            list(map(id, g["params"])) for g in expected
+        ]:
+            raise ValueError(
+                f"{type(self._inner).__name__} makes {len(made)} parameter groups of the "
+                f"{len(groups)} that it is given, or puts parameters elsewhere: give it the "
+                "groups as it makes them (groups=), or a class that leaves them"
+            )
+        for group, inner in zip(groups, made, strict=True):
+            for key in () if self._constructed else [key for key in group if key not in inner]:
+                del group[key]
+            group.update(hyperparameters(inner))
 
     def _check(
         self, parameters: Iterable[Named] | Iterable[dict[str, Any]]
@@ -227,8 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Schedulers change those of `param_groups`, and some optimizers change their own.
         """
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(hyperparameters(group))
+        self._give_groups()
         self._inner.step()
         self._warn_of_unfrozen()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):

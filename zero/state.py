@@ -96,9 +96,12 @@ def load_slices(
     slices: Iterable[StateSlice],
     shapes: Mapping[str, tuple[int, ...]],
     load_sync_state: Callable[[Tensor, dict[str, Tensor]], None],
+    *,
+    options: Iterable[Mapping[str, Any]],
 ) -> None:
     """Copy what this rank owns out of slices, which are read one by one. Local.
 
+    The torch optimizer also loads `options`, one mapping of hyperparameters for each group.
     `shapes` are those of all parameters of the model. Master weights that slices lack become those
     of the parameters, and those that are not needed are ignored. `load_sync_state` gets what
     `sync_state` of `own_slices` returned for each updated tensor. The torch optimizer loads, casts
@@ -128,9 +131,9 @@ def load_slices(
             states[id(assembler.owned.tensor)] = state
     numbers: dict[int, int] = {}
     groups = []
-    for group in optimizer.param_groups:
+    for group, given in zip(optimizer.param_groups, options, strict=True):
         params = [numbers.setdefault(id(tensor), len(numbers)) for tensor in group["params"]]
-        groups.append({**group, "params": params})
+        groups.append({**group, **given, "params": params})
     numbered = {numbers[tensor]: state for tensor, state in states.items()}
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 

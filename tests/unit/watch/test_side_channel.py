@@ -74,7 +74,7 @@ def test_messages_arrive_whole_in_order_and_with_their_rank(monitor):
 
 
 def test_a_stopped_process_acknowledges_and_its_limit_is_the_connection_s():
-    listener, address = listen()
+    listener, address = listen("127.0.0.1")
     channel = SideChannel(0, SECRET, listener, lost_after=60.0)
     other = connected((channel, address))
     try:

@@ -252,3 +252,65 @@ def test_other_dtypes_are_refused(dtype):
     parameter = type("Trained", (nn.Parameter,), {"requires_grad": True})(parameter, False)
     with pytest.raises(ValueError, match="only real floats, complex64 and complex128 train"):
         ZeroOptimizer([("p", parameter)], torch.optim.SGD, SingleProcessCollectives())
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer that sets what its groups hold whenever it gets some."""
+
+    def __init__(self, params, lr=0.1, by=0.5):
+        super().__init__(params, lr=lr)
+        for place, group in enumerate(self.param_groups):
+            self.change(group, by ** (1 + place))
+
+    def change(self, group, by):
+        group["lr"] *= by
+        group["train_mode"] = True
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self.param_groups[-1]["added"] = len(self.param_groups)
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            self.change(group, 3.0)
+
+
+@pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
+@STAGES
+def test_what_an_optimizer_makes_of_its_groups_counts(stage, world):
+    groups = [
+        {"params": [("a", nn.Parameter(torch.ones(4)))], "lr": 0.2},
+        {"params": [("b", nn.Parameter(torch.ones(4)))]},
+    ]
+    mine = ZeroOptimizer(groups, Scaled, world(), stage=stage, partition="element")
+    theirs = Scaled([{**g, "params": [torch.ones(4)]} for g in groups])
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.1) for each in (mine, theirs)]
+
+    def assert_alike():
+        both = [[{**g, "params": None} for g in each.param_groups] for each in (mine, theirs)]
+        assert both[0] == both[1]
+
+    assert_alike()
+    for scheduler in schedulers:  # its rates are not in the inner optimizer when groups are added
+        scheduler.optimizer.step()
+        scheduler.step()
+    added = {"lr": 0.7}
+    mine.add_param_group({**added, "params": [("c", nn.Parameter(torch.ones(2)))]})
+    theirs.add_param_group({**added, "params": [torch.ones(2)]})
+    assert mine.param_groups[2]["added"] == 3
+    assert_alike()
+    saved = mine.state_dict(), theirs.state_dict()
+    for each, state in zip((mine, theirs), saved, strict=True):
+        each.load_state_dict(state)
+    assert mine.param_groups[0]["lr"] == pytest.approx(0.2 * 0.5 * 0.1 * 3)
+    assert_alike()
+
+
+def test_an_optimizer_that_makes_other_groups_is_refused():
+    class Split(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__([{"params": [p]} for g in params for p in g["params"]], lr=lr)
+
+    with pytest.raises(ValueError, match="Split makes 4 parameter groups of the 1 that"):
+        zero(net(), Split)
