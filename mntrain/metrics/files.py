@@ -1,23 +1,38 @@
 """The files of a run's reports: metrics.jsonl, a line for each step, and summary.json."""
 
+import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.toml", "metrics.jsonl", "summary.json"
 PLOT_FILE = "loss.svg"
 
 
-def open_metrics(run_dir: Path) -> TextIO:
-    """Open a run's metrics.jsonl to append lines, each of which reaches the file at once.
+def open_to_append(path: Path) -> FileIO:
+    """Open a file to append to with `append_whole`. Makes its folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab", buffering=0)
 
-    Makes the directory if there is none.
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Append to a file that no other process writes; it gets all of the content or nothing.
+
+    Raises OSError for nothing. A part of a number would look like another number.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return (run_dir / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
+    end = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -59,6 +74,23 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / SUMMARY_FILE, (json_text(summary, indent=2) + "\n").encode())
+
+
+def try_summary(run_dir: Path, summary: Mapping[str, Any], missing: Sequence[str]) -> list[str]:
+    """Write a run's summary.json as `write_summary`; return a text if that is not possible.
+
+    `missing` names what is missing in the run's other files, and is its entry "not_written".
+    """
+    try:
+        write_summary(run_dir, {**summary, "not_written": missing} if missing else summary)
+    except OSError as error:
+        return [f"{SUMMARY_FILE} ({error.strerror or error})"]
+    return []
+
+
+def loss_text(run_dir: Path, missing: Sequence[str]) -> str:
+    """Return the sentence for what could not be written to a run's directory."""
+    return f"{run_dir} lacks {', '.join(missing)}: these could not be written"
 
 
 def write_whole(path: Path, content: bytes) -> None:

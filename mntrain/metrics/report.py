@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.config import LogConfig
-from mntrain.metrics.files import write_summary
+from mntrain.metrics.files import try_summary
 from mntrain.metrics.live import LiveLines, fit, join
 from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
@@ -85,6 +85,7 @@ class Reporter:
         self._drawn_at = 0.0
         self._since_line_s = 0.0
         self._metrics: MetricsFiles | None = None
+        self._missing: list[str] = []  # of the files that are closed
 
     def __enter__(self) -> Self:
         if self._master:
@@ -101,6 +102,7 @@ class Reporter:
         finally:
             if self._metrics is not None:
                 self._metrics.close(succeeded=succeeded)
+                self._missing = self._metrics.missing
                 self._metrics = None
 
     def end_display(self) -> None:
@@ -182,10 +184,13 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write({"step": step, "error": reason})
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Print the result, memory and traffic; write summary.json last, atomically."""
+    def finish(self, summary: Mapping[str, Any]) -> list[str]:
+        """Print the result, memory and traffic; write summary.json last, atomically.
+
+        Returns what could not be written to the run's directory, a text for each file.
+        """
         if not self._master:
-            return
+            return []
         self.close(succeeded=summary["status"] != "failed")
         self.note("")
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
@@ -196,7 +201,7 @@ class Reporter:
             self._print_table(_traffic_table(summary["ranks"]))
             self.note(_overlap(summary["ranks"]))
         self.note(str(summary["run_dir"]))
-        write_summary(self._run_dir, summary)
+        return [*self._missing, *try_summary(self._run_dir, summary, self._missing)]
 
     def _line(self) -> str:
         """Return the last step, and the speed of recent ones, as one line."""

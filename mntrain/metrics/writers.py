@@ -1,20 +1,23 @@
 """Writers of a run's metrics: metrics.jsonl, metrics.csv, TensorBoard and Weights & Biases.
 
-metrics.jsonl is the record of a run, and an error in writing it is raised. The others are copies of
-it for other tools: at its first error, a copy is closed with a warning, and training continues.
+metrics.jsonl is the record of a run, and the others are copies of it for other tools. Lines that a
+file cannot take, on a full disk for example, wait in memory until it can. At any other error, a
+copy is closed with a warning. Training continues in both cases.
 """
 
 import csv
-import errno
 import io
 import math
 import os
 import secrets
+import socket
 import time
 import tomllib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +25,10 @@ from mntrain.config import LogConfig
 from mntrain.metrics.files import (
     CONFIG_FILE,
     METRICS_FILE,
+    append_whole,
     flatten,
     json_text,
-    open_metrics,
+    open_to_append,
     read_metrics,
     write_whole,
 )
@@ -34,8 +38,9 @@ CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", ".wa
 DECLARED = tuple(name for name, metric in METRICS.items() if not metric.named)
 """Columns that a training job's metrics.csv has from its first row on."""
 
+WAITING = 10_000  # lines of a file that wait in memory at most
+WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while a file cannot be written
 _LOOK_S = 1.0  # between two looks for a deleted directory
-_NEVER_S = 10**9  # TensorBoard's own flushes would fail in a thread of its own
 _WANDB_INIT_S, _WANDB_FINISH_S = 40, 40  # an unreachable server must not hold the ranks for long
 
 
@@ -58,13 +63,53 @@ def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
 
 
 class Writer(Protocol):
-    """One copy of a run's metrics. An error in any method ends it."""
+    """One file of a run's metrics, or a run at W&B.
 
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Add a line of metrics.jsonl, flattened."""
+    An OSError of `write` and `close` may end by itself; an error of another kind ends the writer.
+    """
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add a line of metrics.jsonl. Adds all of it, or raises OSError."""
 
     def close(self, *, succeeded: bool) -> None:
-        """Write what is left. Not called after an error."""
+        """Write what is left. Not called after an error of another kind."""
+
+
+class _Waiting:
+    """A writer whose lines wait in memory, up to `WAITING` of them, while it cannot write."""
+
+    def __init__(self, name: str, writer: Writer) -> None:
+        self.name, self.writer = name, writer
+        self.lines: deque[Mapping[str, Any]] = deque()
+        self.lost = 0  # the oldest lines, for which there was no place in memory
+        self.error: OSError | None = None  # why lines wait
+        self._retry_at = -math.inf
+
+    def write(self, line: Mapping[str, Any], now: float) -> None:
+        """Write a line after those that wait, or let it wait."""
+        self.lines.append(line)
+        if now >= self._retry_at:
+            self.flush(now)
+        if len(self.lines) > WAITING:
+            self.lines.popleft()
+            self.lost += 1
+
+    def flush(self, now: float) -> None:
+        """Write the lines that wait, as far as that is possible."""
+        try:
+            while self.lines:
+                self.writer.write(self.lines[0])
+                self.lines.popleft()
+            self.error = None
+        except OSError as error:
+            self.error = error
+            self._retry_at = now + RETRY_S
+
+    def replace(self, writer: Writer) -> None:
+        """Go on with another writer, since the file of this one is gone."""
+        with suppress(OSError):
+            self.writer.close(succeeded=False)
+        self.writer = writer
 
 
 class MetricsFiles:
@@ -79,57 +124,73 @@ class MetricsFiles:
         self, run_dir: Path, log: LogConfig, columns: Sequence[str], warn: Callable[[str], None]
     ) -> None:
         self._warn, self._run_dir, self._log, self._columns = warn, run_dir, log, columns
-        self._record = open_metrics(run_dir)
+        self._warned_at = -math.inf
+        self._were_waiting = False
         self._looked_at, self._told = time.monotonic(), False  # of a deleted directory
-        self._copies: dict[str, Writer] = {}
+        self.missing: list[str] = []
+        """Lines that were not written, a text for each file; complete after `close`."""
+        self._files = {METRICS_FILE: _Waiting(METRICS_FILE, _JsonWriter(run_dir / METRICS_FILE))}
         wanted = log.csv or log.tensorboard or log.wandb is not None
         lines = read_metrics(run_dir) if wanted else []
-        self._open_copies(lines)
-        if log.wandb is not None:
+        for name, make in self._copies(lines).items():
+            with self._guarded(name):
+                self._files[name] = _Waiting(name, make())
+        if (project := log.wandb) is not None:
             with self._guarded("W&B"):
-                self._copies["W&B"] = _WandbWriter(run_dir, log.wandb)
+                self._files["W&B"] = _Waiting("W&B", _WandbWriter(run_dir, project))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, with its step; it is on disk or on its way when this returns."""
-        if time.monotonic() > self._looked_at + _LOOK_S:
+        """Append a line, with its step; it is on disk, or on its way, or waits in memory."""
+        now = time.monotonic()
+        if now > self._looked_at + _LOOK_S:
             self._restore_deleted(f" before step {line['step']}")
-        self._record.write(json_text(line) + "\n")
-        values = flatten(line)
-        for name in list(self._copies):
+        for name, file in list(self._files.items()):
             with self._guarded(name, f" at step {line['step']}"):
-                self._copies[name].write(values)
+                file.write(line, now)
+        self._report_waiting(now)
 
     def close(self, *, succeeded: bool = False) -> None:
-        """Close all files. May be called again."""
-        if not self._record.closed:
+        """Close all files; `missing` then has what is lost. May be called again. Never raises."""
+        if self._files:
             self._restore_deleted("")
-        for name in list(self._copies):
+        for name, file in list(self._files.items()):
             with self._guarded(name):
-                self._copies.pop(name).close(succeeded=succeeded)
-        self._record.close()
+                file.flush(time.monotonic())
+                try:
+                    file.writer.close(succeeded=succeeded)
+                except OSError as error:  # as some file systems tell of a full disk
+                    file.error = file.error or error
+                lost = file.lost + len(file.lines)
+                if lost or file.error:
+                    why = f" ({_reason(file.error)})" if file.error else ""
+                    amount = f"{lost} line{'s' * (lost != 1)}" if lost else "the last lines"
+                    self.missing.append(f"{amount} of {name}{why}")
+        self._files = {}
 
-    def _open_copies(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Open the copies in the run's directory, which has these lines."""
+    def _copies(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[], Writer]]:
+        """Return what opens each copy in the run's directory, which has these lines."""
+        copies: dict[str, Callable[[], Writer]] = {}
         if self._log.csv:
-            with self._guarded(CSV_FILE):
-                path = self._run_dir / CSV_FILE
-                self._copies[CSV_FILE] = _CsvWriter(path, self._columns, lines)
+            path = self._run_dir / CSV_FILE
+            copies[CSV_FILE] = lambda: _CsvWriter(path, self._columns, lines)
         if self._log.tensorboard:
             last = max((int(line["step"]) for line in lines), default=0)
-            with self._guarded("TensorBoard"):
-                self._copies["TensorBoard"] = _TensorBoardWriter(self._run_dir, last)
+            copies["TensorBoard"] = lambda: _TensorBoardWriter(self._run_dir, last)
+        return copies
 
     def _restore_deleted(self, when: str) -> None:
-        """Make the run's directory and metrics.jsonl anew if they were deleted, and warn once."""
+        """Make the run's directory and its files anew if they were deleted, and warn once."""
         self._looked_at = time.monotonic()
         if (self._run_dir / METRICS_FILE).exists():
             return
-        record, self._record = self._record, open_metrics(self._run_dir)
-        record.close()
-        for name in self._copies.keys() & {CSV_FILE, "TensorBoard"}:
-            with self._guarded(name):
-                self._copies.pop(name).close(succeeded=False)
-        self._open_copies([])
+        try:
+            self._files[METRICS_FILE].replace(_JsonWriter(self._run_dir / METRICS_FILE))
+        except OSError:  # it cannot be made now: the next look may succeed
+            return
+        for name, make in self._copies([]).items():
+            if name in self._files:
+                with self._guarded(name):
+                    self._files[name].replace(make())
         if not self._told:
             self._told = True
             self._warn(
@@ -137,17 +198,54 @@ class MetricsFiles:
                 f"while the job runs: it is made anew, and what it held{when} is no longer there"
             )
 
+    def _report_waiting(self, now: float) -> None:
+        """Warn of lines that wait, once a minute, and say when none do any more."""
+        waiting = [file for file in self._files.values() if file.lines]
+        if waiting and now >= self._warned_at + WARN_EVERY_S:
+            self._warned_at, self._were_waiting = now, True
+            most = max(len(file.lines) for file in waiting)
+            names = " and ".join(file.name for file in waiting)
+            self._warn(
+                f"{names} cannot be written: {_reason(waiting[0].error)}. Training continues: "
+                f"{most} line{'s' * (most != 1)} of at most {WAITING} wait in memory until there "
+                f"is space{self._lost()}"
+            )
+        elif self._were_waiting and not waiting:
+            self._were_waiting = False
+            self._warn(f"all lines of metrics that waited are written{self._lost()}")
+
+    def _lost(self) -> str:
+        lost = sum(file.lost for file in self._files.values())
+        return f"; {lost} older ones are lost" if lost else ""
+
     @contextmanager
     def _guarded(self, name: str, when: str = "") -> Iterator[None]:
         """Drop a copy whose block raises, with a warning."""
         try:
             yield
         except Exception as error:  # of other people's code and servers
-            self._copies.pop(name, None)
+            self._files.pop(name, None)
             self._warn(
                 f"{name} gets no more metrics: {type(error).__name__}{when}: "
                 f"{str(error).rstrip('.')}. Training continues, and metrics.jsonl has every step"
             )
+
+
+def _reason(error: OSError | None) -> str:
+    return str(error and (error.strerror or error))
+
+
+class _JsonWriter:
+    """metrics.jsonl: one line for each step."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_to_append(path)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        append_whole(self._file, (json_text(line) + "\n").encode())
+
+    def close(self, *, succeeded: bool) -> None:
+        self._file.close()
 
 
 class _CsvWriter:
@@ -161,33 +259,26 @@ class _CsvWriter:
         self, path: Path, columns: Sequence[str], lines: Sequence[Mapping[str, Any]]
     ) -> None:
         self._path = path
-        self._columns = _columns([*columns], lines)
-        self._rewrite([flatten(line) for line in lines])
+        self._rewrite(_columns([*columns], lines), [flatten(line) for line in lines])
 
-    def write(self, values: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any]) -> None:
+        values = flatten(line)
         if new := [name for name in values if name not in self._columns]:
-            self._file.close()
             with self._path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
-            self._columns += new
-            self._rewrite([*rows, values])
-            return
-        row, end = _csv_text(self._columns, [values]), self._file.tell()
-        try:
-            if self._file.write(row) < len(row):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            with self._file, suppress(OSError):
-                self._file.truncate(end)  # a part of a number would look like another number
-            raise
+            before = self._file
+            self._rewrite([*self._columns, *new], [*rows, values])
+            before.close()
+        else:
+            append_whole(self._file, _csv_text(self._columns, [values]))
 
     def close(self, *, succeeded: bool) -> None:
         self._file.close()
 
-    def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        header = dict(zip(self._columns, self._columns, strict=True))
-        write_whole(self._path, _csv_text(self._columns, [header, *rows]))
-        self._file = self._path.open("ab", buffering=0)  # a row is one write
+    def _rewrite(self, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
+        header = dict(zip(columns, columns, strict=True))
+        write_whole(self._path, _csv_text(columns, [header, *rows]))
+        self._columns, self._file = columns, open_to_append(self._path)
 
 
 def rewind_csv(run_dir: Path, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -223,33 +314,54 @@ def _is_not_finite(value: Any) -> bool:
 class _TensorBoardWriter:
     """Event files in RUN/tensorboard: a scalar for each number, and config.toml as text.
 
-    Each step is on disk before `write` returns. TensorBoard drops what an earlier job wrote of
-    steps after `last` (purge_step).
+    An event is one write, without TensorBoard's own thread, in which a full disk would end its
+    writer with half an event in the file. TensorBoard drops what an earlier job wrote of steps
+    after `last`, as with SummaryWriter's purge_step.
     """
 
+    _numbers = count()  # in the names of this process's files
+
     def __init__(self, run_dir: Path, last: int) -> None:
+        events = import_module("tensorboard.compat.proto.event_pb2")
+        self._event = events.Event
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        made = import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = made(
-            str(run_dir / TENSORBOARD_FOLDER), purge_step=last + 1, flush_secs=_NEVER_S
-        )
+        self._record = import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        name = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        self._file = open_to_append(run_dir / TENSORBOARD_FOLDER / f"events.out.tfevents.{name}")
+        version, start = "brain.Event:2", events.SessionLog(status=events.SessionLog.START)
+        first = [self._made(0, file_version=version)]
+        first += [self._made(last + 1, file_version=version)]
+        first += [self._made(last + 1, session_log=start)]
         if text := _read_config(run_dir):
             code = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown
-            self._writer.add_text(CONFIG_FILE, code, last)
-        self._writer.flush()
+            texts = import_module("torch.utils.tensorboard.summary")
+            first += [self._made(last, summary=texts.text(CONFIG_FILE, code))]
+        append_whole(self._file, b"".join(first))
 
-    def write(self, values: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any]) -> None:
         # One event a step takes a fifth of the time of SummaryWriter.add_scalar for each number.
         scalars = [
             self._summary.Value(tag=name, simple_value=float(value))
-            for name, value in values.items()
+            for name, value in flatten(line).items()
             if name != "step" and isinstance(value, int | float)
         ]
-        self._writer.file_writer.add_summary(self._summary(value=scalars), int(values["step"]))
-        self._writer.flush()
+        summary = self._summary(value=scalars)
+        try:
+            event = self._made(int(line["step"]), summary=summary)
+        except Exception:  # the last call of this writer
+            self._file.close()
+            raise
+        append_whole(self._file, event)
 
     def close(self, *, succeeded: bool) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _made(self, step: int, **content: Any) -> bytes:
+        """Return an event as the bytes of a record in the file."""
+        record = io.BytesIO()
+        event = self._event(wall_time=time.time(), step=step, **content)
+        self._record(record).write(event.SerializeToString())
+        return record.getvalue()
 
 
 class _WandbWriter:
@@ -275,11 +387,22 @@ class _WandbWriter:
             settings=wandb.Settings(init_timeout=_WANDB_INIT_S, finish_timeout=_WANDB_FINISH_S),
         )
 
-    def write(self, values: Mapping[str, Any]) -> None:
-        self._run.log(dict(values), step=int(values["step"]))
+    def write(self, line: Mapping[str, Any]) -> None:
+        with _no_waiting():
+            self._run.log(flatten(line), step=int(line["step"]))
 
     def close(self, *, succeeded: bool) -> None:
-        self._run.finish(exit_code=0 if succeeded else 1)
+        with _no_waiting():
+            self._run.finish(exit_code=0 if succeeded else 1)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Turn an OSError into another error: each further try would wait for the server again."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _read_config(run_dir: Path) -> str:

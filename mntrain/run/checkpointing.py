@@ -12,6 +12,7 @@ from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 
 _LONG_WAIT_S = 1.0
+RETRY_S = 60.0  # from a save that failed, and from the warning of it, to the next
 
 
 class SaveInterval:
@@ -28,6 +29,7 @@ class SaveInterval:
             self._seconds = 0.0  # until the first save has shown its cost
         self._mtbf_s = 3600 * mtbf_hours
         self._last_save = time.monotonic()
+        self._retry_at: float | None = None  # after a save that failed
 
     @property
     def wanted(self) -> bool:
@@ -36,8 +38,8 @@ class SaveInterval:
 
     @property
     def by_clock(self) -> bool:
-        """True if the clock decides when the run is to be saved."""
-        return self._seconds is not None
+        """True if the clock decides when the run is to be saved. The same on all ranks."""
+        return self._seconds is not None or self._retry_at is not None
 
     def due_after(self, step: int) -> bool:
         """Return True if the run is to be saved after this step. The same on all ranks."""
@@ -45,7 +47,10 @@ class SaveInterval:
 
     def due_now(self) -> bool:
         """Return True if it is time to save, on the clock of this process."""
-        return self._seconds is not None and time.monotonic() - self._last_save >= self._seconds
+        now = time.monotonic()
+        if self._retry_at is not None and now >= self._retry_at:
+            return True
+        return self._seconds is not None and now - self._last_save >= self._seconds
 
     def saved(self, cost_s: float | None) -> None:
         """Start the next interval. Training waited `cost_s` seconds for this save, if measured.
@@ -53,15 +58,21 @@ class SaveInterval:
         The interval "auto" minimizes the time that saves and failures cost: J. W. Young,
         Communications of the ACM 17 (1974).
         """
-        self._last_save = time.monotonic()
+        self._last_save, self._retry_at = time.monotonic(), None
         if self._auto and cost_s is not None:
             self._seconds = math.sqrt(2 * cost_s * self._mtbf_s)
+
+    def failed(self) -> None:
+        """Let the run be saved in a minute, if not before: a save has failed on all ranks."""
+        if self.wanted:
+            self._retry_at = time.monotonic() + RETRY_S
 
 
 class Checkpointing:
     """Saves the run after the steps that are due. Every rank makes the same decisions.
 
-    A save that fails during training is reported by `warn`, and training continues. `note` takes
+    A save that fails during training is reported by `warn`, at most once a minute, and tried again
+    after a minute at the latest, with the state of then; training continues. `note` takes
     what else is reported. On the master, `on_checkpoint` gets the path of each complete checkpoint.
     `scored_by` names the metric of which the lowest score is kept.
     """
@@ -82,6 +93,7 @@ class Checkpointing:
         self._scored_by, self._on_checkpoint = scored_by, on_checkpoint
         self._best_score = math.inf
         self._warned_of_wait = False
+        self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
         self.progress = 0  # phases of saves that have begun or ended, the same on all ranks
@@ -202,4 +214,8 @@ class Checkpointing:
 
     def _fail(self, error: AgreedError) -> None:
         self._failed += 1
-        self._warn(str(error))
+        self._interval.failed()
+        now = time.monotonic()
+        if now >= self._warned_at + RETRY_S:
+            self._warned_at = now
+            self._warn(str(error))

@@ -58,7 +58,7 @@ def make_new(run_dir: Path) -> Path:
                 number += 1
                 path = run_dir.with_name(f"{run_dir.name}-{number}")
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
 def make_and_lock(run_dir: Path, watchdog: Watchdog | None = None) -> RunLock:
@@ -72,7 +72,7 @@ def make_and_lock(run_dir: Path, watchdog: Watchdog | None = None) -> RunLock:
         run_dir.mkdir(parents=True, exist_ok=True)
         return RunLock(run_dir, watchdog.lose_directory if watchdog else _warn, _warn)
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
+        raise unwritable(run_dir, error) from error
 
 
 def _warn(text: str) -> None:
@@ -94,7 +94,7 @@ def expect_shared(world: Ranks, run_dir: Path) -> None:
                 try:
                     probe = stack.enter_context(closing(Probe(folder)))
                 except OSError as error:
-                    raise _unwritable(folder, error) from error
+                    raise unwritable(folder, error) from error
                 place = probe.path, probe.token
         path, token = world.gather(place)[0]
         with world.agreement():
@@ -106,7 +106,8 @@ def expect_shared(world: Ranks, run_dir: Path) -> None:
                 )
 
 
-def _unwritable(run_dir: Path, error: OSError) -> ValueError:
+def unwritable(run_dir: Path, error: OSError) -> ValueError:
+    """Return the error for a run directory in which files cannot be made."""
     return ValueError(
         f"no files can be made in the run directory {run_dir} ({error.strerror}): give a folder in "
         "which they can"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import open_metrics, write_summary
+from mntrain.metrics.files import METRICS_FILE, loss_text, open_to_append, try_summary
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
@@ -70,7 +70,7 @@ class MetricsLog:
         self._files: MetricsFiles | None = None  # opened for the first line, on the master
         with world.agreement():
             if world.master:
-                open_metrics(directory.path).close()
+                open_to_append(directory.path / METRICS_FILE).close()
         self._sum = DelayedSum(world.collectives)
         self._line: _Line | None = None  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
@@ -126,14 +126,18 @@ class MetricsLog:
             self._open_files().write({"step": line.step, **means, **line.times})
 
     def close(self) -> None:
-        """Write the last line and summary.json. Collective. Does nothing the second time."""
+        """Write the last line and summary.json. Collective. Does nothing the second time.
+
+        Raises AgreedError if these, or lines before, could not be written, on a full disk for
+        example: training goes on until here, and lines wait in memory.
+        """
         self._finish(None)
 
     def abandon(self) -> None:
-        """Close metrics.jsonl without waiting for other ranks. Local."""
+        """Close metrics.jsonl without waiting for other ranks; warn if it lacks lines. Local."""
         self._open = False
-        if self._files is not None:
-            self._files.close()
+        if missing := self._close_files():
+            _warn(loss_text(self._directory.path, missing))
 
     def __enter__(self) -> Self:
         return self
@@ -159,20 +163,36 @@ class MetricsLog:
             }
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}
-            with self._world.agreement():
-                if self._files is not None:
-                    self._files.close(succeeded=error is None)
-                if self._world.master:
-                    write_summary(self._directory.path, summary)
+            missing = self._close_files(succeeded=error is None)
+            if self._world.master:
+                missing += try_summary(self._directory.path, summary, missing)
             self._world.watchdog.at_end.remove(self._early_end)
+            self._tell_missing(self._world.gather(missing)[0], error)
         finally:
             self.abandon()
+
+    def _close_files(self, *, succeeded: bool = False) -> list[str]:
+        """Close the files, if they are open; return what they lack. Local."""
+        files, self._files = self._files, None
+        if files is None:
+            return []
+        files.close(succeeded=succeeded)
+        return files.missing
+
+    def _tell_missing(self, missing: list[str], error: AgreedError | None) -> None:
+        """Raise AgreedError for what could not be written; warn if `error` ends the loop."""
+        if not missing:
+            return
+        text = loss_text(self._directory.path, missing)
+        if error is None:
+            raise AgreedError(text, self._world.rank)
+        if self._world.master:
+            _warn(text)
 
     def _open_files(self) -> MetricsFiles:
         """Return the open files, which a rewind of the directory has replaced. Local."""
         if self._files is None or self._rewinds != self._directory.rewinds:
-            if self._files is not None:
-                self._files.close()
+            self._close_files()
             self._rewinds = self._directory.rewinds
             self._files = MetricsFiles(self._directory.path, self._log, ["step"], _warn)
         return self._files

@@ -15,7 +15,7 @@ from mntrain.cli import construct, toml_text
 from mntrain.config import CheckpointConfig, LogConfig
 from mntrain.equal_values import compare
 from mntrain.errors import AgreedError
-from mntrain.metrics.files import CONFIG_FILE
+from mntrain.metrics.files import CONFIG_FILE, write_whole
 from mntrain.metrics.writers import expect_installed
 from mntrain.ranks import Ranks
 from mntrain.run.checkpointing import SaveInterval
@@ -106,7 +106,7 @@ class OwnLoop:
         self._expect_none(self._logs, directory, "metrics")
         with self._world.agreement():
             if self._world.master and config is not None:
-                (directory.path / CONFIG_FILE).write_text(toml_text(config))
+                write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
         made = MetricsLog(self._world, directory, log, lambda: self._describe(directory))
         self._logs[directory] = made
         return made

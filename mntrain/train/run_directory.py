@@ -15,13 +15,14 @@ from mntrain.cli import to_toml
 from mntrain.config import Config, flag_of
 from mntrain.config_types import as_mapping
 from mntrain.errors import AgreedError
-from mntrain.metrics.files import CONFIG_FILE
+from mntrain.metrics.files import CONFIG_FILE, write_whole
 from mntrain.run.directory import (
     expect_shared,
     expect_startable,
     make_and_lock,
     make_new,
     rewind,
+    unwritable,
 )
 from mntrain.run.lock import RunLock
 from mntrain.world import World
@@ -187,12 +188,16 @@ def prepare(
             if exists and not continued:
                 expect_startable(run_dir, saves=saves)
             lock = make_and_lock(run_dir, world.watchdog)
-            (run_dir / CONFIG_FILE).write_text(to_toml(_with_absolute_paths(config)))
-            for name, content in files.items():
-                (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-                (run_dir / name).write_bytes(content)
-            if exists:
-                rewind(run_dir, found.manifest.step if found and continued else 0)
+            written = {CONFIG_FILE: to_toml(_with_absolute_paths(config)).encode(), **files}
+            try:
+                for name, content in written.items():
+                    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(run_dir / name, content)  # an older one stays if the disk is full
+                if exists:
+                    rewind(run_dir, found.manifest.step if found and continued else 0)
+            except OSError as error:
+                lock.close()
+                raise unwritable(run_dir, error) from error
     return lock
 
 

@@ -207,10 +207,11 @@ def resume_command(world: World, config: Config, job: TrainingJob) -> str:
     return shlex.join(words)
 
 
-def finish_report(world: World, config: Config, job: TrainingJob, result: JobResult) -> None:
+def finish_report(world: World, config: Config, job: TrainingJob, result: JobResult) -> list[str]:
     """Draw the loss, print the final report, and write summary.json last. Collective.
 
-    A preempted job draws nothing: its time may be short, and the next job does.
+    A preempted job draws nothing: its time may be short, and the next job does. Returns what the
+    master could not write to the run's directory, a text for each file.
     """
     early = result.status in ("interrupted", "preempted")
     if result.status == "stopped" and not result.reason:
@@ -219,7 +220,7 @@ def finish_report(world: World, config: Config, job: TrainingJob, result: JobRes
     draws = config.log.plot and result.last and result.status != "preempted"
     if world.master and draws and (why := draw_at_end(job.run_dir)):
         job.reporter.note(f"no {PLOT_FILE}: {why}")
-    job.reporter.finish(summary)
+    missing = job.reporter.finish(summary)
     if early and result.last and job.checkpointing.has(result.last.step):
         job.reporter.note(f"to continue: {resume_command(world, config, job)}")
     elif result.status == "interrupted" and not job.saves:
@@ -227,6 +228,7 @@ def finish_report(world: World, config: Config, job: TrainingJob, result: JobRes
             "the steps of this job were not saved: with --checkpoint.every auto, for example, an "
             "interrupted job saves at its end"
         )
+    return world.gather(missing)[0]
 
 
 def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from mntrain import device, tasks
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
+from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer
 from mntrain.run.directory import write_early_end
 from mntrain.run.signals import SignalRequests, stop_reason
@@ -39,6 +40,7 @@ from zero.optimizer import StepResult
 
 # Exit codes of jobs that may be resumed: the shell's for Ctrl-C, and EX_TEMPFAIL of sysexits.h.
 EXIT_CODES = {"interrupted": 130, "preempted": 75}
+NOT_WRITTEN = 74  # of another job without an error whose files lack something; EX_IOERR
 
 
 def run(config: Config) -> int:
@@ -95,7 +97,9 @@ class Trainer:
     def fit(self) -> int:
         """Train to the last step, or until any rank asks to end; return the exit code. Collective.
 
-        The code is 0 for a run that completed or stopped as asked for, else one of `EXIT_CODES`.
+        The code is 0 for a run that completed or stopped as asked for, else one of `EXIT_CODES`;
+        `NOT_WRITTEN` instead of 0 if the run's directory lacks metrics or the summary, which the
+        last line names.
         Raises TrainingStoppedError, which the summary also has, if a loss or gradient is not finite
         (unless such steps are skipped), replicas differ, or the last checkpoint cannot be written.
         """
@@ -118,11 +122,13 @@ class Trainer:
                 result.reason = stop_reason(self._world, signals, self._job.deadline)
             elif result.error:
                 result.reason = str(result.error)
-            finish_report(self._world, self._config, self._job, result)
+            missing = finish_report(self._world, self._config, self._job, result)
             self._world.watchdog.at_end.remove(self._early_end)
+        if missing:
+            AgreedError(loss_text(self._job.run_dir, missing), self._world.rank).report()
         if result.error:
             raise result.error
-        return EXIT_CODES.get(result.status, 0)
+        return EXIT_CODES.get(result.status, NOT_WRITTEN if missing else 0)
 
     def _show_sample(self) -> None:
         """Show what the task generates with the trained model, if anything. Local.

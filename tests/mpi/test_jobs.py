@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -221,6 +222,71 @@ def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(folder, stopped):
     said = refusal(train, folder, "--run.resume", str(stopped / "run"))
     assert said.endswith("holds a run already: give another run directory")
     assert [line["step"] for line in metrics(folder)] == [1]
+
+
+class Filling(LanguageModel):
+    """A task that fills the run's disk after one step, and makes room again after another."""
+
+    ballast = None
+    full = range(0)
+
+    def on_step(self, record):
+        if RANK == 0 and record.step == self.full.start:
+            with self.ballast.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+        if RANK == 0 and record.step == self.full.stop:
+            self.ballast.unlink()
+
+
+@pytest.mark.skipif(RANKS != 2 or os.geteuid() != 0, reason="mounts a file system, on 2 ranks")
+def test_a_full_disk_ends_no_job_and_what_is_lost_is_told_at_its_end(folder, monkeypatch, capfd):
+    run = folder / "run"
+    monkeypatch.setattr(Filling, "ballast", run / "ballast")
+    options = ["--task", f"{__name__}:Filling", "--train.steps", "40", "--log.csv"]
+    if RANK == 0:
+        run.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", run], check=True)
+    meet()
+    try:
+        # Some 500 bytes of metrics a step, so that a page of 4 KiB is full after 8 of them.
+        monkeypatch.setattr(Filling, "full", range(6, 30))
+        assert train(folder, *options, "--checkpoint.every", "4", "--checkpoint.keep", "2") == 0
+        said = capfd.readouterr().err
+        assert steps_kept(folder) == [40, 36]
+        assert [line["step"] for line in metrics(folder)] == list(range(1, 41))
+        rows = (run / "metrics.csv").read_text().splitlines()[1:]
+        assert [row.partition(",")[0] for row in rows] == [str(step) for step in range(1, 41)]
+        assert summary(folder)["checkpoints"]["failed"] > 2
+        if RANK == 0:
+            assert said.count("cannot be written: No space left on device. Training") == 1
+            assert said.count("all lines of metrics that waited are written") == 1
+            assert said.count("was not saved: ") == 1  # of them all, within a minute
+        meet()
+        if RANK == 0:
+            shutil.rmtree(run / "checkpoints")
+            for path in (run / "config.toml", run / "metrics.jsonl", run / "metrics.csv"):
+                path.unlink()
+            (run / "summary.json").unlink()
+        meet()
+        monkeypatch.setattr(Filling, "full", range(6, 99))
+        assert train(folder, *options) == 74
+        said = capfd.readouterr().err
+        written = len(metrics(folder))
+        assert 6 <= written < 40
+        if RANK == 0:
+            last = said.splitlines()[-1]
+            reason = "(No space left on device)"
+            assert last.startswith(f"mntrain: error: {run} lacks ")
+            assert f" {40 - written} lines of metrics.jsonl {reason}, " in last
+            assert last.endswith(f", summary.json {reason}: these could not be written")
+            assert "Traceback" not in said
+        else:
+            assert said == ""
+    finally:
+        meet()
+        if RANK == 0:
+            subprocess.run(["umount", run], check=True)
 
 
 class StoppedClock(datetime):

@@ -46,7 +46,7 @@ def test_every_figure_of_a_rank_is_documented():
 
 def test_every_metric_of_the_summary_is_documented():
     of_ends = {"reason", "error", "resumed_from", "checkpoint", "checkpoints"}
-    of_ends |= {"stragglers", "shares", "cadence"}
+    of_ends |= {"stragglers", "shares", "cadence", "not_written"}
     assert names("name \\| unit \\| formula") == set(summary()) | of_ends
 
 

@@ -66,3 +66,18 @@ def test_invalid_values_of_checkpoint_every(every):
     with pytest.raises(ValueError, match=r"\nevery\n") as error:
         CheckpointConfig(every=every)
     assert "must be a number of steps, minutes such as 10min, or auto" in str(error.value)
+
+
+@pytest.mark.parametrize("every", ["500", "30min", "auto"])
+def test_a_save_that_failed_is_tried_again_in_a_minute(clock, every):
+    interval = SaveInterval(every)
+    interval.saved(cost_s=10.0)
+    interval.failed()
+    clock[0] += 59
+    assert not interval.due_now()
+    clock[0] += 2
+    assert interval.due_now()
+    assert interval.by_clock
+    interval.saved(cost_s=10.0)
+    assert not interval.due_now()
+    assert interval.by_clock == (every != "500")
