@@ -19,6 +19,7 @@ from mntrain.ranks import Ranks
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
+from zero.argument_trial import check_arguments
 from zero.comm_hooks import CommHook, make_hook
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
@@ -114,12 +115,25 @@ def _agree(
         check_sharding(options["stage"], options["partition"])
         check_shard_by(world, options["shard_by"], options["stage"])
         trainable = check_trainable(named, sharded=options["stage"] != 0)
+        _try_arguments(make, trainable, leaves=options["stage"] == 0)
         if options["stage"] != 0:
             with _arguments_of(optimizer_class):
                 check_partition(make, trainable, options["partition"])
     described = {"the optimizer": describe_optimizer(make, trainable)}
     equal_values.expect_same(world.gather(described), world.rank)
     return hook, named
+
+
+def _try_arguments(
+    make: partial[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]], *, leaves: bool
+) -> None:
+    """Raise ValueError for arguments that an optimizer of torch, or ours, refuses. Local.
+
+    Others may need more than small tensors.
+    """
+    if getattr(make.func, "__module__", "").startswith(("torch.optim.", "mntrain.optim")):
+        plain = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
+        check_arguments(make.func, make.keywords, plain, leaves=leaves)
 
 
 def _make_hook(parts: WorldParts, given: str | CommHook | None) -> CommHook:
@@ -190,9 +204,9 @@ def _without_sole_use(collectives: WorldCollectives) -> WorldCollectives:
 
 @contextmanager
 def _arguments_of(optimizer_class: Callable[..., object]) -> Iterator[None]:
-    """Raise ValueError where the constructor of an optimizer raises TypeError."""
+    """Raise ValueError where the constructor of an optimizer raises an error of another kind."""
     try:
         yield
-    except TypeError as error:
+    except (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
         name = getattr(optimizer_class, "__name__", "the optimizer")
         raise ValueError(f"{name} cannot be made with these arguments: {error}") from error

@@ -2,7 +2,10 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -17,6 +20,7 @@ from mntrain.config import OptimConfig
 from mntrain.optim import Muon, muon_groups
 from mntrain.tasks import Task
 from mntrain.tasks.importing import import_class
+from zero.argument_trial import check_arguments
 from zero.optimizer import ZeroOptimizer
 
 # Optimizers of torch.optim that a training step cannot drive, and the reason.
@@ -50,22 +54,45 @@ def choose_optimizer(
 ) -> OptimizerChoice:
     """Return the optimizer that the task brings, or else the one of --optim. Local.
 
-    Raises ValueError for one that cannot be used.
+    Raises ValueError for one that cannot be used, or refuses its options, and for an error of the
+    task.
     """
-    given: object = task.optimizer(model)
+    with _errors_of_task("optimizer"):
+        given: object = task.optimizer(model)
     if given is None:
         kind, options = resolve_optimizer(config, device)
         if kind is Muon:
             options["weight_decay"] = config.weight_decay
-            return OptimizerChoice(kind, muon_groups(model, task.regions(model)), options)
-        return OptimizerChoice(kind, weight_decay_groups(model, config.weight_decay), options)
+            groups = muon_groups(model, task.regions(model))
+        else:
+            groups = weight_decay_groups(model, config.weight_decay)
+        if ":" not in config.name:  # others may need more than small tensors
+            try:
+                check_arguments(kind, options, groups)
+            except ValueError as error:
+                raise ValueError(f"--optim.options: {error}") from error
+        return OptimizerChoice(kind, groups, options)
     if not isinstance(given, partial) or len(given.args) > 1:
         raise ValueError(
             f"optimizer() of the task returned a {type(given).__name__}: return functools.partial("
             "optimizer class, parameter groups, **options), or None for the one of --optim"
         )
-    groups = given.args[0] if given.args else model.parameters()
-    return OptimizerChoice(given.func, list(groups), given.keywords, by_task=True)
+    brought = given.args[0] if given.args else model.parameters()
+    return OptimizerChoice(given.func, list(brought), given.keywords, by_task=True)
+
+
+@contextmanager
+def _errors_of_task(method: str) -> Iterator[None]:
+    """Raise an error of a task's method, such as a refusal of torch's, as a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        outside = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename]
+        where = f" ({outside[-1].filename}:{outside[-1].lineno})" if outside else ""
+        raise ValueError(
+            f"{method}() of the task failed: {type(error).__name__}: {error}{where}"
+        ) from error
 
 
 def resolve_optimizer(
@@ -84,9 +111,14 @@ def resolve_optimizer(
             f"--optim.weight-decay {config.weight_decay}: {name} takes no weight decay; "
             "give --optim.weight-decay 0"
         )
-    _check_options(config.options, name, parameters)
-    # TOML has no tuples, which optimizers document.
-    given = {key: tuple(v) if isinstance(v, list) else v for key, v in config.options.items()}
+    # TOML has no tuples, which optimizers document, and its names may have dashes.
+    given = {
+        key.replace("-", "_"): tuple(v) if isinstance(v, list) else v
+        for key, v in config.options.items()
+    }
+    if len(given) < len(config.options):
+        raise ValueError("--optim.options has an option with a dash and with an underscore")
+    _check_options(given, name, parameters)
     options: dict[str, Any] = {"lr": config.lr}
     if name in FUSED and "fused" in parameters:
         options["fused"] = True if device.type == "cuda" else None  # None: torch's default
@@ -152,13 +184,14 @@ class Schedule:
 
     That of the task, whose state checkpoints hold (`objects`), or that of --optim.schedule, which
     is a function of the number of steps: a resumed run may change it. Raises ValueError if what the
-    task brings is none.
+    task brings is none, and for an error of the task.
     """
 
     def __init__(
         self, task: Task, optimizer: ZeroOptimizer, config: OptimConfig, steps: int
     ) -> None:
-        own: object = task.schedule(optimizer)
+        with _errors_of_task("schedule"):
+            own: object = task.schedule(optimizer)
         if own is not None and not isinstance(own, LRScheduler):
             raise ValueError(
                 f"schedule() of the task returned a {type(own).__name__}: return a scheduler of "

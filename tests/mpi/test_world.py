@@ -351,7 +351,11 @@ def test_a_hook_and_a_schedule_are_passed_on(world):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"learning_rate": 3}, "AdamW cannot be made with these arguments: .*'learning_rate'"),
+        ({"learning_rate": 3}, "AdamW refuses learning_rate=3 .*'learning_rate'.; it takes lr,"),
+        (
+            {"betas": (0.9,)},
+            r"AdamW refuses betas=\(0.9,\) .*; its default is betas=\(0.9, 0.999\)",
+        ),
         ({"model": [1]}, "model is of type list: give the torch.nn.Module to train"),
         ({"optimizer_class": None}, "optimizer_class is of type NoneType: give a class such as"),
         ({"sync": "diloco"}, "sync is of type str: give mntrain.sync.LocalSGD"),

@@ -292,6 +292,16 @@ def test_lists_of_options_are_the_tuples_that_optimizers_document():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], **options)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert optimizer.param_groups[0]["eps"] == 1e-6
+    given = {"rho": 0.5, "weight-decay": 0.1}
+    with pytest.raises(ValueError, match="weight_decay is given by"):
+        resolve_optimizer(OptimConfig(name="Adadelta", options=given), CPU)
+    both = {"lr-decay": 0.1, "lr_decay": 0.1}
+    assert resolve_optimizer(OptimConfig(name="Adagrad", options={"lr-decay": 0.1}), CPU)[1] == {
+        "lr": 0.003,
+        "lr_decay": 0.1,
+    }
+    with pytest.raises(ValueError, match="with a dash and with an underscore"):
+        resolve_optimizer(OptimConfig(name="Adagrad", options=both), CPU)
 
 
 @pytest.mark.parametrize(
@@ -364,3 +374,47 @@ def test_a_scheduler_of_plateaus_sees_evaluations_only():
         found.append(schedule.lr)
     assert found == [2.0, 1.0, 0.5]
     assert str(schedule) == "ReduceLROnPlateau of the task"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "refused"),
+    [
+        (
+            "AdamW",
+            {"betas": [0.9]},
+            r"AdamW refuses betas=\(0.9,\) \(IndexError: .*\); its default",
+        ),
+        ("AdamW", {"betas": [0.9, 0.9, 0.9]}, "its default is betas=\\(0.9, 0.999\\)$"),
+        ("Adam", {"betas": 0.9, "amsgrad": True}, "Adam refuses betas=0.9 "),
+        ("NAdam", {"eps": "small"}, "NAdam refuses eps='small' "),
+        ("AdamW", {"capturable": True}, "AdamW refuses capturable=True "),
+        ("AdamW", {"fused": True, "foreach": True}, "refuses fused=True, foreach=True "),
+        ("SGD", {"nesterov": True}, "SGD refuses nesterov=True "),
+        ("SGD", {"momentum": "much"}, "SGD refuses momentum='much' "),
+        ("Muon", {"betas": [0.9]}, r"Muon refuses betas=\(0.9,\) "),
+        ("Muon", {"iterations": 2.5}, "Muon refuses iterations=2.5 "),
+    ],
+)
+def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, options, refused):
+    model = Scaled()
+    task = Plain()
+    task.regions = lambda model: [model]
+    config = OptimConfig(name=name, options=options)
+    with pytest.raises(ValueError, match=refused) as raised:
+        choose_optimizer(task, model, config, CPU)
+    assert str(raised.value).startswith("--optim.options: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_error_of_the_task_is_a_sentence_with_its_line():
+    task = Plain()
+    task.schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, gamma=0.5)
+    optimizer = torch.optim.SGD(Scaled().parameters())
+    with pytest.raises(
+        ValueError, match=r"^schedule\(\) of the task failed: TypeError: StepLR"
+    ) as e:
+        Schedule(task, optimizer, OptimConfig(), 10)
+    assert "test_optimization.py:" in str(e.value)
+    task.schedule = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1)
+    with pytest.raises(ValueError, match=r"define either total_steps .* \(.*test_optimization.py:"):
+        Schedule(task, optimizer, OptimConfig(), 10)
