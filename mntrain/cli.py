@@ -52,6 +52,50 @@ other commands, each with its own --help:
       draw the loss, or other metrics, of one or several runs"""
 
 
+# What other programs call an option.
+_ELSEWHERE = {
+    "accumulation_steps": ["train.micro_batch_size"],
+    "amp": ["train.precision"],
+    "batch": ["train.batch_size"],
+    "betas": ["optim.options"],
+    "bf16": ["train.precision"],
+    "block_size": ["model.context"],
+    "bs": ["train.batch_size"],
+    "clip": ["optim.max_grad_norm"],
+    "dataset": ["data.path"],
+    "epoch": ["train.steps"],
+    "epochs": ["train.steps"],
+    "eval_interval": ["train.eval_every"],
+    "fp16": ["train.precision"],
+    "grad_clip": ["optim.max_grad_norm"],
+    "gradient_accumulation_steps": ["train.micro_batch_size"],
+    "iterations": ["train.steps"],
+    "learning_rate": ["optim.lr"],
+    "lr_scheduler": ["optim.schedule"],
+    "max_iters": ["train.steps"],
+    "max_steps": ["train.steps"],
+    "model_name_or_path": ["hf.model"],
+    "momentum": ["optim.options"],
+    "num_epochs": ["train.steps"],
+    "num_train_epochs": ["train.steps"],
+    "num_workers": ["data.workers"],
+    "optimizer": ["optim.name"],
+    "out_dir": ["run.dir"],
+    "output": ["run.dir"],
+    "output_dir": ["run.dir"],
+    "per_device_train_batch_size": ["train.batch_size"],
+    "save_every": ["checkpoint.every"],
+    "save_steps": ["checkpoint.every"],
+    "scheduler": ["optim.schedule"],
+    "seq_len": ["model.context"],
+    "seq_length": ["model.context"],
+    "sequence_length": ["model.context"],
+    "warmup": ["optim.warmup_steps"],
+    "wd": ["optim.weight_decay"],
+    "zero_stage": ["zero.stage"],
+}
+
+
 class RefusedOptionsError(SystemExit):
     """An exit with code 2, for options that are wrong; `text` has a line for each problem."""
 
@@ -218,10 +262,15 @@ def _read_command_line(
     parser: ArgumentParser, argv: Sequence[str], options: Mapping[str, FieldInfo]
 ) -> dict[str, Any]:
     """Return the given options. Raises ValueError or ArgumentError for unknown words."""
-    words = []
+    words, spelled = [], dict[str, str]()
     for word in argv:
         flag, equals, value = word.partition("=")
-        words.append((flag.replace("_", "-") if flag[:2] == "--" else flag) + equals + value)
+        if flag[:2] == "--":
+            name = flag.replace("_", "-")
+            if spelled.setdefault(name, flag) != flag:
+                raise ValueError(f"{spelled[name]} and {flag} are one option: give it once")
+            flag = name
+        words.append(flag + equals + value)
     given, unknown = parser.parse_known_args(words)
     if wrong := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
         flags = [flag_of(name) for name in options]
@@ -243,22 +292,31 @@ def _from_words(kind: Any, words: Any) -> Any:
 
 
 def _read_file(path: str, options: Mapping[str, FieldInfo], prog: str) -> dict[str, Any]:
-    """Return the options in a TOML file. Raises ValueError for unknown names."""
+    """Return the options in a TOML file, whose names may have dashes or underscores.
+
+    Raises ValueError for unknown names, and for an option with both spellings.
+    """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"--config {path}: is not TOML: {error}") from error
+    spelled = [
+        (f"{name}.{key}" if key else name, item)
+        for name, value in tables.items()
+        for key, item in (value.items() if isinstance(value, dict) else [("", value)])
+    ]
     given: dict[str, Any] = {}
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            given |= {f"{name}.{key}": item for key, item in value.items()}
-        else:
-            given[name] = value
+    first: dict[str, str] = {}
+    for spelling, item in spelled:
+        name = spelling.replace("-", "_")
+        if name in given:
+            raise ValueError(f"{path}: {first[name]} and {spelling} are one option: give it once")
+        given[name], first[name] = item, spelling
     names = [name for name in options if name != "config"]  # a file cannot include another one
     if wrong := given.keys() - names:
-        problems = [_unknown(name, names, prog) for name in given if name in wrong]
+        problems = [_unknown(first[name], names, prog) for name in given if name in wrong]
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return given
 
@@ -297,8 +355,16 @@ def construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str])
 
 
 def _unknown(name: str, allowed: Iterable[str], prog: str) -> str:
-    """Return the error for an unknown option, with a similar name that is allowed."""
-    near = get_close_matches(name, allowed, n=1)
+    """Return the error for an unknown option, with the allowed ones that may be meant.
+
+    Those of another section have the same name there, or are what other programs call so.
+    """
+    plain = {option.lstrip("-").replace("-", "_"): option for option in allowed}
+    given = name.lstrip("-").replace("-", "_")
+    last = given.rpartition(".")[2]
+    meant = [o for known, o in plain.items() if known.rpartition(".")[2] == last]
+    meant = meant or [plain[o] for o in _ELSEWHERE.get(last, ()) if o in plain]
+    meant = meant or [plain[near] for near in get_close_matches(given, plain, n=1)]
     return f"{name}: no such option; " + (
-        f"did you mean {near[0]}?" if near else f"{prog} --help lists all"
+        f"did you mean {' or '.join(meant)}?" if meant else f"{prog} --help lists all"
     )

@@ -147,6 +147,15 @@ def test_error_states_the_value_and_what_is_allowed(argv, message):
         ("--train.batchsize=32", "did you mean --train.batch-size?"),
         ("--trian.steps 5", "did you mean --train.steps?"),
         ("--batch-size 5", "did you mean --train.batch-size?"),
+        ("--lr 0.1", "did you mean --optim.lr?"),
+        ("--train.lr 0.1", "did you mean --optim.lr?"),
+        ("--epochs 5", "did you mean --train.steps?"),
+        ("--steps 5", "did you mean --train.steps?"),
+        ("--seed 5", "did you mean --run.seed?"),
+        ("--learning-rate=0.1", "did you mean --optim.lr?"),
+        ("--num-workers 5", "did you mean --data.workers?"),
+        ("--output-dir a", "did you mean --run.dir?"),
+        ("--every 5", "did you mean --sync.every or --checkpoint.every?"),
         ("--quux", "python -m mntrain --help lists all"),
         ("-n 4", "python -m mntrain --help lists all"),
     ],
@@ -205,3 +214,10 @@ def test_help_lists_every_option_with_its_default_and_examples(capsys):
     assert "--data.valid-path [NAME=]PATH [[NAME=]PATH ...]" in out
     assert "1: the optimizer's state. 2: gradients too." in " ".join(out.replace("│", " ").split())
     assert "(default: 200)" in out
+
+
+def test_one_option_in_both_spellings_is_refused():
+    words = ["--train.batch-size", "5", "--train.batch_size=6"]
+    assert refused(*words) == [
+        "mntrain: --train.batch-size and --train.batch_size are one option: give it once"
+    ]

@@ -167,10 +167,15 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
         ("device = 0", "device: Input should be 'auto', 'cpu' or 'cuda', not 0"),
         ("[trian]\nsteps = 5", "trian.steps: no such option; did you mean train.steps?"),
         (
-            "[train]\nbatch-size = 5",
-            "train.batch-size: no such option; did you mean train.batch_size?",
+            "[train]\nbatch-siz = 5",
+            "train.batch-siz: no such option; did you mean train.batch_size?",
         ),
         ("steps = 5", "steps: no such option; did you mean train.steps?"),
+        ("[train]\nlr = 5", "train.lr: no such option; did you mean optim.lr?"),
+        (
+            "[train]\nbatch_size = 5\nbatch-size = 5",
+            "train.batch_size and train.batch-size are one option: give it once",
+        ),
         ("[[zero]]\nstage = 0", "zero: no such option; python -m mntrain --help lists all"),
         (
             "[train.steps]\nx = 1",
@@ -242,3 +247,13 @@ def test_to_toml_gives_the_same_configuration_again(config):
 def test_to_toml_leaves_the_file_of_origin_out(toml):
     config = parse(["--config", str(toml("[train]\nsteps = 3"))])
     assert "run.toml" not in to_toml(config)
+
+
+def test_names_may_have_dashes_as_on_the_command_line(toml):
+    text = "[train]\nbatch-size = 40\nmicro_batch-size = 5\n[run]\nallow-change = ['batch_size']\n"
+    text += "[data.valid-path]\na-b = 'x'\n[optim.options]\nmax-lr = 1"
+    config = parse(["--config", str(toml(text))])
+    assert (config.train.batch_size, config.train.micro_batch_size) == (40, 5)
+    assert config.run.allow_change == ("batch-size",)
+    assert config.data.valid_path == {"a-b": Path("x")}  # names of the user's own stay
+    assert config.optim.options == {"max-lr": 1}
