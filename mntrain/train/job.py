@@ -87,8 +87,7 @@ class TrainingJob:
         self.config = config
         self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
-        steps = config.run.stop_after or config.train.steps
-        self.last_step = min(config.train.steps, self.done + steps)
+        self.last_step = min(config.run.stop_after or config.train.steps, config.train.steps)
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
             self.task = tasks.load(config.task, config)

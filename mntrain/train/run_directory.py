@@ -97,6 +97,13 @@ def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpo
             "left to do; give more --train.steps, or another --run.dir",
             world.rank,
         )
+    stop = config.run.stop_after
+    if found and stop is not None and found.manifest.step >= stop:
+        raise AgreedError(
+            f"--run.stop-after {stop}: {found.path} is after step {found.manifest.step} already, "
+            "and steps are counted from the beginning of the run; give a later step, or none",
+            world.rank,
+        )
     return found
 
 

@@ -110,6 +110,10 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
     _describe_resumption(config, job)
+    if job.last_step < config.train.steps:
+        reporter.note(
+            f"this job ends after step {job.last_step} of {config.train.steps} (--run.stop-after)"
+        )
 
 
 def _describe_model_and_data(config: Config, job: TrainingJob) -> None:

@@ -106,7 +106,7 @@ def test_a_run_is_resumed_with_its_model_and_refused_with_another(tmp_path, text
     completed(train(2, tmp_path, *options, "--run.stop-after", "2"))
     (tmp_path / "gpt2").rename(tmp_path / "moved")
     options[-1] = str(tmp_path / "moved")
-    resumed = completed(train(2, tmp_path, *options, "--run.stop-after", "2"))
+    resumed = completed(train(2, tmp_path, *options, "--run.stop-after", "4"))
     assert "resumed after step 2" in resumed.stdout
     write_gpt2(tmp_path / "moved", n_head=1)  # of the same shapes
     result = train(2, tmp_path, *options)

@@ -203,7 +203,9 @@ def test_a_resumed_run_may_change_its_batch_size_and_sees_every_sample_once(part
 @pytest.mark.thorough
 def test_a_resumed_run_says_which_options_and_data_have_changed(tmp_path):
     train(2, tmp_path, "--run.stop-after", "2")
-    same = completed(train(2, tmp_path, "--run.stop-after", "2"))
+    same = completed(train(2, tmp_path, "--run.stop-after", "4"))
+    assert "this job ends after step 4 of 6 (--run.stop-after)\n" in same.stdout
+    assert summary(tmp_path)["steps"] == 4
     assert "changed since then" not in same.stdout
     assert "is not that of the checkpoint" not in same.stderr
     corpus = tmp_path / "corpus.txt"

@@ -174,10 +174,11 @@ def test_a_run_in_parts_on_as_many_ranks_is_the_run_in_one(folder):
         parts.mkdir()
     meet()
     assert train(whole, *options) == 0
-    for _ in range(2):
-        assert train(parts, *options, "--run.stop-after", "2") == 0
+    for step in ("2", "4"):  # of the run
+        assert train(parts, *options, "--run.stop-after", step) == 0
         ended = summary(parts)
-        assert (ended["status"], ended["reason"]) == ("stopped", "--run.stop-after 2")
+        assert (ended["status"], ended["reason"]) == ("stopped", f"--run.stop-after {step}")
+        assert ended["steps"] == int(step)
     assert train(parts, *options) == 0
     same = ("step", "loss", "lr", "grad_norm", "samples", "eval_loss")
     ours, theirs = (
@@ -189,7 +190,8 @@ def test_a_run_in_parts_on_as_many_ranks_is_the_run_in_one(folder):
 def test_a_run_goes_on_with_other_ranks_at_another_stage(folder):
     for part, size in enumerate((RANKS, 1, max(1, RANKS - 1))):
         comm = on_first(size)
-        train(folder, "--zero.stage", str(2 - part), "--run.stop-after", "2", comm=comm)
+        stop = str(2 * part + 2)
+        train(folder, "--zero.stage", str(2 - part), "--run.stop-after", stop, comm=comm)
         if comm != MPI.COMM_NULL:
             comm.Free()
     assert losses(folder) == pytest.approx(losses_alone(), rel=2e-5)
@@ -202,7 +204,7 @@ def test_steps_may_be_taken_again(folder):
     whole = losses(folder)
     second = folder / "run" / "checkpoints" / "step-00000002"
     options = ["--checkpoint.every", "1", "--checkpoint.keep", "1"]
-    assert train(folder, *options, "--run.resume", str(second), "--run.stop-after", "2") == 0
+    assert train(folder, *options, "--run.resume", str(second), "--run.stop-after", "4") == 0
     assert steps_kept(folder) == [4]
     assert (folder / "run" / "checkpoints" / "step-00000006.aside").is_dir()
     assert train(folder, *options) == 0
@@ -382,6 +384,7 @@ def stopped():
             "batch-size, or another --run.dir to begin anew",
         ),
         (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
+        (["--run.stop-after", "2"], "is after step 2 already, and steps are counted from the beg"),
         (["--run.resume", "never"], "holds a run already: give another run directory"),
         (["--run.resume", "no/such/run"], "--run.resume no/such/run: there is no checkpoint"),
     ],
