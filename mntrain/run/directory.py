@@ -15,6 +15,7 @@ RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 
 import json
 import secrets
+import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -108,9 +109,15 @@ def expect_shared(world: Ranks, run_dir: Path) -> None:
 
 def unwritable(run_dir: Path, error: OSError) -> ValueError:
     """Return the error for a run directory in which files cannot be made."""
+    reason = error.strerror
+    for path in (run_dir, *run_dir.parents):
+        if os.path.islink(path) and not os.path.exists(path):
+            reason = f"{path} is a link to {os.readlink(path)}, which does not exist"
+        elif os.path.exists(path) and not os.path.isdir(path):
+            reason = f"{path} is a file"
     return ValueError(
-        f"no files can be made in the run directory {run_dir} ({error.strerror}): give a folder in "
-        "which they can"
+        f"no files can be made in the run directory {run_dir} ({reason}): give a folder in which "
+        "they can"
     )
 
 

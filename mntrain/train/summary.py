@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,8 +22,10 @@ from mntrain.run.resources import resources
 from mntrain.train.hardware import UNEQUAL, slow_links
 from mntrain.train.job import TrainingJob
 from mntrain.train.run_directory import changed_options
+from mntrain.watch.recording import FILE_BYTES, recordings
 from mntrain.world import World
 
+_MANY_RANKS = 128  # whose recordings a shared file system may feel
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
 # sparsity) and, for the RTX 4090, its white paper.
@@ -107,6 +110,8 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     if slow := slow_links(job.links, world.places):
         reporter.warn(slow)
     _describe_balance(world, config, job)
+    if line := describe_recordings(world.size, job.run_dir, config.run.recorder):
+        reporter.note(line)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
     _describe_resumption(config, job)
@@ -114,6 +119,17 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
         reporter.note(
             f"this job ends after step {job.last_step} of {config.train.steps} (--run.stop-after)"
         )
+
+
+def describe_recordings(ranks: int, run_dir: Path, local: Path | None) -> str:
+    """Return where a large job records events on a file system that nodes share, or ""."""
+    if local is not None or ranks < _MANY_RANKS:
+        return ""
+    return (
+        f"recordings for autopsy: {ranks:,} files of {FILE_BYTES / 1e6:.2f} MB in "
+        f"{recordings(run_dir)}; --run.recorder with a folder on local disks spares a shared file "
+        "system"
+    )
 
 
 def _describe_model_and_data(config: Config, job: TrainingJob) -> None:

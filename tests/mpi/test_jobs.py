@@ -322,7 +322,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(folder):
         (folder / "run").write_text("a file of somebody's")
     meet()
     said = refusal(train, folder)
-    assert "run (File exists): give a folder in which they can" in said
+    assert "run is a file): give a folder in which they can" in said
 
 
 @pytest.mark.thorough

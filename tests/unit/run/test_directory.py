@@ -41,9 +41,22 @@ def test_a_new_directory_belongs_to_one_job_alone(tmp_path):
     assert all(path.is_dir() for path in made)
 
 
-def test_a_new_directory_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+@pytest.mark.parametrize("make", [make_new, make_and_lock])
+@pytest.mark.parametrize("link", ["runs", "runs/a"])
+def test_a_link_that_leads_nowhere_is_named(make, link, tmp_path):
+    if make is make_new and link == "runs/a":
+        pytest.skip("another name is free")
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path / "unmounted")
     with pytest.raises(
-        ValueError, match=r"runs.a \(File exists\): give a folder in which they can"
+        ValueError,
+        match=rf"runs.a \({tmp_path}/{link} is a link to {tmp_path}/unmounted, which does not "
+        r"exist\): give a folder in which they can",
     ):
-        make_new(tmp_path / "runs" / "a")
+        make(tmp_path / "runs" / "a")
+
+
+def test_a_file_in_the_place_of_a_directory_is_named(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(ValueError, match=rf"\({tmp_path}/runs is a file\): give a folder"):
+        make_and_lock(tmp_path / "runs" / "a")

@@ -20,7 +20,13 @@ from mntrain.run.resources import memory_by_role
 from mntrain.sync import SyncConfig
 from mntrain.train.division import Refusal
 from mntrain.train.hardware import Speeds
-from mntrain.train.summary import JobResult, describe_job, peak_flops, resume_command
+from mntrain.train.summary import (
+    JobResult,
+    describe_job,
+    describe_recordings,
+    peak_flops,
+    resume_command,
+)
 from mntrain.zero_config import ZeroConfig
 from zero.memory import Memory
 
@@ -94,6 +100,7 @@ def described(
         changed_data=list,
         fingerprint={"files": files or {}, "samples": {}},
         reporter=reporter,
+        run_dir=Path("run"),
         task=SimpleNamespace(describe_data=lambda: data),
         initial_weights=None,
         frozen=0,
@@ -356,3 +363,12 @@ def test_a_node_with_a_slow_link_is_warned_of():
     assert described().warnings == []
     [said] = described(links=(1e8, 1e7)).warnings
     assert said.startswith("the link of node 1 (n1) carries 10 MB/s")
+
+
+def test_a_large_job_says_where_it_records():
+    run = Path("run")
+    assert describe_recordings(127, run, None) == ""
+    assert describe_recordings(1024, run, Path("/local")) == ""
+    assert describe_recordings(1024, run, None).startswith(
+        "recordings for autopsy: 1,024 files of 0.26 MB in run/recorder; --run.recorder with"
+    )
