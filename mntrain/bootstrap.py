@@ -289,6 +289,7 @@ def _start_engine(parts: WorldParts) -> None:
         channel=SideChannel(rank, keys[0], listener, lost_after=parts.settings.lost_after),
         monitors=monitors,
         fail=lambda report: engine.stop(RemoteRankError(**report)),
+        note_end=parts.recorder.peer_ended,
     )
     engine.watch = DisagreementWatch(parts.comm, engine.streams, partial(AgreedError, rank=rank))
     parts.resources.callback(engine.close)

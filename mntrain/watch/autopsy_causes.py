@@ -117,6 +117,11 @@ def _explain_silence(
 def _explain_error(error: Event) -> tuple[str, str]:
     if error.kind == Kind.SHARED_ERROR:
         return error.text, "the whole message stands in the job's output, and says what to do"
+    if error.kind == Kind.CRASH:
+        return f"native code crashed: {error.text}", (
+            f"look at what is called at {error.site or 'the last line'}: update the library, or "
+            "report the crash to its authors"
+        )
     if error.text.startswith("KeyboardInterrupt"):
         return "it was interrupted by Ctrl-C", "run the same command again to resume"
     if error.text.startswith("SystemExit"):

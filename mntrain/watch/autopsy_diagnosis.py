@@ -2,7 +2,7 @@
 
 A rank stopped first if others wait in a collective that it has not begun, and it waits for nobody
 itself. Where no rank is behind, the times of the last signs of life decide, and where these are
-alike too, nobody is named.
+alike too, the rank whose process others saw end before they ended themselves; else nobody is named.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ def diagnose(recordings: Iterable[Recording], facts: Facts) -> Diagnosis:
     size = next(iter(ends.values())).header.size
     missing = tuple(rank for rank in range(size) if rank not in ends)
     waits = _waits(ends)
-    failed_alone = [rank for rank, end in ends.items() if _is(end, Kind.ERROR)]
+    failed_alone = [rank for rank, end in ends.items() if _is(end, Kind.ERROR, Kind.CRASH)]
     failed = [rank for rank, end in ends.items() if end.error]
     bad_summary = facts.summary.get("status", "completed") not in _GOOD_ENDS
     if not failed and not missing and all(end.ended for end in ends.values()) and not bad_summary:
@@ -105,7 +105,10 @@ def _find_first(
     if len(unended) < len(ends):
         return unended, True
     silent = _earliest(ends, facts)
-    return (silent if len(silent) < len(ends) else []), False
+    if 0 < len(silent) < len(ends):
+        return silent, False
+    seen = [e for end in ends.values() for e in end.recording.events if e.kind == Kind.PEER_ENDED]
+    return [min(seen, key=lambda event: event.time).number] if seen else [], False
 
 
 def _earliest(ends: Mapping[int, RankEnd], facts: Facts) -> list[int]:
@@ -148,8 +151,8 @@ def _may_run(end: RankEnd, facts: Facts) -> bool:
     return process == "runs" or (process is None and recent and not end.ended)
 
 
-def _is(end: RankEnd, kind: Kind) -> bool:
-    return end.error is not None and end.error.kind == kind
+def _is(end: RankEnd, *kinds: Kind) -> bool:
+    return end.error is not None and end.error.kind in kinds
 
 
 def _error_time(end: RankEnd) -> float:

@@ -73,7 +73,7 @@ def end_of(recording: Recording) -> RankEnd:
                 pass
         elif event.kind == Kind.SIGNAL:
             signals.append(event.text)
-        elif event.kind in (Kind.ERROR, Kind.SHARED_ERROR) and error is None:
+        elif event.kind in (Kind.ERROR, Kind.SHARED_ERROR, Kind.CRASH) and error is None:
             error, phase = event, phases[-1] if phases else None
     ended = bool(recording.events) and recording.events[-1].kind == Kind.END
     if error is None and phases:

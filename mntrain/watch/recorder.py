@@ -7,6 +7,7 @@ file.
 """
 
 import atexit
+import faulthandler
 import mmap
 import os
 import socket
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -62,6 +63,7 @@ class Recorder:
         self._numbers, self._sign_numbers = count(1), count(1)  # next() is atomic
         self._recording = True
         self._closed = threading.Event()
+        self._crashes = ExitStack()  # the file, in which faulthandler notes crashes of native code
 
     def open(self, folder: Path, job: str) -> str:
         """Record into a file of a folder from here on; return why that is not possible, or "".
@@ -72,12 +74,18 @@ class Recorder:
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w+b") as file:
+            with ExitStack() as opened:
+                file = opened.enter_context(temporary.open("w+b"))
                 os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # or a full disk means SIGBUS
                 mapped = mmap.mmap(file.fileno(), FILE_BYTES)
-            mapped[:HEADER_BYTES] = _header(self.rank, self.size, job).to_bytes()
-            mapped[HEADER_BYTES:] = self._map[HEADER_BYTES:]
-            os.replace(temporary, path)
+                mapped[:HEADER_BYTES] = _header(self.rank, self.size, job).to_bytes()
+                mapped[HEADER_BYTES:] = self._map[HEADER_BYTES:]
+                os.replace(temporary, path)
+                if not faulthandler.is_enabled():  # as the user has it: then on stderr
+                    os.lseek(file.fileno(), FILE_BYTES, os.SEEK_SET)
+                    faulthandler.enable(file, all_threads=False)
+                    self._crashes = opened.pop_all()
+                    self._crashes.callback(faulthandler.disable)
         except (OSError, AttributeError) as error:  # not every system has posix_fallocate
             for left in (temporary, path):  # that of an earlier job would be taken for this one's
                 with suppress(OSError):
@@ -127,16 +135,22 @@ class Recorder:
         kind = Kind.SHARED_ERROR if shared else Kind.ERROR
         self._write((0, ALL_RANKS, kind), text=text, site=site)
 
+    def peer_ended(self, rank: int) -> None:
+        """Record that the process of another rank was seen to end without a word."""
+        self._write((rank, ALL_RANKS, Kind.PEER_ENDED))
+
     def close(self) -> None:
         """Record a clean end, and record nothing after it."""
         self._write((0, ALL_RANKS, Kind.END))
         self._recording = False
         self._closed.set()
+        self._crashes.close()
         self._map = mmap.mmap(-1, FILE_BYTES)  # lets go of the file
 
     def leave_to_parent(self) -> None:
         """Record nothing more in a forked child."""
         self._recording = False
+        self._crashes.close()
 
     def _write(
         self, numbers: tuple[int, int, int], name: str = "", text: str = "", site: str = ""

@@ -3,6 +3,7 @@
     header      HEADER_BYTES: magic, length, and a JSON object with the facts of `Header`
     ring        CAPACITY records of RECORD_BYTES; the event with number n lies in slot n % CAPACITY
     signs       2 records, written in turn, of the last sign of life
+    crash       text of Python's faulthandler, if native code has crashed
 
 A record is RECORD: number, time, collective or step, awaited rank, kind, stream or phase, text and
 call site. Its number is 0 while it is being written, and is written last, so a reader can tell a
@@ -10,6 +11,7 @@ record that is torn by the end of the process. All numbers are little-endian.
 """
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -40,6 +42,8 @@ class Kind(IntEnum):
     SHARED_ERROR = 7  # that other ranks raise too
     END = 8  # the world was closed, or the interpreter ends
     SIGN_OF_LIFE = 9
+    PEER_ENDED = 10  # the process of a rank, the number, was seen to end without a word
+    CRASH = 11  # of native code, as the text at the file's end says; read, never recorded
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def read(path: Path) -> Recording:
     What changes between two looks is left out.
     """
     data, again = path.read_bytes(), path.read_bytes()
-    if not data.startswith(MAGIC) or len(data) != FILE_BYTES:
+    if not data.startswith(MAGIC) or len(data) < FILE_BYTES:
         raise ValueError(f"{path} is no recording of this version of mntrain")
     (length,) = _LENGTH.unpack_from(data, len(MAGIC))
     start = len(MAGIC) + _LENGTH.size
@@ -118,12 +122,29 @@ def read(path: Path) -> Recording:
     records = dict(_records(data, again, header.monotonic))
     ring = {n: event for (slot, n), event in records.items() if slot == n % CAPACITY < CAPACITY}
     signs = {n: event for (slot, n), event in records.items() if slot >= CAPACITY}
+    events = [ring[number] for number in sorted(ring)]
+    sign = signs[max(signs)] if signs else None
+    crash = _crash(data[FILE_BYTES:].decode(errors="replace"), [*events, *([sign] if sign else [])])
     return Recording(
         header,
-        tuple(ring[number] for number in sorted(ring)),
+        (*events, *([crash] if crash else [])),
         complete=max(ring, default=0) < CAPACITY,
-        sign=signs[max(signs)] if signs else None,
+        sign=sign,
     )
+
+
+def _crash(text: str, events: list[Event]) -> Event | None:
+    """Return the crash of native code that faulthandler's text tells of, after the last event.
+
+    Its site is the innermost line outside of installed libraries, if there is one.
+    """
+    if (kind := re.search(r"^Fatal Python error: (.*)", text, re.MULTILINE)) is None:
+        return None
+    frames = re.findall(r'^  File "(.*)", line (\d+) in ', text, re.MULTILINE)
+    own = [frame for frame in frames if not re.search(r"/(site|dist)-packages/|/lib/py", frame[0])]
+    site = ":".join((own or frames)[0]) if frames else ""
+    time = max((event.time for event in events), default=0.0)
+    return Event(time, Kind.CRASH, text=kind[1].strip(), site=site)
 
 
 def _records(data: bytes, again: bytes, start: float) -> Iterator[tuple[tuple[int, int], Event]]:

@@ -42,7 +42,8 @@ class Watchdog:
     """Watches a world from a thread of its own, on one rank.
 
     Owns `channel`, and connects it to the `monitors`. `fail` makes communication raise the error of
-    a rank that has failed, whose report it gets. A rank that waits without progress is warned of
+    a rank that has failed, whose report it gets. `note_end` gets a rank whose process has ended
+    without a word. A rank that waits without progress is warned of
     after `warn_after` seconds, and ends the job after `timeout`, if that is not None.
     """
 
@@ -57,10 +58,11 @@ class Watchdog:
         channel: SideChannel,
         monitors: Mapping[int, Address],
         fail: Callable[[Mapping[str, Any]], None],
+        note_end: Callable[[int], None],
     ) -> None:
         self._rank, self._size, self._engine = rank, len(members), engine
         self._channel, self._monitors, self._fail = channel, monitors, fail
-        self._timeout, self._warn_after = timeout, warn_after
+        self._timeout, self._warn_after, self._note_end = timeout, warn_after, note_end
         self.at_end: list[Callable[[str, str], None]] = []
         """Called on rank 0 before the job ends, with the status and the reason of its end; by
         any thread. Who appends one removes it when the run is over."""
@@ -263,6 +265,8 @@ class Watchdog:
     def _on_closed(self, peer: int, closed: Closed) -> None:
         if self._closed:
             return
+        if closed.error is None and peer not in self._left:
+            self._note_end(peer)
         if self._monitor is not None:
             self._monitor.on_closed(peer, closed)
         elif peer not in self._left and not self._channel.peers:

@@ -175,6 +175,36 @@ def test_a_rank_that_leaves_an_own_loop_is_named(tmp_path):
     assert f"at {tmp_path / 'own.py'}:{line}" in text
 
 
+EARLY = """
+import ctypes, os, signal, sys, time
+import mntrain
+
+with mntrain.init(device="cpu", tune=False) as world, world.metrics(sys.argv[1]):
+    if world.rank == 1:
+        time.sleep(0.2)
+        if sys.argv[2] == "crashes":
+            ctypes.string_at(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "end", ["crashes", pytest.param("is killed", marks=pytest.mark.exhaustive)]
+)
+def test_a_rank_that_ends_at_once_while_no_other_waits_is_named(tmp_path, end):
+    (tmp_path / "own.py").write_text(EARLY)
+    run = tmp_path / "run"
+    mpirun(3, [sys.executable, tmp_path / "own.py", run, end], timeout=60)
+    text = autopsy(run).stdout
+    host, surely = os.uname().nodename, "" if end == "crashes" else "probably "
+    assert text.splitlines()[1] == f"rank 1 on {host} {surely}stopped first.", text
+    if end == "crashes":
+        line = EARLY[: EARLY.index("ctypes.string_at")].count("\n") + 1
+        assert f"Segmentation fault, at {tmp_path / 'own.py'}:{line}" in text
+
+
 @pytest.mark.exhaustive
 def test_recordings_on_a_local_disk_are_found_by_the_run(folder):
     completed(train(2, folder, "--run.recorder", str(folder / "local")))

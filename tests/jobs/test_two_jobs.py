@@ -55,6 +55,8 @@ def until(condition, *running):
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "shim", ["local to each node", pytest.param("not supported", marks=pytest.mark.exhaustive)]
 )

@@ -136,6 +136,34 @@ def test_the_first_of_two_exceptions_counts():
     assert "train.py:4" in diagnosis.fix
 
 
+def crash(time, text="Segmentation fault"):
+    return Event(time, Kind.CRASH, text=text, site="native.py:3")
+
+
+def saw(time, rank):
+    return Event(time, Kind.PEER_ENDED, rank)
+
+
+def test_a_crash_of_native_code_is_named_for_certain_even_if_no_rank_is_behind():
+    ranks = [computes(0, 1.0), computes(1, 1.0, crash(1)), computes(2, 1.0)]
+    diagnosis = diagnose(ranks, Facts(processes=dict.fromkeys(range(3), "gone")))
+    assert (diagnosis.state, diagnosis.first, diagnosis.sure) == ("failed", (1,), True)
+    assert diagnosis.cause == "native code crashed: Segmentation fault"
+    assert "native.py:3" in diagnosis.fix
+    assert "in no collective" not in "".join(describe(diagnosis, Facts()))
+
+
+def test_the_process_that_others_saw_end_first_probably_stopped_first():
+    # Each was killed within the first second: rank 2 first, and the launcher killed the others.
+    ranks = [computes(0, 1.0, saw(0.7, 2), saw(0.9, 1)), computes(1, 0.9, saw(0.8, 2))]
+    ranks.append(computes(2, 0.6))
+    for processes in ({}, dict.fromkeys(range(3), "gone")):
+        diagnosis = diagnose(ranks, Facts(processes=processes))
+        assert (diagnosis.first, diagnosis.sure) == ((2,), False)
+        assert "killed (SIGKILL) or crashed" in diagnosis.cause
+    assert found(*ranks, processes={0: "runs", 1: "gone", 2: "runs"})[1] == (1,)
+
+
 def test_an_error_of_all_ranks_blames_none():
     text = "AgreedError: in step 2, the loss is nan on rank 1"
     ranks = [computes(r, 9.0, error(5, text, Kind.SHARED_ERROR), end(6)) for r in range(3)]

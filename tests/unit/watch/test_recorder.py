@@ -267,3 +267,46 @@ def test_out_of_memory_kills_are_read_from_both_versions_of_cgroups(tmp_path):
     two.write_text("low 0\nhigh 0\nmax 0\noom 1\noom_kill 2\noom_group_kill 0\n")
     assert [read_oom_kills(path)[1] for path in (one, two)] == [3, 2]
     assert read_oom_kills(tmp_path / "none") is None
+
+
+CRASH = """
+import ctypes, faulthandler, os, sys
+from pathlib import Path
+from mntrain.watch.recorder import Recorder
+if sys.argv[2] == "the user's":
+    faulthandler.enable()
+recorder = Recorder(0, 1)
+os.register_at_fork(after_in_child=recorder.leave_to_parent)
+recorder.open(Path(sys.argv[1]), "job")
+recorder.begin_phase("forward", 1)
+if sys.argv[2] == "closed":
+    recorder.close()
+if sys.argv[2] != "child" or not os.fork():
+    ctypes.string_at(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("kind", ["own", "the user's", "closed", "child"])
+def test_a_crash_of_native_code_is_recorded_with_its_line(tmp_path, kind):
+    program = tmp_path / "program.py"
+    program.write_text(CRASH)
+    environment = {n: v for n, v in os.environ.items() if n != "PYTHONFAULTHANDLER"}
+    ended = subprocess.run(
+        [sys.executable, program, tmp_path, kind],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=60,
+    )
+    assert ended.returncode == (0 if kind == "child" else -signal.SIGSEGV)
+    assert ("Segmentation fault" in ended.stderr) == (kind == "the user's")
+    recorded = read(tmp_path / "rank-00000.bin").events
+    found = [event for event in recorded if event.kind == Kind.CRASH]
+    if kind != "own":
+        assert found == []
+        return
+    line = CRASH[: CRASH.index("ctypes.string_at")].count("\n") + 1
+    assert (found[0].text, found[0].site) == ("Segmentation fault", f"{program}:{line}")
+    assert [event.kind for event in recorded] == [Kind.PHASE_BEGINS, Kind.CRASH]

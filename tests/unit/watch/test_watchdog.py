@@ -25,10 +25,11 @@ class Job:
         monitors = {rank: addresses(address) for rank, (_, address) in listeners.items()}
         engine = SimpleNamespace(awaited=lambda: None, streams=[])
         self.heard = {rank: [] for rank in range(3)}
-        self.ranks = []
+        self.ranks, self.seen = [], {rank: [] for rank in range(3)}
         for rank in range(3):
             channel = SideChannel(rank, SECRET, listeners[rank][0] if rank in listeners else None)
             options = {"channel": channel, "monitors": monitors, "fail": self.heard[rank].append}
+            options["note_end"] = self.seen[rank].append
             self.ranks.append(
                 Watchdog(rank, members, engine, timeout=timeout, warn_after=1.0, **options)
             )
