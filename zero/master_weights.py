@@ -126,6 +126,15 @@ class OptimizerShard:
             for group in groups
         ]
 
+    def lacks_groups(self, groups: Iterable[Collection[str]]) -> bool:
+        """Return whether any rank owns nothing of a group of names, alike on all ranks. Local."""
+        if not self.sharded:
+            return False
+        slots = range(self.sharding.size)
+        shards = [[(bucket, *bucket.shard(slot)) for bucket in self.plan] for slot in slots]
+        owned = [{p.spec.name for b, *cut in shard for p in b.pieces(*cut)} for shard in shards]
+        return any(names and own.isdisjoint(names) for names in groups for own in owned)
+
     def shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the sums over ranks of this rank's shards, slice by slice, with parameter names.
 

@@ -28,12 +28,17 @@ class NonFiniteReplicaError(ArithmeticError):
 
 
 def global_norm(
-    collectives: Collectives, shards: Iterable[Tensor], p: float, kernels: Kernels
+    collectives: Collectives,
+    shards: Iterable[Tensor],
+    p: float,
+    kernels: Kernels,
+    beside: Tensor | None = None,
 ) -> float:
     """Return the p-norm of all ranks' shards together; p may be infinite. Collective.
 
     Ranks exchange their parts in fp64, so the result depends on the number of ranks by rounding
-    only. Waits for the device. `kernels` sum squares on a device other than the CPU.
+    only. `beside`, a flat fp64 tensor, travels with them, and becomes its sum over ranks. Waits for
+    the device. `kernels` sum squares on a device other than the CPU.
     """
     shards = [shard.abs() if shard.is_complex() else shard for shard in shards if shard.numel()]
     parts = None
@@ -49,7 +54,11 @@ def global_norm(
         total[collectives.rank] = torch.stack(parts).max()
     elif parts:
         total[0] = torch.stack(parts).sum()
-    collectives.all_reduce(total).wait()
+    message = total if beside is None else torch.cat([total, beside])
+    collectives.all_reduce(message).wait()
+    if beside is not None:
+        beside.copy_(message[len(total) :])
+    total = message[: len(total)]
     return float(total.max()) if math.isinf(p) else math.pow(float(total), 1 / p)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zero.agreement import StepAgreement, plain_numbers
 from zero.averaging import AveragingOptimizer
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
@@ -145,6 +146,7 @@ class ZeroOptimizer(AveragingOptimizer):
         gather_dtype, own_stage = gather_dtype if stage else None, stage if sharding.size > 1 else 0
         waiting = model if overlap_forward else None
         owned = OptimizerShard(own_stage, sharding, waiting, gather_dtype, alone=alone)
+        self._agreement = StepAgreement(owned, collectives.rank, self.schedule.replica)
         self._reduction = StepReduction(
             owned,
             self._hook,
@@ -181,6 +183,7 @@ class ZeroOptimizer(AveragingOptimizer):
 
         A closure is run once before; it computes the loss and runs backward, the same number of
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
+        RuntimeError on all ranks if they differ in hyperparameters or in what was done to `p.grad`,
         ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`.
         In a step in which replicas do not wait for each other, one of them alone raises
         NonFiniteReplicaError, and weights are not compared.
@@ -189,7 +192,7 @@ class ZeroOptimizer(AveragingOptimizer):
         loss = _evaluate(closure)
         unused = self._prepare()
         self._warn_of_sparse()
-        norm = self._agreed_norm(self._norm_type)
+        norm = self._agreed_norm(self._norm_type, unused)
         finite = math.isfinite(norm)
         coef = min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
         self.wait_for_parameters()
@@ -238,6 +241,7 @@ class ZeroOptimizer(AveragingOptimizer):
         """
         groups = check_groups(state_dict, self._named_groups())
         self.load_slices((StateSlice(**piece) for piece in state_dict["slices"]), groups)
+        self._agreement.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
         self._reduction.resume(state_dict.get("steps", self._reduction.steps))
@@ -278,12 +282,18 @@ class ZeroOptimizer(AveragingOptimizer):
             )
 
     def _update(self, factor: float, unused: frozenset[str]) -> None:
-        """Let the torch optimizer update this rank's slices by means times `factor`. Local."""
+        """Let the torch optimizer update this rank's slices by means times `factor`.
+
+        Collective in the first update, if some rank has nothing of a parameter group; else local.
+        """
         self._owned.set_gradients(factor, unused, self._kernels)
+        groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
         try:
             self._inner_step()
         finally:
             self._owned.restore_gradients()
+        if self._owned.sharding.size > 1:
+            self._agreement.after_update(groups, before, unused, self._named)
         self._scale.note_good_step()
 
     def _skip_or_raise(self, norm: float) -> None:
@@ -322,6 +332,7 @@ class ZeroOptimizer(AveragingOptimizer):
         """Plan buckets of parameters, and watch their gradients."""
         if self._constructed:
             broadcast_from_rank_0(self._collectives, named.values())
+            self._agreement.begin_anew()
         plan = super()._add_parameters(named)
         self._reduction.add(plan, named)
         return plan

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero.agreement import StepAgreement, agree
 from zero.collectives import Collectives
 from zero.kernels import Kernels
 from zero.norms import global_norm
@@ -21,6 +22,7 @@ from zero.step_weights import BatchSource
 class ReducingOptimizer(ShardedOptimizer):
     """The part of `ZeroOptimizer` between two steps: what backward leaves, and changes to it."""
 
+    _agreement: StepAgreement
     _collectives: Collectives
     _kernels: Kernels
     _reduction: StepReduction
@@ -201,21 +203,36 @@ class ReducingOptimizer(ShardedOptimizer):
         self._watch.check()
         return self._owned.gradients.collect()
 
-    def _agreed_norm(self, norm_type: float) -> float:
+    def _agreed_norm(self, norm_type: float, without: frozenset[str] | None = None) -> float:
         """Return the norm of the mean gradient of this rank's group. Collective.
 
         Not finite if that of any group is not, so that all ranks skip or stop together. Raises
-        ValueError on all ranks if no group has a sample. Neither if groups are independent.
+        ValueError on all ranks if no group has a sample. Neither if groups are independent. If the
+        names of parameters `without` a gradient are given, a step begins: raises RuntimeError
+        unless ranks have the same hyperparameters and update the same.
         """
         shards = [shard for _, shard in self._owned.shards()]
         sharding = self._owned.sharding  # each of the group's has the whole mean
-        norm = global_norm(sharding, shards, norm_type, self._kernels) / self._scale.value
-        alone = self.schedule.independent(self._reduction.steps)
-        if alone or self.group.size == self._collectives.size:
+        step, groups = self._reduction.steps, self.param_groups
+        figures = None
+        if without is not None and sharding.size > 1:
+            figures = self._agreement.figures(groups, without, step)
+        norm = global_norm(sharding, shards, norm_type, self._kernels, figures) / self._scale.value
+        differ = figures is not None and not agree(figures)
+        alone = self.schedule.independent(step) or self.group.size == self._collectives.size
+        if alone and differ:
+            self._agreement.compare(sharding, groups, without or frozenset(), step)
+        if alone:
             return norm
-        totals = torch.tensor([norm, self._reduction.finished_weight], dtype=torch.float64)
+        totals = torch.tensor(
+            [norm, self._reduction.finished_weight, float(differ)], dtype=torch.float64
+        )
+        if without is not None:
+            totals = torch.cat([totals, self._agreement.figures_of_replica(groups, step)])
         self._collectives.all_reduce(totals).wait()
-        total, weight = totals.tolist()
+        total, weight, differing = totals[:3].tolist()
+        if without is not None and (differing or not agree(totals[3:])):
+            self._agreement.compare(self._collectives, groups, without, step)
         if not weight > 0:
             self._reduction.refuse_weight(weight)
         return norm if math.isfinite(total) else total

@@ -131,8 +131,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._watch.check()
         shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
         options = [hyperparameters(group) for group in groups or self.param_groups]
-        load = self.schedule.load_state
-        load_slices(self._owned, self._inner, slices, shapes, load, options=options)
+        load_sync = self.schedule.load_state
+        load_slices(self._owned, self._inner, slices, shapes, load_sync, options=options)
         self.state = self._inner.state
         self._take_groups()
 

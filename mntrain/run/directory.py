@@ -14,8 +14,8 @@ RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
 
 import json
-import secrets
 import os
+import secrets
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path

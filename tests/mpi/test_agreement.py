@@ -1,0 +1,243 @@
+"""What ranks must have in common in a step: hyperparameters, gradients, and counts of steps."""
+
+import copy
+import math
+
+import pytest
+import torch
+from models import net
+from mpi4py import MPI
+from oracle import ADAMW, SGD, Alone, assert_parity, init, loss_of, make_optimizers, mine, samples
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from worlds import RANKS
+
+from mntrain.sync import LocalSGD
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+RANK = MPI.COMM_WORLD.rank
+LAST = RANKS - 1
+ODD = RANK == LAST
+stages = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+@pytest.fixture(scope="module")
+def world():
+    with init(ranks_per_node=1) as world:
+        yield world
+
+
+@pytest.fixture
+def make(world):
+    yield from make_optimizers(world)
+
+
+def backward(model, step=0):
+    loss_of(model, samples(12, seed=step + 100 * RANK)).backward()
+
+
+def refusal(optimizer, model):
+    """What a step raises on all ranks; it changes nothing, and later ones go on."""
+    optimizer.wait_for_parameters()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    assert MPI.COMM_WORLD.allgather(str(error.value)) == [str(error.value)] * RANKS
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    optimizer.zero_grad()
+    return str(error.value)
+
+
+@stages
+@pytest.mark.parametrize(
+    ("key", "usual", "odd"),
+    [
+        ("lr", 0.1, 0.05),
+        ("lr", torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.05, dtype=torch.float64)),
+        ("betas", (0.9, 0.99), (0.9, 0.98)),
+        ("maximize", False, True),
+        ("note", "a", "b"),
+    ],
+    ids=["number", "tensor", "tuple", "bool", "text"],
+)
+def test_a_hyperparameter_that_differs_is_named(make, stage, key, usual, odd):
+    model = net()
+    first, *others = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [{"params": [first]}, {"params": others, "note": "a", "nothing": math.nan}]
+    optimizer = make(model, torch.optim.AdamW, groups=groups, stage=stage, foreach=False)
+    for step in range(4):
+        group = optimizer.param_groups[1]
+        group[key] = odd if ODD and step == 2 else usual
+        backward(model, step)
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        shown = [v.item() if isinstance(v, torch.Tensor) else v for v in (odd, usual)]
+        found = refusal(optimizer, model)
+        assert found.startswith(
+            f"rank {LAST} has {key} {shown[0]} in group 1, rank 0 has {shown[1]}: change"
+        )
+
+
+@stages
+def test_a_key_that_one_rank_alone_has_is_named(make, stage):
+    model = net()
+    optimizer = make(model, SGD, stage=stage)
+    if ODD:
+        optimizer.param_groups[0]["warm"] = 3
+    backward(model)
+    found = refusal(optimizer, model)
+    assert f"rank {LAST} has warm 3 in group 0, rank 0 has no value" in found
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda p: setattr(p, "grad", None), "has no gradient of wide.weight"),
+        (lambda p: p.grad.mul_(1.02), "in the gradient of wide.weight"),
+        (lambda p: setattr(p, "grad", torch.full_like(p, math.nan)), "nan in the gradient of wide"),
+        (lambda p: p.grad[1:].zero_(), "in the gradient of wide.weight"),
+    ],
+    ids=["none", "scaled", "not a number", "masked"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_gradient_that_one_rank_changes_is_named(make, act, words, dtype):
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"wide": nn.Linear(40, 30), "small": nn.Linear(30, 1)}).to(dtype)
+    optimizer = make(model, SGD, non_finite="skip")
+    for step in range(3):
+        x = torch.ones(2, 40, dtype=dtype)
+        model["small"](model["wide"](x * (1 + RANK)).tanh()).sum().backward()
+        if step == 1 and ODD:
+            act(model["wide"].weight)
+        if step == 1:
+            assert words in (found := refusal(optimizer, model))
+            assert f"rank {LAST} has" in found
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_that_one_rank_drops_is_named_where_it_is_sharded(make, stage):
+    model = net()
+    optimizer = make(model, SGD, stage=stage)
+    backward(model)
+    name, parameter = next((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    if ODD:
+        parameter.grad = None
+    assert f"rank {LAST} has no gradient of {name}, rank 0 has one" in refusal(optimizer, model)
+
+
+@stages
+def test_what_all_ranks_do_alike_is_allowed(world, make, stage):
+    model = net()
+    alone = Alone(model, ADAMW, 0.05)
+    optimizer = make(model, ADAMW, stage=stage, non_finite="skip")
+    schedulers = [
+        torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0, threshold=0.5)
+        for each in (alone.optimizer, optimizer)
+    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for step in range(4):
+        batch = samples(12, seed=step)
+        if step == 2:  # a step that all ranks skip
+            (loss_of(model, mine(world, batch)) * (math.inf if ODD else 1.0)).backward()
+            assert optimizer.step().skipped
+            optimizer.zero_grad()
+            continue
+        norm = alone.step(loss_of(alone.model, batch))
+        loss_of(model, mine(world, batch)).backward()
+        if stage == 0:
+            assert float(clip_grad_norm_(trained, 0.05)) == pytest.approx(norm, rel=1e-10)
+        else:
+            optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step(norm)
+    optimizer.wait_for_parameters()
+    assert_parity(world, model, alone)
+    assert optimizer.param_groups[0]["lr"] == alone.optimizer.param_groups[0]["lr"]
+
+
+def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
+    model = net()
+    optimizer = make(model, torch.optim.SGD, lr=0.1, sync=LocalSGD(every=2), overlap_forward=False)
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.05 if ODD else 0.1
+    backward(model)
+    assert f"rank {LAST} has lr 0.05 in group 0, rank 0 has 0.1" in refusal(optimizer, model)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts steps by group, and passes over a group of which it updates nothing."""
+
+    looks_at = "params"
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            having = [p for p in group["params"] if p.grad is not None]
+            if not (having if self.looks_at == "grads" else group["params"]):
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for parameter in having:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["step"])
+
+
+class CountingGradients(Counting):
+    looks_at = "grads"
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingGradients])
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_steps_that_are_counted_by_group_are_those_of_one_process(make, stage, partition, kind):
+    torch.manual_seed(1)
+    model = nn.ModuleList([nn.Linear(5, 4, bias=False), nn.Linear(1, 1), nn.Linear(3, 2)]).double()
+    plain = copy.deepcopy(model)
+
+    def groups_of(model):
+        return [{"params": list(part.named_parameters())} for part in model]
+
+    def run(model, optimizer, steps):
+        for step in steps:
+            loss = model[0](torch.full((1, 5), 1.0 + step, dtype=torch.float64)).sum()
+            if step % 2:  # else the second group has no gradients at all
+                loss = loss + model[1](torch.ones(1, 1, dtype=torch.float64)).sum()
+            loss = loss + model[2].weight.sum() * step + (model[2].bias.sum() if step > 2 else 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def assert_alike(optimizer, model):
+        counts = [group.get("step") for group in optimizer.param_groups]
+        assert counts == [group.get("step") for group in alone.param_groups]
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+    alone = kind([{"params": [p for _, p in g["params"]]} for g in groups_of(plain)])
+    options = {"stage": stage, "partition": partition, "overlap_forward": False}
+    optimizer = make(model, kind, groups=groups_of(model), **options)
+    for steps in (range(1, 2), range(2, 7)):  # the first step alone may be saved, too
+        run(model, optimizer, steps)
+        run(plain, alone, steps)
+        assert_alike(optimizer, model)
+    saved = optimizer.state_dict()
+    slices = [s for part in MPI.COMM_WORLD.allgather(saved["slices"]) for s in part]
+    resumed = copy.deepcopy(model)
+    other = make(resumed, kind, groups=groups_of(resumed), stage=0)
+    other.load_state_dict({**saved, "slices": slices})
+    run(resumed, other, range(7, 9))
+    run(plain, alone, range(7, 9))
+    assert_alike(other, resumed)

@@ -1,0 +1,323 @@
+"""Comparison of what must be the same on all ranks of a step: groups' numbers, and gradients.
+
+Each rank adds digests of them to a message that a step sends anyway. Only if these differ, ranks
+gather what is behind them, and all raise one error that names the rank and both values.
+"""
+
+import math
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero.collectives import Collectives, gather_objects
+from zero.layout import Bucket
+from zero.master_weights import OptimizerShard, ParamGroup
+
+DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
+SAMPLED = 16  # elements of a parameter, in each step others
+STRIDE = 7919  # a prime, by which the sampled elements move from step to step
+LARGEST = 64  # elements of a tensor in a group that is compared
+TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
+
+ABSENT = "no value"
+
+Place = tuple[int, str]  # the number of a group, and a key of it
+
+
+class Report(NamedTuple):
+    """What one rank has at the beginning of a step."""
+
+    rank: int
+    replica: int
+    numbers: dict[Place, Any]
+    own: frozenset[Place]  # numbers that the torch optimizer changes by itself
+    without: frozenset[str]  # names of parameters without a gradient
+    gradients: dict[str, list[float]]  # samples, by parameter
+
+
+class GradientSamples:
+    """A few elements of every gradient at stage 0, where all ranks hold the same ones. Local."""
+
+    def __init__(self, owned: OptimizerShard) -> None:
+        self._owned = owned
+        self._places: list[tuple[Tensor, Tensor, Tensor]] = []  # start, offset and size, by bucket
+
+    def take(self, step: int) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket with its samples, of which a step takes others than the one before."""
+        for index, bucket in enumerate(self._owned.plan):
+            flat = self._owned.gradients.kept(index)
+            if index == len(self._places):
+                self._places.append(_places(bucket, flat.device))
+            start, offset, size = self._places[index]
+            found = flat.index_select(0, start + (offset + step * STRIDE) % size)
+            yield bucket, torch.view_as_real(found).flatten() if found.is_complex() else found
+
+    def digest(self, step: int) -> int:
+        """Return a digest of the leading bits of all samples. Waits for the device."""
+        rounded = [found.bfloat16() for _, found in self.take(step)]
+        if not rounded:
+            return 0
+        return zlib.crc32(torch.cat(rounded).view(torch.int16).cpu().numpy().tobytes())
+
+    def by_name(self, step: int) -> dict[str, list[float]]:
+        """Return the samples of each parameter."""
+        samples: dict[str, list[float]] = {}
+        for bucket, found in self.take(step):
+            values = iter(found.tolist())
+            for entry in bucket.entries:
+                count = min(entry.numel, SAMPLED) * (2 if bucket.dtype.is_complex else 1)
+                samples[entry.spec.name] = [next(values) for _ in range(count)]
+        return samples
+
+    def tolerances(self) -> dict[str, float]:
+        """Return by how much a parameter's gradient may differ, relative to its size."""
+        return {
+            entry.spec.name: max(TOLERANCE, 1.5 * torch.finfo(bucket.dtype).eps)
+            for bucket in self._owned.plan
+            for entry in bucket.entries
+        }
+
+
+class StepAgreement:
+    """What the ranks that share the optimizer's state compare when a step begins.
+
+    Some optimizers count their steps by group, and pass over a group of which this rank updates
+    nothing. Such numbers, which only the torch optimizer changes, become those of ranks that count.
+    """
+
+    def __init__(self, owned: OptimizerShard, rank: int, replica: int) -> None:
+        self._owned, self._rank, self._replica = owned, rank, replica
+        self._samples = GradientSamples(owned)
+        self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
+        # What others add to their numbers in a step, by the parameters without a gradient.
+        self._counts: dict[frozenset[str], dict[Place, float]] = {}
+        self._counting: bool | None = None  # whether there are such numbers
+
+    def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
+        """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
+        updated = zlib.crc32(",".join(sorted(without)).encode())
+        if not self._owned.sharded:
+            updated += self._samples.digest(step)
+        return _addends((_digest(groups), updated), step)
+
+    def figures_of_replica(self, groups: Iterable[ParamGroup], step: int) -> Tensor:
+        """Return the same for other replicas, whose gradients and states differ. Local."""
+        return _addends((_digest(groups, self._own),), step)
+
+    def compare(
+        self,
+        ranks: Collectives,
+        groups: Sequence[ParamGroup],
+        without: frozenset[str],
+        step: int,
+    ) -> None:
+        """Gather what ranks have, after digests have differed. Collective over `ranks`.
+
+        Raises RuntimeError on all of them for what must not differ.
+        """
+        sharded = self._owned.sharded
+        samples = {} if sharded else self._samples.by_name(step)
+        numbers, own = dict(plain_numbers(groups)), frozenset(self._own)
+        mine = Report(self._rank, self._replica, numbers, own, without, samples)
+        reports = gather_objects(ranks, mine)
+        own = own.union(*(report.own for report in reports))
+        difference = _differing_number(reports, own, sharded=sharded)
+        difference = difference or _differing_gradient(reports, self._samples.tolerances())
+        if difference:
+            raise RuntimeError(difference)
+        if sharded:
+            same = [report.numbers for report in reports if report.replica == self._replica]
+            _set(groups, _largest(same, own))
+
+    def after_update(
+        self,
+        groups: Sequence[ParamGroup],
+        before: Mapping[Place, Any],
+        without: frozenset[str],
+        named: Mapping[str, Parameter],
+    ) -> None:
+        """Note which numbers an update has changed, since `before`, on this or other ranks.
+
+        `named` are all parameters, of which those `without` a gradient were left out. Collective if
+        some rank has updated nothing of a group, until it is known what that means; else local.
+        """
+        after = dict(plain_numbers(groups))
+        changed = {p: v for p, v in after.items() if not _same(v, before.get(p, ABSENT))}
+        self._own |= changed.keys()
+        if self._counting is not False and without not in self._counts:
+            self._counts[without] = {}
+            if self._owned.lacks_groups(_names(groups, named, without)):
+                reports = gather_objects(self._owned.sharding, changed)
+                found = _largest(reports, {place for report in reports for place in report})
+                self._counts[without] = {p: v - (before.get(p) or 0) for p, v in found.items()}
+                self._counting = self._counting or bool(found)
+        counts = self._counts.get(without, {})
+        self._own |= counts.keys()
+        _set(groups, {p: (before.get(p) or 0) + c for p, c in counts.items() if p not in changed})
+
+    def begin_anew(self) -> None:
+        """Learn again what others count: groups, or their state, are other ones. Local."""
+        self._counts, self._counting = {}, None
+
+
+def agree(sums: Tensor) -> bool:
+    """Return whether sums over ranks, of `StepAgreement.figures`, are of equal digests."""
+    ranks, *several = sums.tolist()
+    pairs = zip(several[::2], several[1::2], strict=True)
+    return all(ranks * squares == total * total for total, squares in pairs)
+
+
+def plain_numbers(groups: Iterable[ParamGroup]) -> Iterator[tuple[Place, Any]]:
+    """Yield the numbers, strings, None and lists of them in groups, with their places.
+
+    Tensors of a few elements count as the numbers in them.
+    """
+    for place, group in enumerate(groups):
+        for key, value in group.items():
+            if key == "params":
+                continue
+            plain = value
+            if isinstance(value, Tensor):
+                plain = value.tolist() if value.numel() <= LARGEST else []
+            parts = plain if isinstance(plain, list | tuple) else [plain]
+            if all(part is None or isinstance(part, str | Real) for part in parts):
+                yield (place, key), plain
+
+
+def _largest(reports: Sequence[Mapping[Place, Any]], places: Iterable[Place]) -> dict[Place, Any]:
+    """Return the largest number that any rank has at each place; none where there is none."""
+    found = {}
+    for place in places:
+        values = [report[place] for report in reports if isinstance(report.get(place), Real)]
+        if values:
+            found[place] = max(values)
+    return found
+
+
+def _names(
+    groups: Iterable[ParamGroup], named: Mapping[str, Parameter], without: frozenset[str]
+) -> list[frozenset[str]]:
+    """Return the names of the parameters of each group, and of those with a gradient."""
+    names = {parameter: name for name, parameter in named.items()}
+    whole = [frozenset(names[p] for p in group["params"]) for group in groups]
+    return [*whole, *(group - without for group in whole)]
+
+
+def _set(groups: Sequence[ParamGroup], numbers: Mapping[Place, Any]) -> None:
+    """Set numbers of groups, in place where they are tensors."""
+    for (place, key), value in numbers.items():
+        before = groups[place].get(key)
+        if isinstance(before, Tensor):
+            before.fill_(value)
+        else:
+            groups[place][key] = value
+
+
+def _digest(groups: Iterable[ParamGroup], without: Iterable[Place] = ()) -> int:
+    left_out = frozenset(without)
+    numbers, texts = array("d"), []
+    for place, value in plain_numbers(groups):
+        if place in left_out:
+            continue
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if part is None or isinstance(part, str):
+                texts.append(str(part))
+            elif isinstance(part, Real):
+                numbers.append(float(part))
+    return zlib.crc32(",".join(texts).encode(), zlib.crc32(numbers.tobytes()))
+
+
+def _addends(digests: Iterable[int], step: int) -> Tensor:
+    """Return 1, and of each digest 16 bits, in each step others, and their square."""
+    addends = [1.0]
+    for digest in digests:
+        bits = float((digest * (2 * step + 1) & 0xFFFFFFFF) >> (32 - DIGEST_BITS))
+        addends += [bits, bits * bits]
+    return torch.tensor(addends, dtype=torch.float64)
+
+
+def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the start, first offset and size of the parameter of each sample."""
+    rows = [
+        (entry.start, sample * entry.numel // min(entry.numel, SAMPLED), entry.numel)
+        for entry in bucket.entries
+        for sample in range(min(entry.numel, SAMPLED))
+    ]
+    start, offset, size = torch.tensor(rows, dtype=torch.int64).view(-1, 3).unbind(1)
+    return start.to(device), offset.to(device), size.to(device)
+
+
+def _differing_number(reports: Sequence[Report], own: frozenset[Place], *, sharded: bool) -> str:
+    """Return the first difference in numbers that ranks must have in common; else empty.
+
+    Those that the torch optimizer changes by itself differ between replicas, and between ranks
+    where each has a part of its state.
+    """
+    firsts: dict[int, Report] = {}
+    for report in reports:
+        of_replica = firsts.setdefault(report.replica, report)
+        for place in [*reports[0].numbers, *(report.numbers.keys() - reports[0].numbers.keys())]:
+            first = of_replica if place in own else reports[0]
+            here, there = (each.numbers.get(place, ABSENT) for each in (first, report))
+            if _same(here, there) or (place in own and _may_count(here, there, sharded=sharded)):
+                continue
+            group, key = place
+            return (
+                f"rank {report.rank} has {key} {there} in group {group}, rank {first.rank} has "
+                f"{here}: change parameter groups alike on all ranks, such as by a scheduler that "
+                "gets the mean loss over all of them"
+            )
+    return ""
+
+
+def _may_count(here: Any, there: Any, *, sharded: bool) -> bool:
+    """Return whether two values of a number may be what the torch optimizer has made of it."""
+    if sharded:
+        return all(value == ABSENT or isinstance(value, Real) for value in (here, there))
+    if isinstance(here, Real) and isinstance(there, Real):
+        return math.isclose(here, there, rel_tol=TOLERANCE)
+    return False
+
+
+def _differing_gradient(reports: Sequence[Report], tolerances: Mapping[str, float]) -> str:
+    """Return the first difference in the gradients of one replica; else an empty string."""
+    firsts: dict[int, Report] = {}
+    for report in reports:
+        first = firsts.setdefault(report.replica, report)
+        for name in sorted(first.without ^ report.without):
+            lacking, other = (report, first) if name in report.without else (first, report)
+            return (
+                f"rank {lacking.rank} has no gradient of {name}, rank {other.rank} has one: do the "
+                "same to p.grad on all ranks"
+            )
+        for name, values in first.gradients.items():
+            others = report.gradients[name]
+            scale = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
+            for here, there in zip(values, others, strict=True):
+                if not _close(here, there, tolerances[name], scale):
+                    return (
+                        f"rank {report.rank} has {there:g} in the gradient of {name}, where rank "
+                        f"{first.rank} has {here:g}: do the same to p.grad on all ranks"
+                    )
+    return ""
+
+
+def _same(here: Any, there: Any) -> bool:
+    """Return whether values are equal, and NaN to NaN."""
+    if isinstance(here, list | tuple) and isinstance(there, list | tuple):
+        return len(here) == len(there) and all(map(_same, here, there))
+    both_nan = all(isinstance(value, float) and math.isnan(value) for value in (here, there))
+    return bool(here == there) or both_nan
+
+
+def _close(here: float, there: float, tolerance: float, scale: float) -> bool:
+    if _same(here, there):
+        return True
+    limit = tolerance * max(abs(here), abs(there), 1e-3 * scale)
+    return math.isfinite(here) and math.isfinite(there) and abs(here - there) <= limit
