@@ -18,6 +18,12 @@ class Evidence:
     left: Collection[int]  # ranks that have left the world or ended their script
     silent: Mapping[int, str]  # ranks without an answer, and why
 
+    @property
+    def networks(self) -> list[str]:
+        """Which nodes do not answer which, and the fix, each once."""
+        found = (self.statuses[rank].network for rank in sorted(self.statuses))
+        return list(dict.fromkeys(filter(None, found)))
+
     def name(self, ranks: Collection[int]) -> str:
         """Return ranks with their hosts in words."""
         return name(ranks, self.hosts)
@@ -70,8 +76,10 @@ def headline(evidence: Evidence) -> str:
         f"{evidence.name(waiting)} {'have' if len(waiting) > 1 else 'has'} waited {seconds:.0f} s"
     )
     if culprits:
-        return f"{have} for {evidence.name(culprits)}"
-    return f"{have} in what all ranks have begun: messages between them do not arrive"
+        have += f" for {evidence.name(culprits)}"
+    else:
+        have += " in what all ranks have begun: messages between them do not arrive"
+    return "; ".join([have, *evidence.networks[:1]])
 
 
 def details(evidence: Evidence) -> str:
@@ -82,6 +90,7 @@ def details(evidence: Evidence) -> str:
     lines = [f"  {evidence.name(group)}: {text}" for text, group in _alike(words)]
     for rank in sorted(culprits - waiting):
         lines += [f"  {line}" for line in _culprit(rank, evidence)]
+    lines += [f"  {text}" for text in evidence.networks[1:]]
     return "\n".join(lines)
 
 

@@ -157,6 +157,8 @@ class Monitor:
         waited = [s.wait.seconds for s in inquiry.statuses.values() if s.wait is not None]
         if inquiry.reason:
             headline = f"{inquiry.reason}; {headline}" if waited else inquiry.reason
+        elif evidence.networks and waited and not inquiry.ends:
+            pass  # told early
         elif limit is None or max(waited, default=0.0) < limit:
             return  # it has gone on meanwhile
         debugged = any(status.debugged for status in inquiry.statuses.values())

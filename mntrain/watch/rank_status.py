@@ -52,6 +52,7 @@ class RankStatus:
     stack: str  # of the training thread, innermost call last
     place: str  # of its innermost frame outside of libraries: "file:line in function"
     debugged: bool  # whether a debugger holds the training thread
+    network: str = ""  # which nodes do not answer this one, and the fix
 
     def to_message(self) -> dict[str, Any]:
         """Return the status as a JSON object."""
@@ -68,10 +69,13 @@ class RankStatus:
         return cls(**values)
 
 
-def own_status(rank: int, progress: ProgressEngine, thread: int, stalled_s: float) -> RankStatus:
+def own_status(
+    rank: int, progress: ProgressEngine, thread: int, stalled_s: float, network: str = ""
+) -> RankStatus:
     """Return the status of this rank, whose training runs in a thread. Local; takes about 1 ms.
 
-    `stalled_s`: seconds in which it has waited without progress.
+    `stalled_s`: seconds in which it has waited without progress. `network`: which nodes do not
+    answer.
     """
     frames = _frames(sys._current_frames().get(thread))
     names = [frame.f_code.co_filename for frame in frames]
@@ -91,6 +95,7 @@ def own_status(rank: int, progress: ProgressEngine, thread: int, stalled_s: floa
             f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}" for f in innermost
         ),
         debugged=any(part in name for name in names for part in _DEBUGGERS),
+        network=network,
     )
 
 

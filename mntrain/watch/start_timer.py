@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from numbers import Real
 
 from mntrain.checks.launcher import RANK_VARIABLES, SIZE_VARIABLES, first_number
+from mntrain.watch.network_watch import network_watched
 
 TIMEOUT_S, WARN_AFTER_S = 600.0, 60.0  # the defaults of a world
 LEAST_S = 60.0  # imports from a cold file system may take so long on one rank
@@ -26,16 +27,19 @@ def limited_start(timeout: float | None = TIMEOUT_S) -> Iterator[None]:
     `timeout` is in seconds, as of `mntrain.init`, and counts as at least LEAST_S; None is none, and
     for what is no number the default counts. The first rank of the launcher that is here prints its
     stack; nobody knows yet which rank is late. The timer is that of `faulthandler`, the only one
-    that works while MPI_Init keeps the interpreter: it replaces one that the user has set.
+    that works while MPI_Init keeps the interpreter: it replaces one that the user has set. Before
+    the limit, warnings name nodes that do not answer (`network_watched`).
     """
     if timeout is None or (first_number(os.environ, SIZE_VARIABLES) or 1) == 1:
-        yield
+        with network_watched():
+            yield
         return
     given = timeout if is_positive(timeout) else TIMEOUT_S
     seconds = min(max(float(given), LEAST_S), _MOST_S)
     seconds += _APART_S * min(first_number(os.environ, RANK_VARIABLES) or 0, _APART)
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
-        yield
+        with network_watched():
+            yield
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -29,6 +29,7 @@ from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS, Monitor, print_stack
 from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, own_status
 from mntrain.watch.side_channel import Address, Closed, Message, SideChannel
+from mntrain.watch.unanswered import SURE_S, Connection, Unanswered, describe
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
 PRINT_S = 2.0  # for the report and the summary, of which a hung file system keeps neither back
@@ -43,8 +44,9 @@ class Watchdog:
 
     Owns `channel`, and connects it to the `monitors`. `fail` makes communication raise the error of
     a rank that has failed, whose report it gets. `note_end` gets a rank whose process has ended
-    without a word. A rank that waits without progress is warned of
-    after `warn_after` seconds, and ends the job after `timeout`, if that is not None.
+    without a word. A rank that waits without progress is warned of after `warn_after` seconds, or
+    after SURE_S if another node does not answer, and ends the job after `timeout`, if that is not
+    None.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Watchdog:
         self._left: set[int] = set()  # peers
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
+        self._unanswered = Unanswered([os.getpid()])  # connections, since the last progress
         self._others_left = threading.Event()
         self._closed = False
         self._ending = threading.Lock()  # taken by the first that says how the run ends
@@ -216,18 +219,30 @@ class Watchdog:
         awaited = self._engine.awaited()
         mark = None if awaited is None else (awaited[0].name, awaited[1])
         if mark is None or mark != self._mark:
+            if self._stalled_s:
+                self._unanswered = Unanswered([os.getpid()])
             self._mark, self._stalled_s, self._told = mark, 0.0, 0
         else:
             self._stalled_s += min(now - self._looked_at, 2 * self._tick)
+        if self._stalled_s > SURE_S / 4:
+            self._unanswered.look(now)
         self._looked_at = now
         beyond = -1.0 if self._timeout is None else self._stalled_s - self._timeout
-        level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else self._stalled_s >= self._warn_after
+        warns = self._stalled_s >= self._warn_after or bool(self._lost_connections())
+        level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else warns
         if level > self._told:
             self._told = level
             self._tell_monitors({"kind": "waiting", "ends": level > 1})
 
+    def _lost_connections(self) -> Sequence[Connection]:
+        """Return the connections without which this rank cannot go on, as far as it knows."""
+        return self._unanswered.lasting() if self._stalled_s >= SURE_S else ()
+
     def _own_status(self) -> RankStatus:
-        return own_status(self._rank, self._engine, self._thread_of_training, self._stalled_s)
+        network = describe(self._lost_connections())
+        return own_status(
+            self._rank, self._engine, self._thread_of_training, self._stalled_s, network
+        )
 
     def _tell_monitors(self, message: Message) -> None:
         for monitor in MONITORS:

@@ -1,0 +1,266 @@
+"""TCP connections of this node's ranks to which the other node does not answer. Linux only.
+
+The kernel's tables (/proc/net/tcp) tell how often it has sent the same again without any
+acknowledgement. A process that is busy, stopped or late does not look like this: its kernel
+acknowledges. A firewall that drops packets, a wrong interface, a smaller MTU on the way and a link
+that is down do.
+
+MPI_Init keeps the interpreter of a rank, so during the start this file runs as a program of its own
+beside the ranks of a node (`mntrain.watch.network_watch`). It needs the standard library alone.
+"""
+
+import fcntl
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+SURE_S = 10.0  # without any progress, until unanswered connections are told
+WARN_S = 20.0  # until a wait is told in which none is unanswered
+LASTING_S = 2.5  # that a connection must be unanswered: TCP bridges shorter outages
+_LOOK_S = 1.0
+_APART_S, _APART = 0.4, 4  # between the ends that the first ranks make: one sentence is enough
+_NAME_S = 1.0  # for a name server
+_MOST_NAMES = 8
+_SYN_SENT, _ESTABLISHED = "02", "01"
+_RESENDING, _PROBING = "01", "04"  # timers
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
+INTERFACES = (
+    "UCX_NET_DEVICES=NAME or FI_TCP_IFACE=NAME (MPICH), OMPI_MCA_btl_tcp_if_include=NAME (Open MPI)"
+)
+
+
+class Connection(NamedTuple):
+    """A TCP connection in the kernel's table."""
+
+    local: str  # address
+    local_port: int
+    remote: str
+    port: int
+    inode: str
+    opened: bool  # whether the other node has answered at first
+    unanswered: bool  # whether the same was sent several times since the last answer
+
+
+def read_table(text: str) -> Iterator[Connection]:
+    """Yield the connections between hosts in a text like /proc/net/tcp or tcp6. Pure."""
+    for line in text.splitlines()[1:]:
+        words = line.split()
+        state, timer = words[3], words[5].partition(":")[0]
+        if state not in (_SYN_SENT, _ESTABLISHED):
+            continue
+        local, _, local_port = words[1].partition(":")
+        remote, _, port = words[2].partition(":")
+        if local == remote:
+            continue
+        opened = state == _ESTABLISHED
+        resent, probed = int(words[6], 16), int(words[8])
+        resends = timer == _RESENDING and resent >= 1 + opened
+        probes = timer == _PROBING and probed >= 2 and not words[4].startswith("00000000:")
+        yield Connection(
+            _address(local),
+            int(local_port, 16),
+            _address(remote),
+            int(port, 16),
+            words[9],
+            opened,
+            resends or probes,
+        )
+
+
+def _address(digits: str) -> str:
+    """Return the address that the kernel writes as hexadecimal words in the order of this CPU."""
+    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, packed).removeprefix("::ffff:")
+
+
+class Unanswered:
+    """The unanswered connections of some processes of this node over time."""
+
+    def __init__(self, pids: Collection[int]) -> None:
+        self._pids = pids
+        # With the times at which it was first and last found unanswered, without an answer since.
+        self._found: dict[Connection, tuple[float, float]] = {}
+
+    def look(self, now: float) -> None:
+        """Read the tables. Takes about 0.1 ms, and 10 ms with some thousand connections."""
+        own: set[str] | None = None
+        for name in ("tcp", "tcp6"):
+            try:
+                text = Path(f"/proc/self/net/{name}").read_text()
+            except OSError:
+                continue
+            for connection in read_table(text):
+                key = connection._replace(inode="", opened=True, unanswered=True)
+                opened = connection.opened
+                if not connection.unanswered:
+                    self._found.pop(key._replace(opened=opened), None)
+                    continue
+                own = _sockets(self._pids) if own is None else own
+                if connection.inode in own:
+                    key = key._replace(opened=opened)
+                    first, _ = self._found.get(key, (now, now))
+                    self._found[key] = first, now
+
+    def lasting(self) -> list[Connection]:
+        """Return those that were unanswered for LASTING_S, also if they are closed by now."""
+        return [key for key, (first, last) in self._found.items() if last - first >= LASTING_S]
+
+
+def _sockets(pids: Collection[int]) -> set[str]:
+    """Return the inodes of the sockets of some processes."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    target = os.readlink(f"/proc/{pid}/fd/{name}")
+                    if target.startswith("socket:["):
+                        found.add(target[8:-1])
+    return found
+
+
+def describe(found: Sequence[Connection]) -> str:
+    """Return in one sentence, and the fix, which nodes do not answer; "" if none. Local.
+
+    Takes up to a second if names must be asked for.
+    """
+    unopened = [connection for connection in found if not connection.opened]
+    if not (shown := unopened or list(found)):
+        return ""
+    here, first = socket.gethostname(), shown[0]
+    names = _names(list(dict.fromkeys(connection.remote for connection in shown)))
+    interface, mtu = _interface(first.local)
+    via = f" from {interface or 'address'} ({first.local}, MTU {mtu or 'unknown'})"
+    if unopened:
+        return (
+            f"{here} cannot connect to {names}: nothing answers what it sends{via} to TCP port "
+            f"{first.port}. Fix: let firewalls pass TCP between all nodes of the job (the page for "
+            f"administrators lists the ports), or choose the interface that joins them: "
+            f"{INTERFACES}"
+        )
+    size = f"ping -M do -s {mtu - 28} {first.remote}" if mtu else f"ping -M do {first.remote}"
+    return (
+        f"{here} has connected to {names}, but what it sends now{via} is not acknowledged: small "
+        "messages pass and large ones do not, or the link has gone down. Fix: give the interfaces "
+        f"and switches between the nodes the same MTU ({size} must be answered), and check the "
+        "link and the firewall"
+    )
+
+
+def _names(addresses: Sequence[str]) -> str:
+    """Return the hosts of some addresses in words."""
+    known: dict[str, str] = {}
+
+    def ask() -> None:
+        for address in addresses[:_MOST_NAMES]:
+            with suppress(OSError):
+                known[address] = socket.gethostbyaddr(address)[0].partition(".")[0]
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_NAME_S)
+    words = []
+    for address in addresses[:_MOST_NAMES]:
+        name = known.get(address)
+        words.append(f"{name} ({address})" if name else address)
+    more = len(addresses) - _MOST_NAMES
+    return ", ".join(words) + (f" and {more} more" if more > 0 else "")
+
+
+def _interface(address: str) -> tuple[str, int]:
+    """Return the name and the MTU of the interface with an IPv4 address; "" and 0 if unknown."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name[:15].encode())
+            with suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFMTU, request)
+                    return name, int(struct.unpack_from("=i", reply, 16)[0])
+    return "", 0
+
+
+def _siblings(pid: int) -> list[int]:
+    """Return a rank and the processes that its launcher has started beside it."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        parent = int(words[1])
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    except (OSError, ValueError, IndexError):
+        return [pid]
+    return sorted({pid, *map(int, children.split())})
+
+
+def main(words: Sequence[str]) -> None:
+    """Watch the start of the ranks of this node until stdin ends; a line there tells of progress.
+
+    The words are the process and number of a rank, the number of ranks on other nodes, and the
+    seconds without progress after which the rank is killed, or "none". If the rank ends without the
+    line "end", MPI may have ended it since a node does not answer.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # the rank ends this process
+    pid, rank, others = map(int, words[:3])
+    limit = math.inf if words[3] == "none" else float(words[3])
+    apart = _APART_S * min(rank, _APART)
+    sure = SURE_S if limit == math.inf else min(SURE_S - 2, limit) + apart
+    siblings = _siblings(pid)
+    unanswered, since, told = Unanswered(siblings), time.monotonic(), False
+    while True:
+        if select.select([0], [], [], _LOOK_S)[0]:
+            line = os.read(0, 4096)
+            if not line and limit == math.inf and not told:
+                _print("error", describe(unanswered.lasting()))
+            if not line or line.endswith(b"end\n"):
+                return
+            unanswered, since, told = Unanswered(siblings), time.monotonic(), False
+        now = time.monotonic()
+        unanswered.look(now)
+        waited = now - since
+        text = describe(unanswered.lasting()) if waited >= sure and not told else ""
+        ends = bool(text) and limit < math.inf
+        if not text and rank == 0:
+            ends = waited >= limit
+            if ends or (waited >= WARN_S and not told):
+                text = _late(waited, others)
+        if text:
+            told = True
+            _print("error" if ends else "warning", text)
+        if ends:
+            time.sleep(_APART_S)  # for the launcher to forward the line
+            os.kill(pid, signal.SIGKILL)
+            return
+
+
+def _late(waited_s: float, others: int) -> str:
+    """Return in one sentence that rank 0 waits, though no connection of its node is unanswered."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    return (
+        f"rank 0 on {socket.gethostname()} has waited {waited_s:.0f} s for other ranks, of which "
+        f"{others} run on other nodes{nodes and f' of {nodes}'}: they have not started yet, or "
+        "cannot be reached. Fix: if they run, check the firewall, the interface ("
+        f"{INTERFACES}) and the MTU between the nodes"
+    )
+
+
+def _print(kind: str, text: str) -> None:
+    if text:
+        with suppress(OSError):  # nobody reads it any more
+            os.write(2, f"mntrain: {kind}: {text}\n".encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    os._exit(0)
