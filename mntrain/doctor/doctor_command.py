@@ -3,7 +3,7 @@
 import fcntl
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +15,17 @@ from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, measure
 from mntrain.doctor import link_findings
-from mntrain.doctor.doctor_options import DoctorOptions
+from mntrain.doctor.doctor_options import DoctorOptions, mb_per_s
 from mntrain.doctor.findings_table import show, to_json
 from mntrain.doctor.link_findings import BETWEEN, WITHIN
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
 from mntrain.run.lock import SILENT_S
+from mntrain.watch.network_watch import network_watched
 from mntrain.world import World
 
 _LINKS_S = 2.0  # for all pairs between nodes, and for all within
+_LINK_BYTES = 32 << 20  # of the largest message between nodes: 100 Gbit/s take 3 ms
 # Beginnings of the variables that choose the network.
 _VARIABLES = ("FI_PROVIDER", "FI_TCP_IFACE", "UCX_TLS", "UCX_NET_DEVICES")
 _OPEN_MPI_VARIABLES = ("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl")
@@ -33,12 +35,19 @@ def run(options: DoctorOptions) -> int:
     """Check all ranks of the job, and return the exit code: 1 if a check failed. Collective.
 
     If MPI cannot start, or ranks differ in their versions, the report has only the checks of one
-    host.
+    host. If a node does not answer, or after `options.timeout` without progress, the process is
+    killed after one sentence on stderr.
     """
+    with network_watched(options.timeout) as moved:
+        return _run(options, moved)
+
+
+def _run(options: DoctorOptions, moved: Callable[[], None]) -> int:
     folder = storage.existing_folder(options.run.dir or Path())
     try:
         with World(None, WorldSettings(device="auto", tune=False)) as world:
-            return _examine(world, options, folder)
+            moved()
+            return _examine(world, options, folder, moved)
     except AgreedError as error:
         if error.rank == 0:
             findings = {
@@ -49,8 +58,8 @@ def run(options: DoctorOptions) -> int:
         return 1
 
 
-def _examine(world: World, options: DoctorOptions, folder: Path) -> int:
-    """Run all checks, and report them on rank 0. Collective."""
+def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable[[], None]) -> int:
+    """Run all checks, and report them on rank 0; tell `moved` of progress. Collective."""
     # A communicator of its own, so that MPI calls made here cannot match the world's.
     comm, _ = mpi.start()
     facts = world.facts
@@ -71,11 +80,12 @@ def _examine(world: World, options: DoctorOptions, folder: Path) -> int:
         **_storage(comm, folder, leaders, hosts),
     }
     links = {
-        BETWEEN: measure(comm, [leaders], _LINKS_S),
-        WITHIN: measure(comm, all_ranks.by_host(facts), _LINKS_S),
+        BETWEEN: measure(comm, [leaders], _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved),
+        WITHIN: measure(comm, all_ranks.by_host(facts), _LINKS_S, at_round=moved),
     }
+    expected = (options.expect, mb_per_s(options.expect)) if options.expect else None
     for where, found in links.items():
-        findings[f"links {where}"] = link_findings.judge(found, hosts, where)
+        findings[f"links {where}"] = link_findings.judge(found, hosts, where, expected)
     comm.free()
     if world.master:
         _print(options, findings, hosts, links)

@@ -1,8 +1,10 @@
 """Options of `python -m mntrain doctor`. Needs neither torch nor MPI."""
 
+import re
 from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from mntrain.cli import parse_options
@@ -15,6 +17,26 @@ the hosts, the run directory, and the links between them. The exit code is 0 if 
       this machine
   mpirun -n 16 {_PROGRAM} --run.dir runs
       the hosts of a job; in a batch script, before the training"""
+
+_BITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+
+def _parse_rate(value: Any) -> Any:
+    if value in (None, "none"):
+        return None
+    text = value.lower() if isinstance(value, str) else ""
+    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[kmgt]?bit", text):
+        raise ValueError("must be a rate such as 10gbit, 100mbit or 500kbit")
+    return text
+
+
+OptionalRate = Annotated[str | None, BeforeValidator(_parse_rate)]  # as tc writes it
+
+
+def mb_per_s(rate: str) -> float:
+    """Return a rate such as "10gbit" in 10^6 bytes per second."""
+    number = rate.rstrip("kmgtbi")
+    return float(number) * _BITS[rate.removeprefix(number)] / 8e6
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -31,6 +53,17 @@ class DoctorOptions:
     """The report. The same on all ranks."""
 
     json: bool = Field(default=False, description="print one JSON object instead of a table.")
+    expect: OptionalRate = Field(
+        default=None,
+        description="rate that each direction between two nodes should reach, such as 10gbit or "
+        "100mbit; less than half of it fails. none: directions are compared with each other.",
+    )
+    timeout: float = Field(
+        default=60.0,
+        gt=0,
+        description="seconds without any progress until it gives up, for example while ranks "
+        "start from a slow file system. It gives up earlier if a node does not answer.",
+    )
     run: DoctorRunOptions = Field(default=DoctorRunOptions())
 
 

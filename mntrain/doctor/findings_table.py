@@ -24,7 +24,14 @@ def to_json(
     """Return one JSON object; `hosts` is by rank, `slowest` a rank of the slowest node."""
     measured: dict[str, Any] = {}
     for where, pairs in links.items():
-        rows = [{**asdict(pair), "hosts": [hosts[pair.one], hosts[pair.other]]} for pair in pairs]
+        rows = [
+            {
+                **asdict(pair),
+                "mb_per_s": pair.mb_per_s,
+                "hosts": [hosts[pair.one], hosts[pair.other]],
+            }
+            for pair in pairs
+        ]
         measured[where.replace(" ", "_")] = rows
     document = {
         "status": worst(list(findings.values())),

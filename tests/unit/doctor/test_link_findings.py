@@ -1,40 +1,142 @@
 """The judgement of measured links."""
 
+import pytest
+
+from mntrain.cli import RefusedOptionsError
 from mntrain.comm.links import LinkSpeed
+from mntrain.doctor.doctor_options import mb_per_s, parse
 from mntrain.doctor.link_findings import BETWEEN, WITHIN, judge, slowest_node
 
 HOSTS = ["n1", "n1", "n2", "n3"]
+GBIT = "1gbit", 125.0
 
 
 def links(*speeds):
+    """Links of three nodes; a speed is one for both directions, or (there, back)."""
     pairs = [(0, 2), (0, 3), (2, 3)]
-    return [LinkSpeed(*pair, 50.0, speed) for pair, speed in zip(pairs, speeds, strict=False)]
+    both = [speed if isinstance(speed, tuple) else (speed, speed) for speed in speeds]
+    return [LinkSpeed(*pair, 50.0, *speed) for pair, speed in zip(pairs, both, strict=False)]
 
 
-def test_one_slow_node_is_named_with_the_slowest_pair():
+def test_one_slow_node_is_named_with_the_slowest_direction():
     found = judge(links(1000.0, 90.0, 100.0), HOSTS, BETWEEN)
     assert found.status == "warn"
-    assert "the slowest of 3 pairs between nodes is n1 and n3: 50 us, 90 MB/s" in found.text
-    assert "the slowest node is n3; the fastest pair is n1 and n2: 50 us, 1000 MB/s" in found.text
+    assert "slowest of 6 directions between nodes is from n1 to n3: 50 us, 90 MB/s" in found.text
+    assert "the slowest node is n3, by what it receives and sends" in found.text
+    assert "the fastest is from n1 to n2: 50 us, 1000 MB/s" in found.text
     assert "srun --exclude=n3" in found.fix
     assert slowest_node(links(1000.0, 90.0, 100.0)) == 3
 
 
+def test_a_node_that_only_sends_slowly_is_named():
+    found = judge(links((118.0, 1.2), 118.0, (1.3, 118.0)), HOSTS, BETWEEN)
+    assert found.status == "warn"
+    assert "from n2 to n1: 50 us, 1.2 MB/s" in found.text
+    assert "the slowest node is n2, by what it sends;" in found.text
+    assert "srun --exclude=n2" in found.fix
+
+
+def test_one_slow_direction_among_many_is_no_slow_node():
+    found = judge(links((118.0, 1.2), 118.0, 118.0), HOSTS, BETWEEN)
+    assert found.status == "warn"
+    assert "slowest node" not in found.text
+    assert found.fix.startswith("have the way from n2 to n1 checked")
+
+
 def test_links_that_are_alike_pass():
     assert judge(links(100.0, 90.0, 80.0), HOSTS, BETWEEN).status == "pass"
+    assert judge(links(100.0, 90.0, 110.0), HOSTS, BETWEEN, GBIT).status == "pass"
 
 
-def test_of_two_nodes_none_is_slower():
+@pytest.mark.parametrize("speed", [(118.0, 1.2), (1.2, 118.0)])
+def test_of_two_nodes_the_two_directions_are_compared(speed):
+    found = judge(links(speed), HOSTS, BETWEEN)
+    slow = "from n1 to n2" if speed[0] < speed[1] else "from n2 to n1"
+    assert found.status == "warn"
+    assert f"is {slow}: 50 us, 1.2 MB/s" in found.text
+    assert f"have the way {slow} checked" in found.fix
+
+
+def test_of_two_nodes_none_is_slower_without_an_expected_rate():
     found = judge(links(1.0), HOSTS, BETWEEN)
     assert found.status == "pass"
     assert "slowest node" not in found.text
     assert slowest_node(links(1.0)) is None
 
 
+@pytest.mark.parametrize(
+    ("speed", "status", "words"),
+    [
+        (1.25, "fail", "that is 1 % of the expected 1gbit (125 MB/s), and 2 of 2 directions are"),
+        ((80.0, 100.0), "warn", "that is 64 % of the expected 1gbit (125 MB/s), and 1 of 2"),
+        ((90.0, 100.0), "pass", "is from n1 to n2: 50 us, 90 MB/s"),
+    ],
+)
+def test_every_direction_is_judged_against_the_expected_rate(speed, status, words):
+    found = judge(links(speed), HOSTS, BETWEEN, GBIT)
+    assert found.status == status
+    assert words in found.text
+    assert bool(found.fix) == (status != "pass")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"segments": 612, "resent": 9, "slow_trips": 8}, "packets are lost: 9 of 612 TCP"),
+        ({"segments": 612, "resent": 9}, "packets are lost"),
+        ({"slow_trips": 8}, "varies: 8 of 300 round trips took 0.1 s or more"),
+        ({"segments": 612, "resent": 1, "slow_trips": 1}, ""),
+        ({"segments": 90000, "resent": 9}, ""),  # of other programs
+    ],
+)
+def test_a_link_that_loses_packets_is_named(facts, words):
+    good = LinkSpeed(0, 3, 50.0, 100.0, 100.0, trips=300, segments=604)
+    bad = LinkSpeed(0, 2, 50.0, 100.0, 100.0, trips=300, **facts)
+    found = judge([good, bad], HOSTS, BETWEEN)
+    assert found.status == ("warn" if words else "pass")
+    assert words in found.text
+    assert ("between n1 and n2" in found.text) == bool(words)
+    assert judge([bad], HOSTS, WITHIN).status == "pass"  # ranks of a node share its cores
+
+
 def test_ranks_of_a_node_are_named_by_number():
-    found = judge([LinkSpeed(0, 1, 5.0, 900.0)], HOSTS, WITHIN)
-    assert found.text == "the slowest of 1 pair within nodes is n1 (ranks 0 and 1): 5 us, 900 MB/s"
+    found = judge([LinkSpeed(0, 1, 5.0, 900.0, 950.0)], HOSTS, WITHIN, GBIT)
+    assert found.status == "pass"
+    assert found.text == (
+        "the slowest of 2 directions within nodes is from rank 0 to rank 1 on n1: 5 us, 900 MB/s"
+    )
 
 
 def test_no_pairs_pass():
     assert judge([], HOSTS, WITHIN).status == "pass"
+
+
+def test_the_mean_of_a_link_is_that_of_equal_bytes_each_way():
+    assert LinkSpeed(0, 1, 5.0, 100.0, 300.0).mb_per_s == pytest.approx(150.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [("10gbit", 1250.0), ("100Mbit", 12.5), ("2.5gbit", 312.5), ("800kbit", 0.1), ("8bit", 1e-6)],
+)
+def test_rates_are_written_as_tc_writes_them(rate, expected):
+    assert mb_per_s(parse(["--expect", rate]).expect) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "rate", ["10", "0gbit", "10GB", "-1gbit", "1e3mbit", "gbit", "10 gbit", ""]
+)
+def test_another_rate_is_refused_in_one_sentence(rate, capsys):
+    with pytest.raises(RefusedOptionsError):
+        parse([f"--expect={rate}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--expect: must be a rate such as 10gbit, 100mbit or 500kbit" in line
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "soon", "nan"])
+def test_a_timeout_is_a_number_above_0(seconds, capsys):
+    with pytest.raises(RefusedOptionsError):
+        parse(["--timeout", seconds])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mntrain: --timeout: ")
+    assert (parse([]).expect, parse(["--expect", "none"]).expect) == (None, None)
