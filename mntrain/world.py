@@ -24,6 +24,7 @@ from mntrain.rank_info import Usage, memory_room
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.exchanges import Exchanges
+from mntrain.run.loader_comparison import compare_loaders, length_of_divided
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.own_loop import OwnLoop
 from mntrain.sync import LocalSGD
@@ -85,7 +86,7 @@ class World(Exchanges):
         call_in_child(self._leave_to_parent)
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
-        self._shards = ShardRegistry(world, self._optimizers)
+        self._shards = ShardRegistry(world, self._optimizers, compare_loaders, length_of_divided)
 
     @cached_property
     def node_collectives(self) -> WorldCollectives:
@@ -161,6 +162,7 @@ class World(Exchanges):
         weight: Callable[[Any], float] | None = None,
         lists: Literal["samples", "columns"] | None = None,
         balance: bool = False,
+        divided: bool = False,
     ) -> ShardedLoader:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
 
@@ -171,6 +173,14 @@ class World(Exchanges):
         this rank's part, such as its number of tokens. Under `torch.no_grad()` the optimizers learn
         nothing, and every sample is handed out once: ranks may get unequal numbers of batches.
 
+        All ranks give the same loader, over all data. The first iteration over a loader is
+        collective: ranks compare its sizes, and some samples of the first batch. AgreedError (a
+        ValueError) on all ranks if they differ, as those do that were divided between ranks before;
+        what is random in a sample is not compared. With `divided`, each rank gives a loader of its
+        own part of the data, whose batches it gets whole. Then this call is collective, and so is
+        each batch while training: the epoch ends on all ranks together, with stand-ins of weight 0
+        on those that have no more.
+
         Each iteration is an epoch of its own, also if `shard` is called for each one. `seed`
         decides how a shuffling loader shuffles, independently of the number of ranks. `lists`
         states what the lists in a batch that is cut hold: samples, or columns as in a tuple.
@@ -179,7 +189,7 @@ class World(Exchanges):
         the GPU. There, a part grows only as far as memory suffices if it grows with the part.
         """
         self._parts.engine.check_open()
-        return self._shards.shard(loader, seed, weight, lists, balance=balance)
+        return self._shards.shard(loader, seed, weight, lists, balance=balance, divided=divided)
 
     def checkpoints(
         self,

@@ -315,9 +315,9 @@ def _expect_like(drawn: Sequence[DrawnBatch]) -> None:
     if len(sources) > 1 and any(batch.source.balanced for batch in drawn):
         raise RuntimeError(
             f"batches of {len(sources)} loaders were drawn before this backward, and "
-            "world.shard(balance=True) gives a rank another part of each, so its weight is not "
-            "certain: state the weight by optimizer.share(n), draw from one loader at a time, or "
-            "leave balance out"
+            "world.shard with balance=True or divided=True gives a rank another part of each, so "
+            "its weight is not certain: state the weight by optimizer.share(n), draw from one "
+            "loader at a time, or leave the option out"
         )
     if len({(batch.own, batch.total, batch.plan) for batch in drawn}) > 1:
         raise _ambiguous(drawn)

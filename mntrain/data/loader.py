@@ -6,8 +6,9 @@ Each batch of the loader is a global batch:
     rank 1:       [---]          [---]                 the rank's contiguous part of each batch
 
 The ranks see the same batches because the default generators of torch, Python and numpy, from
-which a loader draws its shuffling, are seeded by (seed, epoch) while it draws. Where the batches
-are made of indices, a digest of them goes to the optimizers, which compare it between ranks.
+which a loader draws its shuffling, are seeded by (seed, epoch) while it draws. Ranks compare the
+first batch of every new loader (`mntrain.data.first_batch`). Where the batches are made of indices,
+a digest of them goes to the optimizers, which compare it between ranks in each step.
 """
 
 import copy
@@ -16,7 +17,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Generic, TypeVar, cast
 from weakref import finalize
 
 import numpy as np
@@ -24,11 +27,15 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from mntrain.data.cutting import Lists, cut, length_of
+from mntrain.data.divided import DividedSource
+from mntrain.data.first_batch import FirstBatch, of_batch, of_indices
 from mntrain.data.loader_balance import LoaderBalance
 from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.source import Part, Pass, ShardContext, Source, rebuilt
+from mntrain.data.source import Part, Pass, PassRecord, ShardContext, Source, rebuilt
 from mntrain.data.streams import StreamSource
 from zero.step_weights import BatchSource
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,23 +50,43 @@ class Passes:
     balance: LoaderBalance | None = None
 
 
+@dataclass
+class Comparison:
+    """Whether the ranks have compared a loader; `always` if it cannot be recognized later."""
+
+    always: bool = True
+    done: bool = False
+
+
+class ByOwner(Generic[T]):
+    """Values by the object that they are about, for as long as it lives."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: dict[int, T] = {}
+
+    def of(self, *owners: Any) -> T | None:
+        """Return the value of the first object that takes weak references; None for lists, say."""
+        for owner in owners:
+            if id(owner) in self._values:
+                return self._values[id(owner)]
+            try:
+                finalize(owner, self._values.pop, id(owner)).atexit = False
+            except TypeError:
+                continue
+            return self._values.setdefault(id(owner), self._make())
+        return None
+
+
 class PassesByDataset:
     """The passes over every dataset that a world has sharded, for as long as the dataset lives."""
 
     def __init__(self) -> None:
-        self._passes: dict[int, Passes] = {}
+        self._passes = ByOwner(Passes)
 
     def of(self, loader: Any) -> Passes:
         """Return the passes over a loader's dataset, or over the loader itself."""
-        for owner in (getattr(loader, "dataset", None), loader):
-            if id(owner) in self._passes:
-                return self._passes[id(owner)]
-            try:
-                finalize(owner, self._passes.pop, id(owner)).atexit = False
-            except TypeError:  # such as a list: it takes no weak references
-                continue
-            return self._passes.setdefault(id(owner), Passes())
-        return Passes()
+        return self._passes.of(getattr(loader, "dataset", None), loader) or Passes()
 
 
 class ShardedLoader:
@@ -82,12 +109,18 @@ class ShardedLoader:
 
     With `balance` in the context, parts are in proportion to the ranks' speeds instead of equal.
 
-    Local, but for training with `balance`, which is iterated by the training thread, or on an
-    IterableDataset with streams of its own for each worker. A source of randomness other than the
-    default generators, such as a sampler with its own generator, must be seeded alike on all ranks
-    by the caller. Raises ValueError for a loader with a
+    `divided`: the loader of each rank has the rank's own part of the data, and its batches are
+    handed out whole; together they are the global batches. A rank that has no more gets its last
+    batch as a stand-in, until no rank has any more. `batches` are those of the longest loader.
+
+    Local, but for the first pass over a loader, in which ranks compare it (`comparison`), for
+    training with `balance`, which is iterated by the training thread, and for training with
+    `divided` or on an IterableDataset with streams of its own for each worker. A source of
+    randomness other than the default generators, such as a sampler with its own generator, must be
+    seeded alike on all ranks by the caller. Raises ValueError for a loader with a
     DistributedSampler, whose batches are sharded already; iterating, ValueError for an empty batch
-    and for a weight that is negative or not finite, and TypeError for a batch that cannot be cut.
+    and for a weight that is negative or not finite, TypeError for a batch that cannot be cut, and
+    what `compare` of the context raises.
     """
 
     def __init__(
@@ -99,18 +132,27 @@ class ShardedLoader:
         seed: int = 0,
         weight: Callable[[Any], float] | None = None,
         lists: Lists = None,
+        comparison: Comparison | None = None,
+        divided: bool = False,
+        batches: int | None = None,
     ) -> None:
         batch_sampler = getattr(loader, "batch_sampler", None)
         samplers = [getattr(owner, "sampler", None) for owner in (loader, batch_sampler)]
-        if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        if not divided and any(isinstance(sampler, DistributedSampler) for sampler in samplers):
             raise ValueError(
                 "the loader has a DistributedSampler, so its batches are sharded already: "
-                "build it with shuffle=True or another sampler over all samples"
+                "build it with shuffle=True or another sampler over all samples, or give "
+                "divided=True"
             )
         self._loader, self._context, self._passes = loader, context, passes or Passes()
         self._seed, self._weight = seed, weight
-        self._drawn = BatchSource(balanced=context.balance is not None)
-        self._source = _source(loader, context, lists)
+        self._comparison = comparison or Comparison()
+        self._batches = batches
+        self._drawn = BatchSource(balanced=divided or context.balance is not None)
+        if divided:
+            self._source: Source = DividedSource(_source(loader, context.alone(), lists), context)
+        else:
+            self._source = _source(loader, context, lists)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
@@ -127,7 +169,7 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch. Raises TypeError if the loader has no len."""
-        return len(cast(Sized, self._loader))
+        return len(cast(Sized, self._loader)) if self._batches is None else self._batches
 
     def __iter__(self) -> Iterator[Any]:
         training = torch.is_grad_enabled()
@@ -141,9 +183,11 @@ class ShardedLoader:
         own_seed = mixed_seed(seed, self._context.rank)
         balance = self._context.balance
         number = balance.begin_pass() if training and balance else 0
-        this = Pass(own_seed, seed, state["batches"], state["stream"], training, number)
+        due = self._comparison.always or not self._comparison.done
+        compare = self._compare if due and self._context.compare is not None else None
+        this = Pass(own_seed, seed, state["batches"], state["stream"], training, number, compare)
         if not training:
-            return (part.batch for part in self._source.parts(this))
+            return (part.batch for part in self._recorded(this))
         if self._passes.left_early:
             self._passes.left_early = False
             self._context.forget(True)
@@ -187,7 +231,7 @@ class ShardedLoader:
         # one drops them.
         balance = self._context.balance
         try:
-            for part in self._source.parts(this):
+            for part in self._recorded(this):
                 state["batches"] += 1
                 state["stream"] = part.stream
                 own = self._own_weight(part)
@@ -207,6 +251,22 @@ class ShardedLoader:
                 balance.end_pass(this.number)
         if self._state is state:
             self._state = None
+
+    def _recorded(self, this: Pass) -> Iterator[Part]:
+        """Yield the parts of a pass, and note which were handed out last."""
+        record = PassRecord()
+        self._context.note(record)
+        for part in self._source.parts(this):
+            record.batches.append((part.number, part.own, part.total))
+            self._context.note(record)
+            yield part
+        self._context.note(record)
+
+    def _compare(self, first: FirstBatch) -> None:
+        """Compare the first batch with those of the other ranks. Collective."""
+        assert self._context.compare is not None
+        self._context.compare(first)
+        self._comparison.done = True
 
     def _own_weight(self, part: Part) -> float:
         if self._weight is None or not part.own:
@@ -238,14 +298,24 @@ class _CutSource:
 
     def parts(self, this: Pass) -> Iterator[Part]:
         """Yield this rank's part of each batch of a pass."""
+        compare = this.compare
         for index, batch in enumerate(_seeded(self._loader, this.seed)):
             if index < this.done:
                 continue
             total = length_of(batch, self._lists)
+            if compare is not None:
+                compare(of_batch(self._loader, batch, total, partial(self._anew, this)))
+                compare = None
             share = self._context.part_of(total, this, index)
             if share.own or this.stand_ins:
                 own_rows = cut(batch, share.rows, self._lists)
-                yield Part(own_rows, share.own, total, plan=share.plan)
+                yield Part(own_rows, share.own, total, plan=share.plan, number=index)
+        if compare is not None:
+            compare(of_batch(self._loader, None, 0, partial(self._anew, this)))
+
+    def _anew(self, this: Pass) -> Iterator[Any]:
+        """Iterate over the loader again, from the first batch of a pass on."""
+        return islice(_seeded(self._loader, this.seed), this.done, None)
 
 
 class _IndexedSource:
@@ -253,7 +323,7 @@ class _IndexedSource:
 
     def __init__(self, loader: DataLoader[Any], context: ShardContext) -> None:
         self._generator = torch.Generator()  # seeds the workers: differently on each rank
-        self._sampler = _ShardSampler(cast(Iterable[Any], loader.batch_sampler), context)
+        self._sampler = _ShardSampler(loader, context)
         self._loader = rebuilt(loader, batch_sampler=self._sampler, generator=self._generator)
 
     def parts(self, this: Pass) -> Iterator[Part]:
@@ -266,27 +336,42 @@ class _IndexedSource:
 
 
 class _ShardSampler:
-    """This rank's part, or stand-in, of each index list of a batch sampler."""
+    """This rank's part, or stand-in, of each index list of a loader's batch sampler."""
 
-    def __init__(self, batches: Iterable[Iterable[Any]], context: ShardContext) -> None:
-        self._batches, self._context = batches, context
-        self._this = Pass(0, 0, 0, None, stand_ins=True)
-        self._parts = deque[Part]()
+    def __init__(self, loader: DataLoader[Any], context: ShardContext) -> None:
+        self._loader, self._context = loader, context
+        self._batches = cast(Iterable[Iterable[Any]], loader.batch_sampler)
+        self._drawn: Iterator[list[Any]] = iter(())
 
     def begin(self, this: Pass) -> deque[Part]:
-        """Set the next iteration's pass; return the queue to which it appends its parts."""
-        self._this, self._parts = this, deque()
-        return self._parts
+        """Begin a pass, which is iterated once; return the queue to which it appends its parts.
+
+        Ranks compare the first batch here, before a loader has started its workers.
+        """
+        parts = deque[Part]()
+        drawn = self._draw(this, parts)
+        self._drawn = chain(list(islice(drawn, 1)), drawn)
+        return parts
 
     def __iter__(self) -> Iterator[list[Any]]:
-        this, parts = self._this, self._parts
+        return self._drawn
+
+    def _draw(self, this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
+        compare = this.compare
         for number, batch in enumerate(_seeded(self._batches, this.seed, list)):
             if number < this.done:
                 continue
+            digest = _digest(batch)
+            if compare is not None:
+                compare(of_indices(self._loader, batch, digest))
+                compare = None
             share = self._context.part_of(len(batch), this, number)
             if share.own or this.stand_ins:
-                parts.append(Part(None, share.own, len(batch), _digest(batch), plan=share.plan))
+                total, plan = len(batch), share.plan
+                parts.append(Part(None, share.own, total, digest, plan=plan, number=number))
                 yield batch[share.rows]
+        if compare is not None:
+            compare(of_indices(self._loader, [], None))
 
 
 def _digest(indices: list[Any]) -> int | None:

@@ -7,9 +7,10 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import Dataset, IterableDataset
 
-from mntrain.data.loader import PassesByDataset, ShardedLoader
+from mntrain.data.first_batch import FirstBatch
+from mntrain.data.loader import ByOwner, Comparison, PassesByDataset, ShardedLoader
 from mntrain.data.loader_balance import LoaderBalance, OwnClock
-from mntrain.data.source import ShardContext
+from mntrain.data.source import PassRecord, ShardContext
 from zero.optimizer import ZeroOptimizer
 from zero.step_weights import BatchSource
 
@@ -35,12 +36,23 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
     `ranks` may be a weak proxy of the world. Its methods are looked up when they are called: a
-    bound one would keep the world alive.
+    bound one would keep the world alive. Collective are `compare`, which raises an error on all
+    ranks if their loaders differ, and `length_of_divided`, which returns the number of batches of
+    the longest of the ranks' own loaders.
     """
 
-    def __init__(self, ranks: LoaderRanks, optimizers: Sequence[ZeroOptimizer]) -> None:
+    def __init__(
+        self,
+        ranks: LoaderRanks,
+        optimizers: Sequence[ZeroOptimizer],
+        compare: Callable[[LoaderRanks, FirstBatch], None],
+        length_of_divided: Callable[[LoaderRanks, Iterable[Any]], int | None],
+    ) -> None:
         self._ranks, self._optimizers = ranks, optimizers
+        self._compare_first, self._length_of_divided = compare, length_of_divided
+        self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self._passes = PassesByDataset()
+        self._comparisons = ByOwner(lambda: Comparison(always=False))
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
 
@@ -52,6 +64,7 @@ class ShardRegistry:
         lists: Literal["samples", "columns"] | None,
         *,
         balance: bool,
+        divided: bool,
     ) -> ShardedLoader:
         """Return the shard of a loader. See `World.shard`."""
         if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
@@ -64,12 +77,18 @@ class ShardRegistry:
                 f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
                 "(--balance.mode cadence), since a loop of one's own decides when to step"
             )
+        if balance and divided:
+            raise ValueError(
+                "divided=True with balance=True: each rank's loader decides what the rank gets; "
+                "leave one of the two out"
+            )
         if balance and isinstance(getattr(loader, "dataset", None), IterableDataset):
             raise ValueError(
                 "balance=True: the samples of an IterableDataset are divided equally; give a "
                 "loader of a dataset with __len__ and __getitem__, or leave it out"
             )
-        key = id(loader), seed, id(weight), lists, balance
+        batches = self._length_of_divided(self._ranks, loader) if divided else None
+        key = id(loader), seed, id(weight), lists, balance, divided
         shard = self._shards.get(key)
         if shard is None:
             passes = self._passes.of(loader)
@@ -85,10 +104,28 @@ class ShardRegistry:
                 self._expect,
                 self._forget,
                 passes.balance if balance else None,
+                self._compare if size > 1 else None,
+                self._note,
             )
-            shard = ShardedLoader(loader, context, passes, seed=seed, weight=weight, lists=lists)
+            shard = ShardedLoader(
+                loader,
+                context,
+                passes,
+                seed=seed,
+                weight=weight,
+                lists=lists,
+                comparison=self._comparisons.of(loader),
+                divided=divided,
+                batches=batches,
+            )
             self._shards[key] = shard
         return shard
+
+    def _compare(self, first: FirstBatch) -> None:
+        self._compare_first(self._ranks, first)
+
+    def _note(self, record: PassRecord) -> None:
+        self.latest = record
 
     def _gather(self, value: Any) -> list[Any]:
         return self._ranks.gather(value)

@@ -22,7 +22,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mntrain.data.cutting import Lists, cut, length_of, share_of
+from mntrain.data.divided import until_all_end
+from mntrain.data.first_batch import Content, FirstBatch, can_be_read_again, ends
 from mntrain.data.randomness import SeededDraws, mixed_seed
+from mntrain.data.sample_digest import detached, fields_of
 from mntrain.data.source import Part, Pass, ShardContext, rebuilt
 
 # Of a reader: {"samples": number read, "state": the dataset's `state_dict()`, if it has one}.
@@ -40,6 +43,8 @@ class _Item(NamedTuple):
     reader: int
     own_stream: bool
     position: Position  # behind this batch
+    number: int = 0  # of a whole stream's batch in its pass
+    content: Content | None = None  # of the reader's first batch, if it is compared
 
 
 class _Draw(NamedTuple):
@@ -50,6 +55,7 @@ class _Draw(NamedTuple):
     done: int  # global batches of a whole stream that are skipped
     first: int  # the reader whose turn it is at the start
     start: dict[int, Position]  # by reader; absent: the beginning
+    compared: bool  # whether ranks compare the first batch
 
 
 class StreamSource:
@@ -58,6 +64,7 @@ class StreamSource:
     def __init__(self, loader: DataLoader[Any], context: ShardContext, lists: Lists) -> None:
         init = loader.worker_init_fn
         self._context, self._readers, self._number = context, max(1, loader.num_workers), 0
+        self._given, self._lists = loader, lists
         self._draws = _Draws()
         self._generator = torch.Generator()
         self._loader = rebuilt(
@@ -80,10 +87,12 @@ class StreamSource:
         self._draws.draws = self._requests(this)
         loaded: Iterator[_Item] = iter(self._loader)
         head = next(loaded)
+        if this.compare is not None:
+            this.compare(self._first_batch(head, this))
         items = chain([head], loaded)
         if head.own_stream:
             own = self._until_all_end(items)
-            yield from self._agreed(own, this) if this.stand_ins else map(_part, own)
+            yield from self._agreed(own, this) if this.stand_ins else map(_own_part, own)
             return
         for item in takewhile(lambda item: item.total, items):
             if item.own or this.stand_ins:
@@ -107,8 +116,33 @@ class StreamSource:
             mine = ranks[self._context.rank]
             first = mine["next"]
             start = {i: place for i, place in enumerate(mine["readers"]) if place is not None}
-        draw = _Draw(self._number, this.seed, done, first, start)
-        return chain(repeat(draw, self._readers), repeat(draw._replace(start={})))
+        draw = _Draw(self._number, this.seed, done, first, start, this.compare is not None)
+        return chain(repeat(draw, self._readers), repeat(draw._replace(start={}, compared=False)))
+
+    def _first_batch(self, head: _Item, this: Pass) -> FirstBatch:
+        """Describe what a reader has read first. Reads of a stream of its own the head again.
+
+        It is then the stream of rank 0's first reader that is read, on every rank.
+        """
+        kind = "samples of its own" if head.own_stream else "all samples"
+        sizes: dict[str, object] = {"what each reader yields": kind}
+        if not head.own_stream:
+            sizes["the number of samples in a batch"] = head.total
+        again = partial(self._head, this.seed) if can_be_read_again(self._given.dataset) else None
+        content = head.content
+        if head.own_stream or this.done or this.stream is not None:
+            content = again() if again else None
+        return FirstBatch(sizes, None, content or {}, again, may_be_random=head.own_stream)
+
+    def _head(self, seed: int) -> Content:
+        """Read the first batch of a copy of the stream as its only reader, from its beginning."""
+        try:
+            readers = _Readers(self._given, 0, self._context.size, self._lists)
+            readers.dataset = detached(readers.dataset)
+            draw = _Draw(1, seed, 0, 0, {}, compared=True)
+            return next(readers.read(draw)).content or {}
+        except Exception as error:
+            return fields_of([type(error).__name__])
 
     def _until_all_end(self, items: Iterator[_Item]) -> Iterator[_Item]:
         ended = set()
@@ -121,33 +155,17 @@ class StreamSource:
                 return
 
     def _agreed(self, items: Iterator[_Item], this: Pass) -> Iterator[Part]:
-        """Yield as many parts on every rank as the longest streams have. Collective.
-
-        A rank whose streams have ended gets its last batch as a stand-in, or that of another rank.
-        """
+        """Yield as many parts on every rank as the longest streams have. Collective."""
         unread = {"next": 0, "readers": [None] * self._readers}
-        everyone: list[Any] = [unread] * self._context.size
-        ranks = [copy.deepcopy(place) for place in (this.stream or {"ranks": everyone})["ranks"]]
-        stand_in: Any = None
-        for step in count():
-            item = next(items, None)
-            news = (item.own, item.reader, item.position) if item else None
-            everyone = self._context.gather(news)
-            if not any(everyone):
-                return
-            if step == 0 and not all(everyone):
-                donor = next(rank for rank, news in enumerate(everyone) if news)
-                batch = item.batch if item and self._context.rank == donor else None
-                stand_in = self._context.gather(batch)[donor]
-            total = 0
+        begin: list[Any] = [unread] * self._context.size
+        ranks = [copy.deepcopy(place) for place in (this.stream or {"ranks": begin})["ranks"]]
+        parts = (_own_part(i)._replace(stream=(i.reader, i.position)) for i in items)
+        for part, everyone in until_all_end(parts, self._context):
             for place, news in zip(ranks, everyone, strict=True):
                 if news:
-                    own, reader, place["readers"][reader] = news
+                    _, (reader, place["readers"][reader]) = news
                     place["next"] = (reader + 1) % self._readers
-                    total += own
-            if item:
-                stand_in = item.batch
-            yield Part(stand_in, item.own if item else 0, total, stream={"ranks": ranks})
+            yield part._replace(stream={"ranks": ranks})
 
 
 class _Draws:
@@ -177,10 +195,10 @@ class _Readers(Dataset[_Item]):
         if draw.number < self._number:
             raise RuntimeError("another pass over this stream has begun: finish it before the next")
         if draw.number > self._number:
-            self._number, self._items = draw.number, self._read(draw)
+            self._number, self._items = draw.number, self.read(draw)
         return next(self._items)
 
-    def _read(self, draw: _Draw) -> Iterator[_Item]:
+    def read(self, draw: _Draw) -> Iterator[_Item]:
         """Yield the batches of this process's reader, and then its end without end."""
         worker = get_worker_info()
         turn, readers = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -193,13 +211,16 @@ class _Readers(Dataset[_Item]):
         if own_stream:  # at least one sample of each batch is of this stream
             size = max(1, share_of(size, self.rank, self.size)[1])
         done = 0 if draw.start else draw.done
+        compared = draw.compared
         for number in count(-done):
             samples, head = head + stream.take(size - len(head)), []
             if not samples or (self._drop_last and len(samples) < size):
                 break
             if own_stream or (number >= 0 and number % readers == turn):
                 batch, own, total = self._make(samples, whole=own_stream)
-                yield _Item(batch, own, total, reader, own_stream, stream.position())
+                content, compared = fields_of(ends(samples)) if compared else None, False
+                place = stream.position()
+                yield _Item(batch, own, total, reader, own_stream, place, number + done, content)
         yield from repeat(_Item(None, 0, 0, reader, own_stream, {}))
 
     def _make(self, samples: list[Any], *, whole: bool) -> tuple[Any, int, int]:
@@ -303,6 +324,10 @@ def _init_worker(init: Callable[[int], None], worker: int) -> None:
 
 
 def _part(item: _Item) -> Part:
+    return Part(item.batch, item.own, item.total, stream=item.position, number=item.number)
+
+
+def _own_part(item: _Item) -> Part:
     return Part(item.batch, item.own, item.total, stream=item.position)
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from mntrain.data.sample_digest import SampleDigest
 from mntrain.equal_values import Given
-from mntrain.train.data_digest import SampleDigest
 
 _MAX_FILES = 100  # whose digests are kept; of more, evenly spaced ones
 _MAX_ELEMENTS = 16  # of a sample's floating-point elements

@@ -11,8 +11,8 @@ from mntrain.config import Config
 from mntrain.data import sampling
 from mntrain.data.cadence import Cadence
 from mntrain.data.cadence_sampling import CadenceSampling
+from mntrain.data.sample_digest import detached
 from mntrain.data.stream_batches import StreamBatches
-from mntrain.train.data_digest import detached
 from mntrain.train.division import (
     check_rank_clipping,
     choose_cadence,

@@ -19,10 +19,10 @@ from torch.utils.data import default_collate
 
 from mntrain import device, tasks
 from mntrain.checkpoint import random_states, set_random_states
+from mntrain.data.sample_digest import detached
 from mntrain.rank_info import available_memory
 from mntrain.tasks import Loss, Losses
 from mntrain.train.compiling import recompute_regions
-from mntrain.train.data_digest import detached
 from mntrain.train.job_data import JobData
 from mntrain.train.part_counts import PartCounts
 from mntrain.train.trial import Trial, copies, total_of, without_trace

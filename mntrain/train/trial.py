@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mntrain.checkpoint import random_states, set_random_states
+from mntrain.data.sample_digest import detached
 from mntrain.tasks import Loss, Losses, Task
-from mntrain.train.data_digest import detached
 from mntrain.train.job_data import JobData
 
 _SMALL_BYTES = 1 << 20  # of a tensor that a task holds

@@ -231,10 +231,14 @@ def test_a_stream_that_all_ranks_read_trains_on_its_global_batches(world, make):
 
 
 class OwnGenerator(Sampler):
-    """Shuffles by a generator that differs between ranks."""
+    """Shuffles by a generator that differs between ranks, but for the first passes."""
+
+    def __init__(self, alike):
+        self.alike = alike
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(RANK)
+        self.alike -= 1
+        generator = torch.Generator().manual_seed(0 if self.alike >= 0 else RANK)
         yield from torch.randperm(14, generator=generator).tolist()
 
     def __len__(self):
@@ -246,14 +250,19 @@ class OwnGenerator(Sampler):
 def test_ranks_whose_samplers_draw_unlike_indices_are_told_so(world, make, stage):
     model = net()
     optimizer = make(model, SGD, stage=stage)
-    loader = DataLoader(TensorDataset(*samples(14)), batch_size=7, sampler=OwnGenerator())
+    data = TensorDataset(*samples(14))
+    words = "different samples for one global batch"
+    loader = DataLoader(data, batch_size=7, sampler=OwnGenerator(alike=0))
+    assert words in refusal(next, iter(world.shard(loader)))
+    loader = DataLoader(data, batch_size=7, sampler=OwnGenerator(alike=1))
+    next(iter(world.shard(loader)))
 
     def step():
         loss_of(model, batch).backward()
         optimizer.step()
 
-    batch = next(iter(world.shard(loader)))
-    with pytest.raises(RuntimeError, match="different samples for one global batch"):
+    batch = next(iter(world.shard(loader)))  # ranks compare the first pass over a loader only
+    with pytest.raises(RuntimeError, match=words):
         step()
 
 

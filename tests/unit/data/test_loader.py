@@ -242,7 +242,7 @@ def test_the_passes_over_a_dataset_are_forgotten_with_it():
         drawn(sharded(loader, passes=passes.of(loader)))
         assert passes.of(loader).epoch == 1
         del loader
-    assert not passes._passes
+    assert not passes._passes._values
     listed = DataLoader([1, 2], batch_size=2)  # a list takes no weak references
     assert passes.of(listed) is passes.of(listed)
     assert passes.of([1]).epoch == 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from mntrain.train.data_digest import describe_files, describe_samples, digest_sample
+from mntrain.data.sample_digest import digest_sample
+from mntrain.train.data_digest import describe_files, describe_samples
 
 FLOATS = torch.linspace(-1, 1, 3000)
 
