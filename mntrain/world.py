@@ -26,7 +26,9 @@ from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.exchanges import Exchanges
 from mntrain.run.loader_comparison import compare_loaders, length_of_divided
 from mntrain.run.metrics_log import MetricsLog
+from mntrain.run.ordered import gather_in_order
 from mntrain.run.own_loop import OwnLoop
+from mntrain.run.torch_metrics import gather_states
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
@@ -190,6 +192,37 @@ class World(Exchanges):
         """
         self._parts.engine.check_open()
         return self._shards.shard(loader, seed, weight, lists, balance=balance, divided=divided)
+
+    def gather_in_order(self, predictions: Any) -> Any:
+        """Return the predictions for all samples of a pass over a shard, on all ranks. Collective.
+
+        Once for each sample, in the order in which the loader draws them, whatever the number of
+        ranks, with `balance` too. `predictions` are of the last pass over `shard` from which this
+        rank has drawn: a list with one entry a batch, or one entry for all its samples. An entry is
+        a tensor, an array or a list with one row a sample, or a tuple, mapping or dataclass of
+        these. In the result, batches are joined; its tensors are new, on `device` if any rank has
+        given one there, and without gradients. Raises AgreedError on all ranks if an entry is
+        missing, if rows are not those of the samples, and for data that ranks have read apart.
+        """
+        return gather_in_order(self, self._shards.latest, predictions)
+
+    def metric(self, metric: T) -> T:
+        """Let a torchmetrics Metric or MetricCollection compute over all ranks; return it. Local.
+
+        Each rank updates it with its own samples. From then on its `compute` is collective, and so
+        is a `forward` with dist_sync_on_step; other calls are local. Ranks may have unlike numbers
+        of updates, or none. Raises ValueError for what is no metric, and for one that gathers its
+        state in a way of its own.
+        """
+        self._parts.engine.check_open()
+        if self.size == 1:
+            return metric
+        world = proxy(self)  # the metric may outlive it
+
+        def gather(value: object) -> list[Any]:
+            return world.gather(value)  # type: ignore[no-any-return]
+
+        return gather_states(metric, gather)
 
     def checkpoints(
         self,

@@ -20,6 +20,7 @@ from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero.layout import split
@@ -59,7 +60,7 @@ def length_of(batch: Any, lists: Lists = None) -> int:
         lengths.add(len(column))
         return column
 
-    _map_columns(batch, count, lists)
+    map_columns(batch, count, lists)
     if len(lengths) != 1:
         raise ValueError(
             "a batch to cut needs columns of one length, but those of this "
@@ -71,10 +72,37 @@ def length_of(batch: Any, lists: Lists = None) -> int:
 
 def cut(batch: Any, rows: Rows, lists: Lists = None) -> Any:
     """Return the rows of a batch: views of its tensors and arrays, and new containers."""
-    return _map_columns(batch, itemgetter(rows), lists)
+    return map_columns(batch, itemgetter(rows), lists)
 
 
-def _map_columns(nest: Any, change: Callable[[Any], Any], lists: Lists) -> Any:
+def join(parts: Sequence[Any]) -> Any:
+    """Return one batch of the rows of several, of like structure.
+
+    Lists and tuples of samples become lists; what is not cut comes from the first part.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(list(parts))
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(parts)
+    if isinstance(first, Mapping):
+        joined = copy.copy(first) if isinstance(first, MutableMapping) else {}
+        joined.update({key: join([part[key] for part in parts]) for key in first})
+        return joined
+    if isinstance(first, tuple | list):
+        if _is_column(first, None):
+            return [entry for part in parts for entry in part]
+        fields = [join(column) for column in zip(*parts, strict=True)]
+        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        first = dataclasses.replace(
+            first, **{name: join([getattr(part, name) for part in parts]) for name in names}
+        )
+    return first
+
+
+def map_columns(nest: Any, change: Callable[[Any], Any], lists: Lists) -> Any:
     """Return a nested batch with all columns changed."""
     if isinstance(nest, Tensor | np.ndarray):
         return change(nest) if nest.ndim else nest
@@ -82,17 +110,17 @@ def _map_columns(nest: Any, change: Callable[[Any], Any], lists: Lists) -> Any:
         return nest
     if isinstance(nest, Mapping):
         changed = copy.copy(nest) if isinstance(nest, MutableMapping) else {}
-        changed.update({key: _map_columns(value, change, lists) for key, value in nest.items()})
+        changed.update({key: map_columns(value, change, lists) for key, value in nest.items()})
         return changed
     if isinstance(nest, tuple | list):
         if _is_column(nest, lists):
             return change(nest)
-        items = [_map_columns(value, change, lists) for value in nest]
+        items = [map_columns(value, change, lists) for value in nest]
         return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         names = [field.name for field in dataclasses.fields(nest) if field.init]
         return dataclasses.replace(
-            nest, **{name: _map_columns(getattr(nest, name), change, lists) for name in names}
+            nest, **{name: map_columns(getattr(nest, name), change, lists) for name in names}
         )
     raise TypeError(
         f"a batch with a {type(nest).__name__} cannot be cut into samples: use tensors, arrays "

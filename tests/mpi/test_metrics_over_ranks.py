@@ -1,0 +1,243 @@
+"""torchmetrics over all ranks, and predictions in the order of the loader."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics.aggregation import CatMetric
+from torchmetrics.classification import (
+    BinaryAUROC,
+    MulticlassAccuracy,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
+from worlds import refusal
+
+pytestmark = [
+    pytest.mark.mpi,
+    # of a rank without samples
+    pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning"),
+]
+
+RANKS, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+
+
+def scores(n):
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(n, 3, generator=generator), torch.arange(n) % 3)
+
+
+class Lists(Metric):
+    """States that are lists without a reduction, of unlike lengths."""
+
+    full_state_update = False
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.add_state("first", default=[], dist_reduce_fx=None)
+        self.add_state("second", default=[], dist_reduce_fx=None)
+
+    def update(self, logits, targets):
+        self.first += list(logits[:, 0])
+        self.second += list(targets)
+
+    def compute(self):
+        return torch.stack([sum(self.first), sum(self.second)])
+
+
+class Elsewhere(Metric):
+    """Gathers its state by torch.distributed alone."""
+
+    def update(self):
+        pass
+
+    def compute(self):
+        pass
+
+    def _sync_dist(self, *_, **__):
+        pass
+
+
+def binary(metric, logits, targets):
+    metric.update(logits[:, 0].sigmoid(), (targets > 0).long())
+
+
+def of_classes(metric, logits, targets):
+    metric.update(logits, targets)
+
+
+def of_values(metric, logits, targets):
+    metric.update(logits[:, 0], weight=logits[:, 1].abs())
+
+
+def of_entries(metric, logits, targets):
+    metric.update(logits[:, 0])
+
+
+def collection():
+    named = {"p": MulticlassPrecision(3), "f": MulticlassF1Score(3), "a": MulticlassAccuracy(3)}
+    return MetricCollection(named)  # of one compute group
+
+
+METRICS = {
+    "accuracy": (lambda: MulticlassAccuracy(3, average="micro"), of_classes),
+    "auroc": (BinaryAUROC, binary),
+    "mean": (MeanMetric, of_values),
+    "collection": (collection, of_classes),
+    "entries": (CatMetric, of_entries),
+    "lists": (Lists, of_classes),
+    "sum of two": (lambda: MeanMetric() + MeanMetric() * 2, of_entries),
+    "wrapped": (lambda: MinMaxMetric(MulticlassAccuracy(3)), of_classes),
+}
+
+
+def ordered(value):
+    """Entries of other ranks come after those of this one."""
+    return value.sort().values if isinstance(value, torch.Tensor) and value.ndim else value
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_is_that_of_one_process_over_all_samples(world, name):
+    make, update = METRICS[name]
+    data = scores(RANKS + 2)
+    loader = DataLoader(data, batch_size=RANKS + 1)  # of the second batch, most ranks have nothing
+    alone, ours = make(), world.metric(make())
+    for metric in (ours, copy.deepcopy(ours)):
+        for _ in range(2):  # the second time after reset
+            metric.reset()
+            alone.reset()
+            with torch.no_grad():
+                for batch in world.shard(loader):
+                    update(metric, *batch)
+                update(alone, *data.tensors)
+            expected = alone.compute()
+            for _ in range(2):  # a computation leaves the states as they were
+                torch.testing.assert_close(ordered(metric.compute()), ordered(expected))
+            if RANK == RANKS - 1:
+                update(metric, *data.tensors)
+            update(alone, *data.tensors)
+            torch.testing.assert_close(ordered(metric.compute()), ordered(alone.compute()))
+
+
+def test_a_rank_without_samples_takes_part(world):
+    metric = world.metric(MetricCollection([BinaryAUROC(), MeanMetric()]))
+    if RANK == 0:
+        metric["BinaryAUROC"].update(torch.tensor([0.1, 0.7, 0.4]), torch.tensor([0, 1, 1]))
+        metric["MeanMetric"].update(torch.tensor([1.0, 4.0]))
+    value = metric.compute()
+    assert (float(value["BinaryAUROC"]), float(value["MeanMetric"])) == (1.0, 2.5)
+
+
+def test_forward_gives_the_value_of_this_ranks_batch(world):
+    metric = world.metric(MeanMetric())
+    for value in (RANK + 1.0, 3.0 * RANK):
+        assert float(metric(value)) == value
+    assert float(metric.compute()) == pytest.approx(
+        sum(4 * r + 1 for r in range(RANKS)) / 2 / RANKS
+    )
+    each = world.metric(MeanMetric(dist_sync_on_step=True))
+    assert float(each(float(RANK))) == (RANKS - 1) / 2
+    assert float(each.compute()) == (RANKS - 1) / 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_cannot_be_gathered_is_refused(world):
+    with pytest.raises(ValueError, match="type float: give a torchmetrics Metric"):
+        world.metric(1.0)
+    with pytest.raises(ValueError, match="Elsewhere gathers its state by torch"):
+        world.metric(Elsewhere())
+
+
+# Predictions in order.
+
+
+def outputs_of(x):
+    return {"logits": x * 2, "more": (x[:, 0], [f"n{int(i)}" for i in x[:, 0]])}
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"num_workers": 1}])
+@pytest.mark.parametrize("training", [False, True])
+def test_predictions_come_once_each_in_the_order_of_the_loader(world, options, training):
+    if options.get("num_workers"):
+        options = {**options, "multiprocessing_context": "fork"}
+    data = TensorDataset(torch.arange(3.0 * (3 * RANKS + 1)).view(-1, 3))
+    loader = DataLoader(data, batch_size=2 * RANKS, **options)  # the last batch: not of all ranks
+    shard = world.shard(loader)
+    with torch.set_grad_enabled(training):
+        parts = [x for (x,) in shard]
+        outputs = [outputs_of(x) for x in parts]
+        found = world.gather_in_order(outputs)
+    rows = found["logits"][:, 0] / 2
+    assert sorted(rows.tolist()) == data.tensors[0][:, 0].tolist()
+    assert (rows.tolist() == data.tensors[0][:, 0].tolist()) == ("shuffle" not in options)
+    assert found["more"][0].tolist() == rows.tolist()
+    assert found["more"][1] == [f"n{int(i)}" for i in rows]
+    assert len(set(world.gather(tuple(rows.tolist())))) == 1
+    shard.epoch = 0
+    again = [x for (x,) in shard] if training else parts  # the order of the same pass
+    assert torch.equal(torch.cat(again), torch.cat(parts))
+
+
+def test_rows_of_all_batches_may_come_as_one(world):
+    data = TensorDataset(torch.arange(4.0 * RANKS + 1))
+    with torch.no_grad():
+        seen = torch.cat(
+            [x for (x,) in world.shard(DataLoader(data, batch_size=2 * RANKS))] or [torch.empty(0)]
+        )
+    assert torch.equal(world.gather_in_order(seen), data.tensors[0])
+    assert np.array_equal(world.gather_in_order(seen.numpy()), data.tensors[0].numpy())
+
+
+def test_an_evaluation_within_an_epoch_is_the_pass_that_counts(world):
+    training = world.shard([torch.arange(2.0 * RANKS)] * 3)
+    data = torch.arange(RANKS - 1.0)  # the last rank has none
+    for batch in training:
+        with torch.no_grad():
+            outputs = [x for (x,) in world.shard(DataLoader(TensorDataset(data), batch_size=9))]
+        if RANKS > 1:
+            assert torch.equal(world.gather_in_order(outputs), data)
+        assert len(batch) == 2
+
+
+class Whole(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(2.0 * RANKS + 1))
+
+
+class Apart(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(5.0) + 10 * get_worker_info().id)
+
+
+def test_a_stream_that_all_ranks_read_has_an_order(world):
+    with torch.no_grad():
+        outputs = list(world.shard(DataLoader(Whole(), batch_size=RANKS + 1)))
+    assert torch.equal(world.gather_in_order(outputs), torch.arange(2.0 * RANKS + 1))
+
+
+def test_data_without_a_common_order_are_refused(world):
+    loader = DataLoader(TensorDataset(torch.arange(3.0)))
+    for shard in (world.shard(loader, divided=True), world.shard(DataLoader(Apart()))):
+        outputs = list(shard)
+        assert "call world.gather" in refusal(world.gather_in_order, outputs)
+
+
+def test_predictions_that_are_not_of_the_pass_are_refused(world):
+    data = TensorDataset(torch.arange(4.0 * RANKS))
+    loader = DataLoader(data, batch_size=2 * RANKS)
+    outputs = [x for (x,) in world.shard(loader)]
+    assert "for 2 batches of the last pass" in refusal(world.gather_in_order, outputs[:1])
+    short = [x[:1] for x in outputs]
+    assert "2 samples of this rank have 1 rows" in refusal(world.gather_in_order, short)
+    assert "have 2 rows for 4 samples" in refusal(world.gather_in_order, outputs[0])
+    some = iter(world.shard(loader))
+    outputs = [next(some)[0] for _ in range(1 + (RANK == 0 and RANKS > 1))]
+    if RANKS > 1:
+        assert "predictions of other batches" in refusal(world.gather_in_order, outputs)
+    padded = [x for (x,) in world.shard(DataLoader(TensorDataset(torch.arange(1.0))))]
+    if RANKS > 1:
+        assert "had stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
