@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 from mntrain.checks.finding import naming
+from mntrain.checks.process_group import advise
 from mntrain.comm import mpi
 from zero.norms import NonFiniteGradientError
 
@@ -116,6 +117,7 @@ class ExceptionWatch:
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
         self.on_error(error)
+        advise(error)
         code = 1
         if isinstance(error, KeyboardInterrupt):
             code = 130

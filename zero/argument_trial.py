@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero.master_weights import is_16_bit
+from zero.precision import is_16_bit
 
 
 def check_arguments(

@@ -16,6 +16,7 @@ from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.groups import make_group_collectives, make_node_levels
 from mntrain.ranks import Ranks
+from mntrain.run.other_trainers import check_model, lone_accelerator
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
@@ -104,6 +105,9 @@ def _agree(
     """
     with world.agreement():
         _check_kinds(model, optimizer_class)
+        check_model(model)
+        if alone := lone_accelerator(world.size):
+            raise ValueError(alone)
         check_sync(world, options["sync"])
     description = equal_values.describe(model, options)
     gathered = world.collectives.gather_objects(description, "world.optimizer")

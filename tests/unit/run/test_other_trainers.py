@@ -1,0 +1,116 @@
+"""What other trainers have made, and saves without a process group."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from mntrain.checks.process_group import ADVICE, advise
+from mntrain.run.other_trainers import SaveGuard, check_model, lone_accelerator
+
+
+def like(kind):
+    """An instance of a wrapper that no process group has made."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    return made
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, DataParallel])
+def test_a_wrapped_model_is_refused_as_a_whole_or_in_part(kind):
+    with pytest.raises(ValueError, match=rf"model is wrapped in {kind.__name__}: give the module"):
+        check_model(like(kind))
+    with pytest.raises(ValueError, match=r"model\.1 is wrapped"):
+        check_model(nn.Sequential(nn.Linear(1, 1), like(kind)))
+    check_model(nn.Linear(1, 1))
+
+
+def test_a_sharded_model_is_refused():
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    class Sharded(FSDPModule, nn.Linear):
+        pass
+
+    module = nn.Linear(1, 1)
+    module.__class__ = Sharded  # as fully_shard does
+    with pytest.raises(ValueError, match=r"model\.0 is sharded by fully_shard: leave it out"):
+        check_model(nn.Sequential(module))
+    with pytest.raises(ValueError, match="sharded by FullyShardedDataParallel"):
+        check_model(like(FullyShardedDataParallel))
+
+
+def test_an_accelerator_that_trains_each_rank_alone_is_found(monkeypatch):
+    class State:
+        _shared_state = {"backend": None}  # noqa: RUF012 - as accelerate has it
+        num_processes = 1
+
+    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(AcceleratorState=State))
+    assert "trains each of 2 ranks alone" in lone_accelerator(2)
+    assert not lone_accelerator(1)
+    State.num_processes = 2  # it has a process group
+    assert not lone_accelerator(2)
+    State._shared_state = {}  # none was made
+    State.num_processes = 1
+    assert not lone_accelerator(2)
+
+
+def test_accelerate_tells_of_its_accelerators_as_is_expected_here():
+    from accelerate.state import AcceleratorState
+
+    assert AcceleratorState._shared_state == {}
+
+
+def test_an_error_for_want_of_a_process_group_gets_advice_once():
+    with pytest.raises(ValueError, match="process group has not been initialized") as error:
+        DistributedDataParallel(nn.Linear(1, 1))
+    for _ in range(2):
+        advise(error.value)
+    assert error.value.__notes__ == [ADVICE]
+    other = ValueError("of something else")
+    advise(other)
+    assert not hasattr(other, "__notes__")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state, before = {"x": torch.ones(3)}, state_dict_saver._save_state_dict
+    guard = SaveGuard(rank=1)
+    guard.install()
+    with pytest.raises(RuntimeError, match="save on rank 1 as a single process"):
+        dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match=r"use world\.checkpoints"):
+        dcp.async_save(state, checkpoint_id=tmp_path).result()
+    assert not list(tmp_path.iterdir())
+    guard.close()
+    assert state_dict_saver._save_state_dict is before
+    dcp.save(state, checkpoint_id=tmp_path)
+    master = SaveGuard(rank=0)
+    master.install()
+    assert state_dict_saver._save_state_dict is before
+    loaded = {"x": torch.zeros(3)}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    assert loaded["x"].tolist() == [1, 1, 1]
+
+
+def test_a_saver_that_is_imported_later_is_guarded_too(monkeypatch):
+    name = "torch.distributed.checkpoint.state_dict_saver"
+    import torch.distributed.checkpoint.state_dict_saver as loaded
+
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.distributed.checkpoint, "state_dict_saver", loaded)
+    guard = SaveGuard(rank=1)
+    guard.install()
+    module = importlib.import_module(name)
+    assert module is not loaded
+    assert module._save_state_dict == guard._refuse
+    guard.close()
+    assert module._save_state_dict.__module__ == name
+    assert guard not in sys.meta_path
+    monkeypatch.undo()
