@@ -1,8 +1,8 @@
 """The public facade of a job: its ranks, their devices, and their collective operations."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -286,6 +286,22 @@ class World(Exchanges):
         """Return the context of `errors.agreement` over all ranks. Its end is collective."""
         self._parts.engine.check_open()
         return errors.agreement(self.gather, self.rank)
+
+    @contextmanager
+    def main_first(self, *, local: bool = False) -> Iterator[None]:
+        """Run a block on rank 0, and then on all others; with `local`, first on each node's first.
+
+        Such as a download, which the others then find done. Collective; nothing in the block may
+        be. A ValueError, OSError, ImportError or RuntimeError of the first becomes an AgreedError
+        on all ranks, and the others skip the block. They wait for the first no longer than the
+        world's `timeout`.
+        """
+        first = self.local_rank == 0 if local else self.master
+        with self.agreement():
+            if first:
+                yield
+        if not first:
+            yield
 
     def node_links(self) -> list[float]:
         """Return the bytes/s of each node's link, measured now; [] on one node. Collective."""

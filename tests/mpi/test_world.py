@@ -1,6 +1,7 @@
 """Attributes, small collectives and agreed errors of a world."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,69 @@ def test_sum_adds_in_double_precision(world):
     tiny = 2.0**-40
     assert world.sum([1.0, world.rank + tiny]) == [RANKS, sum(range(RANKS)) + RANKS * tiny]
     assert world.sum([]) == []
+    assert world.sum(3) == 3.0 * RANKS
+    assert world.sum(True) == RANKS
+    values = torch.tensor([[world.rank, 1]]).t()
+    total = world.sum(values)
+    assert total.tolist() == [[sum(range(RANKS))], [RANKS]]
+    assert (total.dtype, values.tolist()) == (torch.float64, [[world.rank], [1]])
+    assert world.sum(torch.tensor(2.5, requires_grad=True)).item() == 2.5 * RANKS
+
+
+def test_broadcast_returns_rank_0s_object(world):
+    state = nn.Linear(RANK + 1, 2).state_dict()
+    given = {"state": state, "text": f"of {RANK}", "view": torch.arange(9.0)[::4] + RANK}
+    got = world.broadcast(given)
+    assert (got is given) == (RANK == 0)
+    assert (got["text"], got["view"].tolist()) == ("of 0", [0, 4, 8])
+    assert got["state"]["weight"].shape == (2, 1)
+    weights = world.gather(got["state"]["weight"])
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    assert world.broadcast(None if RANK else 5) == 5
+    assert world.broadcast(torch.full((3,), RANK)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_first_rank_runs_a_block_before_the_others(worlds, tmp_path_factory, local):
+    world = worlds("lanes", 1 if local else None)
+    folder = Path(world.broadcast(str(tmp_path_factory.mktemp("first"))))
+    first = RANK == 0 or local  # with `local`, each rank is the first of a node of its own
+    with world.main_first(local=local):
+        if first:
+            time.sleep(0.05)
+            (folder / str(RANK)).touch()
+        else:
+            assert [path.name for path in folder.iterdir()] == ["0"]
+    world.barrier()
+    assert len(list(folder.iterdir())) == (RANKS if local else 1)
+
+
+def test_an_error_of_the_first_rank_is_one_of_all(world):
+    entered = []
+
+    def download():
+        with world.main_first():
+            entered.append(RANK)
+            raise OSError("no space left")
+
+    assert "no space left" in refusal(download)
+    assert entered == [0] * (RANK == 0)
+
+    def process():
+        with world.main_first():
+            if RANK == LAST:
+                raise KeyError("own")
+
+    if RANK == LAST:
+        with pytest.raises(KeyError):
+            process()
+    else:
+        process()
+
+
+def test_print_prints_on_the_master_alone(world, capsys):
+    world.print("a", 1, sep="-")
+    assert capsys.readouterr().out == ("a-1\n" if RANK == 0 else "")
 
 
 def test_objects_and_tensors_keep_the_order_of_the_program(world):

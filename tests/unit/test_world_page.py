@@ -1,0 +1,32 @@
+"""The page of all that a world offers."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+from mntrain.world import World
+
+PAGE = (Path(__file__).parents[2] / "docs" / "world.md").read_text()
+
+
+def public_names():
+    """The methods and properties of the class, and what its instances are given."""
+    assigned = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(World)))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and getattr(node.value, "id", "") == "self"
+    }
+    return {name for name in {*assigned, *dir(World)} if not name.startswith("_")}
+
+
+def test_each_public_name_of_a_world_stands_in_the_page():
+    shown = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", PAGE))))
+    assert not public_names() - shown
+    assert {"gather", "broadcast", "master", "close"} <= public_names()
+
+
+def test_the_page_shows_no_call_that_does_not_exist():
+    assert set(re.findall(r"world\.(\w+)", PAGE)) <= public_names()
