@@ -266,15 +266,15 @@ class SideChannel:
     def _greet(self, connection: "_Connection", message: Message) -> bool:
         """Go on with the greeting of a peer; return False if it does not know the secret."""
         if connection in self._joining:
-            rank = connection.claimed
-            expected = self._proof("rank", rank, connection.challenge)
+            peer = connection.claimed
+            expected = self._proof("rank", peer, connection.challenge)
             if not _equal(message.get("proof"), expected):
                 return False
             self._joining.remove(connection)
-            if earlier := self._connections.get(rank):  # which the rank gave up
-                self._drop(earlier)
-            connection.rank, connection.limit = rank, _MAX_LINE
-            self._connections[rank] = connection
+            if replaced := self._connections.get(peer):  # which the rank gave up
+                self._drop(replaced)
+            connection.rank, connection.limit = peer, _MAX_LINE
+            self._connections[peer] = connection
             return True
         claimed, challenge = message.get("rank"), message.get("challenge")
         if not isinstance(claimed, int) or not isinstance(challenge, str):
