@@ -107,7 +107,8 @@ def _culprit(rank: int, evidence: Evidence) -> list[str]:
     if rank in evidence.left:
         return [f"{name}: has left the world, or ended its script"]
     if rank in evidence.silent:
-        return [f"{name}: does not answer: {evidence.silent[rank]}"]
+        why = "" if evidence.networks else f": {evidence.silent[rank]}"  # an answer may be lost
+        return [f"{name}: does not answer{why}"]
     status = evidence.statuses[rank]
     held = ", in a debugger" if status.debugged else ""
     lines = [f"{name} (process {status.pid}): in no collective{held}, at {status.place}"]

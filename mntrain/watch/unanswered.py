@@ -113,9 +113,9 @@ class Unanswered:
                     first, _ = self._found.get(key, (now, now))
                     self._found[key] = first, now
 
-    def lasting(self) -> list[Connection]:
-        """Return those that were unanswered for LASTING_S, also if they are closed by now."""
-        return [key for key, (first, last) in self._found.items() if last - first >= LASTING_S]
+    def lasting(self, seconds: float = LASTING_S) -> list[Connection]:
+        """Return those that were unanswered for some seconds, also if they are closed by now."""
+        return [key for key, (first, last) in self._found.items() if last - first >= seconds]
 
 
 def _sockets(pids: Collection[int]) -> set[str]:
@@ -221,8 +221,8 @@ def main(words: Sequence[str]) -> None:
     while True:
         if select.select([0], [], [], _LOOK_S)[0]:
             line = os.read(0, 4096)
-            if not line and limit == math.inf and not told:
-                _print("error", describe(unanswered.lasting()))
+            if not line and not told:
+                _print("error", describe(unanswered.lasting(0.0)))
             if not line or line.endswith(b"end\n"):
                 return
             unanswered, since, told = Unanswered(siblings), time.monotonic(), False

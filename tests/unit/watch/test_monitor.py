@@ -44,6 +44,7 @@ class World:
         self.channel = Channel({0, 1, 2} - {rank})
         self.warnings, self.ends = [], []
         self.waits = {}  # by rank: seconds
+        self.networks = {}  # by rank: which nodes do not answer
         members = [Member(hosts[r], keys[r], 100 + r, "") for r in range(3)]
         self.monitor = Monitor(
             rank,
@@ -62,7 +63,8 @@ class World:
         wait = None
         if rank in self.waits:
             wait = StalledWait("w", 4, "all_reduce of 8", "a.py:1", self.waits[rank], None)
-        return RankStatus(rank, "a", 100, {"w": 5 if wait else 4}, wait, "stack\n", "a.py:2", False)
+        begun, network = {"w": 5 if wait else 4}, self.networks.get(rank, "")
+        return RankStatus(rank, "a", 100, begun, wait, "stack\n", "a.py:2", False, network)
 
     def hear(self, peer, kind, **content):
         """Let a message arrive."""
@@ -113,6 +115,32 @@ def test_a_wait_that_is_over_when_the_answers_come_is_nothing(make):
     world = make(0)
     world.hear(1, "waiting", ends=True)
     world.waits = {1: 3.0}
+    world.answer(1, 2)
+    assert (world.warnings, world.ends) == ([], [])
+
+
+def test_a_node_that_does_not_answer_is_warned_of_before_the_limit(make):
+    world = make(0, keys=(0, 0, 2))
+    world.networks = {0: "a cannot connect to b. Fix: F", 1: "a cannot connect to b. Fix: F"}
+    world.waits = {0: 3.0, 1: 3.0}
+    for ends in (False, True):  # an early question does not end the job
+        world.hear(0, "waiting", ends=ends)
+        world.channel.taken("ask")
+        world.hear(1, "status", status=world.status(1).to_message())
+        world.pass_time(ANSWER_S + 0.1)
+    assert world.ends == []
+    (warning,) = world.warnings
+    assert warning.startswith(
+        "ranks 0, 1 on a have waited 3 s for rank 2 on b; a cannot connect to b. Fix: F\n"
+    )
+    assert warning.count("cannot connect") == 1
+    assert "  rank 2 on b: does not answer\n" in warning
+
+
+def test_an_early_warning_is_none_if_the_ranks_have_gone_on(make):
+    world = make(0)
+    world.networks = {1: "a cannot connect to b"}
+    world.hear(1, "waiting", ends=False)
     world.answer(1, 2)
     assert (world.warnings, world.ends) == ([], [])
 

@@ -1,6 +1,7 @@
 """Connections that nobody answers: in the kernel's tables, and in the words of the watch."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -95,7 +96,7 @@ from contextlib import ExitStack
 sys.path.insert(0, sys.argv[1])
 from test_unanswered import stuck_pair
 with ExitStack() as stack:
-    if sys.argv[2] == "stuck":
+    if sys.argv[2] != "waits":
         stuck_pair(stack)
     print("ready", flush=True)
     time.sleep(60)
@@ -105,11 +106,11 @@ with ExitStack() as stack:
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
-    """With a limit of 4 s. Beside it, a rank that merely waits, and this process."""
+    """With a limit of 4 s. Beside it, one that waits, one that MPI ends, and this process."""
     folder = os.path.dirname(__file__)
     with ExitStack() as stack:
         ranks, watches = {}, {}
-        for kind in ("stuck", "waits"):
+        for kind, limit in (("stuck", "4"), ("waits", "4"), ("ends", "none")):
             words = [sys.executable, "-c", RANK, folder, kind]
             # A shell of its own, as the ranks' launcher: watches look at all processes of it.
             rank = subprocess.Popen(
@@ -122,13 +123,15 @@ def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
             pid = int(rank.stdout.readline())
             assert rank.stdout.readline() == "ready\n"
             watches[kind] = subprocess.Popen(
-                [sys.executable, "-I", "-S", unanswered.__file__, str(pid), "0", "3", "4"],
+                [sys.executable, "-I", "-S", unanswered.__file__, str(pid), "0", "3", limit],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
             ranks[kind] = rank
         count_a_lasting_one()
+        watches["ends"].stdin.close()
+        os.kill(pid, signal.SIGKILL)
         said = {}
         for kind, watch in watches.items():
             said[kind] = watch.stderr.read()
@@ -137,11 +140,12 @@ def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
             assert watch.wait(60) == 0
             assert int(ranks[kind].stdout.read().split()[-1]) == 128 + 9
     here = socket.gethostname()
-    (line,) = said["stuck"].splitlines()
-    assert line.startswith(f"mntrain: error: {here} cannot connect to ")
-    assert "127.0.0.2" in line
-    assert "firewall" in line
-    assert "UCX_NET_DEVICES" in line
+    for kind in ("stuck", "ends"):
+        (line,) = said[kind].splitlines()
+        assert line.startswith(f"mntrain: error: {here} cannot connect to ")
+        assert "127.0.0.2" in line
+        assert "firewall" in line
+        assert "UCX_NET_DEVICES" in line
     (line,) = said["waits"].splitlines()
     assert line.startswith(f"mntrain: error: rank 0 on {here} has waited ")
     assert "of which 3 run on other nodes" in line
