@@ -97,7 +97,7 @@ class StepAgreement:
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
         # What others add to their numbers in a step, by the parameters without a gradient.
         self._counts: dict[frozenset[str], dict[Place, float]] = {}
-        self._counting: bool | None = None  # whether there are such numbers
+        self._counting = False  # whether there are such numbers: known from the second step on
 
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
@@ -134,6 +134,7 @@ class StepAgreement:
         if sharded:
             same = [report.numbers for report in reports if report.replica == self._replica]
             _set(groups, _largest(same, own))
+            self._counting = True
 
     def after_update(
         self,
@@ -145,25 +146,24 @@ class StepAgreement:
         """Note which numbers an update has changed, since `before`, on this or other ranks.
 
         `named` are all parameters, of which those `without` a gradient were left out. Collective if
-        some rank has updated nothing of a group, until it is known what that means; else local.
+        `compare` has found such numbers, and it is not known what others count; else local.
         """
         after = dict(plain_numbers(groups))
         changed = {p: v for p, v in after.items() if not _same(v, before.get(p, ABSENT))}
         self._own |= changed.keys()
-        if self._counting is not False and without not in self._counts:
+        if self._counting and without not in self._counts:
             self._counts[without] = {}
             if self._owned.lacks_groups(_names(groups, named, without)):
                 reports = gather_objects(self._owned.sharding, changed)
                 found = _largest(reports, {place for report in reports for place in report})
                 self._counts[without] = {p: v - (before.get(p) or 0) for p, v in found.items()}
-                self._counting = self._counting or bool(found)
         counts = self._counts.get(without, {})
         self._own |= counts.keys()
         _set(groups, {p: (before.get(p) or 0) + c for p, c in counts.items() if p not in changed})
 
     def begin_anew(self) -> None:
         """Learn again what others count: groups, or their state, are other ones. Local."""
-        self._counts, self._counting = {}, None
+        self._counts = {}
 
 
 def agree(sums: Tensor) -> bool:

@@ -284,7 +284,7 @@ class ZeroOptimizer(AveragingOptimizer):
     def _update(self, factor: float, unused: frozenset[str]) -> None:
         """Let the torch optimizer update this rank's slices by means times `factor`.
 
-        Collective in the first update, if some rank has nothing of a parameter group; else local.
+        Local, unless the torch optimizer counts steps by group (`StepAgreement.after_update`).
         """
         self._owned.set_gradients(factor, unused, self._kernels)
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
