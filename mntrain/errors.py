@@ -21,6 +21,8 @@ from zero.norms import NonFiniteGradientError
 
 OWN_THREAD = "mntrain "  # beginning of the names of this package's threads
 REMOTE_ABORT_S = 10.0  # until a rank aborts the job, which the one that failed should have aborted
+# The beginning of torch's error in the BatchNorm of a single sample.
+BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _MAX_TRACEBACK, _MAX_MESSAGE = 20_000, 4_000  # characters that other ranks get
 
 
@@ -118,6 +120,7 @@ class ExceptionWatch:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
         self.on_error(error)
         advise(error)
+        self._advise(error)
         code = 1
         if isinstance(error, KeyboardInterrupt):
             code = 130
@@ -172,6 +175,15 @@ class ExceptionWatch:
         """The hook that the user has installed in place of the interpreter's, if any."""
         hook = self._next_hook(sys, of_user=True)
         return hook if hook is not sys.__excepthook__ else None
+
+    def _advise(self, error: BaseException) -> None:
+        """Add what helps against an error of a user's own loop to it, if that is known."""
+        if str(error).startswith(BATCH_OF_ONE) and not hasattr(error, "__notes__"):
+            error.add_note(
+                f"mntrain: rank {self.rank}: BatchNorm needs at least two samples on each rank, "
+                "and this rank's part of the batch has one: give the loader drop_last=True if it "
+                "is the last of an epoch, or a larger batch"
+            )
 
     def _report_failure(self, error: BaseException) -> None:
         """Print which rank failed; the user's hook, if any, reports the error itself."""

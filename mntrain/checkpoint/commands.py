@@ -11,6 +11,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from mntrain.checkpoint.format import (
     sync_folder,
 )
 from mntrain.checkpoint.hf_export import export_folder, missing_tokenizer
-from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints
+from mntrain.checkpoint.reader import best_of, find_sound, inspect, list_checkpoints, scores
 from mntrain.metrics.report import plain
 from mntrain.metrics.terminal import stdout
 
@@ -98,20 +99,39 @@ def _list(options: Namespace, console: Console) -> int:
     if not paths:
         raise ValueError(f"{options.path} has no checkpoints: give the folder of a run")
     code = 0
-    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files")
+    metric = _scored_by(paths)
+    found = scores(paths, metric)
+    best = best_of(found)
+    name = metric.partition(":")[0]
+    names = ["eval loss"] if metric == "eval_loss" else ["eval loss", name]
+    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", *names, "files")
     for path in paths:
         try:
             content = inspect(path)
         except (OSError, ValueError) as error:
-            table.add_row(path.name, "", "", "", "", "", "unsound")
+            table.add_row(path.name, *[""] * (4 + len(names)), "unsound")
             code = _fail(f"{path}: {error}", DAMAGED)
             continue
         date, ranks = content.date[:16].replace("T", " "), str(content.world["ranks"])
         loss = "" if content.eval_loss is None else f"{content.eval_loss:.4f}"
         megabytes = f"{content.nbytes / 1e6:.1f}"
-        table.add_row(path.name, str(content.step), date, ranks, megabytes, loss, "complete")
+        values = [loss]
+        if len(names) > 1:
+            sign = -1 if metric.endswith(":max") else 1
+            values += [f"{sign * found[path]:.4g}" if path in found else ""]
+        table.add_row(path.name, str(content.step), date, ranks, megabytes, *values, "complete")
     console.print(table)
+    if best is not None:
+        _print(console, f"the best by {metric}: {best.name}")
     return code
+
+
+def _scored_by(paths: Sequence[Path]) -> str:
+    """Return the metric of the best checkpoint, that of the newest of which it is known."""
+    for path in paths:
+        with suppress(OSError, ValueError):
+            return inspect(path).scored_by
+    return "eval_loss"
 
 
 def _show(options: Namespace, console: Console) -> int:

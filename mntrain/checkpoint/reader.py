@@ -80,6 +80,11 @@ def scores(paths: Iterable[Path], metric: str) -> dict[Path, float]:
     return found
 
 
+def best_of(found: Mapping[Path, float]) -> Path | None:
+    """Return the first path with the lowest score, None without any."""
+    return min(found, key=lambda path: (found[path], path.name), default=None)
+
+
 def inspect(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files are all present and of the right length.
 

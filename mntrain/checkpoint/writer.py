@@ -24,7 +24,7 @@ from mntrain.checkpoint.format import (
     Manifest,
     sync_folder,
 )
-from mntrain.checkpoint.reader import list_checkpoints, scores
+from mntrain.checkpoint.reader import best_of, list_checkpoints, scores
 from mntrain.checkpoint.shards import TensorRange
 
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
@@ -118,8 +118,7 @@ def remove_old(run_dir: Path, keep: int, metric: str) -> None:
     for leftover in (run_dir / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     paths = list_checkpoints(run_dir)
-    found = scores(paths, metric)
-    best = min(found, key=lambda path: (found[path], path.name), default=None)
+    best = best_of(scores(paths, metric))
     for path in paths[keep:]:
         if path != best:
             # Renamed first: a half-removed folder must not look like a checkpoint.

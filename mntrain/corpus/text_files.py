@@ -119,10 +119,9 @@ def find_files(path: Path | None, glob: str, options: OptionNames = TRAIN_OPTION
         ) from error
     found = [file for file in found if not _unfinished(file.relative_to(path))]
     if not found or _unfinished(Path(path.absolute().name)):
-        raise ValueError(
-            f"{options.glob} {glob!r} matches no file in {path}: give another pattern, such as "
-            "'**/*'"
-        )
+        every = "**/*"
+        fix = "a folder that has some" if glob == every else f"another pattern, such as {every!r}"
+        raise ValueError(f"{options.glob} {glob!r} matches no file in {path}: give {fix}")
     for file in found:
         _refuse_part(file, options)
     skipped = tuple(file for file in found if not is_token_ids(file) and why_binary(file))

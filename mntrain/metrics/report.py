@@ -61,7 +61,8 @@ class Reporter:
     """Reporter of a rank, silent on all but the master. A context manager; all methods are local.
 
     Entering it makes the run's directory if there is none. `steps` is the number of the last step.
-    `console` stands in for stdout and stderr. `log` selects copies of metrics.jsonl.
+    `console` stands in for stdout and stderr. `log` selects copies of metrics.jsonl. The
+    attribute `items` names what losses count.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Reporter:
         console: Console | None = None,
         log: LogConfig | None = None,
     ) -> None:
+        self.items = "items"
         self._log = log or LogConfig()
         self._master, self._run_dir, self._steps = master, run_dir, steps
         self._terminal = find_terminal(sys.stdout) if master and console is None else None
@@ -222,7 +224,7 @@ class Reporter:
         left = timedelta(seconds=round((self._steps - last.step) * step_s))
         return [
             (0, count),
-            (2, f"{count_text(rate)} items/s"),
+            (2, f"{count_text(rate)} {self.items}/s"),
             (3, f"{short_time(step_s)}/step"),
             (1, f"left {left}"),
         ]
@@ -296,7 +298,9 @@ class Reporter:
                 facts += [(name, metric.format(item)) for name, item in named.items()]
         facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
         rates = (count_text(summary[key]) for key in ("tokens_per_s", "step_tokens_per_s"))
-        facts.append(("items/s", "{}; in a step, without evaluation and saves, {}".format(*rates)))
+        facts.append(
+            (f"{self.items}/s", "{}; in a step, without evaluation and saves, {}".format(*rates))
+        )
         if flops := summary["model_flops_per_s"]:
             share, dtype = summary["utilisation"], summary["computes_in"]
             of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""

@@ -97,6 +97,8 @@ class Task(ABC):
     # Makes a batch of a list of samples; None for torch's `default_collate`. It must be picklable
     # for spawned data-loader workers: a module's function, or a static method.
     collate: Callable[[list[Any]], Any] | None = None
+    # What losses count, as reports name it: "12,300 items/s".
+    items: str = "items"
 
     def __init__(self, config: Config) -> None:
         self.config = config

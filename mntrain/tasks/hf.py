@@ -23,7 +23,7 @@ class HuggingFaceTask(Task):
         super().__init__(config)
         self._folder = ModelFolder(config.hf)
         self._head = HEADS[config.hf.head](config, self._folder)
-        self.collate = self._head.collate
+        self.collate, self.items = self._head.collate, self._head.items
 
     def model(self) -> nn.Module:
         """Return a new model in fp32, with the folder's weights if it has some."""

@@ -33,6 +33,7 @@ class TaskHead(ABC):
     """An objective, and its data. Raises ValueError for data that do not fit the model."""
 
     collate: Callable[[list[Any]], Any] | None = None
+    items = "samples"  # that the loss counts
     tokenizer: Tokenizer | None
     files: dict[str, Path]
     values: dict[str, str]
@@ -57,6 +58,8 @@ class TaskHead(ABC):
 
 class TokenHead(TaskHead):
     """An objective on windows of tokens."""
+
+    items = "tokens"
 
     overlap = 0  # tokens that a window shares with the next one
 

@@ -29,6 +29,8 @@ class LanguageModel(Task):
     short.
     """
 
+    items = "tokens"
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         data, context = config.data, config.model.context

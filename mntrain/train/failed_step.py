@@ -16,13 +16,13 @@ from typing import NoReturn, Protocol
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
-from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
+from mntrain.errors import BATCH_OF_ONE, AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.world import World
 from zero.norms import NonFiniteGradientError
 
 # What to do about errors of torch, by their beginnings.
 _HINTS = {
-    "Expected more than 1 value per channel when training": "BatchNorm needs at least two samples "
+    BATCH_OF_ONE: "BatchNorm needs at least two samples "
     "in a micro-batch, and this one has a single one. If it is of an epoch's last batch, which may "
     "be smaller, give --data.drop-last to leave that out; else give a larger --train.batch-size "
     "or --train.micro-batch-size",
@@ -81,7 +81,7 @@ class FailedStep:
             self._error = error
             for beginning, hint in _HINTS.items():
                 if str(error).startswith(beginning):
-                    error.add_note(f"mntrain: {hint}")
+                    error.add_note(f"mntrain: rank {self._world.rank}: {hint}")
             with self._told_if_late(error):
                 try:
                     for part in self._communicating:

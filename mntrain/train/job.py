@@ -202,6 +202,7 @@ class TrainingJob:
     def _set_up_reports(self, world: World, config: Config) -> None:
         """Set up reports, and what follows training: speeds, schedule, metrics. Collective."""
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
+        self.reporter.items = self.task.items
         steps = range(self.done + 1, self.last_step + 1)
         self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, steps)
         with world.agreement():

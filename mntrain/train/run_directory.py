@@ -74,6 +74,7 @@ def discard(world: World, config: Config, run_dir: Path) -> None:
     if world.master and config.run.dir is None:
         with suppress(OSError):
             run_dir.rmdir()
+            run_dir.parent.rmdir()  # if no other run is in it
 
 
 def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:

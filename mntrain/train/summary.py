@@ -137,8 +137,8 @@ def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
     reporter = job.reporter
     count = sum(parameter.numel() for parameter in job.model.parameters())
     fixed = sum(p.numel() for p in job.model.parameters() if not p.requires_grad)
-    frozen = f", of which {fixed / 1e6:.2f} M are frozen" if fixed else ""
-    reporter.note(f"{config.task}: {count / 1e6:.2f} M parameters{frozen}", "bold")
+    frozen = f", of which {_number(fixed)} are frozen" if fixed else ""
+    reporter.note(f"{config.task}: {_number(count)} parameters{frozen}", "bold")
     if weights := job.initial_weights:
         reporter.note(f"weights: {weights}")
         for problem in weights.problems():
@@ -146,6 +146,10 @@ def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
     data = job.task.describe_data() or job.data.describe(config.train.steps)
     for line in data.splitlines():
         reporter.note(line)
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count:,}"
 
 
 def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:

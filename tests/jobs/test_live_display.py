@@ -58,7 +58,7 @@ def emulated_run(
         before = ""
         try:
             deadline = time.monotonic() + 100
-            while resized and "items/s" not in before and time.monotonic() < deadline:
+            while resized and "tokens/s" not in before and time.monotonic() < deadline:
                 time.sleep(0.01)
                 before = terminal.output
             if resized:

@@ -7,16 +7,18 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from launch import TESTS, mpirun
+from manifests import manifest
 from safetensors.torch import load_file, save_file
 from saved_runs import Model
 
-from mntrain.checkpoint import commands
+from mntrain.checkpoint import commands, reader
 from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
 
 ENDINGS = ["safetensors", "pt", "pth"]
@@ -60,6 +62,36 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << bit
     file.write_bytes(data)
+
+
+# list
+
+
+@pytest.mark.parametrize(
+    ("metric", "scored"),
+    [
+        ("eval_loss", ([3.0, 1.0, 2.0], 1)),
+        ("accuracy:max", ([-0.25, -0.5, -0.75], 2)),
+        ("accuracy:max", ([None, -0.5, None], 1)),
+        ("eval_loss", ([None, None, None], None)),
+    ],
+)
+def test_the_best_checkpoint_and_its_metric_are_listed(tmp_path, ckpt, monkeypatch, metric, scored):
+    scores, best = scored
+    paths = [tmp_path / f"step-{step:08}" for step in range(3)]
+    contents = {}
+    for path, score in zip(paths, scores, strict=True):
+        losses = {"eval_loss": score if metric == "eval_loss" else None, "score": score}
+        contents[path] = replace(manifest(), scored_by=metric, **losses)
+    monkeypatch.setattr(commands, "list_checkpoints", lambda path: paths[::-1])
+    monkeypatch.setattr(commands, "inspect", contents.__getitem__)
+    monkeypatch.setattr(reader, "read_manifest", contents.__getitem__)
+    code, out, _ = ckpt("list", tmp_path)
+    assert code == 0
+    assert ("accuracy" in out) == metric.startswith("accuracy")
+    for score in filter(None, scores):
+        assert f" {abs(score):.4g}" in out
+    assert (f"the best by {metric}: step-0000000{best}\n" in out) == (best is not None)
 
 
 # diff

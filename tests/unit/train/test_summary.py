@@ -97,6 +97,7 @@ def described(
     job = SimpleNamespace(
         model=nn.Linear(99, 100),
         resumed=resumed,
+        last_step=200,
         changed_data=list,
         fingerprint={"files": files or {}, "samples": {}},
         reporter=reporter,
@@ -128,7 +129,7 @@ def test_description_has_model_place_tuning_and_sharding(device):
     reporter = described(device=device)
     of_gpu = ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
     assert reporter.notes == [
-        "lm: 0.01 M parameters",
+        "lm: 10,000 parameters",
         "data: 3 files",
         "2 windows",
         "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)",
@@ -144,7 +145,7 @@ def test_description_has_model_place_tuning_and_sharding(device):
 
 def test_data_that_the_task_does_not_describe_are_described_by_their_numbers():
     notes = described(data=None).notes
-    assert notes[:2] == ["lm: 0.01 M parameters", "data of 200 steps"]
+    assert notes[:2] == ["lm: 10,000 parameters", "data of 200 steps"]
     assert "data: 3 files" not in notes
 
 
