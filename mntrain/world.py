@@ -22,6 +22,7 @@ from mntrain.data.shard_registry import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.groups import make_group_collectives, measure_node_links
 from mntrain.rank_info import Usage, memory_room
+from mntrain.run.batch_norms import BatchNorms
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.exchanges import Exchanges
@@ -93,6 +94,7 @@ class World(Exchanges):
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
         self._shards = ShardRegistry(world, self._optimizers, compare_loaders, length_of_divided)
+        self._batch_norms = BatchNorms(world, self._optimizers)
 
     @cached_property
     def node_collectives(self) -> WorldCollectives:
@@ -159,6 +161,17 @@ class World(Exchanges):
         )
         self._optimizers.append(optimizer)
         return optimizer
+
+    def sync_batchnorm(self, model: nn.Module) -> nn.Module:
+        """Make BatchNorm layers normalize by the samples of all ranks. Collective; returns `model`.
+
+        In place, as torch's `convert_sync_batchnorm`, which needs torch.distributed: the layers'
+        parameters, buffers and names in the state dict stay. Their statistics and gradients are
+        those of one process with the whole batch, for any parts of it; every rank runs the same
+        forward and backward passes in training. Evaluation is local. Raises AgreedError on all
+        ranks for a model without such layers, or with layers of classes derived from them.
+        """
+        return self._batch_norms.convert(model)
 
     def shard(
         self,

@@ -131,6 +131,11 @@ class GradientBuckets:
         else:
             self.used.difference_update(dropped)
 
+    @property
+    def in_backward(self) -> bool:
+        """True in a backward of which a gradient has arrived."""
+        return bool(self._tasks)
+
     def weigh_arrivals(self) -> None:
         """Multiply gradients by the weight's `factor` before autograd adds them to earlier ones.
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.agreement import StepAgreement, agree
@@ -17,6 +17,7 @@ from zero.precision import LossScale, is_positive
 from zero.reduction import StepReduction
 from zero.sharded_optimizer import ShardedOptimizer
 from zero.step_weights import BatchSource
+from zero.sync_batchnorm import SyncBatchNorm
 
 
 class ReducingOptimizer(ShardedOptimizer):
@@ -25,6 +26,7 @@ class ReducingOptimizer(ShardedOptimizer):
     _agreement: StepAgreement
     _collectives: Collectives
     _kernels: Kernels
+    _model: nn.Module | None
     _reduction: StepReduction
     _scale: LossScale
 
@@ -37,6 +39,14 @@ class ReducingOptimizer(ShardedOptimizer):
     def steps_taken(self) -> int:
         """The number of the current step: steps so far, skipped ones included."""
         return self._reduction.steps
+
+    @property
+    def loss_weight(self) -> float:
+        """The weight of this rank's loss in the running or coming backward, beside other ranks'.
+
+        1 for a loss that was multiplied by its weight, 0 where this rank has no sample. Local.
+        """
+        return self._reduction.loss_weight
 
     @property
     def waited_s(self) -> float:
@@ -97,11 +107,14 @@ class ReducingOptimizer(ShardedOptimizer):
         """
         self._reduction.begin_weighted()
         factor = self._reduction.weight.add(weight)
-        if not factor:  # the mean over no samples is NaN, and 0 * NaN is NaN
-            self._reduction.pass_backward()
+        if not factor and not self._others_wait_in_backward():
+            self._reduction.pass_backward()  # the mean over no samples is NaN, and 0 * NaN is NaN
             return
         try:
-            self.scale(loss * factor).backward()
+            if factor:
+                self.scale(loss * factor).backward()
+            else:
+                loss.backward(torch.zeros_like(loss))
         except BaseException:
             self._reduction.buckets.interrupt()
             raise
@@ -193,6 +206,11 @@ class ReducingOptimizer(ShardedOptimizer):
         flight.
         """
         self._reduction.clear(set_to_none)
+
+    def _others_wait_in_backward(self) -> bool:
+        """Return whether backward of the model is collective beyond its gradients. Local."""
+        modules = self._model.modules() if self._model is not None else ()
+        return any(isinstance(module, SyncBatchNorm) for module in modules)
 
     def _prepare(self) -> frozenset[str]:
         """Make sure that the gradients are means, with the user's changes. Collective.

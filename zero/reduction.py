@@ -84,6 +84,11 @@ class StepReduction:
         return self._schedule.group(self.steps)
 
     @property
+    def loss_weight(self) -> float:
+        """The weight of this rank's loss in the running or coming backward."""
+        return self.weight.latest if self.buckets.in_backward else self.weight.coming
+
+    @property
     def _counted_ranks(self) -> int:
         return 1 if self._small_range else self.group.size
 

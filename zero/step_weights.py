@@ -142,6 +142,25 @@ class BatchWeight:
         batch, first = self._drawn[-1], self._first
         return not batch.own or (first is not None and (batch.own, batch.total) != first)
 
+    @property
+    def latest(self) -> float:
+        """The multiplier of the loss of the running backward, beside those of other ranks."""
+        return 1.0 if self._added is not None else self._latest
+
+    @property
+    def coming(self) -> float:
+        """That of the coming backward, as far as it is stated: 0 for a stand-in."""
+        drawn = next((b for b in self._drawn if b.number >= b.source.used), None)
+        batch = drawn or self._batch
+        if batch is not None and not batch.own:
+            return 0.0
+        if self._added is not None:
+            return 1.0
+        if self._stated is not None:
+            return self._stated
+        part = self._current if drawn is None else Part(drawn.own, drawn.total)
+        return 1.0 if part is None else self._relative(part)
+
     def state(self, count: float | None) -> None:
         """State the weight of the coming backward; None takes back what no backward has followed.
 
@@ -240,11 +259,9 @@ class BatchWeight:
     def _take_part(self, part: Part) -> None:
         """Weigh another micro-batch. Raises RuntimeError if its weight changes without a total."""
         first = self._first = self._first or part
-        self._latest = part.own
+        self._latest = self._relative(part)
         known = first.total is not None and part.total is not None
-        if first.total is not None and part.total is not None:
-            self._latest = part.own * first.total / part.total
-        elif self._alone and part.own and first.own:
+        if not known and self._alone and part.own and first.own:
             self._latest = first.own  # this rank has all of both
         if self._latest != first.own and not (known and self._whole):
             raise RuntimeError(
@@ -256,6 +273,13 @@ class BatchWeight:
         self._base = self._base if self._count and self._base else self._latest
         self._count += 1
         self._samples += part.own
+
+    def _relative(self, part: Part) -> float:
+        """Return this rank's weight in a micro-batch, taken to the total of the first one."""
+        first = self._first
+        if first is None or first.total is None or part.total is None:
+            return part.own
+        return part.own * first.total / part.total
 
     def _use_oldest(self) -> None:
         """Take the oldest batch of each source from those that were drawn."""

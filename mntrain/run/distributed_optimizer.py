@@ -30,6 +30,7 @@ from zero.param_groups import (
     name_parameters,
 )
 from zero.partition_trial import check_partition
+from zero.sync_batchnorm import SyncBatchNorm
 from zero.sync_schedule import SyncSchedule
 
 
@@ -109,6 +110,11 @@ def _agree(
         if alone := lone_accelerator(world.size):
             raise ValueError(alone)
         check_sync(world, options["sync"])
+        if options["sync"] and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+            raise ValueError(
+                "the model was given to world.sync_batchnorm, which needs all ranks in every "
+                "step, and with sync= nodes take steps of their own: leave one of the two out"
+            )
     description = equal_values.describe(model, options)
     gathered = world.collectives.gather_objects(description, "world.optimizer")
     equal_values.expect_same(gathered.wait(), world.rank)
@@ -153,6 +159,14 @@ def _check_kinds(model: object, optimizer_class: object) -> None:
         raise ValueError(
             f"model is of type {type(model).__name__}: give the torch.nn.Module to train"
         )
+    for path, module in model.named_modules():
+        if "process_group" in vars(module) and not isinstance(module, SyncBatchNorm):
+            batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            fix = "call world.sync_batchnorm(model) before" if batch_norm else "leave it out"
+            raise ValueError(
+                f"{path or 'the model'} is a {type(module).__name__}, which asks torch.distributed "
+                f"for other ranks and finds none: {fix}"
+            )
     if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
         raise ValueError(
             f"optimizer_class is of type {type(optimizer_class).__name__}: give a class such as "

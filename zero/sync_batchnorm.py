@@ -1,0 +1,251 @@
+"""Batch normalization by the statistics of all ranks' samples.
+
+    forward    gather (count, mean, sum of squared deviations) of every rank's part
+    backward   sum over ranks of the gradients of the mean and the variance
+
+Both messages are small, and wait for the slowest rank. The second is a sum of gradients of losses,
+which the ranks weigh unequally in the mean, so each rank multiplies its part by its own weight.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import LazyBatchNorm1d, _BatchNorm
+
+from zero.collectives import Collectives
+
+CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LazyBatchNorm = LazyBatchNorm1d.__mro__[1]
+
+
+class RanksOfBatch:
+    """The ranks over which layers take their statistics. Copies of a layer share it.
+
+    `weight` returns the weight of this rank's loss in the running or coming backward, beside those
+    of other ranks: 0 where it has no sample.
+    """
+
+    def __init__(self, collectives: Collectives, weight: Callable[[], float]) -> None:
+        self.collectives, self.weight = collectives, weight
+
+    def __deepcopy__(self, memo: object) -> "RanksOfBatch":
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickle as None, which `SyncBatchNorm` refuses in training."""
+        return type(None), ()
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm1d, 2d or 3d whose statistics in training are of the samples of all ranks.
+
+    Made by `convert`. As torch's layer in one process over the whole batch, whatever the ranks'
+    parts of it; in evaluation local. Forward in training is collective, and so is its backward; a
+    second backward (create_graph) is refused by torch.
+    """
+
+    ranks: RanksOfBatch | None
+    path: str  # within the model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized samples. Collective in training.
+
+        Raises ValueError for an input without channels, and on all ranks if they have one value a
+        channel together; RuntimeError for a layer that was loaded with its class from a file.
+        """
+        if x.dim() < 2:
+            raise ValueError(f"the input has {x.dim()} dimensions: give (samples, channels, ...)")
+        if not self.training:
+            return functional.batch_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.running_mean is None and self.running_var is None,
+                0.0,
+                self.eps,
+            )
+        if self.ranks is None:
+            raise RuntimeError(
+                f"{self.path} was loaded from a file or another process, without its ranks: call "
+                "world.sync_batchnorm(model)"
+            )
+        y: Tensor = _normalize(self, self.ranks, x)
+        return y
+
+
+def convert(model: nn.Module, ranks: RanksOfBatch) -> int:
+    """Make every BatchNorm1d, 2d and 3d of a model a `SyncBatchNorm`, in place. Local.
+
+    Modules, parameters, buffers and hooks stay the same objects. Returns the number of layers.
+    Raises ValueError, before anything is changed, for layers of classes derived from these.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if type(module) in (*CONVERTED, SyncBatchNorm):
+            found[path or "the model"] = module
+        elif isinstance(module, _LazyBatchNorm):
+            raise ValueError(f"{path} is a lazy BatchNorm: run a forward of the model before")
+        elif isinstance(module, _BatchNorm):
+            raise ValueError(
+                f"{path} is a {type(module).__name__}, which may do more than a BatchNorm: use "
+                "torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d"
+            )
+    for path, module in found.items():
+        module.__class__ = SyncBatchNorm
+        assert isinstance(module, SyncBatchNorm)
+        module.ranks, module.path = ranks, path
+    return len(found)
+
+
+class Statistics(NamedTuple):
+    """Statistics of the samples of all ranks, by channel, in fp32 or fp64."""
+
+    mean: Tensor
+    var: Tensor  # biased
+    values: float  # of each channel
+
+
+class _Call(NamedTuple):
+    """What the normalization of one forward needs."""
+
+    mean: Tensor
+    scale: Tensor  # the inverse of the standard deviation
+    values: float  # of each channel, on all ranks
+    counts: bool  # whether this rank's samples are among them
+    collectives: Collectives
+    loss_weight: Callable[[], float]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _normalize(layer: SyncBatchNorm, ranks: RanksOfBatch, x: Tensor) -> Tensor:
+    collectives = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), forward")
+    counts = ranks.weight() > 0  # or the samples are a stand-in
+    statistics = _gather_statistics(collectives, x.detach() if counts else x[:0].detach())
+    if statistics.values <= 1:
+        raise ValueError(
+            f"{layer.path} has {statistics.values:g} values a channel on all ranks together, and "
+            "training needs more than 1"
+        )
+    _update_running(layer, statistics)
+    backward = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), backward")
+    scale = (statistics.var + layer.eps).rsqrt()
+    call = _Call(statistics.mean, scale, statistics.values, counts, backward, ranks.weight)
+    y: Tensor = _Normalize.apply(x, layer.weight, layer.bias, call)  # type: ignore[no-untyped-call]
+    return y
+
+
+@torch.no_grad()
+def _gather_statistics(collectives: Collectives, x: Tensor) -> Statistics:
+    """Return the statistics of all ranks' samples, with the same bits on all. Collective."""
+    channels, size = x.shape[1], collectives.size
+    wide = _wide(x.dtype)
+    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    count = x.numel() // channels if channels else 0
+    if count:
+        var, mean = torch.var_mean(x.to(wide), _others(x), correction=0)
+        own = torch.cat([mean.double(), var.double() * count, own.new_tensor([count])])
+    table = own.new_zeros(size, len(own))
+    slot = collectives.slot(collectives.rank)
+    table[slot] = own
+    flat = table.view(-1)
+    bounds = [len(own) * index for index in range(size + 1)]
+    collectives.all_gather(flat, bounds).wait()
+    counts, means, deviations = table[:, -1:], table[:, :channels], table[:, channels:-1]
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    var = (deviations + counts * (means - mean).square()).sum(0) / total
+    return Statistics(mean.to(wide), var.to(wide), float(total))
+
+
+@torch.no_grad()
+def _update_running(layer: SyncBatchNorm, statistics: Statistics) -> None:
+    """Update the running statistics as torch's layers do: with the unbiased variance."""
+    if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
+        return
+    factor = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    factor = 0.0 if factor is None else factor
+    unbiased = statistics.var * (statistics.values / (statistics.values - 1))
+    for running, new in ((layer.running_mean, statistics.mean), (layer.running_var, unbiased)):
+        running.copy_((1 - factor) * running + factor * new)
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalization by given statistics, which depend on the samples of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call
+    ) -> Tensor:
+        """Return the normalized samples, in the dtype of the samples."""
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        y = _normalized(x, call)
+        if weight is not None:
+            y = y * _by_channel(weight.to(y.dtype), x)
+        if bias is not None:
+            y = y + _by_channel(bias.to(y.dtype), x)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of this rank's loss and, for `x`, of what others owe to it.
+
+        Collective. What others owe is divided by this rank's weight, with which its gradients are
+        multiplied before they are summed over ranks.
+        """
+        state: Any = ctx
+        x, weight = state.saved_tensors
+        call: _Call = state.call
+        normalized = _normalized(x, call)
+        wide = gradient.to(normalized.dtype)
+        of_bias = wide.sum(_others(x))
+        of_weight = (wide * normalized).sum(_others(x))
+        own = float(call.loss_weight()) if call.counts else 0.0
+        sums = torch.cat([of_bias, of_weight]).double()
+        sums = sums * own if own else torch.zeros_like(sums)  # 0 * NaN is NaN
+        call.collectives.all_reduce(sums).wait()
+        of_x = None
+        if state.needs_input_grad[0] and own:
+            first, second = (sums / (own * call.values)).to(wide.dtype).chunk(2)
+            of_x = wide - _by_channel(first, x) - normalized * _by_channel(second, x)
+            factor = call.scale if weight is None else call.scale * weight.to(wide.dtype)
+            of_x = (of_x * _by_channel(factor, x)).to(x.dtype)
+        elif state.needs_input_grad[0]:
+            of_x = torch.zeros_like(x)
+        needs_weight, needs_bias = state.needs_input_grad[1:3]
+        return (
+            of_x,
+            of_weight.to(weight.dtype) if needs_weight else None,
+            of_bias.to(weight.dtype) if needs_bias else None,
+            None,
+        )
+
+
+def _normalized(x: Tensor, call: _Call) -> Tensor:
+    centered = x.to(call.mean.dtype) - _by_channel(call.mean, x)
+    return centered * _by_channel(call.scale, x)
+
+
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Return one value a channel in a shape that broadcasts over samples."""
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _others(x: Tensor) -> list[int]:
+    """Return all dimensions but that of channels."""
+    return [dimension for dimension in range(x.dim()) if dimension != 1]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
