@@ -15,6 +15,7 @@ from zero.agreement import StepAgreement, plain_numbers
 from zero.averaging import AveragingOptimizer
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
+from zero.full_state import PartOfState, from_plain, to_plain, whole_tensors
 from zero.kernels import Kernels, order
 from zero.layout import MIB, Bucket
 from zero.master_weights import OptimizerShard
@@ -218,11 +219,14 @@ class ZeroOptimizer(AveragingOptimizer):
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
         and applies it if `settling_changes` of the schedule. Plain containers and tensors of the
         optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
-        state; "comm_hook" is of this rank only, and "sync_weights" of its replica.
+        state; "comm_hook" is of this rank only, and "sync_weights" of its replica. At stages 1 and
+        2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
+        `full_state_dict`.
         """
         self._settle()
+        slices = [piece._asdict() for piece in self.slices()]
         return {
-            "slices": [piece._asdict() for piece in self.slices()],
+            "slices": PartOfState(slices) if self.sharded else slices,
             "param_groups": self._named_groups(),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.hook_state.state_dict(),
@@ -235,10 +239,14 @@ class ZeroOptimizer(AveragingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, here or at any stage and number of ranks. Local.
 
+        Or what `full_state_dict` or a torch optimizer of the same class and groups returned.
+
         The slices must cover what this rank owns; others are ignored. "comm_hook", "steps",
         "in_sync" and "sync_weights" may be absent. Raises ValueError, before anything is changed,
         for a state that does not fit.
         """
+        if "state" in state_dict and "slices" not in state_dict:
+            state_dict = self._from_plain(state_dict)
         groups = check_groups(state_dict, self._named_groups())
         self.load_slices((StateSlice(**piece) for piece in state_dict["slices"]), groups)
         self._agreement.begin_anew()
@@ -247,6 +255,31 @@ class ZeroOptimizer(AveragingOptimizer):
         self._reduction.resume(state_dict.get("steps", self._reduction.steps))
         self.schedule.load_weights(state_dict.get("sync_weights", ()))
         self._in_sync = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the whole state as torch's optimizers do, on every rank. Collective.
+
+        `load_state_dict` of a torch optimizer of the same class takes it, if it was given the same
+        groups of parameters, frozen ones too; and that of this class, at any stage and number of
+        ranks. Tensors are copies in host memory. Raises RuntimeError with a sync schedule of
+        several replicas, whose states differ: `world.checkpoints` saves all of them.
+        """
+        if self.schedule.replicas > 1:
+            raise RuntimeError(
+                "with sync=, nodes have states of their own, and torch's form has one: use "
+                "world.checkpoints"
+            )
+        self.wait_for_parameters()
+        self._owned.sync_from_parameters()
+        sharding, slices = self._owned.sharding, self.slices()
+        states = whole_tensors(sharding, self._named, slices, sharded=self.sharded)
+        groups = [
+            {**group, "params": names}
+            for group, names in zip(self._named_groups(), self._given_names(), strict=True)
+        ]
+        plain = to_plain(states, groups)
+        return {**plain, "loss_scale": self._scale.state_dict(), "steps": self._reduction.steps}
 
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
@@ -269,6 +302,16 @@ class ZeroOptimizer(AveragingOptimizer):
         """Remove the hooks from the model. Local."""
         self._reduction.buckets.close()
         super().close()
+
+    def _from_plain(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return a state in torch's form as `state_dict` returns it."""
+        trained = [group["params"] for group in self._named_groups()]
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
+        slices, groups = from_plain(plain, self._given_names(), trained, shapes)
+        scale = plain.get("loss_scale", self._scale.state_dict())
+        steps = plain.get("steps", self._reduction.steps)
+        named = [piece._asdict() for piece in slices]
+        return {"slices": named, "param_groups": groups, "loss_scale": scale, "steps": steps}
 
     def _warn_of_sparse(self) -> None:
         """Warn, once and on rank 0, of sparse gradients."""

@@ -57,6 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._named: dict[str, Parameter] = {}  # that are trained
         self._frozen: dict[str, Parameter] = {}  # that were given, but required no gradient
+        self._given: list[list[str]] = []  # names of all, by group
         self._constructed = False
         groups = self._check(parameters)
         named = by_name(groups)
@@ -205,6 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._may_shard:
             known = self._groups() if self._constructed else []
             check_partition(self._make_inner, [*known, *groups], self._partition)
+        self._given += [[name for name, _ in group["params"]] for group in given]
         pairs = [pair for group in given for pair in group["params"]]
         self._frozen |= {name: p for name, p in pairs if not p.requires_grad}
         return groups
@@ -231,6 +233,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [
             {**group, "params": [(names[p], p) for p in group["params"]]}
             for group in self.param_groups
+        ]
+
+    def _given_names(self) -> list[list[str]]:
+        """Return the names of the parameters that were given, by group, with frozen ones.
+
+        Of those that joined another group when they were unfrozen, only in that.
+        """
+        trained = [set(group["params"]) for group in self._named_groups()]
+        return [
+            [name for name in names if name in own or name not in self._named]
+            for names, own in zip(self._given, trained, strict=True)
         ]
 
     def _named_groups(self) -> list[dict[str, Any]]:

@@ -420,10 +420,11 @@ def test_a_state_of_other_groups_is_refused_saying_how_they_differ(change, words
     assert words in refuse(optimizer, optimizer.load_state_dict, state)
 
 
-def test_a_state_of_plain_torch_is_refused():
+def test_a_state_of_plain_torch_of_other_groups_is_refused():
     model, optimizer = trained()
-    plain = ADAMW(model.parameters())
-    refuse(optimizer, optimizer.load_state_dict, plain.state_dict())
+    plain = ADAMW(list(model.parameters())[1:])
+    words = refuse(optimizer, optimizer.load_state_dict, plain.state_dict())
+    assert "groups of [3] parameters, and this optimizer of [4]" in words
 
 
 @pytest.mark.parametrize("key", ["slices", "param_groups", "loss_scale"])

@@ -1,0 +1,129 @@
+"""The whole state of an optimizer in torch's form: to plain torch and back."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from mpi4py import MPI
+from oracle import mine
+from torch import nn
+
+pytestmark = pytest.mark.mpi
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+OPTIMIZERS = {
+    "Adam": partial(torch.optim.AdamW, lr=0.01),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen layer, a scalar, and a convolution in another memory format."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.frozen, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.conv = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.last(self.frozen(torch.tanh(self.first(x)))) * self.scale
+        return self.conv(hidden.view(-1, 1, 2, 2).expand(-1, 2, 2, 2))
+
+
+def batch(step, dtype):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(12, 4, generator=generator, dtype=torch.float64).to(dtype),)
+
+
+def loss_of(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def groups_of(model):
+    first = [*model.first.parameters(), *model.frozen.parameters()]
+    rest = [p for p in model.parameters() if all(p is not one for one in first)]
+    return [{"params": first, "lr": 0.02}, {"params": rest}]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
+    world, make, stage, kind, grouped
+):
+    dtype, optimizer_class = torch.float64, OPTIMIZERS[kind]
+    oracle = Net().to(dtype)
+    model, alone = copy.deepcopy(oracle), copy.deepcopy(oracle)
+
+    def plain_optimizer(of):
+        return optimizer_class(groups_of(of) if grouped else of.parameters())
+
+    whole = plain_optimizer(oracle)
+    groups = groups_of(model) if grouped else None
+    ours = make(model, optimizer_class, stage=stage, groups=groups)
+    for step in range(2):
+        loss_of(model, *mine(world, batch(step, dtype))).backward()
+        ours.step(), ours.zero_grad()
+    file = io.BytesIO()
+    torch.save(ours.full_state_dict(), file)
+    file.seek(0)
+    plain = plain_optimizer(alone)
+    plain.load_state_dict(torch.load(file))
+    alone.load_state_dict(model.state_dict())
+    for step in range(2, 4):
+        loss_of(alone, *batch(step, dtype)).backward()
+        plain.step(), plain.zero_grad()
+    ours.close()
+    other = Net().to(dtype, memory_format=torch.contiguous_format)
+    groups = groups_of(other) if grouped else None
+    again = make(other, optimizer_class, stage=(stage + 1) % 3, groups=groups)
+    other.load_state_dict(alone.state_dict())
+    again.load_state_dict(plain.state_dict())
+    for step in range(4, 6):
+        loss_of(other, *mine(world, batch(step, dtype))).backward()
+        again.step(), again.zero_grad()
+    for step in range(6):
+        loss_of(oracle, *batch(step, dtype)).backward()
+        whole.step(), whole.zero_grad()
+    for one, two in zip(other.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_master_weights_are_in_the_whole_state(world, make, stage):
+    models = [Net().bfloat16() for _ in range(2)]
+    one, two = (make(model, OPTIMIZERS["Adam"], stage=stage) for model in models)
+    x = mine(world, batch(0, torch.bfloat16))
+    loss_of(models[0], *x).backward()
+    one.step(), one.zero_grad()
+    models[1].load_state_dict(models[0].state_dict())
+    two.load_state_dict(one.full_state_dict())
+    for model, optimizer in zip(models, (one, two), strict=True):
+        loss_of(model, *x).backward()
+        optimizer.step(), optimizer.zero_grad()
+    first, second = one.full_state_dict()["master"], two.full_state_dict()["master"]
+    assert first.keys() == second.keys() != set()
+    assert all(torch.equal(first[number], second[number]) for number in first)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_part_of_the_state_is_not_pickled(world, make, stage):
+    model = Net()
+    optimizer = make(model, OPTIMIZERS["Adam"], stage=stage)
+    loss_of(model, *mine(world, batch(0, torch.float32))).backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    if SIZE > 1:
+        with pytest.raises(RuntimeError, match=r"full_state_dict\(\).*world\.checkpoints"):
+            torch.save(state, io.BytesIO())
+    file = io.BytesIO()
+    torch.save({**state, "slices": list(state["slices"])}, file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
