@@ -137,7 +137,8 @@ class World(Exchanges):
         With `sync` nodes exchange parameters every few steps instead of gradients in each: by a
         description in `mntrain.sync`, such as `DiLoCo`, or a schedule of your own over
         `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
-        and `step`.
+        and `step`. It closes an optimizer that has trained any of the parameters so far: each has
+        one optimizer at a time.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale`, in the class or a
@@ -159,7 +160,9 @@ class World(Exchanges):
         optimizer = make_optimizer(
             self, self._parts, model, optimizer_class, groups=groups, options=options, kwargs=kwargs
         )
+        self._optimizers[:] = [one for one in self._optimizers if not one.closed]
         self._optimizers.append(optimizer)
+        self._shards.tell(optimizer)
         return optimizer
 
     def sync_batchnorm(self, model: nn.Module) -> nn.Module:

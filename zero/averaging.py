@@ -37,6 +37,7 @@ class AveragingOptimizer(ReducingOptimizer):
         not after which steps the sync schedule exchanges. Raises RuntimeError in a block of
         `averaged`.
         """
+        self._check_open()
         self._check_not_averaging()
         if self.in_sync:
             return

@@ -27,6 +27,7 @@ from zero.gradients import Gradients
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck
 from zero.step_weights import BatchWeight
+from zero.trained_by import accumulation_node
 
 INTERRUPTED = (
     "the last backward through this optimizer's parameters did not end: it raised an exception, "
@@ -87,7 +88,7 @@ class GradientBuckets:
         for index, bucket in enumerate(buckets, len(self._buckets)):
             for entry in bucket.entries:
                 if entry.numel:  # backward may skip empty parameters
-                    node = _accumulation_node(parameters[entry.spec.name])
+                    node = accumulation_node(parameters[entry.spec.name])
                     self._nodes.append(node)
                     self._hooks.append(node.register_hook(partial(self._on_gradient, index, entry)))
         self._buckets.extend(buckets)
@@ -220,8 +221,9 @@ class GradientBuckets:
             self._start_round()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and leave `parameter.grad` to others. Once."""
         self._stop_weighing()
+        self._gradients.close(self.used if self.begun else ())
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -346,17 +348,6 @@ class GradientBuckets:
         taken = self._gradients.take(index, entry, self._weight.scale)
         if taken is not None:
             self._finite.add(taken)
-
-
-def _accumulation_node(parameter: Parameter) -> Any:
-    """Return the node of autograd that accumulates into `parameter.grad`.
-
-    Its hooks run after all hooks on the parameter, which may change the gradient.
-    """
-    with torch.enable_grad():
-        function = parameter.expand_as(parameter).grad_fn
-    assert function is not None, "the parameter requires a gradient"
-    return function.next_functions[0][0]
 
 
 def _is_nested() -> bool:

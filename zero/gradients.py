@@ -45,13 +45,27 @@ class Gradients:
         self.working_bytes = 0  # of working tensors
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Allocate memory for more buckets, of parameters by name. Collective."""
+        """Allocate memory for more buckets, of parameters by name. Collective.
+
+        A gradient that a parameter has counts as assigned.
+        """
         self._buckets.extend(buckets)
         self._parameters.update(parameters)
         for name, parameter in parameters.items():
-            parameter.grad = None
             if self._stage:
                 self._unavailable[name] = UnavailableGradient(parameter, name, self._stage)
+
+    def close(self, unfinished: Collection[str]) -> None:
+        """Leave `parameter.grad` to others, who are refused what is no gradient of a whole batch.
+
+        `unfinished` are the names of parameters with a gradient that was not reduced.
+        """
+        for name, parameter in self._parameters.items():
+            left = self._unavailable.get(name)
+            if parameter.grad is not None and name in unfinished:
+                parameter.grad = left = UnavailableGradient(parameter, name, self._stage)
+            if left is not None and left is parameter.grad:
+                left.outlive()
 
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
         """Move a parameter's gradient into its bucket, times `scale`.
@@ -199,8 +213,9 @@ class Gradients:
     def has_gradient(self, entry: ParameterSlice) -> bool:
         """Return whether a parameter has a gradient to take, which the user may have assigned."""
         gradient = self._parameters[entry.spec.name].grad
-        if isinstance(gradient, UnavailableGradient):
-            return gradient.arrived is not None
+        unavailable = self._unavailable.get(entry.spec.name)
+        if unavailable is not None and gradient is unavailable:
+            return unavailable.arrived is not None
         return gradient is not None
 
     def pop(self, entry: ParameterSlice) -> Tensor:

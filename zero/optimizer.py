@@ -59,6 +59,12 @@ class ZeroOptimizer(AveragingOptimizer):
     `scale_gradients_`. One rank has `p.grad` at every stage, since nothing is sharded. From stage 1
     on parameters become views of flat memory, so move the model first.
 
+    A parameter has one optimizer at a time. Making another one over it closes the one before, whose
+    `step` and other uses raise RuntimeError from then on; its `state_dict` can still be taken. So
+    training may go on with a new optimizer of any stage, as with plain torch. An optimizer with a
+    sync schedule is not closed so, since its replicas may differ: ValueError asks for `exchange`
+    and `close`.
+
     A mean is over the samples of all ranks. A rank states what its gradient stands for in one of
     three ways: `loss.backward()` alone gives every rank the same weight, or that of the batch that
     was drawn (`expect_batch`); `share(n)` before it declares the accumulated gradient a mean over n
@@ -185,10 +191,12 @@ class ZeroOptimizer(AveragingOptimizer):
         A closure is run once before; it computes the loss and runs backward, the same number of
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
         RuntimeError on all ranks if they differ in hyperparameters or in what was done to `p.grad`,
-        ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`.
+        ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`
+        or if the optimizer was closed.
         In a step in which replicas do not wait for each other, one of them alone raises
         NonFiniteReplicaError, and weights are not compared.
         """
+        self._check_open()
         self._check_not_averaging()
         loss = _evaluate(closure)
         unused = self._prepare()
@@ -245,6 +253,7 @@ class ZeroOptimizer(AveragingOptimizer):
         "in_sync" and "sync_weights" may be absent. Raises ValueError, before anything is changed,
         for a state that does not fit.
         """
+        self._check_open()
         if "state" in state_dict and "slices" not in state_dict:
             state_dict = self._from_plain(state_dict)
         groups = check_groups(state_dict, self._named_groups())
@@ -299,8 +308,9 @@ class ZeroOptimizer(AveragingOptimizer):
         return HookState(self._hook, self.schedule.sharding, *own, orders=orders, used=used)
 
     def close(self) -> None:
-        """Remove the hooks from the model. Local."""
-        self._reduction.buckets.close()
+        """Close, as `ShardedOptimizer.close`. Local."""
+        if not self.closed:
+            self._reduction.buckets.close()
         super().close()
 
     def _from_plain(self, plain: dict[str, Any]) -> dict[str, Any]:

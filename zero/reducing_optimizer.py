@@ -67,6 +67,7 @@ class ReducingOptimizer(ShardedOptimizer):
         statement that no backward has followed. The shares of accumulated micro-batches must be
         equal, or backward raises RuntimeError; `backward` takes any weights.
         """
+        self._check_open()
         self._reduction.weight.state(count)
 
     def expect_batch(
@@ -90,6 +91,14 @@ class ReducingOptimizer(ShardedOptimizer):
         if weight.may_change:
             self._reduction.buckets.weigh_arrivals()
 
+    def assume_batch(self, own: float, total: float | None, source: BatchSource) -> None:
+        """State what the backward passes up to the next batch use. Local.
+
+        For an optimizer that is made when the latest batch of a source has been drawn, and may have
+        been used by other optimizers.
+        """
+        self._reduction.weight.assume(own, total, source)
+
     def forget_batches(self, *, drawn: bool = True) -> None:
         """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""
         self._reduction.weight.forget(drawn=drawn)
@@ -105,6 +114,7 @@ class ReducingOptimizer(ShardedOptimizer):
         `no_sync`. A rank without samples in a step calls `share(0)` instead. The loss is multiplied
         by a factor, for other optimizers too; if it trains several, call `share` of each.
         """
+        self._check_open()
         self._reduction.begin_weighted()
         factor = self._reduction.weight.add(weight)
         if not factor and not self._others_wait_in_backward():
@@ -124,6 +134,7 @@ class ReducingOptimizer(ShardedOptimizer):
 
         Gradients only accumulate; at stage 2 they are reduced, and their owners accumulate them.
         """
+        self._check_open()
         return self._reduction.buckets.no_sync()
 
     def synchronize(self) -> None:
@@ -132,6 +143,7 @@ class ReducingOptimizer(ShardedOptimizer):
         Backward has done so, except on a rank that had none since the last step. Such a rank calls
         this, or `step`, while the others run backward.
         """
+        self._check_open()
         self._reduction.synchronize()
 
     def finish_interrupted(self) -> None:
@@ -150,6 +162,7 @@ class ReducingOptimizer(ShardedOptimizer):
         Raises ValueError for a limit that is not above 0, and at stage 2, where ranks reduce the
         gradient of each micro-batch by itself.
         """
+        self._check_open()
         if max_norm is None:
             self._reduction.buckets.before_launch = None
             return
@@ -203,9 +216,12 @@ class ReducingOptimizer(ShardedOptimizer):
 
         None stays None; from stage 1 on, only `full_gradient` shows the zeros. Without a call, the
         next backward adds to what `step` has used, as in torch. Local; waits for reductions in
-        flight.
+        flight. A closed optimizer does what those of torch do.
         """
-        self._reduction.clear(set_to_none)
+        if self.closed:
+            super().zero_grad(set_to_none)
+        else:
+            self._reduction.clear(set_to_none)
 
     def _others_wait_in_backward(self) -> bool:
         """Return whether backward of the model is collective beyond its gradients. Local."""
@@ -217,6 +233,7 @@ class ReducingOptimizer(ShardedOptimizer):
 
         Returns the names of parameters without a gradient.
         """
+        self._check_open()
         self._reduction.synchronize()
         self._watch.check()
         return self._owned.gradients.collect()

@@ -24,6 +24,7 @@ from zero.parameter_watch import ParameterWatch
 from zero.partition_trial import check_drivable, check_partition
 from zero.state import StateSlice, load_slices, own_slices
 from zero.sync_schedule import SyncSchedule
+from zero.trained_by import check_free, finish_gathers, take_over
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -37,6 +38,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     schedule: SyncSchedule
     closed = False  # whether `close` was called
+    _given_up = ""  # name of a parameter that another optimizer trains, for which this was closed
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._inner = make_inner(owned.groups(plain_groups))
             check_drivable(self._inner)
             super().__init__(plain_groups, self._inner.defaults)
+            take_over(self, named)
         except BaseException:
             self.close()
             raise
@@ -80,11 +83,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Train more parameters, of layers that were frozen, say. Collective, between steps.
 
         "params" are pairs (name, parameter), whose values are taken from rank 0. Raises ValueError
-        as construction does.
+        as construction does, and closes optimizers as it does.
         """
         if not self._constructed:  # called by torch's constructor
             super().add_param_group(param_group)
             return
+        self._check_open()
         (group,) = self._check([param_group])
         self.wait_for_parameters()
         if group["params"]:
@@ -94,6 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(plain_group)
         self._inner.add_param_group(self._owned.groups([plain_group])[0])
         self._take_groups()
+        take_over(self, by_name([group]))
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters hold the last update. Local.
@@ -168,7 +173,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return replace(memory, state=memory.state + kept)
 
     def close(self) -> None:
-        """Remove the hooks from the model. Local."""
+        """Remove the hooks from the model, and wait for parameters in flight. Local.
+
+        The model can be trained by any other optimizer then. What `p.grad` holds stays; where it is
+        sharded, or of an accumulation that has not ended, it raises RuntimeError until it is set to
+        None.
+        """
         self.closed = True
         self._owned.parameters.close()
 
@@ -197,12 +207,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 del group[key]
             group.update(hyperparameters(inner))
 
+    def finish_gathers(self) -> None:
+        """Wait for parameters in flight. Local."""
+        self._owned.parameters.wait()
+
+    def give_up(self, name: str) -> None:
+        """Close, since another optimizer trains the parameter of a name from now on. Local."""
+        self._given_up = name
+        self.close()
+
+    def _check_open(self) -> None:
+        """Raise RuntimeError if this optimizer was closed."""
+        if self._given_up:
+            raise RuntimeError(
+                f"this optimizer was closed when another one was made that trains "
+                f"{self._given_up}, since a parameter has one optimizer at a time: use the new "
+                "one, or give each optimizer parameters of its own"
+            )
+        if self.closed:
+            raise RuntimeError(
+                "this optimizer was closed by close(), or since its world was closed or abandoned: "
+                "make another one"
+            )
+
     def _check(
         self, parameters: Iterable[Named] | Iterable[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return groups of those parameters that require a gradient. Raises ValueError."""
         given = as_groups(parameters)
         groups = check_trainable(given, sharded=self._may_shard, known=self._named)
+        check_free(by_name(groups))
         if self._may_shard:
             known = self._groups() if self._constructed else []
             check_partition(self._make_inner, [*known, *groups], self._partition)
@@ -213,6 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:
         """Plan buckets of parameters, own this rank's part of them, and return them."""
+        finish_gathers(named)
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
         size, plan = self._owned.sharding.size, self._owned.plan
         whole = self._partition == "parameter"

@@ -211,6 +211,11 @@ class BatchWeight:
         self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
         self._drawn.append(DrawnBatch(own, total, digest, source, source.drawn, source.plan))
 
+    def assume(self, own: float, total: float | None, source: BatchSource) -> None:
+        """Let the latest batch of a source hold until a backward follows the next one."""
+        self._batch = DrawnBatch(own, total, None, source, source.drawn, source.plan)
+        self._current = Part(own, total)
+
     def _drop_outdated(self) -> None:
         """Drop batches that this optimizer has left out: another one has used a later one."""
         self._drawn = [batch for batch in self._drawn if batch.number >= batch.source.used]

@@ -17,6 +17,7 @@ class UnavailableGradient(Tensor):
     """
 
     arrived: Tensor | None
+    _name: str
     _message: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -30,7 +31,7 @@ class UnavailableGradient(Tensor):
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        self.arrived = None
+        self.arrived, self._name = None, name
         self._message = (
             f"the gradient of {name} is sharded over ranks (stage {stage}): use "
             "optimizer.clip_grad_norm_, optimizer.scale_gradients_, or "
@@ -38,6 +39,14 @@ class UnavailableGradient(Tensor):
             "optimizer.zero_grad(); or stage 0"
         )
         return self
+
+    def outlive(self) -> None:
+        """Say, from now on, that the optimizer of this gradient is closed."""
+        self.arrived = None
+        self._message = (
+            f"the gradient of {self._name} is of an optimizer that is closed, and was sharded or "
+            "not reduced: call model.zero_grad() before the next backward or step"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

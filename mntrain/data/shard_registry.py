@@ -1,7 +1,7 @@
 """The sharded loaders of a world."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
@@ -53,6 +53,8 @@ class ShardRegistry:
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self._passes = PassesByDataset()
         self._comparisons = ByOwner(lambda: Comparison(always=False))
+        # The batch of a pass in progress.
+        self._batch: tuple[float, int | None, BatchSource] | None = None
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
 
@@ -127,6 +129,11 @@ class ShardRegistry:
     def _note(self, record: PassRecord) -> None:
         self.latest = record
 
+    def tell(self, optimizer: ZeroOptimizer) -> None:
+        """Tell an optimizer that was just made of the batch that was drawn before. Local."""
+        if self._batch is not None:
+            optimizer.assume_batch(*self._batch)
+
     def _gather(self, value: Any) -> list[Any]:
         return self._ranks.gather(value)
 
@@ -136,12 +143,13 @@ class ShardRegistry:
     def _expect(
         self, own: float, total: int | None, digest: int | None, source: BatchSource
     ) -> None:
-        for optimizer in self._optimizers:
+        self._batch = own, total, source
+        for optimizer in self._open():
             optimizer.expect_batch(own, total, digest, source)
 
     def _check_schedules(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
-        schedules = (one.schedule for one in self._optimizers if not one.closed)
+        schedules = (one.schedule for one in self._open())
         rare = [schedule for schedule in schedules if schedule.replicas > 1]
         if not all(schedule.weighted for schedule in rare):
             raise ValueError(
@@ -156,5 +164,9 @@ class ShardRegistry:
             )
 
     def _forget(self, drawn: bool) -> None:
-        for optimizer in self._optimizers:
+        self._batch = None
+        for optimizer in self._open():
             optimizer.forget_batches(drawn=drawn)
+
+    def _open(self) -> Iterator[ZeroOptimizer]:
+        return (optimizer for optimizer in self._optimizers if not optimizer.closed)

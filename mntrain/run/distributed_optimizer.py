@@ -24,6 +24,7 @@ from zero.argument_trial import check_arguments
 from zero.comm_hooks import CommHook, make_hook
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
+    by_name,
     check_sharding,
     check_trainable,
     describe_optimizer,
@@ -32,6 +33,7 @@ from zero.param_groups import (
 from zero.partition_trial import check_partition
 from zero.sync_batchnorm import SyncBatchNorm
 from zero.sync_schedule import SyncSchedule
+from zero.trained_by import check_free
 
 
 def make_optimizer(
@@ -125,6 +127,7 @@ def _agree(
         check_sharding(options["stage"], options["partition"])
         check_shard_by(world, options["shard_by"], options["stage"])
         trainable = check_trainable(named, sharded=options["stage"] != 0)
+        check_free(by_name(trainable))
         _try_arguments(make, trainable, leaves=options["stage"] == 0)
         if options["stage"] != 0:
             with _arguments_of(optimizer_class):

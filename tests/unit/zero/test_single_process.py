@@ -223,6 +223,7 @@ def test_without_a_limit_nothing_is_clipped():
     model = mlp()
     (1e3 * model(inputs(1)[0])).square().mean().backward()
     norm = norm_of(model)
+    model.zero_grad()
     optimizer = zero(model)
     (1e3 * model(inputs(1)[0])).square().mean().backward()
     result = optimizer.step()
