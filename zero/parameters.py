@@ -3,9 +3,12 @@
     step:     update own shards | launch the all-gathers, in the order of the next forward
     forward:  wait(1) layer 1   | wait(2) layer 2 | ...        while the others are in flight
 
-A parameter must not be read before its all-gather has finished. So a module's forward waits for the
-module's own parameters, and so does any access through the module (`module.weight`,
-`model.parameters()`, `model.state_dict()`) while one of them is in flight.
+A parameter must not be read before its all-gather has finished. Three things wait for it meanwhile:
+
+    any operation on it       its class is `ArrivingParameter`
+    an access by a module     `model.weight`, `model.parameters()`, `model.state_dict()`
+    a call of any module      for its own parameters, also outside of the model; for all of them,
+                              if it is scripted or was given others by torch.func
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -14,9 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from zero.arriving import compiles, depart, land
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
 from zero.kernels import own_view
@@ -27,9 +33,7 @@ from zero.precision import narrower
 class FlatParameters:
     """The parameters of buckets, each a view of its bucket's flat tensor, and their all-gathers.
 
-    Without a model, `launch` waits for all. It also does under torch.compile, which reads
-    parameters outside of their modules. Code that holds parameters from elsewhere (a list of its
-    own) has to call `wait` itself.
+    Without a model, `launch` waits for all. It also does if torch.compile is used.
 
     With a `gather_dtype` narrower than a bucket, its all-gather goes through a copy of that dtype.
     """
@@ -44,9 +48,10 @@ class FlatParameters:
         self._flats: list[Tensor] = []  # by bucket
         self._narrow: dict[int, Tensor] = {}  # copies in the gather dtype, by bucket
         self._bucket_of: dict[Parameter, int] = {}
+        self._members: list[list[Parameter]] = []  # by bucket
         self._works: dict[int, Work] = {}  # in flight, by bucket
         self._original: dict[nn.Module, dict[str, Parameter | None]] = {}  # replaced dictionaries
-        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self._hook: RemovableHandle | None = None  # while anything is in flight
         self.gather_bytes = 0  # of the copies in the gather dtype
 
     @torch.no_grad()
@@ -70,9 +75,9 @@ class FlatParameters:
                 narrow = self._collectives.allocate(bucket.numel, dtype, device)
                 self._narrow[len(self._buckets)] = narrow
                 self.gather_bytes += narrow.nbytes
+            self._members.append([parameters[entry.spec.name] for entry in bucket.entries])
             self._buckets.append(bucket)
             self._flats.append(flat)
-        self._watch()
         return self._flats[-len(buckets) :]
 
     def launch(self) -> None:
@@ -83,15 +88,11 @@ class FlatParameters:
             torch.autograd.graph.increment_version(parameter)
         for index in reversed(range(len(self._buckets))):
             self._works[index] = self._all_gather(index)
+        self._overlaps_forward = self._overlaps_forward and not compiles()
         if not self._overlaps_forward:
             self.wait()
             return
         self._watch()
-        for module in self._hooks:
-            if self._buckets_of(module._parameters.values()):
-                self._original[module] = module._parameters
-                waiting = WaitingParameterDict(module._parameters, partial(self._release, module))
-                module.__dict__["_parameters"] = waiting
 
     def wait(self) -> None:
         """Return when every parameter is complete."""
@@ -99,6 +100,7 @@ class FlatParameters:
             self._release(module)
         for index in list(self._works):
             self._finish(index)
+        self._unhook()
 
     def close(self) -> None:
         """Wait for what is in flight, and give the model back as it was, also if the wait fails."""
@@ -108,9 +110,9 @@ class FlatParameters:
             for module, parameters in self._original.items():
                 module.__dict__["_parameters"] = parameters
             self._original.clear()
-            for hook in self._hooks.values():
-                hook.remove()
-            self._hooks.clear()
+            for parameter in self._bucket_of:
+                land(parameter)
+            self._unhook()
 
     def _all_gather(self, index: int) -> Work:
         if index in self._narrow:
@@ -127,18 +129,34 @@ class FlatParameters:
         flat.copy_(narrow)
 
     def _watch(self) -> None:
-        """Add a hook to every module that has parameters of its own and no hook yet."""
-        for module in self._model.modules() if self._model is not None else ():
-            if self._buckets_of(module._parameters.values()) and module not in self._hooks:
-                hook = ModuleHook(self._before_forward)
-                self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
+        """Make all that reads parameters wait."""
+        assert self._model is not None, "forward is overlapped"
+        for module in self._model.modules():
+            parameters = module._parameters
+            if type(parameters) is dict and self._buckets_of(parameters.values()):
+                self._original[module] = parameters
+                waiting = WaitingParameterDict(parameters, partial(self._release, module))
+                module.__dict__["_parameters"] = waiting
+        for parameter, index in self._bucket_of.items():
+            depart(parameter, partial(self._finish, index))
+        self._hook = register_module_forward_pre_hook(self._before_call)
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """Wait for a module's parameters, also those that it refers to directly (as nn.LSTM)."""
-        if torch.compiler.is_compiling():
-            self._overlaps_forward = False
-        else:
-            self._release(module)
+    @_disable_dynamo
+    def _before_call(self, module: nn.Module, inputs: Any) -> None:
+        """Wait for what a module reads without asking: its own parameters, as nn.LSTM does."""
+        if isinstance(module, torch.jit.ScriptModule):
+            self.wait()
+        self._release(module)
+        for parameter in module._parameters.values():
+            if parameter in self._bucket_of:
+                self._finish(self._bucket_of[parameter])
+            elif parameter is not None and not isinstance(parameter, Parameter):
+                self.wait()  # torch.func may have wrapped one of them
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _release(self, module: nn.Module) -> None:
         """Wait for a module's parameters, and give it its own dictionary back."""
@@ -154,7 +172,11 @@ class FlatParameters:
         """Wait for a bucket. If that fails, later waits for it fail, too."""
         if (work := self._works.get(index)) is not None:
             work.wait()
+            for parameter in self._members[index]:
+                land(parameter)
             self._works.pop(index, None)
+        if not self._works and not torch.compiler.is_compiling():  # which keeps track of hooks
+            self._unhook()
 
     def _buckets_of(self, parameters: Iterable[Parameter | None]) -> list[int]:
         """Return the buckets of parameters, in the order of forward."""
@@ -196,19 +218,3 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         """Copy and pickle as a plain dictionary."""
         return dict, (dict(self),)
-
-
-class ModuleHook:
-    """A module hook that does nothing in copies of the module, which copy its hooks."""
-
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        """Call the function."""
-        if self._function is not None:
-            self._function(*args)
-
-    def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
-        """Copy and pickle as a hook without a function."""
-        return ModuleHook, ()
