@@ -88,7 +88,11 @@ class StreamSource:
         loaded: Iterator[_Item] = iter(self._loader)
         head = next(loaded)
         if this.compare is not None:
-            this.compare(self._first_batch(head, this))
+            try:
+                this.compare(self._first_batch(head, this))
+            except Exception:
+                del loaded  # ends its workers, which the frame of this error would keep
+                raise
         items = chain([head], loaded)
         if head.own_stream:
             own = self._until_all_end(items)

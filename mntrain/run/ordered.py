@@ -23,16 +23,12 @@ def gather_in_order(ranks: Ranks, record: PassRecord | None, predictions: Any) -
     with ranks.agreement():
         own = _by_batch(record, predictions)
     gathered = ranks.gather([(number, total, _packed(rows)) for number, total, rows in own])
-    everyone = [
-        (number, rank, *rest) for rank, each in enumerate(gathered) for number, *rest in each
-    ]
-    everyone.sort(key=itemgetter(0, 1))
+    everyone = [batch for of_rank in gathered for batch in of_rank]
+    everyone.sort(key=itemgetter(0))  # of one batch, parts stay by rank
     with ranks.agreement():
-        _expect_whole(
-            [(number, total, length_of(rows)) for number, _, total, (rows, _) in everyone]
-        )
-    joined = join([rows for *_, (rows, _) in everyone])
-    on_device = any(of_device for *_, (_, of_device) in everyone)
+        _expect_whole([(number, total, length_of(rows)) for number, total, (rows, _) in everyone])
+    joined = join([rows for _, _, (rows, _) in everyone])
+    on_device = any(of_device for _, _, (_, of_device) in everyone)
     return move(joined, ranks.device if on_device else _CPU)
 
 

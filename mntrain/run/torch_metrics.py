@@ -57,7 +57,8 @@ def gather_states(metric: M, gather: Callable[[Any], list[Any]]) -> M:
             continue  # its parts exchange their states
         one.distributed_available_fn = is_distributed
         one.compute_with_cache = False  # a rank without new samples takes part in each computation
-        one._sync_dist = MethodType(exchange, one)  # of a copy of the metric, too
+        exchanging: Any = one
+        exchanging._sync_dist = MethodType(exchange, one)  # of a copy of the metric, too
     return metric
 
 

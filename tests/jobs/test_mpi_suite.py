@@ -13,12 +13,14 @@ OF_NODES = ("collectives", "local_sgd", "stale_rounds", "state", "transports", "
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
 AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "stale_rounds", "streaming")
-AT_THREE += ("weighted_exchanges", "wire")
+AT_THREE += ("divided", "metrics_over_ranks", "weighted_exchanges", "wire")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made.
 _ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses", "means")
 _ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
 _ABOVE += ("stages", "state", "streaming", "sync_schedule", "cadence", "shard_by")
 _ABOVE += ("local_sgd", "rank_clipping", "rare_jobs", "stale_rounds", "weighted_exchanges")
+_ABOVE += ("agreement", "changed_parameters", "divided", "full_state", "metrics_over_ranks")
+_ABOVE += ("second_optimizer", "sync_batchnorm")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
