@@ -19,7 +19,7 @@ class OwnClock(Protocol):
 
 
 class LoaderBalance:
-    """The shares of the loaders of a dataset, and the speed of this rank.
+    """The shares of the loaders of a dataset, or of several in turn, and the speed of this rank.
 
     A rank's own time is that of its training thread, or of the stream of its GPU, from one request
     for a batch to the next, but for its waits for others, as `clock` measures it. (Waits for a
@@ -41,6 +41,7 @@ class LoaderBalance:
         self._gather, self._clock, self._room, self._check = gather, clock, room, check
         self._start: Any = None  # mark of the last request
         self._passes, self._batches = 0, 0
+        self._handed_over = 0  # passes, when another dataset last took over
         self._largest, self._largest_own = 0, 0  # samples of a batch, and of this rank's part
         # Samples and marks, by batch since the last collection.
         self._taken: list[tuple[int, Any, Any]] = []
@@ -59,6 +60,16 @@ class LoaderBalance:
         self._passes += 1
         self._start = self._clock.mark()
         return self._passes
+
+    def hand_over(self) -> bool:
+        """Return True if the next dataset may go on with these speeds, once after a pass. Local.
+
+        Not while a pass is under way: two loaders at a time need clocks of their own.
+        """
+        free = self._start is None and self._passes > self._handed_over
+        if free:
+            self._handed_over = self._passes
+        return free
 
     def end_pass(self, number: int) -> None:
         """End a training pass, unless another one has begun. Local; waits for no device.
@@ -81,7 +92,7 @@ class LoaderBalance:
         self._batches += 1
         self._largest = max(self._largest, total)  # the last one of an epoch may be small
         self._largest_own = max(self._largest_own, own)
-        if own and self._batches > 1:  # the first one takes longer
+        if own and self._batches > 1 and start is not None:  # the first one takes longer
             self._taken.append((own, start, now))
         if self._batches % INTERVAL:
             return

@@ -55,6 +55,7 @@ class ShardRegistry:
         self._comparisons = ByOwner(lambda: Comparison(always=False))
         # The batch of a pass in progress.
         self._batch: tuple[float, int | None, BatchSource] | None = None
+        self._balances: list[LoaderBalance] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
 
@@ -96,9 +97,7 @@ class ShardRegistry:
             passes = self._passes.of(loader)
             size = self._ranks.size
             if balance and size > 1 and passes.balance is None:
-                passes.balance = LoaderBalance(
-                    size, self._gather, self._ranks.waits, self._memory_room, self._check_schedules
-                )
+                passes.balance = self._next_balance()
             context = ShardContext(
                 self._ranks.rank,
                 size,
@@ -122,6 +121,20 @@ class ShardRegistry:
             )
             self._shards[key] = shard
         return shard
+
+    def _next_balance(self) -> LoaderBalance:
+        """Return the balance of a new dataset: that of one whose pass has ended, or a new one.
+
+        An epoch may have a dataset of its own, too short to measure speeds in it.
+        """
+        known = next((one for one in self._balances if one.hand_over()), None)
+        if known is None:
+            ranks = self._ranks
+            known = LoaderBalance(
+                ranks.size, self._gather, ranks.waits, self._memory_room, self._check_schedules
+            )
+            self._balances.append(known)
+        return known
 
     def _compare(self, first: FirstBatch) -> None:
         self._compare_first(self._ranks, first)
