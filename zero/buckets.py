@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -245,6 +246,8 @@ class GradientBuckets:
             hook.remove()
         self._weighing.clear()
 
+    # Autograd calls these three also within compiled code, which must not compile them.
+    @_disable_dynamo
     def _weigh(self, arriving: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
         """Return the gradient that backward has just made, times its micro-batch's weight."""
         task = torch._C._current_graph_task_id()
@@ -259,6 +262,7 @@ class GradientBuckets:
             return tuple(None if g is None else g * factor for g in arriving)
         return tuple(None if g is None else torch.zeros_like(g) for g in arriving)
 
+    @_disable_dynamo
     def _on_gradient(
         self, index: int, entry: ParameterSlice, _: Any, arrived: Sequence[Tensor | None]
     ) -> None:
@@ -300,6 +304,7 @@ class GradientBuckets:
             while self._launched < len(self._buckets) and not self._missing[self._launched]:
                 self._launch_next()
 
+    @_disable_dynamo
     def _on_end_of_backward(self) -> None:
         """Finish what a backward leaves, when the outermost one ends."""
         if not self._tasks:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from zero.agreement import StepAgreement, plain_numbers
@@ -184,6 +185,7 @@ class ZeroOptimizer(AveragingOptimizer):
         broadcast_from_rank_0(self._collectives, [*self._named.values(), *others])
         self._owned.copy_from_parameters()
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Wait for the means, clip, update, publish. Collective.

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from zero.agreement import StepAgreement, agree
@@ -107,6 +108,7 @@ class ReducingOptimizer(ShardedOptimizer):
         """Return a loss times the loss scale, for a call of its `backward`. Local."""
         return loss if self._scale.value == 1.0 else loss * self._scale.value
 
+    @_disable_dynamo
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run backward of a loss that is a mean over `weight` samples or tokens, scaled if needed.
 
@@ -137,6 +139,7 @@ class ReducingOptimizer(ShardedOptimizer):
         self._check_open()
         return self._reduction.buckets.no_sync()
 
+    @_disable_dynamo
     def synchronize(self) -> None:
         """Make sure that the gradients are means over ranks. Collective.
 
@@ -176,6 +179,7 @@ class ReducingOptimizer(ShardedOptimizer):
         clip = partial(self._reduction.clip_own, float(max_norm), float(norm_type), self._kernels)
         self._reduction.buckets.before_launch = clip
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradient in place so that its norm is at most `max_norm`. Collective.
@@ -191,12 +195,14 @@ class ReducingOptimizer(ShardedOptimizer):
             self._owned.gradients.scale_(max_norm / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float64)
 
+    @_disable_dynamo
     @torch.no_grad()
     def scale_gradients_(self, factor: float) -> None:
         """Multiply the gradient in place. Collective, with the same factor on every rank."""
         self._prepare()
         self._owned.gradients.scale_(factor)
 
+    @_disable_dynamo
     @torch.no_grad()
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
         """Return a copy of a parameter's whole gradient, the same on every rank. Collective.
@@ -211,6 +217,7 @@ class ReducingOptimizer(ShardedOptimizer):
             return None
         return self._owned.full_gradient(name, parameter).div_(self._scale.value)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients: those of parameters become None, or zeros without `set_to_none`.
 

@@ -307,6 +307,33 @@ def test_a_compiled_model_trains(world, make, late, stage, warm):
     assert_parity(world, model, alone)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
+@modes
+def test_a_compiled_train_step_trains(world, make, mode, whole):
+    torch.compiler.reset()
+    model = net()
+    alone = Alone(model, ADAMW)
+    optimizer = make(model, ADAMW, **mode)
+
+    @torch.compile(backend="eager")
+    def train_step(batch):
+        loss_of(model, batch).backward()
+        if whole:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for step in range(3):
+        batch = samples(4 * RANKS, seed=step)
+        alone.step(loss_of(alone.model, batch))
+        train_step(mine(world, batch))
+        if not whole:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.wait_for_parameters()
+    assert_parity(world, model, alone)
+    torch.compiler.reset()
+
+
 # What a refused or closed optimizer leaves.
 
 
