@@ -10,16 +10,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 # They read no values. Not `size` or `dim`, after which torch.vmap reads values without asking.
+_PROPERTIES: tuple[Any, ...] = (
+    Tensor.requires_grad,
+    Tensor.is_leaf,
+    Tensor.shape,
+    Tensor.dtype,
+    Tensor.device,
+)
+_GRAD: Any = Tensor.grad
 _METADATA = frozenset(
     [
-        Tensor.grad.__get__,
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,
-        Tensor.is_leaf.__get__,
-        Tensor.shape.__get__,
-        Tensor.dtype.__get__,
-        Tensor.device.__get__,
+        *(each.__get__ for each in (_GRAD, *_PROPERTIES)),
+        _GRAD.__set__,
+        _GRAD.__delete__,
         Tensor.register_hook,
         Tensor.register_post_accumulate_grad_hook,
     ]
