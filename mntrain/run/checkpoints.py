@@ -137,7 +137,7 @@ class Checkpoints:
         return {"resumed_from": resumed, **self._checkpointing.summary()}
 
     def _check(self, step: int) -> None:
-        """Raise AgreedError for a step that cannot be the number of steps taken. Local."""
+        """Raise AgreedError for a wrong number of steps, and for a closed optimizer. Local."""
         problem = ""
         if self._step is None:
             problem = "call restore() before: it returns 0 in a new run"
@@ -148,6 +148,11 @@ class Checkpoints:
             )
         elif step < self._step:
             problem = f"step {self._step} came before: steps only increase"
+        elif self._optimizer.closed:
+            problem = (
+                "its optimizer was closed, by close() or since another one trains its parameters: "
+                "give that one to world.checkpoints, with a run directory of its own"
+            )
         if problem:
             raise AgreedError(f"checkpoints.save({step}): {problem}", self._world.rank)
 

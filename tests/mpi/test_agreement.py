@@ -234,7 +234,7 @@ def test_steps_that_are_counted_by_group_are_those_of_one_process(make, stage, p
         run(plain, alone, steps)
         assert_alike(optimizer, model)
     saved = optimizer.state_dict()
-    slices = [s for part in MPI.COMM_WORLD.allgather(saved["slices"]) for s in part]
+    slices = [s for part in MPI.COMM_WORLD.allgather(list(saved["slices"])) for s in part]
     resumed = copy.deepcopy(model)
     other = make(resumed, kind, groups=groups_of(resumed), stage=0)
     other.load_state_dict({**saved, "slices": slices})
