@@ -13,7 +13,8 @@ OF_NODES = ("collectives", "local_sgd", "stale_rounds", "state", "transports", "
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
 AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "stale_rounds", "streaming")
-AT_THREE += ("divided", "metrics_over_ranks", "weighted_exchanges", "wire")
+AT_THREE += ("agreement", "changed_parameters", "divided", "full_state", "metrics_over_ranks")
+AT_THREE += ("second_optimizer", "sync_batchnorm", "weighted_exchanges", "wire")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made.
 _ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses", "means")
 _ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")

@@ -143,6 +143,7 @@ def ports(folder: Path) -> set[str]:
 
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="becomes another user")
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the ports from /proc")
+@pytest.mark.thorough
 def test_a_flood_by_another_user_loses_nothing_and_reads_nothing(tmp_path):
     data = tmp_path / "texts"
     data.mkdir()
