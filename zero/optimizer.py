@@ -333,7 +333,7 @@ class ZeroOptimizer(AveragingOptimizer):
             warnings.warn(
                 f"the sparse gradients of {', '.join(sorted(names))} are made dense, since ranks "
                 "add them up: sparse=False gives the same result",
-                stacklevel=5,
+                stacklevel=7,
             )
 
     def _update(self, factor: float, unused: frozenset[str]) -> None:
