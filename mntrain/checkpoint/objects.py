@@ -42,6 +42,22 @@ def encode_objects(objects: Mapping[str, Stateful]) -> dict[str, Any]:
     return {name: _encode(value.state_dict(), name) for name, value in objects.items()}
 
 
+def encode_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group for JSON: tensors and numbers of NumPy are encoded."""
+    return {
+        key: _encode(value, key) if isinstance(value, Tensor | np.ndarray | np.generic) else value
+        for key, value in group.items()
+    }
+
+
+def decode_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Invert `encode_options`. Tensors are on the CPU."""
+    return {
+        key: _decode(value) if isinstance(value, dict) and "data" in value else value
+        for key, value in group.items()
+    }
+
+
 def merge(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one entry for each object, from the encoded states of all ranks: see `select`."""
     merged = {}

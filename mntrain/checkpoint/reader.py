@@ -29,7 +29,7 @@ from mntrain.checkpoint.format import (
     replica_name,
 )
 from mntrain.checkpoint.hook_state import join_state, tensor_name
-from mntrain.checkpoint.objects import Stateful, select
+from mntrain.checkpoint.objects import Stateful, decode_options, select
 from mntrain.checkpoint.shards import is_shared, set_random_states
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
@@ -209,7 +209,7 @@ def load(
             optimizer.load_state_dict(
                 {
                     "slices": _read_slices(file, found.manifest, optimizer),
-                    "param_groups": found.manifest.param_groups,
+                    "param_groups": list(map(decode_options, found.manifest.param_groups)),
                     "loss_scale": found.manifest.loss_scale,
                     "steps": _optimizer_steps(found.manifest),  # the phase of the sync schedule
                     "in_sync": not own,
@@ -221,6 +221,9 @@ def load(
             group.update({key: before[key] for key in kept_options if key in before})
             # JSON turns tuples into lists.
             group.update({k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)})
+            for key, value in before.items():
+                if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                    group[key] = group[key].to(value.device)
         for name, state in states.items():
             (objects or {})[name].load_state_dict(state)
     if optimizer.schedule.replicas > 1:

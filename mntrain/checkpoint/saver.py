@@ -27,7 +27,7 @@ from mntrain._version import __version__
 from mntrain.checkpoint import writer
 from mntrain.checkpoint.format import FILES, MODEL, RANDOM, REPLICAS, FileLayout, Manifest
 from mntrain.checkpoint.hook_state import merge_states, split_state
-from mntrain.checkpoint.objects import Stateful, encode_objects, merge
+from mntrain.checkpoint.objects import Stateful, encode_objects, encode_options, merge
 from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints, scores
 from mntrain.checkpoint.shards import (
     CheckpointShard,
@@ -291,7 +291,7 @@ class Saver:
                 **({REPLICAS: replicas} if replicas > 1 else {}),
             },
             wrote_s=0.0,
-            param_groups=state["param_groups"],
+            param_groups=list(map(encode_options, state["param_groups"])),
             loss_scale=state["loss_scale"],
             parameter_states={},
             checksums={},

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as lr
 
-from mntrain.checkpoint.objects import encode_objects, merge, select
+from mntrain.checkpoint.objects import (
+    decode_options,
+    encode_objects,
+    encode_options,
+    merge,
+    select,
+)
 
 
 class Holder:
@@ -141,3 +147,15 @@ def test_an_object_that_the_checkpoint_lacks_is_named():
     merged = merge([encode_objects({"scheduler": Holder({})})])
     with pytest.raises(ValueError, match=r"no state of data \(it has that of scheduler\)"):
         select(merged, "data", 0, 1)
+
+
+@pytest.mark.parametrize(
+    "rate", [torch.tensor(1e-2), torch.tensor(0.25, dtype=torch.float64), np.float32(0.1), 0.1]
+)
+def test_rates_of_any_kind_are_saved_in_a_group(rate):
+    group = {"params": ["a", "b"], "lr": rate, "betas": (0.9, 0.95), "fused": None}
+    found = decode_options(through_json(encode_options(group)))
+    assert type(found["lr"]) is type(rate)
+    assert getattr(found["lr"], "dtype", None) == getattr(rate, "dtype", None)
+    assert found["lr"] == rate
+    assert found | {"lr": 0} == {"params": ["a", "b"], "lr": 0, "betas": [0.9, 0.95], "fused": None}
