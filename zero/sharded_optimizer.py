@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -110,6 +111,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._owned.parameters.wait()
         self._watch.check()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that only the torch optimizer's class has, such as `train`.
+
+        Its methods run under this optimizer's hyperparameters. Raises AttributeError also where the
+        torch optimizer updates other memory than that of the parameters: shards, master weights.
+        """
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("_") or not hasattr(inner, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        if self.sharded or any(owned.has_master for owned in self._owned.pieces):
+            raise AttributeError(
+                f"{name} of {type(inner).__name__} is of use with whole parameters alone, and this "
+                "optimizer updates shards or master weights: use stage=0 and parameters of 32 bits"
+            )
+        value = getattr(inner, name)
+        return self._under_own_groups(value) if callable(value) else value
+
     @property
     def sharded(self) -> bool:
         """True if a rank holds the state of some elements only."""
@@ -181,6 +199,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.closed = True
         self._owned.parameters.close()
+
+    def _under_own_groups(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the torch optimizer that reads and changes the groups here."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._check_open()
+            self._give_groups()
+            result = method(*args, **kwargs)
+            self._take_groups()
+            return result
+
+        return call
 
     def _give_groups(self) -> None:
         """Give the torch optimizer this optimizer's hyperparameters."""

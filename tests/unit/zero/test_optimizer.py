@@ -484,3 +484,49 @@ def test_a_group_of_known_names_is_refused(mode):
     with pytest.raises(ValueError, match=r"different devices \(.* on cpu, far on meta\)"):
         optimizer.add_param_group({"params": [("far", elsewhere)]})
     train(model, optimizer, inputs(1))
+
+
+class Averaged(torch.optim.SGD):
+    """Evaluates another point than it trains at, as schedule-free optimizers do."""
+
+    def train(self):
+        self._swap(True)
+
+    def eval(self):
+        self._swap(False)
+
+    @property
+    def training(self):
+        return self.param_groups[0].get("training", True)
+
+    @torch.no_grad()
+    def _swap(self, training):
+        for group in self.param_groups:
+            if group.get("training", True) != training:
+                for p in group["params"]:
+                    p.add_(1.0 if training else -1.0)
+                group["training"] = training
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_only_the_torch_optimizer_has_is_handed_on(stage):
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(
+        model.named_parameters(), Averaged, SingleProcessCollectives(), stage=stage, lr=0.1
+    )
+    before = model.weight.detach().clone()
+    optimizer.eval()
+    assert torch.equal(model.weight, before - 1)
+    assert not optimizer.training
+    assert optimizer.param_groups[0]["training"] is False
+    optimizer.train()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.1)
+    assert not hasattr(optimizer, "no_such_thing")
+    half = nn.Linear(3, 2).bfloat16()
+    masters = ZeroOptimizer(
+        half.named_parameters(), Averaged, SingleProcessCollectives(), stage=stage, lr=0.1
+    )
+    with pytest.raises(AttributeError, match="eval of Averaged is of use with whole parameters"):
+        masters.eval()
