@@ -139,7 +139,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         What a sync schedule has in flight is lacking: `schedule.settle()` waits for it. Raises
         RuntimeError as `wait_for_parameters`.
         """
-        self._watch.check()
+        if not self.closed:  # later, parameters are those of another optimizer
+            self._watch.check()
         return own_slices(self._owned, self._inner.state, self._sync_state)
 
     def load_slices(
