@@ -81,18 +81,20 @@ def stories(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
         pool.shutdown(cancel_futures=True)
 
 
-# Seen once in some hundred starts: Slurm 22.05 takes the first 1024 bytes of a rank's message for
-# all of it, and MPICH ends in MPI_Init. That says nothing about the scripts: see slurm/README.md.
+# Seen once in some hundred starts, and twice in a row on a busy machine: Slurm 22.05 takes the first
+# 1024 bytes of a rank's message for all of it, and MPICH ends in MPI_Init. That says nothing about
+# the scripts: see slurm/README.md.
 PMI2_LOST = "mpi/pmi2: request not begin with 'cmd='"
 
 
 def _told(tell: Callable, folder: Path):
-    try:
-        return _told_once(tell, folder / "first")
-    except RuntimeError as error:
-        if PMI2_LOST not in str(error):
-            raise
-    return _told_once(tell, folder / "again")
+    for start in range(3):
+        try:
+            return _told_once(tell, folder / f"start {start}")
+        except RuntimeError as error:
+            if PMI2_LOST not in str(error):
+                raise
+    return _told_once(tell, folder / "last start")
 
 
 def _told_once(tell: Callable, folder: Path):
