@@ -33,7 +33,7 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor
 
     Both are empty for a hook without a state. Raises ValueError for what JSON cannot hold.
     """
-    if not state["state"]:
+    if not (state["state"] or state["used"]):
         return {}, {}
     tensors: dict[str, Tensor] = {}
 

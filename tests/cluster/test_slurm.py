@@ -81,9 +81,9 @@ def stories(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
         pool.shutdown(cancel_futures=True)
 
 
-# Seen once in some hundred starts, and twice in a row on a busy machine: Slurm 22.05 takes the first
-# 1024 bytes of a rank's message for all of it, and MPICH ends in MPI_Init. That says nothing about
-# the scripts: see slurm/README.md.
+# Seen once in some hundred starts, and twice in a row on a busy machine: Slurm 22.05 takes the
+# first 1024 bytes of a rank's message for all of it, and MPICH ends in MPI_Init. That says nothing
+# about the scripts: see slurm/README.md.
 PMI2_LOST = "mpi/pmi2: request not begin with 'cmd='"
 
 

