@@ -31,7 +31,7 @@ from oracle import (
 from states import SIZES, SubWorlds, assert_same_slices, empty_like, gather_slices, saved
 from states import train as train_only
 from test_cost import bill
-from test_stage_cost import NUMELS, ROLL_CALL, Vectors, control, spent, transfers
+from test_stage_cost import NORM, NUMELS, ROLL_CALL, Vectors, control, spent, transfers
 from torch import nn
 from worlds import DEALT, RANKS, refusal
 
@@ -263,7 +263,7 @@ def test_every_message_of_a_step_is_accounted_for(worlds, stage):
             for transfer in transfers(*where, verb, lengths_of(split_by_weight(numel, weights)))
         ]
         announced = [ROLL_CALL] if stage == 2 else []
-        small = control(*where, *announced, ROLL_CALL, 1)
+        small = control(*where, *announced, ROLL_CALL, NORM)
         assert measured == bill(*where, [*large, *small])
 
 
