@@ -9,11 +9,16 @@ from mntrain.checkpoint.hook_state import join_state, merge_states, split_state
 def state_of(rank):
     parts = {"0": {"residual": torch.arange(3.0) + rank, "divisor": 8.0}}
     factors = [torch.ones(2, 2) * rank, torch.zeros(0)]
-    return {"context": ["Hook", rank, [[4, 0, 2]]], "state": {"parts": parts, "factors": factors}}
+    return {
+        "context": ["Hook", rank, [[4, 0, 2]]],
+        "state": {"parts": parts, "factors": factors},
+        "used": ["0"],
+    }
 
 
 def test_each_rank_gets_its_state_back():
-    several = [state_of(0), {"context": ["Hook", 1, []], "state": {}}, state_of(2)]
+    nothing = {"context": ["Hook", 1, []], "state": {}, "used": []}
+    several = [state_of(0), nothing, state_of(2)]
     split = [split_state(state) for state in several]
     merged = json.loads(json.dumps(merge_states([values for values, _ in split])))
     for rank in (0, 2):
@@ -23,11 +28,11 @@ def test_each_rank_gets_its_state_back():
 
 
 def test_hooks_without_state_leave_nothing():
-    values, tensors = split_state({"context": ["Hook", 0], "state": {}})
+    values, tensors = split_state({"context": ["Hook", 0], "state": {}, "used": []})
     assert tensors == {}
     assert merge_states([values, values]) == {}
 
 
 def test_what_json_cannot_hold_is_refused():
     with pytest.raises(ValueError, match=r"comm_hook\.state\.odd, a object"):
-        split_state({"context": [], "state": {"odd": object()}})
+        split_state({"context": [], "state": {"odd": object()}, "used": []})
