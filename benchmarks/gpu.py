@@ -61,7 +61,7 @@ def main() -> int:
     if output is None:
         print(text)
     else:
-        write(folders(output)[0], "gpu", page, text)
+        write(folders(output)[0], "gpu-figures", page, text)
     return 0
 
 

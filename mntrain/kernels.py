@@ -226,9 +226,14 @@ class DeviceKernels(Kernels):
 
 
 def can_add(addends: Sequence[torch.dtype], total: torch.dtype) -> bool:
-    """Return True for at most 128 addends of floating dtypes no wider than the accumulator."""
+    """Return True for at most 128 addends of floating dtypes no wider than the accumulator.
+
+    But for two: they are one launch of torch's too, which was 3 to 5 times faster
+    (docs/results/gpu-figures.md).
+    """
     return (
         len(addends) <= MAX_ADDENDS
+        and len(addends) != 2
         and {*addends, total} <= TYPES.keys()
         and (total == torch.float64 or torch.float64 not in addends)
     )

@@ -99,6 +99,7 @@ class OptimizerShard:
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
         self._user_gradients: list[Tensor | None] = []  # which `set_gradients` replaced
+        self._in_place: list[Tensor] = []  # sums that `set_gradients` has set, of fp32 or wider
 
     @property
     def sharded(self) -> bool:
@@ -181,31 +182,39 @@ class OptimizerShard:
                 owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
 
     @torch.no_grad()
-    def set_gradients(self, factor: float, unused: Collection[str], kernels: Kernels) -> None:
-        """Point the `grad` of every tensor at its sum times `factor`, in fp32 or wider.
+    def set_gradients(self, unused: Collection[str]) -> None:
+        """Point the `grad` of every tensor at its sum, if that is of fp32 or wider.
 
-        Slices of parameters in `unused` get None, so that the torch optimizer skips them.
+        Slices of parameters in `unused` get None, so that the torch optimizer skips them. Launches
+        nothing on a device, so it costs no time while the device still computes the sums.
         """
-        wide: dict[int, Tensor] = {}
-        in_place = []
         self._user_gradients = [owned.tensor.grad for owned in self.pieces]
+        self._in_place.clear()
+        for owned in self.pieces:
+            if not is_16_bit(owned.piece.spec.dtype):
+                part = self.gradients.reduced(owned.index, owned.piece)
+                self._in_place.append(part)
+                self._set_gradient(owned, part, unused)
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float, unused: Collection[str], kernels: Kernels) -> None:
+        """Multiply what `set_gradients` has set by a factor; widen 16-bit sums, and set these."""
+        rescale(self._in_place, factor)
+        wide: dict[int, Tensor] = {}
         for owned in self.pieces:
             if is_16_bit(owned.piece.spec.dtype):
                 if owned.index not in wide:
                     wide[owned.index] = self.gradients.widened(owned.index, factor, kernels)
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
-            else:
-                part = self.gradients.reduced(owned.index, owned.piece)
-                in_place.append(part)
-            owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
-        rescale(in_place, factor)
+                self._set_gradient(owned, part, unused)
 
     @torch.no_grad()
     def restore_gradients(self) -> None:
-        """Undo what `set_gradients` did to `grad`."""
+        """Undo what `set_gradients` and `scale_gradients` did to `grad`."""
         for owned, gradient in zip(self.pieces, self._user_gradients, strict=True):
             owned.tensor.grad = gradient
         self._user_gradients.clear()
+        self._in_place.clear()
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
@@ -245,6 +254,9 @@ class OptimizerShard:
             owned = OwnedSlice(piece, index, offset, parameter, home, tensor, published)
             self.pieces.append(owned)
         self.plan.append(bucket)
+
+    def _set_gradient(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
+        owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
 
     def _with_master(self) -> list[OwnedSlice]:
         return [owned for owned in self.pieces if owned.has_master]

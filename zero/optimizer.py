@@ -203,17 +203,21 @@ class ZeroOptimizer(AveragingOptimizer):
         loss = _evaluate(closure)
         unused = self._prepare()
         self._warn_of_sparse()
-        norm = self._agreed_norm(self._norm_type, unused)
-        finite = math.isfinite(norm)
-        coef = min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
-        self.wait_for_parameters()
+        self._owned.parameters.wait()
         self._owned.sync_from_parameters()
-        steps = self._reduction.steps
-        self.schedule.before_update(steps, self._updated_tensors(), equal=self.in_sync)
-        if finite:
-            self._update(coef / self._scale.value, unused)
-        else:
-            self._skip_or_raise(norm)
+        self._owned.set_gradients(unused)  # before the norm, for which the host waits
+        try:
+            norm = self._agreed_norm(self._norm_type, unused)
+            finite = math.isfinite(norm)
+            coef = min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
+            steps = self._reduction.steps
+            self.schedule.before_update(steps, self._updated_tensors(), equal=self.in_sync)
+            if finite:
+                self._update(coef / self._scale.value, unused)
+            else:
+                self._skip_or_raise(norm)
+        finally:
+            self._owned.restore_gradients()
         try:
             self._publish(updated=finite)
         finally:
@@ -341,12 +345,9 @@ class ZeroOptimizer(AveragingOptimizer):
 
         Local, unless the torch optimizer counts steps by group (`StepAgreement.after_update`).
         """
-        self._owned.set_gradients(factor, unused, self._kernels)
+        self._owned.scale_gradients(factor, unused, self._kernels)
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
-        try:
-            self._inner_step()
-        finally:
-            self._owned.restore_gradients()
+        self._inner_step()
         if self._owned.sharding.size > 1:
             self._agreement.after_update(groups, before, unused, self._named)
         self._scale.note_good_step()

@@ -149,7 +149,7 @@ def kernels(tmp_path_factory):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_addends_are_added_in_their_order_and_rounded_once(kernels, dtype):
     for numel in SIZES:
-        for count in (1, 2, 3):
+        for count in (1, 3, 4):
             addends = far_apart([dtype] * count, numel + 1)
             total = torch.ones(numel + 2, dtype=dtype)
             kernels.add([addend[1:] for addend in addends], total[1:-1])
@@ -202,6 +202,6 @@ def test_sums_keep_non_finite_numbers(kernels, dtype):
     values = torch.tensor([math.nan, math.inf, math.inf, -math.inf], dtype=dtype)
     other = torch.tensor([1, 1, -math.inf, 1], dtype=dtype)
     total = torch.empty_like(values)
-    kernels.add([values, other], total)
+    kernels.add([values, other, torch.zeros_like(other)], total)
     assert total.isnan().tolist() == [True, False, True, False]
     assert total[[1, 3]].tolist() == [math.inf, -math.inf]

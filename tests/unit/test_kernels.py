@@ -214,8 +214,9 @@ def test_the_kernel_adds_only_floats_that_the_total_widens():
     half, single, double = torch.bfloat16, torch.float32, torch.float64
     assert can_add([single, half, torch.float16], single)
     assert can_add([double, single, half], double)
-    assert not can_add([single, double], single)
-    assert not can_add([torch.int32, torch.int32], torch.int32)
+    assert not can_add([single, double, single], single)
+    assert not can_add([torch.int32] * 3, torch.int32)
+    assert not can_add([half, half], half)
     assert can_add([half] * MAX_ADDENDS, half)
     assert not can_add([half] * (MAX_ADDENDS + 1), half)
 
