@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     with (
-        mntrain.init(device="cpu", tune=False) as world,
+        mntrain.init(device="cpu") as world,
         tempfile.TemporaryDirectory() as folder,
     ):
         if problem := world.recorder.open(Path(folder), "checks"):

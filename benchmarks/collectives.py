@@ -120,8 +120,6 @@ def report(page: dict[str, Any], name: str) -> str:
         lines += ["", f"## {verb}", "", *table(jobs, verb)]
     if "all_reduce" in verbs:
         lines += ["", f"![all_reduce: % of the limit against size](../img/{name}.svg)"]
-    lines += ["", '"mntrain" without an algorithm uses `auto`, which chose:', ""]
-    lines += [f"- with {job['library']}: {job['auto'] or 'nothing to choose from'}" for job in jobs]
     absent = [(job, *peer) for job in jobs for peer in job["absent"].items()]
     if absent:
         lines += ["", "Not available:", ""]

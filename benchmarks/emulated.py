@@ -149,7 +149,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def nodes(layout: Layout) -> Iterator[Nodes]:
-    """Start the nodes of a layout, with an empty cache: `auto` measures anew."""
+    """Start the nodes of a layout, with an empty cache."""
     with tempfile.TemporaryDirectory() as cache, Cluster(layout.ranks, layout.link) as cluster:
         yield Nodes(cluster, cache)
 

@@ -31,7 +31,7 @@ from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
 JOB = ["--model.layers", "2", "--model.width", "128", "--model.context", "32", "--device", "cpu"]
 JOB += ["--train.steps", "100000", "--train.batch-size", "4", "--train.eval-every", "0"]
-JOB += ["--zero.stage", "1", "--comm.no-tune"]
+JOB += ["--zero.stage", "1"]
 MARK = "MNTRAIN_KILLS"  # in the environment of every process of a job
 FIRST_STEP_S = 120.0
 LONGEST_S = 1.0  # from the first step to the kill

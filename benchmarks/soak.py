@@ -41,7 +41,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     longest, steps = 0.0, 0
     with (
-        mntrain.init(device="cpu", tune=False, timeout=limit, warn_after=limit / 6) as world,
+        mntrain.init(device="cpu", timeout=limit, warn_after=limit / 6) as world,
         tempfile.TemporaryDirectory() as folder,
     ):
         torch.manual_seed(0)

@@ -24,7 +24,7 @@ from mntrain.checks import all_ranks, launcher
 from mntrain.checks.before_mpi import StartError
 from mntrain.checks.facts import RankFacts, collect
 from mntrain.checks.finding import Finding
-from mntrain.comm import autotune, compression, mpi, transport
+from mntrain.comm import compression, mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice, check_name
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.disagreement import DisagreementWatch
@@ -64,10 +64,9 @@ class WorldSettings:
     """Arguments of `mntrain.init`; all ranks give equal values, except for `device`."""
 
     device: str = "auto"
-    algorithm: str = "auto"
+    algorithm: str = "lanes"
     bucket_mb: float = 25.0
     ranks_per_node: int | None = None
-    tune: bool = True
     wire_dtype: str = "fp32"
     compress: str = "none"
     gather_dtype: str = "fp32"
@@ -83,8 +82,7 @@ class WorldSettings:
 
     def check(self) -> None:
         """Raise ValueError for a value outside the allowed ones. Local."""
-        if self.algorithm != "auto":
-            check_name(self.algorithm)
+        check_name(self.algorithm)
         if not 1 / MIB <= self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb is {self.bucket_mb}: a bucket must hold at least one byte")
         for name in ("wire_dtype", "gather_dtype"):
@@ -124,7 +122,6 @@ class WorldParts:
     devices: Devices | None = field(init=False)
     collectives: WorldCollectives = field(init=False)
     transport: SelectedTransport = field(init=False)
-    tuning: str = ""  # the tuned algorithm and the reason, in one line; empty if not tuned
     places: list[Place] = field(init=False)
     groups: ExitStack = field(default_factory=ExitStack)  # frees the communicators of groups
     optimizer_numbers: Iterator[int] = field(default_factory=lambda: count(1))
@@ -310,35 +307,20 @@ def _select_transport(parts: WorldParts) -> None:
 
 
 def _make_collectives(parts: WorldParts) -> None:
-    """Make the collectives, with the algorithm that is set or the one that is fastest here."""
+    """Make the collectives, with the algorithm that is set."""
     settings, selected = parts.settings, parts.transport
-
-    def make(comm: mpi.Communicator) -> WorldCollectives:
-        return WorldCollectives(
-            comm,
+    parts.collectives = parts.engine.call(
+        lambda: WorldCollectives(
+            parts.comm,
             parts.node,
             parts.topology,
             parts.engine,
             parts.devices,
+            choice=AlgorithmChoice(settings.algorithm),
             transport=selected.name or "host",
             node_first=selected.node_first,
         )
-
-    parts.collectives = parts.engine.call(lambda: make(parts.comm)).wait()
-    algorithm = "lanes" if settings.algorithm == "auto" else settings.algorithm
-    if settings.algorithm == "auto" and parts.comm.size > 1 and selected.name != "nccl":
-        parts.tuning = "lanes: not tuned"
-        if settings.tune:
-            nodes = parts.topology.nodes
-            algorithm, parts.tuning = autotune.tune(
-                make,
-                parts.comm,
-                parts.engine,
-                parts.device,
-                bucket_bytes=settings.bucket_bytes,
-                facts=(parts.watch.host, parts.library.name, selected.name, nodes),
-            )
-    parts.collectives = parts.collectives.replace(choice=AlgorithmChoice(algorithm))
+    ).wait()
 
 
 def _gather_places(parts: WorldParts) -> None:

@@ -52,7 +52,7 @@ other commands, each with its own --help:
       draw the loss, or other metrics, of one or several runs"""
 
 
-# What other programs call an option.
+# What other programs, or earlier versions, call an option.
 _ELSEWHERE = {
     "accumulation_steps": ["train.micro_batch_size"],
     "amp": ["train.precision"],
@@ -76,6 +76,7 @@ _ELSEWHERE = {
     "max_steps": ["train.steps"],
     "model_name_or_path": ["hf.model"],
     "momentum": ["optim.options"],
+    "no_tune": ["comm.algorithm"],
     "num_epochs": ["train.steps"],
     "num_train_epochs": ["train.steps"],
     "num_workers": ["data.workers"],
@@ -90,6 +91,7 @@ _ELSEWHERE = {
     "seq_len": ["model.context"],
     "seq_length": ["model.context"],
     "sequence_length": ["model.context"],
+    "tune": ["comm.algorithm"],
     "warmup": ["optim.warmup_steps"],
     "wd": ["optim.weight_decay"],
     "zero_stage": ["zero.stage"],

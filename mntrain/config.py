@@ -161,13 +161,8 @@ class TrainConfig:
 class CommConfig:
     """Communication of gradients."""
 
-    algorithm: Literal[("auto", *algorithms.names())] = Field(  # type: ignore[valid-type]
-        default="auto", description="all-reduce algorithm. auto: see --comm.tune."
-    )
-    tune: bool = Field(
-        default=True,
-        description="for auto, time the algorithms at the start, for about a second, and cache "
-        "the choice. no-tune: auto is lanes.",
+    algorithm: Literal[algorithms.names()] = Field(  # type: ignore[valid-type]
+        default="lanes", description="all-reduce algorithm. `bench` compares them."
     )
     wire_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",

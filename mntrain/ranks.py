@@ -28,7 +28,6 @@ class Ranks(Protocol):
     places: list[Place]
     library: MpiLibrary
     algorithm: str
-    tuning: str
     transport: str
     recorder: Recorder
     watchdog: Watchdog

@@ -16,10 +16,9 @@ def init(
     comm: "MPI.Intracomm | None" = None,
     *,
     device: str = "auto",
-    algorithm: str = "auto",
+    algorithm: str = "lanes",
     bucket_mb: float = 25.0,
     ranks_per_node: int | None = None,
-    tune: bool = True,
     wire_dtype: str = "fp32",
     compress: str = "none",
     gather_dtype: str = "fp32",
@@ -37,10 +36,9 @@ def init(
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.
         device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
-        algorithm: auto, or one of `mntrain.comm.algorithms.names()`.
+        algorithm: of all-reduces, one of `mntrain.comm.algorithms.names()`.
         bucket_mb: size of a gradient bucket in MiB.
         ranks_per_node: cut every node into virtual nodes of this many ranks.
-        tune: for algorithm auto, time the candidates (about a second; cached). False: use lanes.
         wire_dtype: fp32, bf16 or fp16, in which wider gradients cross nodes.
         compress: none, bf16 or int8: how gradients cross nodes. The `comm_hook` of
             optimizers that are given none.
@@ -59,7 +57,6 @@ def init(
         algorithm,
         bucket_mb,
         ranks_per_node,
-        tune,
         wire_dtype,
         compress,
         gather_dtype,

@@ -59,7 +59,6 @@ class World(Exchanges):
         algorithm: name of the algorithm that reduces full buckets.
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.watch.recorder.Recorder`).
-        tuning: the reason for it, in one line; empty if there was nothing to choose.
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
         facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
         library: name, thread level and build of the MPI library.
@@ -85,7 +84,7 @@ class World(Exchanges):
         self.transport_line = "; ".join(filter(None, [parts.transport.line, warning]))
         self.algorithm = parts.collectives.choice.algorithm
         self.watchdog, self.recorder = parts.watchdog, parts.recorder
-        self.tuning, self.findings = parts.tuning, parts.findings
+        self.findings = parts.findings
         self.waits = parts.engine.waits
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)

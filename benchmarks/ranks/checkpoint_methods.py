@@ -78,7 +78,7 @@ class Setup:
 def methods(comm: MPI.Intracomm, folder: Path, stage: int, millions: float) -> Iterator[Setup]:
     """Set up every method with its own model after one step. Collective."""
     with ExitStack() as stack:
-        world = stack.enter_context(mntrain.init(device="cpu", tune=False))
+        world = stack.enter_context(mntrain.init(device="cpu"))
         try:
             package = stack.enter_context(gloo_and_deepspeed())
         except AbsentError as reason:

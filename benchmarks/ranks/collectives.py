@@ -29,7 +29,7 @@ from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import WorldCollectives
 
 MIB = 2**20
-ALGORITHMS = algorithms.candidates()
+ALGORITHMS = [name for name in algorithms.names() if name != "naive"]
 SUMS = ("all_reduce", "reduce_scatter")
 CASE_S = 6.0  # for one collective at one size, all candidates together
 ROUNDS = (3, 20)  # fewest and most
@@ -69,7 +69,6 @@ def main() -> None:
                     "topology": str(world.topology),
                     "library": mpi_library(),
                     "versions": versions(["horovod"]),
-                    "auto": world.tuning,
                     "absent": peers.absent,
                     "copies": copies,
                     "rows": rows,
@@ -81,9 +80,10 @@ def main() -> None:
 def library_candidates(world: mntrain.World, verb: str, memory: torch.Tensor) -> list[Candidate]:
     """Return mntrain's candidates, all on the same tensor of `allocate`. Local."""
     pattern = Pattern(world.rank, world.size, torch.float32, world.device)
-    variants: dict[str, WorldCollectives | WireDtypeCollectives] = {"mntrain": world.collectives}
-    for name in ALGORITHMS:
-        variants[f"mntrain {name}"] = world.collectives.replace(choice=AlgorithmChoice(name))
+    variants: dict[str, WorldCollectives | WireDtypeCollectives] = {
+        f"mntrain {name}": world.collectives.replace(choice=AlgorithmChoice(name))
+        for name in ALGORITHMS
+    }
     if verb in SUMS and len(world.topology.nodes) > 1:
         variants["mntrain, bf16 wire"] = WireDtypeCollectives(world.collectives, torch.bfloat16)
     return [library_candidate(name, verb, it, memory, pattern) for name, it in variants.items()]

@@ -48,7 +48,7 @@ def main() -> None:
     if not given.tiny:
         expect_compiler(device)
     micro_batch = given.micro_batch or fitting(device, given.tiny)
-    with mntrain.init(device=given.device, tune=False) as world:
+    with mntrain.init(device=given.device) as world:
         steps = ways(world, shape, compiled=not given.tiny)
         draw = torch.Generator().manual_seed(0)
         batches = partial(data, draw, shape, micro_batch, world.device)

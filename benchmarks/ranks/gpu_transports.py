@@ -64,11 +64,11 @@ def main() -> None:
 def open_worlds(device: str, stack: ExitStack) -> tuple[dict[str, mntrain.World], dict[str, str]]:
     """A world by every transport that works here; and why the others do not. Collective."""
     if device == "cpu":
-        return {"shared memory": stack.enter_context(mntrain.init(device="cpu", tune=False))}, {}
+        return {"shared memory": stack.enter_context(mntrain.init(device="cpu"))}, {}
     worlds, absent = {}, {}
     for name in TRANSPORTS:
         try:
-            world = mntrain.init(device="cuda", transport=name, tune=False)
+            world = mntrain.init(device="cuda", transport=name)
         except AgreedError as error:
             absent[name] = str(error)
         else:

@@ -92,7 +92,7 @@ def mntrain_stage(
         optimizer = world.optimizer(model, torch.optim.AdamW, stage=stage, **made, **ADAMW)
         return Variant(
             plain_step(model, optimizer),
-            f"{usual}; {world.tuning or 'nothing to tune'}",
+            usual,
             lambda: {
                 "measured": asdict(optimizer.memory()),
                 "expected": asdict(optimizer.expected_memory()),

@@ -5,6 +5,7 @@ from typing import Any
 
 from mntrain.bench.bench_options import ALGORITHMS, size_label
 from mntrain.bench.results import BenchCase
+from mntrain.config import CommConfig
 from mntrain.metrics.registry import short_time
 from zero.layout import MIB
 
@@ -37,7 +38,7 @@ def advice(facts: Mapping[str, Any], cases: Sequence[BenchCase]) -> str:
     choice = (
         f"At {size_label(largest)}, {' and '.join(similar)} "
         + ("are the fastest algorithms" if len(similar) > 1 else "is the fastest algorithm")
-        + " of all_reduce measured here; --comm.algorithm auto, the default, times them itself. "
+        + f" of all_reduce measured here: --comm.algorithm {_choice(similar)}. "
         if len(rivals) > 1
         else ""
     )
@@ -49,6 +50,12 @@ def advice(facts: Mapping[str, Any], cases: Sequence[BenchCase]) -> str:
         "which is hidden behind backward"
     )
     return f"{choice}{cost}{_wire_advice(facts, best, step_s)}."
+
+
+def _choice(fastest: Sequence[str]) -> str:
+    """Return the default algorithm if it is among the fastest, and says so; else the fastest."""
+    default = CommConfig().algorithm
+    return f"{default}, the default" if default in fastest else fastest[0]
 
 
 def _wire_advice(facts: Mapping[str, Any], best: BenchCase, step_s: float) -> str:

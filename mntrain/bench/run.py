@@ -47,9 +47,7 @@ def run(options: BenchOptions, words: Sequence[str]) -> int:
     that all ranks agree on, which rank 0 prints, and 1 if a collective gave a wrong result.
     """
     try:
-        with init(
-            device=options.device, ranks_per_node=options.comm.ranks_per_node, tune=False
-        ) as world:
+        with init(device=options.device, ranks_per_node=options.comm.ranks_per_node) as world:
             return _bench(world, options, words)
     except AgreedError as error:
         error.report()

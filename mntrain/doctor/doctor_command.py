@@ -45,7 +45,7 @@ def run(options: DoctorOptions) -> int:
 def _run(options: DoctorOptions, moved: Callable[[], None]) -> int:
     folder = storage.existing_folder(options.run.dir or Path())
     try:
-        with World(None, WorldSettings(device="auto", tune=False)) as world:
+        with World(None, WorldSettings(device="auto")) as world:
             moved()
             return _examine(world, options, folder, moved)
     except AgreedError as error:

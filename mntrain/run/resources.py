@@ -34,7 +34,6 @@ def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, An
             "nodes": len(world.topology.nodes),
             "topology": str(world.topology),
             "algorithm": world.algorithm,
-            "tuning": world.tuning,
             "transport": world.transport,
             "library": world.library.name,
         },

@@ -77,7 +77,6 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     where = f"{world.topology}, {world.algorithm}"
     reporter.note(f"{where}, {library.name} (thread level {library.threads})")
     facts = {
-        "auto": world.tuning,
         "transport": world.transport_line,
         "kernels": world.kernels.why if world.device.type == "cuda" else "",
     }

@@ -256,7 +256,6 @@ def main():
         ranks_per_node=1 if options.sync else None,
         timeout=options.timeout,
         warn_after=options.warn_after,
-        tune=False,
     ) as world:
         try:
             if options.kind in NODES:

@@ -16,7 +16,7 @@ import pathlib, sys, time
 import mntrain, torch
 
 lost_after = float(sys.argv[2])
-with mntrain.init(device="cpu", tune=False, warn_after=2.0, lost_after=lost_after) as world:
+with mntrain.init(device="cpu", warn_after=2.0, lost_after=lost_after) as world:
     for step in range(100_000):
         if world.sum([float(pathlib.Path(sys.argv[1]).exists())])[0]:
             break

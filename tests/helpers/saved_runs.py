@@ -49,7 +49,7 @@ class Many(nn.Module):
 
 def save_all(folder: Path) -> None:
     """Save all runs, and the state of the first model."""
-    with mntrain.init(device="cpu", tune=False) as world:
+    with mntrain.init(device="cpu") as world:
         model = seeded(Model)
         optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.01)
         for step in (1, 2):

@@ -133,7 +133,7 @@ OWN_LOOP = """
 import os, sys, time
 import mntrain, torch
 
-with mntrain.init(device="cpu", tune=False) as world:
+with mntrain.init(device="cpu") as world:
     model = torch.nn.Linear(300, 400)
     optimizer = world.optimizer(model, torch.optim.AdamW)
     with world.metrics(sys.argv[1]) as metrics:
@@ -179,7 +179,7 @@ EARLY = """
 import ctypes, os, signal, sys, time
 import mntrain
 
-with mntrain.init(device="cpu", tune=False) as world, world.metrics(sys.argv[1]):
+with mntrain.init(device="cpu") as world, world.metrics(sys.argv[1]):
     if world.rank == 1:
         time.sleep(0.2)
         if sys.argv[2] == "crashes":

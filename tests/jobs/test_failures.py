@@ -343,10 +343,7 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     )
     result = mpirun(3, [sys.executable, script], timeout=60)
     assert result.returncode == 1
-    assert (
-        result.stderr.count("unknown algorithm 'ring': choose auto, flat, lanes, leader, naive")
-        == 1
-    )
+    assert result.stderr.count("unknown algorithm 'ring': choose flat, lanes, leader, naive") == 1
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
@@ -357,7 +354,7 @@ def test_threads_of_the_users_end_without_the_job(tmp_path):
     script.write_text(
         "import sys, threading\nimport mntrain\n"
         "def bug():\n    raise KeyError('in a thread')\n"
-        "with mntrain.init(tune=False) as world:\n"
+        "with mntrain.init() as world:\n"
         "    if world.rank == 1:\n"
         "        for function in (sys.exit, bug):\n"
         "            thread = threading.Thread(target=function, name='logger')\n"
@@ -375,7 +372,7 @@ def test_a_forked_child_that_fails_ends_without_the_job(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(
         "import os\nimport mntrain\n"
-        "with mntrain.init(tune=False) as world:\n"
+        "with mntrain.init() as world:\n"
         "    child = os.fork() if world.rank == 1 else None\n"
         "    if child == 0:\n        raise KeyError('in a child')\n"
         "    if child:\n        os.waitpid(child, 0)\n"
@@ -392,7 +389,7 @@ def test_a_hook_of_the_users_gets_the_error_of_every_rank(tmp_path):
     script.write_text(
         "import sys\nimport mntrain\n"
         "sys.excepthook = lambda kind, error, trace: print('reported', error)\n"
-        "with mntrain.init(tune=False) as world:\n"
+        "with mntrain.init() as world:\n"
         "    if world.rank == world.size - 1:\n        raise KeyError('a bug')\n"
         "    world.sum([1.0])\n"
     )
@@ -407,7 +404,7 @@ def test_an_agreed_error_leaves_the_world_in_order_for_those_who_catch_it(tmp_pa
     script = tmp_path / "own.py"
     script.write_text(
         "import mntrain\n"
-        "with mntrain.init(tune=False) as world:\n"
+        "with mntrain.init() as world:\n"
         "    try:\n"
         "        with world.agreement():\n"
         "            if world.rank == 1:\n"
@@ -423,7 +420,7 @@ def test_an_agreed_error_leaves_the_world_in_order_for_those_who_catch_it(tmp_pa
 
 DISAGREES = """
 import mntrain, torch
-with mntrain.init(device="cpu", tune=False) as world:
+with mntrain.init(device="cpu") as world:
     model = torch.nn.Linear(300, 400)
     optimizer = world.optimizer(model, torch.optim.AdamW)
     for step in range(2):

@@ -97,7 +97,7 @@ class Asks(Points):
 OPTIONS = [
     *("--task", "own:Points", "--train.steps", str(STEPS), "--train.batch-size", str(BATCH)),
     *("--train.micro-batch-size", "4", "--train.eval-every", "5", "--train.eval-samples", "0"),
-    *("--optim.max-grad-norm", "none", "--device", "cpu", "--comm.no-tune", "--run.dir", "run"),
+    *("--optim.max-grad-norm", "none", "--device", "cpu", "--run.dir", "run"),
 ]
 
 

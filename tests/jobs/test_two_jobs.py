@@ -23,7 +23,7 @@ LOOP = """
 import sys, time
 import mntrain, torch
 
-with mntrain.init(device="cpu", tune=False) as world:
+with mntrain.init(device="cpu") as world:
     model = torch.nn.Linear(3, 2)
     optimizer = world.optimizer(model, torch.optim.SGD, lr=0.01)
     checkpoints = world.checkpoints(sys.argv[1], model=model, optimizer=optimizer, every=1, keep=2)

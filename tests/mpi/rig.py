@@ -17,7 +17,7 @@ class Rig:
     """Collectives of a world whose ranks have an emulated device each."""
 
     def __init__(self, ranks_per_node, device):
-        self.world = mntrain.init(ranks_per_node=ranks_per_node, tune=False)
+        self.world = mntrain.init(ranks_per_node=ranks_per_node)
         self.device, self.progress = device, self.world._parts.engine
         self.late = not isinstance(device, PromptDevice)
         kernels = LateKernels(device) if self.late else Kernels()

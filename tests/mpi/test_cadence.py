@@ -190,7 +190,7 @@ def expect_order(world, sizes):
 )
 def test_weights_are_those_of_one_process_on_the_same_batches(speeds, shared_path, stage, layout):
     config = config_of(shared_path, stage=stage, norm=0.3)
-    with mntrain.init(ranks_per_node=layout, device="cpu", tune=False) as world:
+    with mntrain.init(ranks_per_node=layout, device="cpu") as world:
         trainer = train(config, world)
         sizes = expect_parity(world, trainer, config, norm=0.3)
         by_rank = expect_order(world, sizes)
@@ -215,12 +215,12 @@ def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, shared_pat
     first = config_of(shared_path, stage=1, stop_after=14)
     with only(before) as comm:
         if comm is not None:
-            with mntrain.init(comm, device="cpu", tune=False) as world:
+            with mntrain.init(comm, device="cpu") as world:
                 train(first, world)
     second = config_of(shared_path, max_anchor=3, speed=("0:0.5",))
     with only(after) as comm:
         if comm is not None:
-            with mntrain.init(comm, device="cpu", tune=False) as world:
+            with mntrain.init(comm, device="cpu") as world:
                 trainer = train(second, world)
                 sizes = expect_parity(world, trainer, second)
                 assert len(expect_order(world, sizes)[0]) == STEPS - 14
@@ -232,7 +232,7 @@ def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, shared_pat
 def test_a_job_clips_the_gradient_of_each_rank(shared_path):
     config = config_of(shared_path, stop_after=3)
     balance = replace(config.balance, max_rank_grad_norm=0.01)
-    with mntrain.init(device="cpu", tune=False) as world:
+    with mntrain.init(device="cpu") as world:
         train(replace(config, balance=balance), world)
     norms = [record["grad_norm"] for record in records_of(config)]
     assert all(0.005 < norm < 0.01 for norm in norms)  # of the mean over ranks
@@ -263,7 +263,7 @@ def only(ranks):
 )
 def test_what_has_no_cadence_is_refused_before_any_work(shared_path, changes, message):
     config = replace(config_of(shared_path), **changes)
-    with mntrain.init(device="cpu", tune=False) as world:
+    with mntrain.init(device="cpu") as world:
         refused = refusal(Trainer, world, config)
     assert message in refused
     assert not config.run.dir.exists()
@@ -282,7 +282,7 @@ class Endless(torch.utils.data.IterableDataset):
 
 
 def test_a_cadence_is_of_jobs_alone():
-    with mntrain.init(device="cpu", tune=False) as world:
+    with mntrain.init(device="cpu") as world:
         assert world.batch_counts is None
         with pytest.raises(ValueError, match="give True or False; a cadence is of training jobs"):
             world.shard([1, 2], balance="cadence")

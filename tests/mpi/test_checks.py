@@ -36,7 +36,7 @@ def comm():
 
 
 def init(**options):
-    return mntrain.init(tune=False, **options)
+    return mntrain.init(**options)
 
 
 def test_the_checks_see_every_rank(capfd):
@@ -67,7 +67,7 @@ def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
         monkeypatch.setattr(
             bootstrap, "collect", lambda **given: collect(**{**given, "host_key": LAST})
         )
-    with World(None, WorldSettings(tune=False)) as world:
+    with World(None, WorldSettings()) as world:
         found = world.findings["clocks"]
     assert found.status == "warn"
     hours = float(re.search(r"is ([\d.]+) s or more", found.text)[1])
@@ -77,7 +77,7 @@ def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
 
 def test_a_world_of_some_ranks_is_no_mismatch(capfd):
     part = COMM.Split(RANK % 2, RANK)
-    with mntrain.init(part, tune=False) as world:
+    with mntrain.init(part) as world:
         assert world.findings["world size"].status == "pass"
     part.Free()
 

@@ -335,7 +335,7 @@ def test_on_one_node_nothing_is_compressed_and_that_is_said_once(worlds, capfd):
 
 
 def test_compress_is_the_hook_of_optimizers_that_are_given_none():
-    options = {"ranks_per_node": 1, "device": "cpu", "tune": False}
+    options = {"ranks_per_node": 1, "device": "cpu"}
     with mntrain.init(compress="int8", **options) as world:
         weights, _ = train(world, None)
         assert torch.equal(weights, train_with(options, "int8"))

@@ -68,7 +68,6 @@ def train(folder, *options, comm=MPI.COMM_WORLD):
             algorithm=config.comm.algorithm,
             bucket_mb=config.comm.bucket_mb,
             ranks_per_node=config.comm.ranks_per_node,
-            tune=config.comm.tune,
         ) as world:
             code = Trainer(world, config).fit()
     meet()
@@ -93,7 +92,7 @@ def losses_alone(*options):
                 write_corpus(folder)
                 words = ["--data.path", f"{name}/corpus.txt", "--run.dir", f"{name}/run"]
                 config = parse([*words, *SMALL, *options])
-                with mntrain.init(MPI.COMM_SELF, device="cpu", tune=False) as world:
+                with mntrain.init(MPI.COMM_SELF, device="cpu") as world:
                     assert Trainer(world, config).fit() == 0
                 found = losses(folder)
         meet()

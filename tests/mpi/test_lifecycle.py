@@ -25,7 +25,7 @@ LAST = RANKS - 1
     [
         (
             {"algorithm": "no such"},
-            f"unknown algorithm 'no such': choose auto, {', '.join(algorithms.names())}",
+            f"unknown algorithm 'no such': choose {', '.join(algorithms.names())}",
         ),
         ({"ranks_per_node": 0}, "ranks per node is 0: it must be at least 1"),
         ({"ranks_per_node": -2}, "ranks per node is -2: it must be at least 1"),

@@ -19,7 +19,7 @@ RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 @pytest.fixture(scope="module")
 def group():
-    with mntrain.init(device="cpu", tune=False) as world:
+    with mntrain.init(device="cpu") as world:
         yield world.collectives
 
 

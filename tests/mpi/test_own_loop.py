@@ -53,7 +53,7 @@ def meet():
 
 @contextmanager
 def world_of(comm=COMM):
-    with mntrain.init(comm, device="cpu", tune=False) as world:
+    with mntrain.init(comm, device="cpu") as world:
         yield world
 
 

@@ -297,7 +297,7 @@ def test_a_job_without_gpus_refuses_transports_of_gpus():
         mntrain.init(device="cpu", transport="nccl")
     with pytest.raises(ValueError, match="transport 'ib' is unknown: choose auto, host, cuda-"):
         mntrain.init(device="cpu", transport="ib")
-    with mntrain.init(device="cpu", transport="host", tune=False) as world:
+    with mntrain.init(device="cpu", transport="host") as world:
         assert world.transport == ""
 
 
@@ -306,7 +306,7 @@ def test_a_rank_without_a_gpu_among_others_is_refused_on_all_ranks(monkeypatch):
     visible = ["a GPU"] if COMM.rank == 0 else []
     monkeypatch.setattr("mntrain.device.visible_gpus", lambda wanted: visible)
     with pytest.raises(mntrain.AgreedError, match="rank 1 sees no GPU, but others do"):
-        mntrain.init(tune=False)
+        mntrain.init()
 
 
 def test_the_probe_process_does_not_inherit_the_launchers_variables():

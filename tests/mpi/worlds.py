@@ -34,8 +34,8 @@ def hosts(letters):
         yield
 
 
-def make_world(algorithm="auto", layout=None, **options):
-    options = {"algorithm": algorithm, "device": "cpu", "tune": False, **options}
+def make_world(algorithm="lanes", layout=None, **options):
+    options = {"algorithm": algorithm, "device": "cpu", **options}
     if isinstance(layout, str):
         with hosts(layout):
             return mntrain.init(**options)

@@ -154,6 +154,8 @@ def test_error_states_the_value_and_what_is_allowed(argv, message):
         ("--seed 5", "did you mean --run.seed?"),
         ("--learning-rate=0.1", "did you mean --optim.lr?"),
         ("--num-workers 5", "did you mean --data.workers?"),
+        ("--comm.tune", "did you mean --comm.algorithm?"),
+        ("--comm.no-tune", "did you mean --comm.algorithm?"),
         ("--output-dir a", "did you mean --run.dir?"),
         ("--every 5", "did you mean --sync.every or --checkpoint.every?"),
         ("--quux", "python -m mntrain --help lists all"),
@@ -178,7 +180,7 @@ def test_word_without_an_option_is_refused(argv):
     assert refused(*argv) == ["mntrain: yes: no option takes it; see python -m mntrain --help"]
 
 
-@pytest.mark.parametrize("flag", ["--comm.tune", "--comm.no-tune"])
+@pytest.mark.parametrize("flag", ["--train.compile", "--train.no-compile"])
 def test_switch_refuses_a_value(flag):
     assert refused(f"{flag}=no") == [f"mntrain: argument {flag}: ignored explicit argument 'no'"]
 

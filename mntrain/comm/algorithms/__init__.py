@@ -1,10 +1,8 @@
 """The registry of collective algorithms.
 
 Each module of this package is one algorithm, and the module's name is the algorithm's name. To add
-an algorithm, add a module: configuration, benchmarks and automatic selection find it here. It
-defines
+an algorithm, add a module: configuration and benchmarks find it here. It defines
 
-    AUTO                   whether automatic selection may choose it
     HOST_ONLY              whether it needs host memory: device tensors are staged there
     make(topology, rank)   return a `collective_call.Algorithm` for a rank. Local
 """
@@ -46,15 +44,10 @@ def names() -> tuple[str, ...]:
 def check_name(name: str) -> None:
     """Raise ValueError unless there is an algorithm of this name."""
     if name not in names():
-        raise ValueError(f"unknown algorithm {name!r}: choose auto, {', '.join(names())}")
+        raise ValueError(f"unknown algorithm {name!r}: choose {', '.join(names())}")
 
 
 def load(name: str) -> ModuleType:
     """Import an algorithm's module. Raises ValueError for an unknown name."""
     check_name(name)
     return importlib.import_module(f"{__name__}.{name}")
-
-
-def candidates() -> tuple[str, ...]:
-    """Return the names of the algorithms that automatic selection may choose, sorted."""
-    return tuple(name for name in names() if load(name).AUTO)

@@ -7,7 +7,7 @@ from mntrain.comm.chunked import run_hierarchical
 from mntrain.comm.collective_call import Algorithm
 from mntrain.comm.topology import Topology
 
-AUTO, HOST_ONLY = True, False
+HOST_ONLY = False
 
 
 def plan(topology: Topology, rank: int) -> HierarchyPlan:

@@ -16,7 +16,7 @@ from mntrain.comm.topology import Topology
 from zero.collectives import Work
 from zero.kernels import sum_dtype
 
-AUTO, HOST_ONLY = False, True
+HOST_ONLY = True
 
 
 def make(topology: Topology, rank: int) -> Algorithm:

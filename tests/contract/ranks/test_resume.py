@@ -31,7 +31,7 @@ def train_one(model, optimizer, scheduler, batch):
 
 def run(comm, stage, run_dir, until):
     """Resume from the run directory, and train until a step; give the first step and the model."""
-    world = mntrain.init(comm, device="cpu", tune=False, bucket_mb=2e-4, ranks_per_node=2)
+    world = mntrain.init(comm, device="cpu", bucket_mb=2e-4, ranks_per_node=2)
     model, optimizer, scheduler = make(Here(world, stage))
     checkpoints = world.checkpoints(
         run_dir, model=model, optimizer=optimizer, scheduler=scheduler, every=2, keep=2

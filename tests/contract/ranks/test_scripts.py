@@ -64,7 +64,7 @@ def test_script(case):
         pytest.skip(f"there is no {script.needs} here")
     refused = stage in script.refused and (COMM.size > 1 or script.refused_alone)
     # Not a context manager: after a failure, pytest reports, and then the job is ended.
-    world = mntrain.init(device="cpu", tune=False, bucket_mb=2e-4, ranks_per_node=2)
+    world = mntrain.init(device="cpu", bucket_mb=2e-4, ranks_per_node=2)
     if refused:
         assert_refused(script.train, Here(world, stage), script.refused[stage])
         with suppress(AgreedError):  # of ranks that disagree, raised again

@@ -42,9 +42,7 @@ def folder():
 
 def world_on(device):
     if device == "cpu":
-        return mntrain.init(
-            device="cpu", algorithm="lanes", ranks_per_node=2, bucket_mb=SHARED, tune=False
-        )
+        return mntrain.init(device="cpu", algorithm="lanes", ranks_per_node=2, bucket_mb=SHARED)
     return make_world()
 
 

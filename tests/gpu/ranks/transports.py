@@ -21,7 +21,6 @@ def make_world(transport="host", algorithm="lanes", ranks_per_node=2, bucket_mb=
         algorithm=algorithm,
         ranks_per_node=ranks_per_node,
         bucket_mb=bucket_mb,
-        tune=False,
         **named,
     )
 

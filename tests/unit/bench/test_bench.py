@@ -379,14 +379,19 @@ def test_the_advice_names_the_fastest_algorithms_and_the_cost_of_a_step():
     rivals = [measured("lanes", 0.16777216), measured("leader", 0.17), measured("flat", 0.3)]
     rivals += [measured("MPI_Allreduce", 0.01), measured("flat", 0.001, verb="broadcast")]
     assert advice(FACTS, [measured("flat", 1e-5, 65536), *rivals]) == (
-        "At 16M, lanes and leader are the fastest algorithms of all_reduce measured here; "
-        "--comm.algorithm auto, the default, times them itself. Per step, the gradients of 100 "
-        "million fp32 parameters (400 MB) take about 4.00 s by lanes, part of which is hidden "
-        "behind backward; --comm.wire-dtype bf16 sends half the bytes between nodes, and takes "
+        "At 16M, lanes and leader are the fastest algorithms of all_reduce measured here: "
+        "--comm.algorithm lanes, the default. Per step, the gradients of 100 million fp32 "
+        "parameters (400 MB) take about 4.00 s by lanes, part of which is hidden behind backward; "
+        "--comm.wire-dtype bf16 sends half the bytes between nodes, and takes "
         "about 2.00 s, and --comm.compress int8 1.00 s; where a step computes for less than that, "
         "--sync.mode sparseloco --sync.every 20 exchanges parameters rarely instead."
     )
     assert advice(FACTS, rivals[2:]).startswith("Per step, the gradients of 100 million")
+    rivals[0] = measured("lanes", 0.2)
+    assert advice(FACTS, rivals).startswith(
+        "At 16M, leader is the fastest algorithm of all_reduce measured here: --comm.algorithm "
+        "leader. Per step,"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,10 @@ from mntrain.comm.algorithms import AlgorithmChoice
 
 
 def test_an_algorithm_that_there_is_not_is_refused():
-    words = "unknown algorithm 'ring': choose auto, flat, lanes, leader, naive"
+    words = "unknown algorithm 'ring': choose flat, lanes, leader, naive"
     for use in (algorithms.check_name, algorithms.load):
         with pytest.raises(ValueError, match=re.escape(words)):
             use("ring")
-
-
-def test_every_algorithm_but_the_oracle_is_a_candidate():
-    assert algorithms.candidates() == ("flat", "lanes", "leader")
-    assert set(algorithms.names()) - set(algorithms.candidates()) == {"naive"}
 
 
 def test_one_of_several_goes_in_fewer_and_longer_pieces():

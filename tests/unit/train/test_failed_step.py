@@ -25,7 +25,7 @@ class Waiting:
 
 @pytest.fixture
 def world():
-    with mntrain.init(device="cpu", tune=False) as made:
+    with mntrain.init(device="cpu") as made:
         yield made
 
 

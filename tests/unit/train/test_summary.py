@@ -83,7 +83,6 @@ def described(
         library=SimpleNamespace(name="MPICH 5.0.2", threads="multiple"),
         collectives=SimpleNamespace(no_shared_memory_reason=reasons[0]),
         gather=lambda value: list(reasons),
-        tuning="lanes: 1.9x flat",
         transport_line="host: by any MPI" if device == "cuda" else "",
         kernels=SimpleNamespace(why="torch: CuPy is absent"),
         device=torch.device(device),
@@ -125,7 +124,7 @@ def described(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_description_has_model_place_tuning_and_sharding(device):
+def test_description_has_model_place_and_sharding(device):
     reporter = described(device=device)
     of_gpu = ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
     assert reporter.notes == [
@@ -133,7 +132,6 @@ def test_description_has_model_place_tuning_and_sharding(device):
         "data: 3 files",
         "2 windows",
         "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)",
-        "auto: lanes: 1.9x flat",
         *(of_gpu if device == "cuda" else []),
         "zero: stage 2, by element; precision bf16-pure",
         "between nodes: LocalSGD(every=7, warmup=0)",
