@@ -5,40 +5,38 @@
     of its node                  | the other nodes           | these are
 
 The owner of a lane encodes its node's sum together with what it has not sent before
-(`zero.residual`). All nodes decode the same bytes and add in the order of nodes, in fp32 or wider,
-so all ranks have the same bits. What is sent depends on lanes alone, so the stages agree.
+(`zero.residual`), and receives the codes of all other nodes. All nodes decode the same bytes and
+add in the order of nodes, in fp32 or wider, so all ranks have the same bits. What is sent depends
+on lanes alone, so the stages agree.
 
 A NaN or an infinity makes the gradients of at least its own parameter not finite, on every node.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.codes import aligned
+from zero.codes import Code, aligned
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import ChainedWork, CommHook, ReducibleBucket
+from zero.kernels import sum_dtype
 from zero.layout import Bucket
 from zero.node_levels import NodeLevels
 from zero.residual import Residual
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the sums of gradients are encoded and added."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 class BetweenNodesHook(CommHook):
-    """Base class of hooks that compress between nodes. An instance serves one optimizer.
+    """Base class of hooks that send codes between nodes. An instance serves one optimizer.
 
+    With M nodes, the owner of a lane receives M - 1 codes. An all-reduce without compression sends
+    2 (M - 1) / M times the lane, and a reduce-scatter half of it, so these hooks are for few nodes.
     On a single node, and for complex gradients, sums travel as they are.
     """
 
     between_nodes = True
-    collectives_per_lane = 1  # that `_exchange` starts
+    code: Code  # of the sums, in fp32 or fp64
 
     def __init__(self) -> None:
         self._residuals: dict[int, Residual] = {}  # by bucket
@@ -53,12 +51,19 @@ class BetweenNodesHook(CommHook):
         return ChainedWork(self._steps(bucket, levels))
 
     def note(self, nodes: int, *, sharded: bool) -> str:
-        """Say where nothing is compressed."""
-        if nodes > 1:
+        """Say where nothing is compressed, or codes take more bytes than the sums."""
+        name, sample = type(self).__name__, 1 << 20
+        if nodes == 1:
+            return (
+                f"all ranks are on one node, and {name} compresses between nodes: gradients travel "
+                "as they are"
+            )
+        plain = sample * torch.float32.itemsize * (1 if sharded else 2) / nodes
+        if (coded := self.code.nbytes(sample)) < plain:
             return ""
         return (
-            f"all ranks are on one node, and {type(self).__name__} compresses between nodes: "
-            "gradients travel as they are"
+            f"{name} sends {coded / plain:.2g} times the bytes of fp32 gradients between {nodes} "
+            "nodes, since each receives the codes of all others: it is for fewer nodes"
         )
 
     def end_reduction(self, divisor: float) -> None:
@@ -112,7 +117,7 @@ class BetweenNodesHook(CommHook):
         if start < stop:
             yield from self._exchange(bucket, gradients[start:stop], cross)
         else:  # so that chains keep in step with those of the node's other ranks
-            yield from repeat(CompletedWork(), self.collectives_per_lane)
+            yield CompletedWork()
         if not bucket.sharded:
             yield node.all_gather(gradients, bounds)
         elif node.size > levels.lanes:
@@ -121,8 +126,19 @@ class BetweenNodesHook(CommHook):
     def _exchange(
         self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
     ) -> Iterator[Work]:
-        """Replace a lane of the node's sums by the sum over nodes: collectives, one by one."""
-        raise NotImplementedError
+        """Replace a lane of the node's sums by the sum over nodes."""
+        sums = self._residual(bucket, lane).add(lane, bucket.multiplier)
+        nbytes = aligned(self.code.nbytes(len(sums)))
+        codes = torch.zeros(cross.size * nbytes, dtype=torch.uint8, device=lane.device)
+        by_node = [codes[slot * nbytes :][:nbytes] for slot in map(cross.slot, range(cross.size))]
+        self.code.encode(sums, by_node[cross.rank])
+        yield cross.all_gather(codes, [slot * nbytes for slot in range(cross.size + 1)])
+        total = lane if lane.dtype == sums.dtype else torch.empty_like(sums)
+        total.zero_()
+        for code in by_node:
+            self.code.decode(code, total)
+        if total is not lane:
+            lane.copy_(total)
 
     def _residual(self, bucket: ReducibleBucket, lane: Tensor) -> Residual:
         residual = self._residuals.get(bucket.index)
@@ -151,57 +167,3 @@ class BetweenNodesHook(CommHook):
         for lane, (low, high) in enumerate(ranges):
             if low <= start and stop <= high:
                 bucket.shard.copy_(packed[bounds[lane] + start - low :][: stop - start])
-
-
-class GatheredHook(BetweenNodesHook):
-    """Base class of hooks whose nodes exchange codes of their sums, which each of them decodes.
-
-    Every owner of a lane receives the codes of all other nodes: with M nodes, M - 1 times
-    `code_bytes`. An all-reduce without compression sends 2 (M - 1) / M times the lane, and a
-    reduce-scatter half of it, so these hooks are for few nodes.
-    """
-
-    def note(self, nodes: int, *, sharded: bool) -> str:
-        """Say also where codes take more bytes than the sums."""
-        sample = 1 << 20
-        plain = sample * torch.float32.itemsize * (1 if sharded else 2) / nodes
-        code = self.code_bytes(sample, torch.float32)
-        if nodes > 1 and code >= plain:
-            return (
-                f"{type(self).__name__} sends {code / plain:.2g} times the bytes of fp32 gradients "
-                f"between {nodes} nodes, since each receives the codes of all others: it is for "
-                "fewer nodes"
-            )
-        return super().note(nodes, sharded=sharded)
-
-    def code_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the code of so many sums in `dtype`, fp32 or fp64."""
-        raise NotImplementedError
-
-    def encode(self, sums: Tensor, code: Tensor) -> None:
-        """Write the code of flat sums, and subtract from them what it decodes to.
-
-        `code` has `code_bytes` elements of uint8. Sums that are not finite give a code that is
-        decoded to some that are not.
-        """
-        raise NotImplementedError
-
-    def decode(self, code: Tensor, total: Tensor) -> None:
-        """Add what a code stands for to flat sums."""
-        raise NotImplementedError
-
-    def _exchange(
-        self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
-    ) -> Iterator[Work]:
-        sums = self._residual(bucket, lane).add(lane, bucket.multiplier)
-        nbytes = aligned(self.code_bytes(len(sums), sums.dtype))
-        codes = torch.zeros(cross.size * nbytes, dtype=torch.uint8, device=lane.device)
-        by_node = [codes[slot * nbytes :][:nbytes] for slot in map(cross.slot, range(cross.size))]
-        self.encode(sums, by_node[cross.rank])
-        yield cross.all_gather(codes, [slot * nbytes for slot in range(cross.size + 1)])
-        total = lane if lane.dtype == sums.dtype else torch.empty_like(sums)
-        total.zero_()
-        for code in by_node:
-            self.decode(code, total)
-        if total is not lane:
-            lane.copy_(total)

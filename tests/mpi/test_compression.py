@@ -17,6 +17,7 @@ import mntrain
 from mntrain import checkpoint
 from mntrain.groups import make_node_levels
 from zero import NonFiniteGradientError, precision
+from zero.codes import BlockCode
 from zero.comm_hooks import ReducibleBucket
 from zero.comm_hooks.int8 import Int8Hook
 from zero.layout import ParameterSpec, plan_buckets
@@ -28,6 +29,7 @@ LAYOUTS = [1, *([2] if RANKS > 2 else []), *DEALT]
 UNEQUAL = {2: 1, 3: "abb", 4: "abbb"}.get(RANKS, 2)
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 SGD = {"lr": 0.1, "momentum": 0.9}
+CODE = BlockCode(8)
 _numbers = itertools.count()
 
 
@@ -67,12 +69,12 @@ def everyone(numel, dtype=torch.float32, seed=0):
     return torch.randn(RANKS, numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def coded(hook, sums):
-    code = torch.zeros(hook.code_bytes(len(sums), sums.dtype), dtype=torch.uint8)
+def coded(sums):
+    code = torch.zeros(CODE.nbytes(len(sums)), dtype=torch.uint8)
     total = torch.zeros_like(sums)
     if len(sums):
-        hook.encode(sums, code)
-        hook.decode(code, total)
+        CODE.encode(sums, code)
+        CODE.decode(code, total)
     return total
 
 
@@ -82,7 +84,7 @@ def test_nodes_sums_are_coded_and_added_in_order(worlds, layout, sharded):
     world = worlds(layout=layout)
     cases = [(1, torch.float32), (1003, torch.float32), (777, torch.float64), (900, torch.bfloat16)]
     for numel, dtype in cases:
-        seam, plain = Seam(world, Int8Hook(), numel, dtype, sharded=sharded), Int8Hook()
+        seam = Seam(world, Int8Hook(), numel, dtype, sharded=sharded)
         wide = torch.promote_types(dtype, torch.float32)
         left = torch.zeros(len(world.topology.nodes), numel, dtype=wide)
         for step in range(3):
@@ -92,7 +94,7 @@ def test_nodes_sums_are_coded_and_added_in_order(worlds, layout, sharded):
             for node, ranks in enumerate(world.topology.nodes):
                 left[node] += in_order([given[rank] for rank in ranks]).to(wide)
                 for low, high in seam.lanes():
-                    expected[low:high] += coded(plain, left[node, low:high])
+                    expected[low:high] += coded(left[node, low:high])
             mine = slice(*seam.layout.shard(world.collectives.slot(RANK)))
             expected = expected.to(dtype)[mine] if sharded else expected.to(dtype)
             assert torch.equal(bits(found.clone()), bits(expected)), (numel, dtype, step)
@@ -103,8 +105,7 @@ def test_nodes_sums_are_coded_and_added_in_order(worlds, layout, sharded):
 def test_the_bytes_between_nodes_are_those_of_the_codes(worlds, layout, sharded):
     world, numel = worlds(layout=layout), 9001
     others = len(world.topology.nodes) - 1
-    hook = Int8Hook()
-    seam = Seam(world, hook, numel, sharded=sharded)
+    seam = Seam(world, Int8Hook(), numel, sharded=sharded)
     before = [used.cross_bytes for used in world.usage()]
     seam.reduce(torch.ones(numel))
     after = [used.cross_bytes for used in world.usage()]
@@ -112,7 +113,7 @@ def test_the_bytes_between_nodes_are_those_of_the_codes(worlds, layout, sharded)
     expected = []
     for rank in range(RANKS):
         lane = world.topology.local_rank(rank)
-        nbytes = hook.code_bytes(lengths[lane], torch.float32) if lane < len(lengths) else 0
+        nbytes = CODE.nbytes(lengths[lane]) if lane < len(lengths) else 0
         expected.append(others * (nbytes + -nbytes % 8))
     assert [b - a for a, b in zip(before, after, strict=True)] == expected
 

@@ -9,32 +9,17 @@ ICLR 2022, arXiv 2110.02861; of the residuals: Seide et al., "1-Bit Stochastic G
 its Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
-import torch
-from torch import Tensor
-
-from zero.between_nodes import GatheredHook
+from zero.between_nodes import BetweenNodesHook
 from zero.codes import BlockCode
 
 
-class Int8Hook(GatheredHook):
+class Int8Hook(BetweenNodesHook):
     """Exchanges node sums as 8-bit integers with a scale for each block, with error feedback.
 
     A block with a NaN or an infinity is decoded to NaN. So are fp64 sums beyond the range of fp32.
     """
 
-    _code = BlockCode(8)
-
-    def code_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return a byte for each element and four for each block."""
-        return self._code.nbytes(numel)
-
-    def encode(self, sums: Tensor, code: Tensor) -> None:
-        """Write scales, then integers, and leave in `sums` what is rounded off."""
-        self._code.encode(sums, code)
-
-    def decode(self, code: Tensor, total: Tensor) -> None:
-        """Add integers times their scales."""
-        self._code.decode(code, total)
+    code = BlockCode(8)
 
 
 HOOKS = {"int8": Int8Hook}

@@ -1,21 +1,16 @@
-"""Codes of sums between nodes, and what is left of them, against plain numpy."""
+"""Residuals, and hooks between nodes, without communication."""
 
 import itertools
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from zero.codes import RUN
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.int8 import Int8Hook
 from zero.node_levels import NodeLevels
 from zero.residual import Residual
-
-SIZES = [1, 2, 255, 256, 257, 1003, RUN + 300]
-DTYPES = [torch.float32, torch.float64]
 
 
 def sums_of(numel, dtype=torch.float32, seed=0):
@@ -23,53 +18,6 @@ def sums_of(numel, dtype=torch.float32, seed=0):
     exponents = torch.randint(-20, 12, (numel,), generator=generator)
     digits = torch.randn(numel, generator=generator, dtype=torch.float64)
     return (digits * 2.0 ** exponents.double()).to(dtype)
-
-
-def sent(hook, sums):
-    """What one node's code of flat sums decodes to, and what is left."""
-    code = torch.zeros(hook.code_bytes(len(sums), sums.dtype), dtype=torch.uint8)
-    left, total = sums.clone(), torch.zeros_like(sums)
-    hook.encode(left, code)
-    hook.decode(code, total)
-    return total, left
-
-
-def in_8_bits(sums):
-    parts = []
-    for start in range(0, len(sums), 256):
-        block = sums[start : start + 256]
-        scale = np.float32(np.abs(block).max() / block.dtype.type(127)).astype(block.dtype)
-        parts.append(np.rint(block / (scale or 1)).clip(-127, 127) * scale)
-    return np.concatenate(parts)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", SIZES)
-def test_codes_stand_for_what_numpy_rounds(numel, dtype):
-    sums = sums_of(numel, dtype)
-    total, left = sent(Int8Hook(), sums)
-    assert np.array_equal(total.numpy(), in_8_bits(sums.numpy()))
-    torch.testing.assert_close(total + left, sums, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-45, 3e-44, 3e38])
-def test_zeros_and_the_ends_of_the_range_are_sent_or_left(value):
-    sums = torch.full((300,), value)
-    total, left = sent(Int8Hook(), sums)
-    assert torch.equal(total + left, sums)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 299, 999])
-def test_what_is_not_finite_arrives_so(value, place):
-    sums = sums_of(1000)
-    sums[place] = value
-    total, _ = sent(Int8Hook(), sums)
-    assert not total.isfinite().all()
-
-
-def test_codes_have_the_bytes_that_are_documented():
-    assert Int8Hook().code_bytes(2560, torch.float32) == 2560 + 40
 
 
 # Residuals.
