@@ -15,7 +15,6 @@ from mntrain.comm import algorithms, small_messages
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.buffers import BufferPool
 from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext, Verb
-from mntrain.comm.collective_work import CollectiveWork
 from mntrain.comm.device_copy import DeviceCopy
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
@@ -59,6 +58,38 @@ class Devices:
     copier: DeviceCopy
     kernels: Kernels
     slot_bytes: int = SLOT_BYTES
+
+
+class CollectiveWork:
+    """The work of one call: its collectives on the engine, and their last part on the device.
+
+    `others` are works that do not use the engine.
+    """
+
+    def __init__(
+        self,
+        engine: ProgressEngine,
+        futures: Sequence[Future[Work]] = (),
+        others: Sequence[Work] = (),
+    ) -> None:
+        self._engine, self._futures, self._last_parts = engine, futures, others
+
+    def done(self) -> bool:
+        """Return whether the collectives have finished, and let them progress; see `Work.done`."""
+        self._engine.check_open()
+        pending = [future for future in self._futures if not future.done]
+        if pending:
+            self._engine.progress(pending)
+        return not pending and all(work.done() for work in self._last_parts)
+
+    def wait(self) -> None:
+        """Return when the result may be used; see `Work.wait`."""
+        with self._engine.waits.waiting():
+            if self._futures:
+                self._last_parts = [future.wait() for future in self._futures]
+                self._futures = ()  # they hold the tensor
+            for work in self._last_parts:
+                work.wait()
 
 
 class WorldCollectives:

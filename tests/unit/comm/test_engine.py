@@ -9,7 +9,7 @@ from itertools import cycle
 import pytest
 
 from mntrain.comm.backoff import WaitPolicy, pause
-from mntrain.comm.collective_work import CollectiveWork
+from mntrain.comm.collectives import CollectiveWork
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
 
