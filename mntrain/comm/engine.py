@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mntrain.comm.backoff import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
+from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.pending import Future, Operation, PendingCollective, Steps, steps_of
 from mntrain.comm.stream import Stream
@@ -48,19 +49,6 @@ class WakeEvent:
         self._unset.acquire(blocking=False)
 
 
-class Watch(Protocol):
-    """A comparison of what the ranks call, while nothing moves."""
-
-    def look(self, waits_in: str) -> Exception | None:
-        """Return the error if ranks disagree.
-
-        `waits_in` is the stream for which this rank waits and does nothing else; "" otherwise.
-        """
-
-    def close(self, ticket: Ticket) -> Steps[None]:
-        """Wait for all ranks, then end the comparison. Collective."""
-
-
 class ProgressEngine:
     """Runs the collectives of a world, on its own thread or on a thread that waits for one.
 
@@ -73,7 +61,7 @@ class ProgressEngine:
     def __init__(self) -> None:
         self.main = Stream("the world")
         self.streams = [self.main]
-        self.watch: Watch | None = None
+        self.watch: DisagreementWatch | None = None
         self._backoff = Backoff()
         self._closed: Exception | None = None  # why nothing more is accepted
         self._abandoned = False
