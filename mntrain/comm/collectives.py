@@ -99,9 +99,10 @@ class WorldCollectives:
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
     Construction is collective over the world, on the engine's thread; `node` is the communicator of
     this rank's node. `devices` is given by all ranks or by none. `stream` is by default the
-    engine's main one, and shared memory that of `shares` if given. All ranks give the same options:
+    engine's main one, and shared memory that of `shares` if given. All ranks give the same options,
+    the last two to `replace` only:
 
-        choice                 the algorithm (default: lanes)
+        choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
                                by `node_first`, the collectives of transport nccl
         label                  what the calls are for, in messages about ranks that disagree
@@ -116,18 +117,16 @@ class WorldCollectives:
         engine: ProgressEngine,
         devices: Devices | None = None,
         *,
+        choice: AlgorithmChoice,
         stream: Stream | None = None,
-        choice: AlgorithmChoice | None = None,
         transport: Transport = "host",
         node_first: NodeFirstCollectives | None = None,
-        small_message_bytes: int | None = None,
         shares: "WorldCollectives | None" = None,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.choice = choice or AlgorithmChoice("lanes")
-        self.label, self.transport, self.node_first = "", transport, node_first
-        given = small_message_bytes
-        self.small_message_bytes = SMALL_MESSAGE_BYTES if given is None else given
+        self.choice, self.label = choice, ""
+        self.transport, self.node_first = transport, node_first
+        self.small_message_bytes = SMALL_MESSAGE_BYTES
         self._node = node
         self._memory: NodeSharedMemory = shares._memory if shares else NodeSharedMemory(node)
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far

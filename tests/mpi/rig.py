@@ -5,6 +5,7 @@ import torch
 from devices import GlooGroup, LateGlooGroup, LateKernels, PromptDevice
 
 import mntrain
+from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import Devices, WorldCollectives
 from mntrain.comm.transport import TransportContext, TransportError, select_transport
 from zero.kernels import Kernels
@@ -25,7 +26,12 @@ class Rig:
         self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
-                self.comm, self.world._parts.node, self.world.topology, self.progress, self.devices
+                self.comm,
+                self.world._parts.node,
+                self.world.topology,
+                self.progress,
+                self.devices,
+                choice=AlgorithmChoice("lanes"),
             )
         )
         self.selected = []
