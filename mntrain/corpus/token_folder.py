@@ -43,7 +43,6 @@ MANIFEST_FILE = "manifest.json"
 TOKENS_FILE = "tokens.bin"
 _FILES = {MANIFEST_FILE, TOKENS_FILE, TOKENIZER_FILE, SETTINGS_FILE}
 _FORMAT: Literal["mntrain tokens 1"] = "mntrain tokens 1"
-_BUFFER = 1 << 20  # tokens that are written at once
 _STALE_S = 10.0  # age after which an unlocked folder was left by a process that is gone
 
 Count = Annotated[int, Field(ge=0)]
