@@ -106,8 +106,8 @@ def main() -> None:
     config = Config(data=DataConfig(path=options.data))
     shape, train = config.model, config.train
     task = LanguageModel(config)
-    valid = spread(task.dataset("valid"), options.eval_samples)
-    valid = [valid[index] for index in range(len(valid))]
+    valid = task.dataset("valid")
+    valid = [valid[index] for index in spread(len(valid), options.eval_samples)]
     tokens = open_training_tokens(options.data, config.data.glob, "bytes", "text").tokens
     # Up to the first validation window.
     text = torch.from_numpy(tokens.read(0, len(task.dataset("train")) * shape.context))

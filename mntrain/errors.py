@@ -17,12 +17,11 @@ from typing import Any, NoReturn, Protocol
 from mntrain.checks.finding import naming
 from mntrain.checks.process_group import advise
 from mntrain.comm import mpi
+from mntrain.data.phase_notes import BATCH_OF_ONE
 from zero.norms import NonFiniteGradientError
 
 OWN_THREAD = "mntrain "  # beginning of the names of this package's threads
 REMOTE_ABORT_S = 10.0  # until a rank aborts the job, which the one that failed should have aborted
-# The beginning of torch's error in the BatchNorm of a single sample.
-BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _MAX_TRACEBACK, _MAX_MESSAGE = 20_000, 4_000  # characters that other ranks get
 
 

@@ -90,8 +90,11 @@ def validation_loss(
     own = {name: value.clone() for name, value in model.state_dict().items()}
     if options.peer in (POST_LOCAL, TORCHFT):
         average(model)
-    valid = spread(task.dataset("valid"), options.eval_samples)
-    losses = [task.loss(model, batch) for batch in validation_batches(valid, loading(task, comm))]
+    valid = task.dataset("valid")
+    batches = validation_batches(
+        valid, spread(len(valid), options.eval_samples), loading(task, comm)
+    )
+    losses = [task.loss(model, batch) for _, batch in batches]
     total = sum(loss.mean.item() * loss.count for loss in losses)
     model.load_state_dict(own)
     return comm.allreduce(total) / comm.allreduce(sum(loss.count for loss in losses))

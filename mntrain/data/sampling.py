@@ -15,16 +15,19 @@ Nothing in this module communicates.
 """
 
 import signal
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from mntrain.data.permutation import permuted
+from mntrain.data.phase_notes import name_samples, noted
 from mntrain.data.randomness import SeededDraws, mixed_seed, seed_all
 from mntrain.data.shares import BatchNumber
 from zero.layout import split
@@ -79,7 +82,7 @@ class SamplingPlan:
     samples: int  # of the dataset
     batch_size: int  # samples of a global batch, that of all ranks together
     seed: int  # of the permutations
-    shuffle: bool = True  # False: the dataset's order in every epoch
+    order: Sequence[int] | None = None  # of the samples in every epoch; None: shuffled
     drop_last: bool = False
     origin: Position = BEGIN
     shares: BatchParts | None = None  # None: equal
@@ -143,8 +146,8 @@ class SamplingPlan:
 
     def _samples(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the samples at [start, stop) of an epoch's order."""
-        if not self.shuffle:
-            return torch.arange(start, stop)
+        if self.order is not None:
+            return torch.tensor(self.order[start:stop], dtype=torch.int64)
         return torch.from_numpy(permuted(start, stop, self.samples, self.seed, epoch))
 
     def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
@@ -177,35 +180,47 @@ class LoaderOptions:
     workers: int = 0  # loader processes of this rank; 0: the rank itself loads
     start_method: str = "spawn"  # of the workers: "fork", "forkserver" or "spawn"
     collate: Callable[[list[Any]], Any] | None = None  # None: torch's `default_collate`
+    data: str = "training data"  # the name of the data in errors
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset whose random draws for a sample depend only on the seed, the step and the sample.
+    """Collated micro-batches of a dataset, by lists of (step, sample).
 
-    Its keys are (step, sample). Augmentation is the same with any workers, on any ranks and in a
-    resumed job. This covers the default generators of torch, Python and numpy, which are restored
-    after each micro-batch. A dataset with a `__getitems__` of its own, which fetches many samples
-    at once, is seeded once per micro-batch: its draws depend on the number of ranks.
+    Random draws for a sample depend only on the seed, the step and the sample: augmentation is the
+    same with any workers, on any ranks and in a resumed job. This covers the default generators of
+    torch, Python and numpy, which are restored after each micro-batch. A dataset with a
+    `__getitems__` of its own, which fetches many samples at once, is seeded once per micro-batch:
+    its draws depend on the number of ranks. An exception gets a note of the samples.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, options: LoaderOptions) -> None:
         self._dataset, self._seed = dataset, seed
+        self._rank, self._data = options.rank, options.data
+        self._collate = options.collate or default_collate
         # Subset has one that only calls the dataset's.
         self._fetch = (
             None if isinstance(dataset, Subset) else getattr(dataset, "__getitems__", None)
         )
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
-        """Return the samples of a micro-batch."""
-        step_seed = mixed_seed(self._seed, keys[0][0])
-        with SeededDraws(step_seed + keys[0][1]):
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+        """Return a micro-batch."""
+        step_seed, samples = mixed_seed(self._seed, keys[0][0]), [sample for _, sample in keys]
+        with SeededDraws(step_seed + samples[0]):
             if self._fetch is not None:
-                return list(self._fetch([sample for _, sample in keys]))
-            return [self._sample(step_seed, sample) for _, sample in keys]
+                with self._noted("loading", samples):
+                    loaded = list(self._fetch(samples))
+            else:
+                loaded = [self._sample(step_seed, sample) for sample in samples]
+        with self._noted("collating", samples):
+            return self._collate(loaded)
 
     def _sample(self, step_seed: int, sample: int) -> Any:
         seed_all(step_seed + sample)
-        return self._dataset[sample]
+        with self._noted("loading", [sample]):
+            return self._dataset[sample]
+
+    def _noted(self, phase: str, samples: list[int]) -> AbstractContextManager[None]:
+        return noted(self._rank, phase, partial(name_samples, samples, self._data))
 
 
 def batches(
@@ -224,11 +239,11 @@ def batches(
         for samples in plan.micro_batches(step, *shape)
     )
     loader = DataLoader(
-        SeededDataset(dataset, plan.seed),
+        SeededDataset(dataset, plan.seed, options),
         batch_sampler=keys,
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
-        collate_fn=options.collate,
+        collate_fn=_as_it_is,
         worker_init_fn=ignore_signals,
         generator=torch.Generator().manual_seed(mixed_seed(plan.seed, steps.start, options.rank)),
     )
@@ -237,21 +252,29 @@ def batches(
     return ([next(loaded) for _ in range(count)] for count in counts)
 
 
-def validation_batches(dataset: Dataset[Any], options: LoaderOptions) -> Iterator[Any]:
-    """Yield this rank's collated micro-batches of one pass over a dataset, in its order. Local.
+def validation_batches(
+    dataset: Dataset[Any], samples: Sequence[int], options: LoaderOptions
+) -> Iterator[tuple[list[int], Any]]:
+    """Yield the samples of each of this rank's micro-batches, and the micro-batch. Local.
 
-    Every sample goes to one rank. Ranks may get unequal numbers of micro-batches, or none.
+    Together these are one pass over some samples of a dataset, in their order. Every sample goes to
+    one rank. Ranks may get unequal numbers of micro-batches, or none.
     """
-    samples = len(cast(Sized, dataset))
-    plan = SamplingPlan(samples, options.size * options.micro_batch_size, seed=0, shuffle=False)
-    for micro_batches in batches(dataset, plan, options, range(plan.steps_per_epoch)):
-        yield from micro_batches
+    most = options.micro_batch_size
+    plan = SamplingPlan(len(samples), options.size * most, seed=0, order=samples)
+    steps = range(plan.steps_per_epoch)
+    for step, micro_batches in zip(steps, batches(dataset, plan, options, steps), strict=True):
+        own = plan.micro_batches(step, options.rank, options.size, most)
+        yield from zip(own, micro_batches, strict=True)
 
 
-def spread(dataset: Dataset[Any], samples: int) -> Dataset[Any]:
-    """Return a subset of at most `samples`, evenly spread over the dataset; for 0 all of it."""
-    total = len(cast(Sized, dataset))
-    return Subset(dataset, split(total, samples)[:-1]) if 0 < samples < total else dataset
+def spread(total: int, samples: int) -> Sequence[int]:
+    """Return at most `samples` of so many, evenly spread; for 0 all of them."""
+    return split(total, samples)[:-1] if 0 < samples < total else range(total)
+
+
+def _as_it_is(micro_batch: Any) -> Any:
+    return micro_batch
 
 
 def ignore_signals(worker: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from mntrain.data.phase_notes import noted
 from mntrain.data.randomness import mixed_seed
 from mntrain.data.sampling import LoaderOptions, ignore_signals
 from mntrain.data.source import Pass, ShardContext
@@ -14,14 +15,16 @@ from zero.layout import split
 
 
 class _MicroBatches:
-    """Collates samples into the fewest micro-batches of at most `most`. Picklable."""
+    """Collates samples into the fewest micro-batches. Picklable."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], most: int) -> None:
-        self._collate, self._most = collate, most
+    def __init__(self, options: LoaderOptions) -> None:
+        self._collate = options.collate or default_collate
+        self._most, self._rank = options.micro_batch_size, options.rank
 
     def __call__(self, samples: list[Any]) -> list[Any]:
         bounds = split(len(samples), -(-len(samples) // self._most))
-        return [self._collate(samples[low:high]) for low, high in pairwise(bounds)]
+        with noted(self._rank, f"collating {len(samples)} samples of the training stream"):
+            return [self._collate(samples[low:high]) for low, high in pairwise(bounds)]
 
 
 class _Place(NamedTuple):
@@ -58,7 +61,7 @@ class StreamBatches:
             num_workers=options.workers,
             multiprocessing_context=options.start_method if options.workers else None,
             persistent_workers=options.workers > 0,  # over the epochs
-            collate_fn=_MicroBatches(options.collate or default_collate, options.micro_batch_size),
+            collate_fn=_MicroBatches(options),
             worker_init_fn=ignore_signals,
         )
         context = ShardContext(
@@ -81,7 +84,8 @@ class StreamBatches:
         """
         places = self._parts()
         for step in steps:
-            micro_batches, place = next(places)
+            with noted(self._rank, f"reading the training stream in step {step}"):
+                micro_batches, place = next(places)
             self._places = {step - 1: self._places.get(step - 1, self._begin), step: place}
             yield micro_batches
 

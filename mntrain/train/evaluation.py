@@ -1,5 +1,6 @@
 """Evaluations of a job: on which metric they are judged, and when they end the run."""
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ import torch
 from mntrain.metrics.registry import StepRecord
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.train.consensus import GlobalMeans
-from mntrain.train.trial import copy_task
 
 EVAL_LOSS = "eval_loss"
 
@@ -108,8 +108,8 @@ def _trial_metrics(task: Task, loss: Loss) -> dict[str, float]:
         for name, metric in given.items()
         if not isinstance(metric, Mean) or metric.count
     }
-    derived = copy_task(task).derive(1.0, ones)
-    return {**derived, **copy_task(task).derive(float(loss.mean), values)}
+    tried = copy.copy(task)
+    return {**tried.derive(1.0, ones), **tried.derive(float(loss.mean), values)}
 
 
 class EarlyStopping:

@@ -16,17 +16,10 @@ from typing import NoReturn, Protocol
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
-from mntrain.errors import BATCH_OF_ONE, AgreedError, RemoteRankError, TrainingStoppedError
+from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.world import World
 from zero.norms import NonFiniteGradientError
 
-# What to do about errors of torch, by their beginnings.
-_HINTS = {
-    BATCH_OF_ONE: "BatchNorm needs at least two samples "
-    "in a micro-batch, and this one has a single one. If it is of an epoch's last batch, which may "
-    "be smaller, give --data.drop-last to leave that out; else give a larger --train.batch-size "
-    "or --train.micro-batch-size",
-}
 _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
 
 
@@ -70,8 +63,7 @@ class FailedStep:
     def caught(self) -> Iterator[None]:
         """Keep an exception of the block, and do what ends the block on all ranks. Collective.
 
-        If an option can help, the exception gets a note that names it. Errors that all ranks know
-        of are raised.
+        Errors that all ranks know of are raised.
         """
         try:
             yield
@@ -79,9 +71,6 @@ class FailedStep:
             raise
         except Exception as error:
             self._error = error
-            for beginning, hint in _HINTS.items():
-                if str(error).startswith(beginning):
-                    error.add_note(f"mntrain: rank {self._world.rank}: {hint}")
             with self._told_if_late(error):
                 try:
                     for part in self._communicating:

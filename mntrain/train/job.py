@@ -33,9 +33,8 @@ from mntrain.train.hardware import Speeds, matrix_flops
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
-from mntrain.train.sample_check import check_validation, try_training
+from mntrain.train.sample_check import check_validation
 from mntrain.train.task_comparison import compare_task, find_random
-from mntrain.train.trial import Trial
 from mntrain.world import World
 from zero.layout import split
 
@@ -140,29 +139,8 @@ class TrainingJob:
         else:
             self._load_initial_weights(world, config)
 
-    def _trial(self, config: Config) -> Trial:
-        """Return what tries the first step of the job. Local."""
-        return Trial(
-            self.task,
-            config.task,
-            self.model,
-            self.data,
-            self.done,
-            self.precision.parameters,
-            self.precision.autocast,
-            config.train.recompute,
-        )
-
     def _make_optimizer(self, world: World, config: Config) -> None:
-        """Make the optimizer, which compares the models; try the data. Collective.
-
-        Training is tried before the optimizer puts its hooks into the model, which is copied. That
-        it fails is said after the models are compared: models that differ may be the reason.
-        """
-        hosts = [place.host for place in world.places]
-        with world.agreement():
-            ranks = hosts.count(hosts[world.rank])
-            failure = try_training(self._trial(config), world.device, ranks)
+        """Make the optimizer, which compares the models; try the validation data. Collective."""
         self.optimizer = world.optimizer(
             self.model,
             self.choice.kind,
@@ -189,8 +167,6 @@ class TrainingJob:
                 autocast=self.precision.autocast,
             )
             self.best.check_trial(self.task, losses)
-            if failure:
-                raise ValueError(failure)
 
     def _load_initial_weights(self, world: World, config: Config) -> None:
         """Load the weights of --init.from on the master. Collective; its optimizer spreads them."""

@@ -1,6 +1,7 @@
 """The samples of a job: those of each step, and those of its evaluations."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset
@@ -11,6 +12,7 @@ from mntrain.config import Config
 from mntrain.data import sampling
 from mntrain.data.cadence import Cadence
 from mntrain.data.cadence_sampling import CadenceSampling
+from mntrain.data.phase_notes import name_samples
 from mntrain.data.sample_digest import detached
 from mntrain.data.stream_batches import StreamBatches
 from mntrain.train.division import (
@@ -39,7 +41,7 @@ class JobData:
         train = task.dataset("train")
         self.stream: StreamBatches | None = None
         self.datasets: dict[str, Dataset[Any]] = {}  # whose samples are compared
-        self._valid: dict[str, Dataset[Any]] = {}  # by name; "" is the name of an only one
+        self._valid: dict[str, tuple[Dataset[Any], Sequence[int]]] = {}  # with the samples used
         self._add_validation_sets(task, config)
         self._options = sampling.LoaderOptions(
             rank=world.rank,
@@ -101,7 +103,8 @@ class JobData:
         for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
             label = f"validation {name}".strip()
             if given is not None and len(cast(Sized, sized := _sized(given, label, config.task))):
-                self._valid[name] = sampling.spread(sized, config.train.eval_samples)
+                chosen = sampling.spread(len(cast(Sized, sized)), config.train.eval_samples)
+                self._valid[name] = sized, chosen
                 self.datasets[label] = sized
 
     @property
@@ -122,36 +125,32 @@ class JobData:
         """The names of the validation sets that have samples; of an only one it is empty."""
         return list(self._valid)
 
-    def validation_batches(self, name: str) -> Iterator[Any]:
-        """Yield this rank's micro-batches of a validation set."""
-        return sampling.validation_batches(self._valid[name], self._options)
+    def name_micro_batch(self, step: int, number: int) -> str:
+        """Return the name in errors of one of this rank's micro-batches in a step, 0 for the first.
+
+        Steps are counted from 1.
+        """
+        if self.stream:
+            return f"micro-batch {number + 1} of the training stream"
+        options = self._options
+        shape = options.rank, options.size, options.micro_batch_size
+        return name_samples(self._plan.micro_batches(step - 1, *shape)[number], options.data)
+
+    def validation_batches(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Yield this rank's micro-batches of a validation set, each with its name in errors."""
+        data = f"validation data {name}".strip()
+        options = replace(self._options, data=data)
+        for samples, batch in sampling.validation_batches(*self._valid[name], options):
+            yield name_samples(samples, data), batch
 
     def first_validation_samples(self, name: str) -> list[Any]:
         """Return the samples of one micro-batch of a validation set, the same on all ranks.
 
         They are drawn from a copy: files that the dataset opens in workers stay closed here.
         """
-        copied = detached(self._valid[name])
-        count = min(self._options.micro_batch_size, len(cast(Sized, copied)))
-        return [copied[index] for index in range(count)]
-
-    def first_micro_batch(self, done: int) -> tuple[int, list[Any]]:
-        """Return this rank's number of micro-batches in the step after `done`, and one's samples.
-
-        These are of the first one, and none if the rank's share is empty. They are drawn as in
-        training, from a copy of the dataset; the default random generators stay as they are. Raises
-        ValueError for a stream, which cannot be read without advancing it.
-        """
-        if self.stream:
-            raise ValueError("the samples of a stream cannot be drawn ahead of its first step")
-        options = self._options
-        shape = options.rank, options.size, options.micro_batch_size
-        micro_batches = self._plan.micro_batches(done, *shape)
-        if not micro_batches:
-            return 0, []
-        dataset = sampling.SeededDataset(detached(self._train), self._plan.seed)
-        keys = [(done, sample) for sample in micro_batches[0]]
-        return len(micro_batches), dataset.__getitems__(keys)
+        dataset, chosen = self._valid[name]
+        copied = detached(dataset)
+        return [copied[index] for index in chosen[: self._options.micro_batch_size]]
 
     def describe(self, steps: int) -> str:
         """Return the numbers of samples, and of epochs in so many steps, in one line."""

@@ -72,15 +72,6 @@ class PartCounts:
             )
         return loss
 
-    def check(self, counts: object, loss: Loss | Losses) -> None:
-        """Raise TypeError or ValueError unless a loss and what `counts` has returned agree. Local.
-
-        For the trial of a micro-batch, which is part of no step.
-        """
-        loss = self.checked(loss)
-        if isinstance(loss, Losses):
-            self._compare(self._checked_counts(counts), loss)
-
     def weigh(self, loss: Loss | Losses, timer: StepTimer) -> tuple[Tensor, float]:
         """Return a loss and its weight for `backward` of the optimizer. Collective.
 

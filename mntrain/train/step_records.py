@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mntrain.data.phase_notes import noted
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.train.consensus import GlobalMeans
 from mntrain.train.job import TrainingJob
@@ -26,7 +27,7 @@ KnownStep = tuple[TakenStep, GlobalMeans]
 
 
 def complete_step(
-    job: TrainingJob, result: JobResult, taken: TakenStep, means: GlobalMeans
+    job: TrainingJob, result: JobResult, rank: int, taken: TakenStep, means: GlobalMeans
 ) -> StepRecord:
     """Count a step, warn if it was not finite, and return its record. Local."""
     step, update = taken.step, taken.update
@@ -40,6 +41,8 @@ def complete_step(
     seconds = taken.times["step_s"]
     result.add(means.count, seconds, skipped=skipped)
     reduced: dict[str, Any] = {n: value for n, value in means.values.items() if n in METRICS}
+    with noted(rank, f"metrics of step {step}"):
+        metrics = job.task.derive(means.loss, means.metrics)
     return StepRecord(
         step=step,
         loss=means.loss,
@@ -49,7 +52,7 @@ def complete_step(
         clipped_norm=None if update.skipped else update.clipped_norm,
         samples=taken.samples,
         tokens_per_s=means.count / seconds,
-        metrics=job.task.derive(means.loss, means.metrics),
+        metrics=metrics,
         skipped=skipped,
         slow_ranks=job.balancing.slow_ranks(step) or None,
         **taken.times,

@@ -17,6 +17,7 @@ import torch
 
 from mntrain import device, tasks
 from mntrain.config import Config
+from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer
@@ -90,7 +91,7 @@ class Trainer:
             failed_step=failed_step,
             save=self._saving.last_step,
         )
-        self._complete = partial(complete_step, job, self._result)
+        self._complete = partial(complete_step, job, self._result, world.rank)
         self._asked_to_stop: str | None = None  # why, by this rank's task
         self._longest_step_s = 0.0
 
@@ -186,14 +187,14 @@ class Trainer:
             with timer("data"):
                 micro_batches = next(self._job.batches)
             with self._job.balancing.computing(step, timer):
-                self._forward_backward(micro_batches, timer)
+                self._forward_backward(step, micro_batches, timer)
         with timer("reduce_wait"):
             self._counts.end_step()
             self._optimizer.synchronize()
             self._agreement.before_update(step)
         self._agreement.end_if_failed(step)
         lr = self._job.schedule.lr
-        with timer("optimizer"):
+        with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
             update = self._update(step)
         samples = self._job.data.batch_size(step)
         taken = TakenStep(step, lr, samples, update, timer.times())
@@ -208,18 +209,22 @@ class Trainer:
         self._reporter.step(record)
         self._ask_task(self._job.task.on_step(record))
 
-    def _forward_backward(self, micro_batches: Sequence[Any], timer: StepTimer) -> None:
+    def _forward_backward(self, step: int, micro_batches: Sequence[Any], timer: StepTimer) -> None:
         """Accumulate gradients and means over micro-batches. Collective.
 
         At stages 0 and 1, only the last backward sends gradients. It also waits for them.
         """
-        self._counts.start(micro_batches)
-        waited_s = self._optimizer.waited_s
-        for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
-            with timer("forward"):
+        rank, optimizer = self._world.rank, self._optimizer
+        with noted(rank, f"counts of step {step}"):
+            self._counts.start(micro_batches)
+        waited_s = optimizer.waited_s
+        for number, batch in enumerate(micro_batches):
+            samples = partial(self._job.data.name_micro_batch, step, number)
+            held = optimizer.no_sync() if number < len(micro_batches) - 1 else nullcontext()
+            with timer("forward"), noted(rank, f"forward in step {step} of", samples):
                 loss = self._forward(batch)
-            with timer("backward"), self._optimizer.no_sync() if left else nullcontext():
-                self._optimizer.backward(*self._counts.weigh(loss, timer))
+            with timer("backward"), held, noted(rank, f"backward in step {step} of", samples):
+                optimizer.backward(*self._counts.weigh(loss, timer))
         if not micro_batches:
             self._optimizer.share(0)
         timer.move(self._optimizer.waited_s - waited_s, "backward", "reduce_wait")
@@ -306,13 +311,15 @@ class Trainer:
         by_set = {}
         self._model.eval()
         for name in self._job.data.validation_sets:
-            for batch in self._job.data.validation_batches(name):
-                self._forward(batch)
+            for samples, batch in self._job.data.validation_batches(name):
+                with noted(self._world.rank, f"evaluation of {samples}"):
+                    self._forward(batch)
             where = f"in evaluation of {name}" if name else "in evaluation"
             means = self._means.reduce(self._world.collectives, where)
             if means.nonfinite:
                 raise self._stopped(f"{where}, the loss is {means.nonfinite}")
-            metrics = self._job.task.derive(means.loss, means.metrics)
+            with noted(self._world.rank, f"metrics {where}"):
+                metrics = self._job.task.derive(means.loss, means.metrics)
             by_set[name] = replace(means, metrics=metrics)
         self._model.train()
         return merge_sets(by_set)

@@ -22,6 +22,7 @@ from launch import (
 TASKS = (
     LATE
     + """
+import functools
 import torch
 from mntrain.tasks import Task
 
@@ -54,11 +55,57 @@ class Everywhere(LanguageModel):
             raise KeyError("a bug of every rank")
         return super().loss(model, batch)
 
-class NeverTrains(LanguageModel):
+class Points(Task):
+    # Nine samples, of which the one with index 3 breaks the phase that PHASE names.
+    phase = os.environ.get("PHASE")
+    trained = False
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def dataset(self, split):
+        return Numbers(split == "train" and self.phase == "loading")
+
     def loss(self, model, batch):
-        if RANK == 1 and model.training:
-            raise KeyError("a bug of rank one")
-        return super().loss(model, batch)
+        broken = 3 in batch.flatten().tolist()
+        if broken and self.phase == ("forward" if model.training else "evaluation"):
+            if model.training or Points.trained:
+                raise KeyError("a bug")
+        Points.trained |= model.training
+        loss = model(batch).square().mean()
+        if broken and self.phase == "backward":
+            model.weight.register_hook(self.bug)
+        return Loss(loss.detach() if self.phase == "detached" else loss, len(batch))
+
+    def bug(self, gradient):
+        raise KeyError("a bug")
+
+    @staticmethod
+    def collate(samples):
+        if Points.phase == "collating" and 3 in samples:
+            raise KeyError("a bug")
+        return torch.stack(samples)
+
+    def optimizer(self, model):
+        return functools.partial(Broken, model.parameters(), lr=0.1)
+
+class Broken(torch.optim.SGD):
+    def step(self, closure=None):
+        if Points.phase == "update" and Points.trained and RANK == 1:
+            raise KeyError("a bug")
+        return super().step(closure)
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, broken):
+        self.broken = broken
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        if self.broken and index == 3:
+            raise KeyError("a bug")
+        return torch.tensor([float(index)])
 
 class Slow(LanguageModel):
     def loss(self, model, batch):
@@ -98,6 +145,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
     assert f"mntrain: rank 1 of 3 on {os.uname().nodename} failed" in result.stderr
     assert "KeyError: 'a bug of rank one'" in result.stderr
     assert "in broken" in result.stderr
+    assert result.stderr.count("mntrain: rank 1: forward in step 2 of sample") == 1
     assert len(metrics(folder)) < 6
     assert summary(folder)["status"] == "crashed"
     assert "failed with KeyError: 'a bug of rank one'" in summary(folder)["reason"]
@@ -202,14 +250,36 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
     assert result.stderr.count("rank 1: no /data on this node") == 1, result.report()
 
 
-@pytest.mark.exhaustive
-def test_a_loss_that_fails_in_training_is_refused_before_any_work(folder):
-    result = train(2, folder, "--task", "broken:NeverTrains")
-    assert result.returncode == 2, result.report()
-    said = "rank 1: --task broken:NeverTrains: loss() fails on samples of the training data: "
-    assert result.stderr.count(f"{said}KeyError: 'a bug of rank one' (broken.py, line ") == 1
-    assert "Traceback" not in result.stderr
-    assert not (folder / "run").exists()
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        pytest.param("loading", "rank 1: loading sample 3 of the t", marks=pytest.mark.thorough),
+        pytest.param("collating", "rank 1: collating sample 3 of t", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "forward", "rank 1: forward in step 1 of sample 3 of t", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "backward", "rank 1: backward in step 1 of sample 3 of", marks=pytest.mark.exhaustive
+        ),
+        pytest.param("detached", "rank 0: compute the loss from", marks=pytest.mark.exhaustive),
+        pytest.param("update", "rank 1: update of step 1\n", marks=pytest.mark.thorough),
+        pytest.param(
+            "evaluation", "rank 1: evaluation of samples 2, 3 of the v", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_an_error_of_the_task_says_the_rank_the_phase_and_the_samples(folder, phase, said):
+    # The first step has all nine samples.
+    options = ["--task", "broken:Points", "--train.batch-size", "9"]
+    result = train(2, folder, *options, env={"PHASE": phase})
+    assert not result.timed_out, result.report()
+    assert result.returncode not in (0, None)
+    assert result.stderr.count(f"mntrain: {said}") == 1, result.report()
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    assert summary(folder)["status"] == "crashed"
+    if phase != "detached":
+        assert result.stderr.count("KeyError: 'a bug'") == 1
+        assert f'File "{folder / "broken.py"}", line ' in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,6 @@ def train(config, world):
     Regression.seen, Regression.now, Regression.by_rank = [], [], []
     Regression.world = world
     trainer = Trainer(world, config)
-    Regression.now.clear()  # of the trial of a micro-batch
     assert trainer.fit() == 0
     return trainer
 

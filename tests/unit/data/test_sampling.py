@@ -22,7 +22,7 @@ PLANS = st.builds(
     samples=st.integers(1, 60),
     batch_size=st.integers(1, 25),
     seed=st.integers(0, 2**32 - 1),
-    shuffle=st.booleans(),
+    order=st.sampled_from([None, range(60)]),
 )
 SIZES = st.integers(1, 9)
 WORKERS = [(0, "spawn"), (2, "fork")]
@@ -86,11 +86,11 @@ def test_steps_are_the_same_in_any_order_of_calls(plan, steps):
         assert torch.equal(plan.indices(step), first[step])
 
 
-def test_epochs_and_seeds_shuffle_differently_and_no_shuffle_keeps_the_order():
+def test_epochs_and_seeds_shuffle_differently_and_an_order_is_kept():
     plan = SamplingPlan(samples=100, batch_size=100, seed=0)
     orders = [plan.indices(0), plan.indices(1), SamplingPlan(100, 100, seed=1).indices(0)]
     assert len({tuple(order.tolist()) for order in orders}) == 3
-    assert SamplingPlan(5, 2, seed=0, shuffle=False).indices(5).tolist() == [4]
+    assert SamplingPlan(5, 2, seed=0, order=[2, 0, 8, 3, 4]).indices(4).tolist() == [8, 3]
 
 
 @given(st.integers(12, 40), st.integers(1, 12), st.booleans(), st.integers(0, 60))
@@ -257,7 +257,9 @@ def test_validation_visits_the_whole_dataset_once(workers, start_method):
             start_method=start_method,
             collate=as_list_plus_one,
         )
-        seen.append(list(validation_batches(Numbers(13), options)))
+        found = list(validation_batches(Numbers(13), range(13), options))
+        assert all([i + 1 for i in samples] == batch for samples, batch in found)
+        seen.append([batch for _, batch in found])
     assert all(len(piece) <= 2 for pieces in seen for piece in pieces)
     numbers = [number for pieces in seen for piece in pieces for number in piece]
     assert sorted(numbers) == list(range(1, 14))

@@ -79,10 +79,10 @@ class Plain(Task):
 
 
 class Derives(Plain):
-    """Counts its calls in a list, and divides only by what there is."""
+    """Counts its calls, and divides only by what there is."""
 
     def derive(self, loss, metrics):
-        self.calls.append(loss)
+        self.calls += 1
         found = {"perplexity": math.exp(loss)}
         if metrics["errors"]:
             found["ratio"] = 1 / metrics["errors"]
@@ -110,11 +110,11 @@ PARTS = Losses({"box": Mean(torch.tensor(1.0), 2), "mask": Mean(torch.tensor(0.0
 
 def tried(text, kind=Plain, **losses):
     task = kind(None)
-    task.calls = []
+    task.calls = 0
     try:
         BestMetric(text).check_trial(task, losses or {"": RIGHT})
     finally:
-        assert task.calls == []
+        assert task.calls == 0
     return True
 
 

@@ -1,11 +1,8 @@
 """What a rank does whose step has failed, while others have not ended theirs."""
 
 import threading
-import traceback
 
 import pytest
-import torch
-from torch import nn
 
 import mntrain
 from mntrain.errors import AgreedError
@@ -50,21 +47,6 @@ def test_one_that_does_not_wait_prints_nothing(world, capfd):
     with FailedStep(world, optimizer).caught():
         raise KeyError("a bug")
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_a_batch_that_is_too_small_for_batch_norm_is_explained(world, samples):
-    optimizer = Waiting()
-    optimizer.others.set()
-    step = FailedStep(world, optimizer)
-    with step.caught():
-        nn.BatchNorm1d(3)(torch.ones(samples, 3))
-        raise KeyError("another error")
-    with pytest.raises((ValueError, KeyError)) as raised:
-        step.end_job(1, lambda: None)
-    said = "".join(traceback.format_exception(raised.value))
-    assert ("another error" in said) == (samples == 2)
-    assert ("give --data.drop-last to leave that out" in said) == (samples == 1)
 
 
 def test_errors_that_all_ranks_know_are_raised_at_once(world):

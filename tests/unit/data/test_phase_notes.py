@@ -1,0 +1,147 @@
+"""The note of an exception in a job: rank, phase and samples."""
+
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+from mntrain.data.phase_notes import name_samples, noted
+from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches, validation_batches
+from mntrain.data.stream_batches import StreamBatches
+
+BROKEN = 7
+
+
+class Broken(Dataset):
+    """13 samples, of which one cannot be loaded. At module level, for spawned workers."""
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        if index == BROKEN:
+            raise KeyError("label")
+        return index
+
+
+class BrokenTogether(Broken):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class BrokenStream(IterableDataset):
+    def __iter__(self):
+        yield from range(5)
+        raise KeyError("label")
+
+
+def collated(samples):
+    if BROKEN in samples:
+        raise ValueError("of unequal lengths")
+    return samples
+
+
+def text_of(error):
+    return "".join(traceback.format_exception(error))
+
+
+def options(rank=1, workers=0, **more):
+    return LoaderOptions(
+        rank=rank, size=2, micro_batch_size=2, workers=workers, start_method="fork", **more
+    )
+
+
+def holding(plan, sample):
+    """The micro-batch that has a sample, with its rank and its step."""
+    for step in range(plan.steps_per_epoch):
+        for rank in range(2):
+            for samples in plan.micro_batches(step, rank, 2, 2):
+                if sample in samples:
+                    return samples, rank, step
+    raise AssertionError
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "phase", "all_of_it"),
+    [
+        (Broken(), None, "loading", False),
+        (BrokenTogether(), None, "loading", True),
+        (range(13), collated, "collating", True),
+    ],
+)
+def test_a_sample_that_fails_is_noted_once(dataset, collate, phase, all_of_it, workers):
+    plan = SamplingPlan(13, 6, seed=3)
+    samples, rank, step = holding(plan, BROKEN)
+    steps = batches(
+        dataset, plan, options(rank, workers, collate=collate), range(plan.steps_per_epoch)
+    )
+    for _ in range(step):
+        next(steps)
+    with pytest.raises((KeyError, ValueError)) as raised:
+        next(steps)
+    said = name_samples(samples if all_of_it else [BROKEN], "training data")
+    assert text_of(raised.value).count(f"mntrain: rank {rank}: {phase} {said}\n") == 1
+    assert text_of(raised.value).count("mntrain: ") == 1
+    assert "label" in text_of(raised.value) or "of unequal lengths" in text_of(raised.value)
+
+
+def test_a_validation_sample_is_noted_by_its_index_in_the_dataset():
+    chosen = [1, 4, BROKEN, 9]
+    found = validation_batches(Broken(), chosen, options(data="validation data news"))
+    with pytest.raises(KeyError) as raised:
+        list(found)
+    assert raised.value.__notes__ == [
+        "mntrain: rank 1: loading sample 7 of the validation data news"
+    ]
+    found = validation_batches(range(13), chosen, options(rank=0, collate=list))
+    assert list(found) == [([1, 4], [1, 4])]
+
+
+@pytest.mark.parametrize(
+    ("stream", "collate", "notes"),
+    [
+        (BrokenStream(), None, ["reading the training stream in step 2"]),
+        (
+            range(100),
+            collated,
+            [
+                "collating 2 samples of the training stream",
+                "reading the training stream in step 2",
+            ],
+        ),
+    ],
+)
+def test_a_stream_that_fails_is_noted_with_the_step(stream, collate, notes):
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            return iter(stream)
+
+    found = StreamBatches(
+        Numbers(), options(collate=collate), 4, seed=1, drop_last=False, gather=lambda v: [v, v]
+    )
+    with pytest.raises((KeyError, ValueError)) as raised:
+        list(found.batches(range(1, 3)))
+    assert raised.value.__notes__ == [f"mntrain: rank 1: {note}" for note in notes]
+
+
+def test_many_samples_are_not_all_listed():
+    assert name_samples([5], "training data") == "sample 5 of the training data"
+    assert name_samples([9, 3, 4, 5], "data") == "samples 3 to 5, 9 of the data"
+    assert name_samples(range(0, 200, 2), "data").endswith(" 60, 62 and 68 more of the data")
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_batch_that_is_too_small_for_batch_norm_is_explained(samples):
+    def forward():
+        nn.BatchNorm1d(3)(torch.ones(samples, 3))
+        raise KeyError("another error")
+
+    with pytest.raises((ValueError, KeyError)) as raised, noted(2, "forward"):
+        forward()
+    said = text_of(raised.value)
+    assert "mntrain: rank 2: forward\n" in said
+    assert ("another error" in said) == (samples == 2)
+    assert ("give --data.drop-last to leave that out" in said) == (samples == 1)
