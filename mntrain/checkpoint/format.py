@@ -178,7 +178,7 @@ class Manifest:
     loss_scale: dict[str, Any]
     parameter_states: dict[str, ParameterState]
     checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
-    data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the run's data
+    data: dict[str, Any] = field(default_factory=dict)  # sizes of its files, and values of its task
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
     hook: dict[str, Any] = field(default_factory=dict)  # `hook_state`, merged as objects are
     optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run

@@ -57,7 +57,7 @@ class RunProgress:
     samples: int
     skipped_steps: int
     eval_loss: float | None
-    data: Mapping[str, Any] = field(default_factory=dict)  # fingerprint
+    data: Mapping[str, Any] = field(default_factory=dict)  # that are compared in a resumed run
     scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
     position: tuple[int, int] | None = None  # epoch and offset of the next step's first sample
     score: float | None = None  # by it, where it is not eval_loss; the lowest is the best

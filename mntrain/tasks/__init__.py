@@ -179,8 +179,8 @@ class Task(ABC):
     def compared_files(self) -> Mapping[str, Path]:
         """Return files of the data, by a name that is the same on all nodes.
 
-        At the start, ranks compare the files' sizes and parts of their contents, besides the
-        lengths of the datasets and a few samples. The default is no file.
+        At the start, ranks compare the files' sizes, besides the lengths of the datasets and a few
+        samples. The default is no file.
         """
         return {}
 

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,13 +27,12 @@ from mntrain.train import run_directory
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
 from mntrain.train.evaluation import BestMetric, EarlyStopping
-from mntrain.train.fingerprint import differences
 from mntrain.train.hardware import Speeds, matrix_flops
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.sample_check import check_validation
-from mntrain.train.task_comparison import compare_task, find_random
+from mntrain.train.task_comparison import compare_task
 from mntrain.world import World
 from zero.layout import split
 
@@ -97,7 +95,7 @@ class TrainingJob:
         self.links = world.node_links()
         with world.agreement():
             self.data = JobData(world, config, self.task, resumed, self.speeds)
-        self.fingerprint = compare_task(world, self.task, self.data.datasets)
+        self.data_facts = compare_task(world, self.task, self.data.datasets)
         self._make_model(world, config)
         self._make_optimizer(world, config)
         self._set_up_reports(world, config)
@@ -134,7 +132,7 @@ class TrainingJob:
                 check_compiler(world.device)
         if self.resumed:
             run_directory.check_same_run(
-                world, self.resumed, config, self.data.samples, self.fingerprint["values"]
+                world, self.resumed, config, self.data.samples, self.data_facts["values"]
             )
         else:
             self._load_initial_weights(world, config)
@@ -247,11 +245,10 @@ class TrainingJob:
         )
 
     def changed_data(self) -> list[str]:
-        """Return what of the data differs from that of the checkpoint, by name. Local."""
-        if self.resumed is None:
-            return []
-        random = partial(find_random, self.data.datasets)
-        return differences(self.resumed.manifest.data, self.fingerprint, random)
+        """Return what of the data's files differs from those of the checkpoint, by name. Local."""
+        before = self.resumed.manifest.data.get("files", {}) if self.resumed else {}
+        now: Mapping[str, str] = self.data_facts["files"]
+        return [name for name, value in now.items() if before.get(name, value) != value]
 
     def _warn_of_little_space(self, world: World, *, sharded: bool) -> None:
         """Warn if a checkpoint will not fit on the disk. Collective."""

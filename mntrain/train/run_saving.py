@@ -62,7 +62,7 @@ class RunSaving:
             samples=job.data.samples,
             skipped_steps=self._result.skipped_steps,
             eval_loss=record.eval_loss,
-            data=job.fingerprint,
+            data=job.data_facts,
             scored_by=job.best.text,
             position=job.data.position(record.step),
             score=job.best.score(record),

@@ -207,11 +207,11 @@ def _describe_resumption(config: Config, job: TrainingJob) -> None:
         reporter.warn(
             f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
         )
-    if job.data.stream and not job.fingerprint["files"]:
+    if job.data.stream and not job.data_facts["files"]:
         reporter.warn(
             "the training data is a stream, whose content is not compared with that of the "
             "checkpoint: be sure that it is the same, and give its files in "
-            "compared_files() of the task to have them compared"
+            "compared_files() of the task to have their sizes compared"
         )
 
 

@@ -10,16 +10,17 @@ from mntrain.run.comparison import FIX
 from mntrain.run.source_files import describe_sources
 from mntrain.tasks import Task
 from mntrain.train.data_digest import describe_files, describe_samples, random_samples
-from mntrain.train.fingerprint import fingerprint
 from mntrain.world import World
 
 
 def compare_task(world: World, task: Task, datasets: Mapping[str, Dataset[Any]]) -> dict[str, Any]:
     """Compare the task's source files and values, and its data by sizes and samples. Collective.
 
-    `datasets` have a length and are named. Returns the fingerprint of the data. Raises AgreedError
-    on all ranks for a difference. If samples differ between ranks, they are drawn again: those that
-    a rank then finds changed are random, and are not compared.
+    Samples also show data that the task has divided between ranks, which may be of equal sizes.
+    `datasets` have a length and are named. Returns the sizes of files and the values, as a JSON
+    object for checkpoints. Raises AgreedError on all ranks for a difference. If samples differ
+    between ranks, they are drawn again: those that a rank then finds changed are random, and are
+    not compared.
     """
     with world.agreement():
         values = dict(task.compared_values())
@@ -33,13 +34,13 @@ def compare_task(world: World, task: Task, datasets: Mapping[str, Dataset[Any]])
     compare(world.gather, told, world.rank, FIX)
     samples = _draw(datasets)
     if not same_digests(world.gather, samples):
-        random = set[str]().union(*world.gather(find_random(datasets)))
+        random = set[str]().union(*world.gather(_find_random(datasets)))
         stable = {name: value for name, value in samples.items() if name not in random}
         expect_same(world.gather(stable), world.rank, FIX)
-    return {**fingerprint(files, samples), "values": values}
+    return {"files": {name: str(given.value) for name, given in files.items()}, "values": values}
 
 
-def find_random(datasets: Mapping[str, Dataset[Any]]) -> set[str]:
+def _find_random(datasets: Mapping[str, Dataset[Any]]) -> set[str]:
     """Return the names of compared samples that are not the same when drawn again. Local."""
     changing = [random_samples(name, dataset) for name, dataset in datasets.items()]
     return set[str]().union(*changing)

@@ -117,10 +117,10 @@ def test_rounding_of_another_processor_is_no_difference(world):
 
 
 def test_files_of_a_task_are_compared_and_one_that_is_missing_is_told(world, tmp_path, monkeypatch):
-    (tmp_path / "a").write_text(odd(world, "usual", "other"))
+    (tmp_path / "a").write_text(odd(world, "usual", "another"))
     monkeypatch.setattr(Own, "files", {"a": tmp_path / "a"})
     said = refusal(compare, world, int)
-    assert said.startswith(f"the content of a differs between ranks: {BUT_LAST} 5 bytes, digest")
+    assert said.startswith(f"the size of a differs between ranks: {BUT_LAST} 5 bytes (")
     monkeypatch.setattr(Own, "files", {"a": tmp_path / odd(world, "a", "b")})
     assert refusal(compare, world, int).startswith(f"rank {RANKS - 1}: [Errno 2] No such file")
 
