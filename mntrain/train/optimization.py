@@ -4,8 +4,10 @@ import inspect
 import math
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -57,7 +59,7 @@ def choose_optimizer(
     Raises ValueError for one that cannot be used, or refuses its options, and for an error of the
     task.
     """
-    with _errors_of_task("optimizer"):
+    with _errors_of_task("optimizer() of the task"):
         given: object = task.optimizer(model)
     if given is None:
         kind, options = resolve_optimizer(config, device)
@@ -82,17 +84,19 @@ def choose_optimizer(
 
 
 @contextmanager
-def _errors_of_task(method: str) -> Iterator[None]:
-    """Raise an error of a task's method, such as a refusal of torch's, as a ValueError."""
+def _errors_of_task(work: str) -> Iterator[None]:
+    """Raise an error of the task's `work`, such as a refusal of torch's, as a ValueError."""
     try:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        outside = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename]
+        outside = [
+            f
+            for f in frames
+            if f"{os.sep}torch{os.sep}" not in f.filename and f.filename != __file__
+        ]
         where = f" ({outside[-1].filename}:{outside[-1].lineno})" if outside else ""
-        raise ValueError(
-            f"{method}() of the task failed: {type(error).__name__}: {error}{where}"
-        ) from error
+        raise ValueError(f"{work} failed: {type(error).__name__}: {error}{where}") from error
 
 
 def resolve_optimizer(
@@ -184,19 +188,24 @@ class Schedule:
 
     That of the task, whose state checkpoints hold (`objects`), or that of --optim.schedule, which
     is a function of the number of steps: a resumed run may change it. Raises ValueError if what the
-    task brings is none, and for an error of the task.
+    task brings is none, for an error of the task, and for what a scheduler of torch refuses in its
+    first step only.
     """
 
     def __init__(
         self, task: Task, optimizer: ZeroOptimizer, config: OptimConfig, steps: int
     ) -> None:
-        with _errors_of_task("schedule"):
+        with _errors_of_task("schedule() of the task"):
             own: object = task.schedule(optimizer)
         if own is not None and not isinstance(own, LRScheduler):
             raise ValueError(
                 f"schedule() of the task returned a {type(own).__name__}: return a scheduler of "
                 "torch.optim.lr_scheduler, or None for that of --optim.schedule"
             )
+        if own is not None and type(own).__module__ == LRScheduler.__module__:
+            returned = f"{type(own).__name__} that schedule() of the task returned"
+            with _errors_of_task(f"the first step of the {returned}"):
+                _try_step(own, optimizer)  # others may do more in a step
         self._optimizer, self._name = optimizer, config.schedule
         self._factor = lr_factor(config, steps)
         self._scheduler = own
@@ -226,6 +235,27 @@ class Schedule:
         """Tell a scheduler that reacts to it the loss of an evaluation, the same on all ranks."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(loss)
+
+
+def _try_step(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Take a step of a scheduler, and restore its state and the hyperparameters. Local."""
+    state = deepcopy(scheduler.state_dict())
+    groups = [
+        {k: deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, before the first step of the optimizer
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(1.0)
+        else:
+            scheduler.step()
+        scheduler.load_state_dict(state)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in before.items():
+            if isinstance(value, torch.Tensor):
+                group[key].copy_(value)  # the scheduler may hold it
+            else:
+                group[key] = value
 
 
 def lr_factor(config: OptimConfig, steps: int) -> Callable[[int], float]:

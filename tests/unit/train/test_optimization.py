@@ -418,3 +418,52 @@ def test_an_error_of_the_task_is_a_sentence_with_its_line():
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1)
     with pytest.raises(ValueError, match=r"define either total_steps .* \(.*test_optimization.py:"):
         Schedule(task, optimizer, OptimConfig(), 10)
+
+
+def test_a_scheduler_that_fails_in_its_first_step_is_refused_before_work():
+    schedulers = torch.optim.lr_scheduler
+    task, optimizer = Plain(), torch.optim.SGD(Scaled().parameters(), lr=2.0, momentum=0.5)
+
+    for make, reason in (
+        (partial(schedulers.StepLR, step_size=0), "StepLR .* failed: ZeroDivisionError: "),
+        (partial(schedulers.CosineAnnealingLR, T_max=0), "AnnealingLR .* ZeroDivisionError: "),
+        (partial(schedulers.ReduceLROnPlateau, patience="3"), "Plateau .* TypeError: '>' not"),
+    ):
+        task.schedule = make
+        with pytest.raises(ValueError, match=f"^the first step of the .*{reason}") as raised:
+            Schedule(task, optimizer, OptimConfig(), 10)
+        assert "that schedule() of the task returned failed" in str(raised.value)
+        assert "\n" not in str(raised.value)
+        assert ".py:" not in str(raised.value)  # no line of the task has raised
+
+
+@pytest.mark.parametrize("rate", [2.0, torch.tensor(2.0)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("StepLR", {"step_size": 2}),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0, "step_size_up": 3}),
+        ("OneCycleLR", {"max_lr": 1.0, "total_steps": 7}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 4}),
+        ("PolynomialLR", {"total_iters": 5}),
+    ],
+)
+def test_the_trial_of_a_scheduler_leaves_no_trace(name, options, rate):
+    def rates(wrap):
+        lr = rate.clone() if isinstance(rate, torch.Tensor) else rate
+        optimizer = torch.optim.SGD(Scaled().parameters(), lr=lr, momentum=0.5)
+        task = Plain()
+        task.schedule = partial(getattr(torch.optim.lr_scheduler, name), **options)
+        scheduler = wrap(task, optimizer)
+        found = []
+        for _ in range(6):
+            (group,) = optimizer.param_groups
+            found.append((float(group["lr"]), group["momentum"]))
+            optimizer.step()
+            scheduler()
+        return found
+
+    plain = rates(lambda task, optimizer: task.schedule(optimizer).step)
+    tried = rates(lambda task, optimizer: Schedule(task, optimizer, OptimConfig(), 7).after_step)
+    assert tried == plain
+    assert len(set(plain)) > 2
