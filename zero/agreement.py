@@ -97,7 +97,7 @@ class StepAgreement:
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
         # What others add to their numbers in a step, by the parameters without a gradient.
         self._counts: dict[frozenset[str], dict[Place, float]] = {}
-        self._counting = False  # whether there are such numbers: known from the second step on
+        self._counting: bool | None = None  # whether there are such numbers: known after a step
 
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
@@ -145,16 +145,23 @@ class StepAgreement:
     ) -> None:
         """Note which numbers an update has changed, since `before`, on this or other ranks.
 
-        `named` are all parameters, of which those `without` a gradient were left out. Collective if
-        `compare` has found such numbers, and it is not known what others count; else local.
+        `named` are all parameters, of which those `without` a gradient were left out. Collective
+        where a rank updates nothing of a group: in the first step, and later if there are such
+        numbers and it is not known what others count. Else local.
         """
         after = dict(plain_numbers(groups))
         changed = {p: v for p, v in after.items() if not _same(v, before.get(p, ABSENT))}
         self._own |= changed.keys()
-        if self._counting and without not in self._counts:
-            self._counts[without] = {}
-            if self._owned.lacks_groups(_names(groups, named, without)):
-                reports = gather_objects(self._owned.sharding, changed)
+        if self._counting is not False and without not in self._counts:
+            ranks, self._counts[without] = self._owned.sharding, {}
+            lacking = self._owned.lacks_groups(_names(groups, named, without))
+            if self._counting is None:
+                count = torch.tensor([float(len(changed))], dtype=torch.float64)
+                if lacking:
+                    ranks.all_reduce(count).wait()
+                self._counting = bool(count)
+            if lacking and self._counting:
+                reports = gather_objects(ranks, changed)
                 found = _largest(reports, {place for report in reports for place in report})
                 self._counts[without] = {p: v - (before.get(p) or 0) for p, v in found.items()}
         counts = self._counts.get(without, {})
