@@ -29,7 +29,7 @@ from mntrain.run.exchanges import Exchanges
 from mntrain.run.loader_comparison import compare_loaders, length_of_divided
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.ordered import gather_in_order
-from mntrain.run.other_trainers import SaveGuard, lone_accelerator
+from mntrain.run.other_trainers import CheckpointGuards, lone_accelerator
 from mntrain.run.own_loop import OwnLoop
 from mntrain.run.torch_metrics import gather_states
 from mntrain.sync import LocalSGD
@@ -88,8 +88,7 @@ class World(Exchanges):
         self.waits = parts.engine.waits
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
-        self._save_guard = SaveGuard(self.rank)
-        self._save_guard.install()
+        self._checkpoint_guards = CheckpointGuards(self.rank)
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
         self._shards = ShardRegistry(world, self._optimizers, compare_loaders, length_of_divided)
@@ -361,7 +360,7 @@ class World(Exchanges):
                 self._parts.watch.install()  # lets rank 0 alone print the error
         if self._open:
             self._open = False
-            self._save_guard.close()
+            self._checkpoint_guards.close()
             alone = lone_accelerator(self.size)
             if alone and self.master and not self._optimizers:
                 warnings.warn(alone, stacklevel=3)
@@ -381,7 +380,7 @@ class World(Exchanges):
         if not self._open:
             return
         self._open = False
-        self._save_guard.close()
+        self._checkpoint_guards.close()
         self._parts.resources.pop_all()  # frees collectively
         self._parts.comm.abandon()  # ends a blocking wait in the communication thread
         self._parts.engine.abandon()

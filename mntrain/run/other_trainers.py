@@ -1,18 +1,16 @@
-"""Refusals of what other trainers have made, and of saves that would overwrite each other."""
+"""Refusals of what other trainers have made, and of what torch would save and load wrongly."""
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-_SAVER = "torch.distributed.checkpoint.state_dict_saver"
-_NO_DIST = 4  # place of this argument
+from mntrain.run.guarded_function import GuardedFunction
+from zero.full_state import PartOfState
+
+_NO_DIST = 4  # place of this argument of torch's _save_state_dict
 
 
 def check_model(model: nn.Module) -> None:
@@ -68,67 +66,55 @@ def lone_accelerator(size: int) -> str:
     )
 
 
-class SaveGuard(MetaPathFinder):
-    """Refuses `torch.distributed.checkpoint.save` on ranks other than 0 without a process group.
+class CheckpointGuards:
+    """Refusals in `torch.distributed.checkpoint` from construction to `close`.
 
-    torch then takes each rank for a single process, and all write the same files, so what one has
-    saved is lost. Replaces one function of torch from `install` to `close`, also if it is imported
-    in between. Rank 0 may save alone. With a process group of torch.distributed, any rank may.
+    Without a process group, torch takes each rank for a single process. All would `save` the same
+    files, so what one has saved would be lost: only rank 0 may save. With a process group, any rank
+    may. One rank's part of an optimizer's state is neither saved nor loaded: torch would take that
+    of one rank for that of all.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._module: Any = None
-        self._save: Callable[..., Any] | None = None
-
-    def install(self) -> None:
-        """Guard the function, or wait for its import. Local."""
-        if not self._rank:
-            return
-        if _SAVER in sys.modules:
-            self._replace(sys.modules[_SAVER])
-        else:
-            sys.meta_path.insert(0, self)
+        torch_checkpoint = "torch.distributed.checkpoint.state_dict_"
+        self._functions = [
+            GuardedFunction(f"{torch_checkpoint}saver", "_save_state_dict", self._check_save),
+            GuardedFunction(f"{torch_checkpoint}loader", "_load_state_dict", self._check_load),
+        ]
 
     def close(self) -> None:
-        """Restore the function, unless others have replaced it since. Local."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        if self._module is not None and self._module._save_state_dict == self._refuse:
-            self._module._save_state_dict = self._save
-        self._rank = 0
+        """Refuse no more. Local."""
+        for function in self._functions:
+            function.close()
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Let the module be replaced once it has been imported. Of other modules, know nothing."""
-        if fullname != _SAVER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: ModuleType) -> None:
-            execute(module)
-            self._replace(module)
-
-        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
-        return spec
-
-    def _replace(self, module: Any) -> None:
-        if hasattr(module, "_save_state_dict"):
-            self._module, self._save = module, module._save_state_dict
-            module._save_state_dict = self._refuse
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._save is not None
-        alone = kwargs.get("no_dist", len(args) > _NO_DIST and args[_NO_DIST])
+    def _check_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        alone = kwargs.get("no_dist", len(args) >= _NO_DIST and args[_NO_DIST - 1])
         if alone and self._rank:
             raise RuntimeError(
                 f"torch.distributed.checkpoint would save on rank {self._rank} as a single "
                 "process, since there is no process group, and overwrite the files of rank 0: use "
                 "world.checkpoints, or save on world.master alone"
             )
-        return self._save(*args, **kwargs)
+        _expect_no_part(state_dict, "save")
+
+    def _check_load(self, state_dict: Any, *_: Any, **__: Any) -> None:
+        _expect_no_part(state_dict, "load")
+
+
+def _expect_no_part(state: Any, verb: str) -> None:
+    """Raise RuntimeError for a state that has one rank's part of a sharded optimizer's. Local."""
+    parts: Iterable[Any] = ()
+    if isinstance(state, Mapping):
+        parts = state.values()
+    elif isinstance(state, list | tuple):
+        parts = state
+    if isinstance(state, PartOfState):
+        raise RuntimeError(
+            f"torch.distributed.checkpoint cannot {verb} optimizer.state_dict() of a sharded "
+            "optimizer, which has only this rank's slices: use world.checkpoints, or "
+            "mntrain.checkpoint.load of what it has saved, or save optimizer.full_state_dict(), "
+            "load it on every rank, and give it to optimizer.load_state_dict"
+        )
+    for part in parts:
+        _expect_no_part(part, verb)

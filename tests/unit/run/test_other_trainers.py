@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.first_of_two import FirstOfTwo
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mntrain.checks.process_group import ADVICE, advise
-from mntrain.run.other_trainers import SaveGuard, check_model, lone_accelerator
+from mntrain.run.other_trainers import CheckpointGuards, check_model, lone_accelerator
+from zero.collectives import SingleProcessCollectives
+from zero.optimizer import ZeroOptimizer
 
 
 def like(kind):
@@ -81,8 +84,7 @@ def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
     from torch.distributed.checkpoint import state_dict_saver
 
     state, before = {"x": torch.ones(3)}, state_dict_saver._save_state_dict
-    guard = SaveGuard(rank=1)
-    guard.install()
+    guard = CheckpointGuards(rank=1)
     with pytest.raises(RuntimeError, match="save on rank 1 as a single process"):
         dcp.save(state, checkpoint_id=tmp_path)
     with pytest.raises(RuntimeError, match=r"use world\.checkpoints"):
@@ -91,12 +93,52 @@ def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
     guard.close()
     assert state_dict_saver._save_state_dict is before
     dcp.save(state, checkpoint_id=tmp_path)
-    master = SaveGuard(rank=0)
-    master.install()
-    assert state_dict_saver._save_state_dict is before
+    master = CheckpointGuards(rank=0)
+    dcp.save(state, checkpoint_id=tmp_path / "of the master")
     loaded = {"x": torch.zeros(3)}
     dcp.load(loaded, checkpoint_id=tmp_path)
     assert loaded["x"].tolist() == [1, 1, 1]
+    master.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:You are using .torch.load.:FutureWarning")
+def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    def trained(collectives, value):
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, value)
+        named = model.named_parameters()
+        optimizer = ZeroOptimizer(named, torch.optim.Adam, collectives, stage=1, lr=0.1)
+        model(torch.full((1, 3), value)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(FirstOfTwo(), 1.0)
+    guards = CheckpointGuards(rank=0)
+    words = r"mntrain\.checkpoint\.load .* optimizer\.load_state_dict"
+    for state in ({"all": [{"optimizer": optimizer.state_dict()}]}, {"optimizer": optimizer}):
+        with pytest.raises(RuntimeError, match=rf"cannot save .*{words}"):
+            dcp.save(state, checkpoint_id=tmp_path)
+        with pytest.raises(RuntimeError, match=rf"cannot load .*{words}"):
+            dcp.load(state, checkpoint_id=tmp_path)
+    assert not list(tmp_path.iterdir())
+    saved = {"model": model.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "model")
+    loaded = {"model": nn.Linear(3, 2).state_dict()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "model")
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+    _, alone = trained(SingleProcessCollectives(), 2.0)
+    dcp.save({"optimizer": alone.full_state_dict()}, checkpoint_id=tmp_path / "whole")
+    _, other = trained(SingleProcessCollectives(), 3.0)
+    whole = {"optimizer": other.full_state_dict()}
+    dcp.load(whole, checkpoint_id=tmp_path / "whole")
+    other.load_state_dict(whole["optimizer"])
+    for name, state in alone.full_state_dict()["state"].items():
+        for key, value in state.items():
+            assert torch.equal(other.full_state_dict()["state"][name][key], value)
+    guards.close()
 
 
 def test_a_saver_that_is_imported_later_is_guarded_too(monkeypatch):
@@ -105,12 +147,13 @@ def test_a_saver_that_is_imported_later_is_guarded_too(monkeypatch):
 
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(torch.distributed.checkpoint, "state_dict_saver", loaded)
-    guard = SaveGuard(rank=1)
-    guard.install()
+    before = list(sys.meta_path)
+    guard = CheckpointGuards(rank=1)
     module = importlib.import_module(name)
     assert module is not loaded
-    assert module._save_state_dict == guard._refuse
+    with pytest.raises(RuntimeError, match="save on rank 1"):
+        module._save_state_dict({}, None, None, 0, True)
     guard.close()
-    assert module._save_state_dict.__module__ == name
-    assert guard not in sys.meta_path
+    assert not hasattr(module._save_state_dict, "__wrapped__")
+    assert sys.meta_path == before
     monkeypatch.undo()
