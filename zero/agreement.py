@@ -7,7 +7,7 @@ gather what is behind them, and all raise one error that names the rank and both
 import math
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -21,9 +21,11 @@ from zero.master_weights import OptimizerShard, ParamGroup
 
 DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
 SAMPLED = 16  # elements of a parameter, in each step others
+COMPARED = 4  # parameters whose values are compared, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
 LARGEST = 64  # elements of a tensor in a group that is compared
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
+DRIFT = 1e-2  # the same of parameters, in which rounding adds up over steps
 
 ABSENT = "no value"
 
@@ -39,19 +41,25 @@ class Report(NamedTuple):
     own: frozenset[Place]  # numbers that the torch optimizer changes by itself
     without: frozenset[str]  # names of parameters without a gradient
     gradients: dict[str, list[float]]  # samples, by parameter
+    parameters: dict[str, list[float]]  # samples of values, by parameter
+    step: int
+    begun_anew: int  # how often a state was loaded, or parameters added
 
 
-class GradientSamples:
-    """A few elements of every gradient at stage 0, where all ranks hold the same ones. Local."""
+class FlatSamples:
+    """A few elements of every parameter, or gradient, of which all ranks hold the same. Local.
 
-    def __init__(self, owned: OptimizerShard) -> None:
-        self._owned = owned
+    `flat` returns the memory of the bucket of an index.
+    """
+
+    def __init__(self, owned: OptimizerShard, flat: Callable[[int], Tensor]) -> None:
+        self._owned, self._flat = owned, flat
         self._places: list[tuple[Tensor, Tensor, Tensor]] = []  # start, offset and size, by bucket
 
     def take(self, step: int) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield each bucket with its samples, of which a step takes others than the one before."""
         for index, bucket in enumerate(self._owned.plan):
-            flat = self._owned.gradients.kept(index)
+            flat = self._flat(index)
             if index == len(self._places):
                 self._places.append(_places(bucket, flat.device))
             start, offset, size = self._places[index]
@@ -60,10 +68,7 @@ class GradientSamples:
 
     def digest(self, step: int) -> int:
         """Return a digest of the leading bits of all samples. Waits for the device."""
-        rounded = [found.bfloat16() for _, found in self.take(step)]
-        if not rounded:
-            return 0
-        return zlib.crc32(torch.cat(rounded).view(torch.int16).cpu().numpy().tobytes())
+        return _digest_of_samples(found for _, found in self.take(step))
 
     def by_name(self, step: int) -> dict[str, list[float]]:
         """Return the samples of each parameter."""
@@ -84,6 +89,35 @@ class GradientSamples:
         }
 
 
+class ParameterSamples:
+    """A few elements of some parameters at stage 0, in each step of others. Local."""
+
+    def __init__(self) -> None:
+        self._parameters: list[tuple[str, Parameter]] = []
+
+    def add(self, parameters: Mapping[str, Parameter]) -> None:
+        """Add parameters by name."""
+        self._parameters += [(name, p) for name, p in parameters.items() if p.numel()]
+
+    def take(self, step: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names of some parameters with samples."""
+        count = len(self._parameters)
+        for place in range(min(COMPARED, count)):
+            name, parameter = self._parameters[(step * COMPARED + place) % count]
+            flat = parameter.detach().reshape(-1)
+            stride = max(flat.numel() // SAMPLED, 1)
+            found = flat[step * STRIDE % stride :: stride][:SAMPLED]
+            yield name, torch.view_as_real(found).flatten() if found.is_complex() else found
+
+    def digest(self, step: int) -> int:
+        """Return a digest of the leading bits of all samples. Waits for the device."""
+        return _digest_of_samples(found for _, found in self.take(step))
+
+    def by_name(self, step: int) -> dict[str, list[float]]:
+        """Return the samples of each parameter."""
+        return {name: found.tolist() for name, found in self.take(step)}
+
+
 class StepAgreement:
     """What the ranks that share the optimizer's state compare when a step begins.
 
@@ -93,15 +127,27 @@ class StepAgreement:
 
     def __init__(self, owned: OptimizerShard, rank: int, replica: int) -> None:
         self._owned, self._rank, self._replica = owned, rank, replica
-        self._samples = GradientSamples(owned)
+        self._samples = FlatSamples(owned, owned.gradients.kept)
+        self._whole = ParameterSamples()
+        # Code of the user's may write them on one rank alone; a step at stages 1 and 2 hides that.
+        flat = FlatSamples(owned, owned.parameters.flat)
+        self._parameters = flat if owned.sharded else self._whole
+        self._rounding = False  # whether processors have rounded parameters differently
+        self._begun_anew = 0
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
         # What others add to their numbers in a step, by the parameters without a gradient.
         self._counts: dict[frozenset[str], dict[Place, float]] = {}
         self._counting: bool | None = None  # whether there are such numbers: known after a step
 
+    def add(self, parameters: Mapping[str, Parameter]) -> None:
+        """Compare the values of more parameters, by name. Local."""
+        self._whole.add(parameters)
+
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
-        updated = zlib.crc32(",".join(sorted(without)).encode())
+        updated = zlib.crc32(",".join([str(self._begun_anew), *sorted(without)]).encode())
+        if not self._rounding:
+            updated += self._parameters.digest(step)
         if not self._owned.sharded:
             updated += self._samples.digest(step)
         return _addends((_digest(groups), updated), step)
@@ -123,14 +169,31 @@ class StepAgreement:
         """
         sharded = self._owned.sharded
         samples = {} if sharded else self._samples.by_name(step)
+        values = {} if self._rounding else self._parameters.by_name(step)
         numbers, own = dict(plain_numbers(groups)), frozenset(self._own)
-        mine = Report(self._rank, self._replica, numbers, own, without, samples)
+        mine = Report(
+            self._rank,
+            self._replica,
+            numbers,
+            own,
+            without,
+            samples,
+            values,
+            step,
+            self._begun_anew,
+        )
         reports = gather_objects(ranks, mine)
         own = own.union(*(report.own for report in reports))
-        difference = _differing_number(reports, own, sharded=sharded)
-        difference = difference or _differing_gradient(reports, self._samples.tolerances())
+        difference = (
+            _differing_step(reports)
+            or _differing_number(reports, own, sharded=sharded)
+            or _differing_parameter(reports)
+            or _differing_gradient(reports, self._samples.tolerances())
+        )
         if difference:
             raise RuntimeError(difference)
+        values_of = [r.parameters for r in reports if r.replica == self._replica]
+        self._rounding = self._rounding or any(values != values_of[0] for values in values_of)
         if sharded:
             same = [report.numbers for report in reports if report.replica == self._replica]
             _set(groups, _largest(same, own))
@@ -171,6 +234,7 @@ class StepAgreement:
     def begin_anew(self) -> None:
         """Learn again what others count: groups, or their state, are other ones. Local."""
         self._counts = {}
+        self._begun_anew += 1
 
 
 def agree(sums: Tensor) -> bool:
@@ -260,15 +324,55 @@ def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     return start.to(device), offset.to(device), size.to(device)
 
 
+def _digest_of_samples(samples: Iterable[Tensor]) -> int:
+    rounded = [found.bfloat16() for found in samples]
+    if not rounded:
+        return 0
+    return zlib.crc32(torch.cat(rounded).view(torch.int16).cpu().numpy().tobytes())
+
+
+def _firsts(reports: Sequence[Report]) -> Iterator[tuple[Report, Report]]:
+    """Yield each report with the first one of its replica."""
+    firsts: dict[int, Report] = {}
+    for report in reports:
+        yield report, firsts.setdefault(report.replica, report)
+
+
+def _differing_step(reports: Sequence[Report]) -> str:
+    """Return the first difference in the step, or in loaded states, of one replica; else empty."""
+    for report, first in _firsts(reports):
+        if (report.step, report.begun_anew) != (first.step, first.begun_anew):
+            return (
+                f"rank {report.rank} is at step {report.step} of the optimizer, rank {first.rank} "
+                f"at step {first.step}, or only one of them has loaded a state: call "
+                "optimizer.load_state_dict on all ranks"
+            )
+    return ""
+
+
+def _differing_parameter(reports: Sequence[Report]) -> str:
+    """Return the first difference in the parameters of one replica; else an empty string."""
+    for report, first in _firsts(reports):
+        for name, values in first.parameters.items():
+            others = report.parameters[name]
+            largest = max((abs(v) for v in [*values, *others] if math.isfinite(v)), default=0.0)
+            for here, there in zip(values, others, strict=True):
+                if not (_same(here, there) or abs(here - there) <= DRIFT * largest):
+                    return (
+                        f"rank {report.rank} has {there:g} in parameter {name}, where rank "
+                        f"{first.rank} has {here:g}: change parameters alike on all ranks, such "
+                        "as by load_state_dict"
+                    )
+    return ""
+
+
 def _differing_number(reports: Sequence[Report], own: frozenset[Place], *, sharded: bool) -> str:
     """Return the first difference in numbers that ranks must have in common; else empty.
 
     Those that the torch optimizer changes by itself differ between replicas, and between ranks
     where each has a part of its state.
     """
-    firsts: dict[int, Report] = {}
-    for report in reports:
-        of_replica = firsts.setdefault(report.replica, report)
+    for report, of_replica in _firsts(reports):
         for place in [*reports[0].numbers, *(report.numbers.keys() - reports[0].numbers.keys())]:
             first = of_replica if place in own else reports[0]
             here, there = (each.numbers.get(place, ABSENT) for each in (first, report))
@@ -294,9 +398,7 @@ def _may_count(here: Any, there: Any, *, sharded: bool) -> bool:
 
 def _differing_gradient(reports: Sequence[Report], tolerances: Mapping[str, float]) -> str:
     """Return the first difference in the gradients of one replica; else an empty string."""
-    firsts: dict[int, Report] = {}
-    for report in reports:
-        first = firsts.setdefault(report.replica, report)
+    for report, first in _firsts(reports):
         for name in sorted(first.without ^ report.without):
             lacking, other = (report, first) if name in report.without else (first, report)
             return (

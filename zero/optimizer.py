@@ -192,7 +192,8 @@ class ZeroOptimizer(AveragingOptimizer):
 
         A closure is run once before; it computes the loss and runs backward, the same number of
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
-        RuntimeError on all ranks if they differ in hyperparameters or in what was done to `p.grad`,
+        RuntimeError on all ranks if they differ in hyperparameters, in parameters (of which some
+        elements are compared), in loaded states, or in what was done to `p.grad`,
         ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`
         or if the optimizer was closed.
         In a step in which replicas do not wait for each other, one of them alone raises
@@ -390,6 +391,7 @@ class ZeroOptimizer(AveragingOptimizer):
             broadcast_from_rank_0(self._collectives, named.values())
             self._agreement.begin_anew()
         plan = super()._add_parameters(named)
+        self._agreement.add(named)
         self._reduction.add(plan, named)
         return plan
 

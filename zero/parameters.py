@@ -102,6 +102,11 @@ class FlatParameters:
             self._finish(index)
         self._unhook()
 
+    def flat(self, index: int) -> Tensor:
+        """Wait for all parameters, and return the memory of those of a bucket."""
+        self.wait()
+        return self._flats[index]
+
     def close(self) -> None:
         """Wait for what is in flight, and give the model back as it was, also if the wait fails."""
         try:

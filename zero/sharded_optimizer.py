@@ -1,6 +1,7 @@
 """A torch optimizer over the slices of parameters that one rank owns."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -76,7 +77,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.close()
             raise
-        self.state = self._inner.state
         self._take_groups()
         self._constructed = True
 
@@ -129,6 +129,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._under_own_groups(value) if callable(value) else value
 
     @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the torch optimizer, by tensor that it updates here. May be replaced."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        if self._constructed:  # torch's constructor assigns an empty one
+            self._inner.state = state
+
+    @property
     def sharded(self) -> bool:
         """True if a rank holds the state of some elements only."""
         return self._owned.sharded
@@ -158,7 +168,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = [hyperparameters(group) for group in groups or self.param_groups]
         load_sync = self.schedule.load_state
         load_slices(self._owned, self._inner, slices, shapes, load_sync, options=options)
-        self.state = self._inner.state
         self._take_groups()
 
     def memory(self) -> Memory:

@@ -167,8 +167,7 @@ class BatchWeight:
         Weights of accumulated micro-batches add up. Raises RuntimeError after `add`, and ValueError
         for a negative or infinite count.
         """
-        if count is not None:
-            _check(count)
+        count = None if count is None else _checked(count)
         if self._added is not None:
             raise RuntimeError(
                 "share() follows backward(loss, weight=...) in one accumulation: give the weight "
@@ -181,7 +180,7 @@ class BatchWeight:
 
         Raises RuntimeError after `state`, or after a backward of this mean without a weight.
         """
-        _check(weight)
+        weight = _checked(weight)
         if self._stated is not None or (self._begun and self._added is None):
             before = "share()" if self._stated is not None else "loss.backward()"
             raise RuntimeError(
@@ -371,6 +370,8 @@ def _power_of_two(count: float) -> float:
     return 2.0 ** math.floor(math.log2(count))
 
 
-def _check(count: float) -> None:
-    if not (isinstance(count, SupportsFloat) and 0 <= count < math.inf):
+def _checked(count: SupportsFloat) -> float:
+    """Return a count, of any type, as a float. Raises ValueError."""
+    if not (isinstance(count, SupportsFloat) and 0 <= float(count) < math.inf):
         raise ValueError(f"a share of {count!r} samples: give a finite number, 0 or more")
+    return float(count)

@@ -107,7 +107,7 @@ def _agree(
     Raises AgreedError as `make_optimizer` does.
     """
     with world.agreement():
-        _check_kinds(model, optimizer_class)
+        _check_kinds(model, optimizer_class, world.size)
         check_model(model)
         if alone := lone_accelerator(world.size):
             raise ValueError(alone)
@@ -156,8 +156,11 @@ def _make_hook(parts: WorldParts, given: str | CommHook | None) -> CommHook:
     return make_hook(hook, TRAVEL_DTYPES[wire])
 
 
-def _check_kinds(model: object, optimizer_class: object) -> None:
-    """Raise ValueError for the parameters in place of a model, or an optimizer for its class."""
+def _check_kinds(model: object, optimizer_class: object, size: int) -> None:
+    """Raise ValueError for the parameters in place of a model, or an optimizer for its class.
+
+    And for a module whose forward would make ranks differ.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model is of type {type(model).__name__}: give the torch.nn.Module to train"
@@ -169,6 +172,12 @@ def _check_kinds(model: object, optimizer_class: object) -> None:
             raise ValueError(
                 f"{path or 'the model'} is a {type(module).__name__}, which asks torch.distributed "
                 f"for other ranks and finds none: {fix}"
+            )
+        if size > 1 and getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"{path or 'the model'} is of type {type(module).__name__} with max_norm, which "
+                "changes its weight in forward by the samples of each rank alone: leave it out, "
+                "and limit the norms of all rows after optimizer.step()"
             )
     if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
         raise ValueError(

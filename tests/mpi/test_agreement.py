@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from worlds import RANKS
 
+from mntrain.errors import AgreedError
 from mntrain.sync import LocalSGD
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -121,6 +123,68 @@ def test_a_gradient_that_one_rank_changes_is_named(make, act, words, dtype):
         optimizer.zero_grad()
 
 
+def write_weights(model, optimizer):
+    model[0].weight.data.copy_(torch.ones(16, 5))
+
+
+def write_one_small_tensor(model, optimizer):
+    model[2].bias.data[3] += 1
+
+
+def load_another_state(model, optimizer):
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state | {"steps": 7})
+
+
+def load_the_same_state(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@stages
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (write_weights, "in parameter 0.weight, where rank 0 has "),
+        (write_one_small_tensor, "in parameter 2.bias, where rank 0 has "),
+        (load_another_state, f"rank {LAST} is at step 7 of the optimizer, rank 0 at step 2, or "),
+        (load_the_same_state, "or only one of them has loaded a state: call optimizer.load_state"),
+    ],
+)
+def test_what_one_rank_alone_loads_is_named(make, stage, act, words):
+    model = net()
+    optimizer = make(model, SGD, stage=stage)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_for_parameters()
+    backward(model)
+    if ODD:
+        act(model, optimizer)
+    for _ in range(1 if stage else 2):  # of six parameters, a step at stage 0 compares four
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            found = str(error)
+            break
+    assert words in found
+    assert MPI.COMM_WORLD.allgather(found) == [found] * RANKS
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_rounding_of_processors_is_no_difference(make, stage):
+    model = net()
+    optimizer = make(model, SGD, stage=stage)
+    for step in range(6):
+        backward(model, step)
+        if ODD:
+            optimizer.wait_for_parameters()
+            for parameter in model.parameters():
+                parameter.data.mul_(1 + 2**-9)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gradient_that_one_rank_drops_is_named_where_it_is_sharded(make, stage):
     model = net()
@@ -130,6 +194,34 @@ def test_a_gradient_that_one_rank_drops_is_named_where_it_is_sharded(make, stage
     if ODD:
         parameter.grad = None
     assert f"rank {LAST} has no gradient of {name}, rank 0 has one" in refusal(optimizer, model)
+
+
+@stages
+@pytest.mark.parametrize("reset", ["clear", "replace"])
+def test_a_state_that_is_reset_begins_anew(world, make, stage, reset):
+    model = net()
+    alone = Alone(model, ADAMW)
+    optimizer = make(model, ADAMW, stage=stage)
+    for step in range(6):
+        for each in (optimizer, alone.optimizer) if step == 3 else ():
+            if reset == "clear":
+                each.state.clear()
+            else:
+                each.state = defaultdict(dict)
+        batch = samples(12, seed=step)
+        loss_of(model, mine(world, batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alone.step(loss_of(alone.model, batch))
+    optimizer.wait_for_parameters()
+    assert_parity(world, model, alone)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_changes_in_forward_is_refused(make, layer):
+    model = nn.Sequential(layer(7, 4, max_norm=1.0))
+    with pytest.raises(AgreedError, match=r"^0 is of type Embedding(Bag)? with max_norm, which"):
+        make(model, SGD)
 
 
 @stages
