@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -32,8 +32,6 @@ class GlobalMeans:
 
 
 _Kind = Literal["mean", "sum", "max", "addend"]  # an addend of the loss is a mean, too
-# Of one rank and step, by name: the kind, the value, and the items it is over.
-LocalTotals = Mapping[str, tuple[_Kind, float, float]]
 # Value and count of a rank that has seen none.
 _NOTHING: dict[_Kind, tuple[float, float]] = {
     "mean": (0.0, 0.0),
@@ -105,14 +103,22 @@ class MeanAccumulator:
         self._totals[name] = self._totals[name] + total if name in self._totals else total
 
     def reduce(
-        self, group: Collectives, where: str, local_values: Mapping[str, float] | None = None
+        self,
+        group: Collectives,
+        where: str,
+        local_values: Mapping[str, float] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> GlobalMeans:
         """Return the means over all ranks of the group, and start anew. Collective in the group.
+
+        By default the group is the world. Otherwise `ranks` are its ranks, for errors, and it may
+        have no items: then the loss is NaN.
 
         `local_values`, under the same names on every rank, travel in the same message. Each is
         reduced as its metric declares; those that are no metrics are summed. If the sum of "failed"
         is above 0, there are no means, only values. Raises TrainingStoppedError, which names
-        `where`, if no rank has counted any item, and for a metric that ranks reduce in two ways.
+        `where`, if no rank of the world has counted any item, and for a metric that ranks reduce in
+        two ways.
         """
         totals, self._totals = self._totals, {}
         local, local_values = _numbers(totals), local_values or {}
@@ -137,54 +143,21 @@ class MeanAccumulator:
         if values.get("failed"):
             return GlobalMeans(math.nan, {}, 0, values, "")
 
-        def losses() -> list[float]:
-            return gather_objects(group, local.get("loss", _NOTHING["mean"])[0])
-
-        return self._means(reduced, values, losses, where)
-
-    def take(self) -> LocalTotals:
-        """Return this rank's totals, for `combine`, and start anew. Local; waits for the device."""
-        totals, self._totals = self._totals, {}
-        return {n: (totals[n].kind, *numbers) for n, numbers in _numbers(totals).items()}
-
-    def combine(
-        self, by_rank: Sequence[LocalTotals], values: Mapping[str, float], where: str
-    ) -> GlobalMeans:
-        """Return the means over ranks of what `take` has returned on each. Local.
-
-        The same on all ranks, and as `reduce`, beside other `values`. Raises as `reduce`.
-        """
-        kinds = [{name: total[0] for name, total in own.items()} for own in by_rank]
-        self._kinds = self._agree_on_kinds(kinds, where)
-        reduced = {}
-        for name, kind in self._kinds.items():
-            found = [own[name][1:] for own in by_rank if name in own] or [_NOTHING[kind]]
-            numbers = [value for value, _ in found]
-            if kind != "max":
-                numbers = [sum(column) for column in zip(*found, strict=True)]
-            reduced[name] = _decode(kind, iter(numbers), len(found))
-        losses = [own["loss"][1] if "loss" in own else 0.0 for own in by_rank]
-        return self._means(reduced, dict(values), lambda: losses, where)
-
-    def _means(
-        self,
-        reduced: dict[str, tuple[float, float]],
-        values: dict[str, float],
-        losses: Callable[[], list[float]],
-        where: str,
-    ) -> GlobalMeans:
-        """Return means of reduced values and their items; `losses` are those of all ranks."""
         own_loss = reduced.pop("loss", (0.0, 0.0))
         parts = [name for name, kind in self._kinds.items() if kind == "addend"]
         addends = {name: reduced.pop(name) for name in parts} or {"loss": own_loss}
         addends = {name: (value, items) for name, (value, items) in addends.items() if items}
-        if not addends:
+        if not addends and ranks is None:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._rank
             )
         metrics = {name: value for name, (value, items) in reduced.items() if items}
-        loss = sum((value for value, _ in addends.values()), 0.0)
-        nonfinite = "" if math.isfinite(loss) else _name_non_finite(loss, losses())
+        loss = sum((value for value, _ in addends.values()), 0.0) if addends else math.nan
+        nonfinite = ""
+        if addends and not math.isfinite(loss):
+            losses = gather_objects(group, local.get("loss", _NOTHING["mean"])[0])
+            by_rank = zip(ranks or range(group.size), losses, strict=True)
+            nonfinite = _name_non_finite(loss, by_rank)
         return GlobalMeans(loss, metrics, int(own_loss[1]), values, nonfinite, addends)
 
     def _agree_on_kinds(
@@ -231,9 +204,9 @@ def _decode(kind: _Kind, sums: Iterator[float], size: int) -> tuple[float, float
     return value / count if count else math.nan, count
 
 
-def _name_non_finite(loss: float, by_rank: Sequence[float]) -> str:
+def _name_non_finite(loss: float, by_rank: Iterable[tuple[int, float]]) -> str:
     """Return which ranks' losses are not finite, in words."""
-    culprits = [f"{x} on rank {r}" for r, x in enumerate(by_rank) if not math.isfinite(x)]
+    culprits = [f"{x} on rank {r}" for r, x in by_rank if not math.isfinite(x)]
     return ", ".join(culprits) or f"{loss} over all ranks"
 
 

@@ -1,7 +1,7 @@
-"""Steps as one rank knows them, and their records, which have the means over all ranks."""
+"""The records of steps, which have the means over all ranks."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from mntrain.data.phase_notes import noted
 from mntrain.metrics.registry import METRICS, StepRecord
@@ -10,51 +10,44 @@ from mntrain.train.job import TrainingJob
 from mntrain.train.summary import JobResult
 from zero.optimizer import StepResult
 
-SKIPPING_RANKS = "skipping_ranks"  # the number of ranks that skipped a step, if they may differ
-
-
-class TakenStep(NamedTuple):
-    """A step as this rank knows it alone."""
-
-    step: int
-    lr: float
-    samples: int  # of all ranks
-    update: StepResult
-    times: Mapping[str, Any]  # by field of `StepRecord`
-
-
-KnownStep = tuple[TakenStep, GlobalMeans]
-
 
 def complete_step(
-    job: TrainingJob, result: JobResult, rank: int, taken: TakenStep, means: GlobalMeans
+    job: TrainingJob,
+    result: JobResult,
+    rank: int,
+    *,
+    step: int,
+    lr: float,
+    update: StepResult,
+    times: Mapping[str, Any],
+    means: GlobalMeans,
+    items: int,
 ) -> StepRecord:
-    """Count a step, warn if it was not finite, and return its record. Local."""
-    step, update = taken.step, taken.update
-    skipped = update.skipped or bool(means.values.get(SKIPPING_RANKS))
+    """Count a step, warn if it was not finite, and return its record. Local.
+
+    `times` are by field of `StepRecord`; `items` are those of all ranks.
+    """
     if means.nonfinite:
         job.reporter.warn(f"in step {step}, the loss is {means.nonfinite}")
     if update.skipped:
         job.reporter.warn(f"step {step} was skipped: the gradient's norm is {update.grad_norm}")
-    elif skipped:
-        job.reporter.warn(f"step {step} was skipped on another node")
-    seconds = taken.times["step_s"]
-    result.add(means.count, seconds, skipped=skipped)
+    seconds = times["step_s"]
+    result.add(items, seconds, skipped=update.skipped)
     reduced: dict[str, Any] = {n: value for n, value in means.values.items() if n in METRICS}
     with noted(rank, f"metrics of step {step}"):
         metrics = job.task.derive(means.loss, means.metrics)
     return StepRecord(
         step=step,
         loss=means.loss,
-        lr=taken.lr,
+        lr=lr,
         grad_norm=None if update.skipped else update.grad_norm,
         clip_coef=None if update.skipped else update.clip_coef,
         clipped_norm=None if update.skipped else update.clipped_norm,
-        samples=taken.samples,
-        tokens_per_s=means.count / seconds,
+        samples=job.data.batch_size(step),
+        tokens_per_s=items / seconds,
         metrics=metrics,
-        skipped=skipped,
+        skipped=update.skipped,
         slow_ranks=job.balancing.slow_ranks(step) or None,
-        **taken.times,
+        **times,
         **reduced,
     )

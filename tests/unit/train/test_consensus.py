@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from mntrain.errors import TrainingStoppedError
-from mntrain.tasks import Max, Mean, Sum
 from mntrain.train.consensus import MeanAccumulator, differing_ranks, model_digest
 from zero import SingleProcessCollectives
 
@@ -109,40 +108,3 @@ def test_means_start_anew_after_a_reduction_and_leave_out_empty_batches():
         assert reduced.metrics == {"accuracy": accuracy}  # of the three items that have one
     with pytest.raises(TrainingStoppedError, match="in step 2, no rank has anything"):
         means.reduce(SingleProcessCollectives(), "in step 2")
-
-
-def totals(count, loss, **metrics):
-    """What a rank has to send of one micro-batch."""
-    means = MeanAccumulator(0)
-    means.add(count, {"loss": torch.tensor(loss), **metrics})
-    return means.take()
-
-
-def test_totals_of_ranks_combine_as_a_reduction_does():
-    sent = [
-        totals(3, 2.0, accuracy=torch.tensor(0.5), largest=Max(4.0), words=Sum(7)),
-        totals(1, 4.0, largest=Max(-1.0), words=Sum(2), rare=Mean(0.25, 2)),
-        totals(0, math.nan),
-    ]
-    means = MeanAccumulator(0)
-    combined = means.combine(sent, {"skipped": 1.0}, "in step 1")
-    assert (combined.loss, combined.count, combined.nonfinite) == (2.5, 4, "")
-    expected = {"accuracy": 0.5, "largest": 4.0, "words": 9.0, "rare": 0.25}
-    assert combined.metrics == expected
-    assert combined.values == {"skipped": 1.0}
-    later = means.combine([totals(2, 1.0)], {}, "in step 2")  # no rank has the others now
-    assert (later.loss, later.metrics) == (1.0, {"words": 0.0})
-
-
-def test_totals_name_the_ranks_whose_loss_is_not_finite():
-    sent = [totals(1, 1.0), totals(1, math.inf), {}, totals(2, math.nan)]
-    combined = MeanAccumulator(0).combine(sent, {}, "in step 1")
-    assert combined.nonfinite == "inf on rank 1, nan on rank 3"
-
-
-def test_totals_without_any_item_or_of_two_kinds_are_refused():
-    with pytest.raises(TrainingStoppedError, match="in step 3, no rank has anything to take a me"):
-        MeanAccumulator(0).combine([{}, totals(0, 1.0)], {}, "in step 3")
-    unlike = [totals(1, 1.0, words=Sum(1)), totals(1, 1.0, words=Max(1))]
-    with pytest.raises(TrainingStoppedError, match="in step 4, the metric words is a max, and was"):
-        MeanAccumulator(0).combine(unlike, {}, "in step 4")
