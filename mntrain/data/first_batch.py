@@ -1,8 +1,8 @@
-"""The first batch of a loader, by which ranks find out that their loaders differ."""
+"""The first batch of a loader, or some samples, by which ranks find out that their data differ."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset
@@ -31,21 +31,27 @@ class FirstBatch:
 
 
 def of_indices(loader: DataLoader[Any], indices: list[Any], digest: int | None) -> FirstBatch:
-    """Describe a batch of a map-style dataset. Local.
+    """Describe a batch of a map-style dataset, with its first and its last sample. Local."""
+    found = of_samples(loader.dataset, ends(indices))
+    return replace(found, sizes=sizes_of(loader, len(indices)), indices=digest)
 
-    Reads its first and its last sample from a copy of the dataset, so that files which the dataset
-    opens at the first access stay closed.
+
+def of_samples(dataset: Dataset[Any], indices: Sequence[Any]) -> FirstBatch:
+    """Describe some samples of a map-style dataset. Local.
+
+    They are read from a copy of the dataset, so that files which it opens at the first access stay
+    closed. One that cannot be read counts as the type of its exception, and a dataset that cannot
+    be copied as one without samples.
     """
-    sizes = sizes_of(loader, len(indices))
     try:
-        copied = detached(loader.dataset)
+        copied = detached(dataset)
     except Exception:
-        return FirstBatch(sizes, digest)
+        return FirstBatch({})
 
     def read() -> Content:
-        return fields_of([_read(copied, index) for index in ends(indices)])
+        return fields_of([_read(copied, index) for index in indices])
 
-    return FirstBatch(sizes, digest, read(), read, may_be_random=True)
+    return FirstBatch({}, None, read(), read, may_be_random=True)
 
 
 def of_batch(

@@ -1,10 +1,11 @@
-"""Comparison of the ranks' loaders: equal where each has all data, or divided on all of them."""
+"""Comparison of the ranks' data: equal where each has all of it, or divided on all of them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from mntrain.checks.finding import naming
 from mntrain.data.first_batch import Content, FirstBatch
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError
@@ -29,27 +30,31 @@ class Gathering(Protocol):
 def compare_loaders(ranks: Gathering, first: FirstBatch) -> None:
     """Raise AgreedError on all ranks unless their loaders have equal sizes and samples. Collective.
 
-    A digest travels first. If samples differ, they are read again on every rank: the fields that
-    any rank then finds changed are random, and are not compared. If all are, the samples are equal
-    where their indices are, and else the error says so.
+    Samples as in `compare_samples`.
     """
-    digest = hashlib.sha256(repr(sorted(first.content.items())).encode()).digest()
-    gathered = _expect_divided(ranks, False, (first.sizes, first.indices, digest))
-    expect_same([sizes for sizes, *_ in gathered], ranks.rank, FIX)
-    if len({indices for _, indices, _ in gathered}) > 1:
+    gathered = _expect_divided(ranks, False, (first.sizes, first.indices))
+    expect_same([sizes for sizes, _ in gathered], ranks.rank, FIX)
+    if len({indices for _, indices in gathered}) > 1:
         raise AgreedError(
             "the ranks drew different samples for one global batch: seed the sampler alike on all "
             "ranks, or give world.shard divided=True if each rank's loader gives its own part",
             ranks.rank,
         )
-    if len({digest for *_, digest in gathered}) == 1:
+    compare_samples(ranks, first, "the first batch", FIX)
+
+
+def compare_samples(ranks: Gathering, first: FirstBatch, of: str, fix: str) -> None:
+    """Raise AgreedError on all ranks unless their samples are equal. Collective.
+
+    A digest travels first. If samples differ, they are read again on every rank: the fields that
+    any rank then finds changed are random, and are not compared. If all are, the samples are equal
+    where their indices are, and else the error says so.
+    """
+    digest = hashlib.sha256(repr(sorted(first.content.items())).encode()).digest()
+    if len(set(ranks.gather(digest))) == 1:
         return
     content: Sequence[Content] = ranks.gather(dict(first.content))
-    differing = {
-        name
-        for name in set[str]().union(*content)
-        if any(other.get(name) != content[0].get(name) for other in content)
-    }
+    differing = {name for name in set[str]().union(*content) if _ranks_that_differ(content, {name})}
     if not differing:
         return
     changing = set[str]().union(*ranks.gather(_changing(first)))
@@ -57,16 +62,18 @@ def compare_loaders(ranks: Gathering, first: FirstBatch) -> None:
         return
     if differing <= changing:
         raise AgreedError(
-            "the samples of the first batch differ between ranks, and also if a rank reads them "
+            f"the samples of {of} differ between ranks, and also if a rank reads them "
             "again, so their order may differ: draw from the default generators of torch, Python "
             "or NumPy, which world.shard seeds alike on all ranks, or give divided=True if each "
             "rank's loader gives its own part",
             ranks.rank,
         )
     fields = [f" in {name}" for name in sorted(differing - changing) if name]
-    where = ",".join(fields[:_SHOWN])
+    where = naming("rank", _ranks_that_differ(content, differing - changing))
     raise AgreedError(
-        f"the samples of the first batch differ between ranks{where}: {FIX}", ranks.rank
+        f"the samples of {of} on {where} differ from those on rank 0{','.join(fields[:_SHOWN])}: "
+        f"{fix}",
+        ranks.rank,
     )
 
 
@@ -101,3 +108,12 @@ def _changing(first: FirstBatch) -> set[str]:
         for name in set[str]().union(*reads)
         if any(other.get(name) != reads[0].get(name) for other in reads)
     }
+
+
+def _ranks_that_differ(content: Sequence[Content], names: set[str]) -> list[int]:
+    """Return the ranks that have other samples than rank 0 in any of these fields."""
+    return [
+        rank
+        for rank, own in enumerate(content)
+        if any(own.get(name) != content[0].get(name) for name in names)
+    ]

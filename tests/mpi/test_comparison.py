@@ -82,28 +82,26 @@ def test_data_is_accepted_if_it_is_the_same_or_random(world, draw):
 
 
 @pytest.mark.parametrize(
-    ("usual", "other", "first"),
+    ("usual", "other", "field"),
     [
-        (lambda i: i, lambda i: i + (i == 2), 2),
-        (torch.ones, torch.zeros, 2),  # sample 0 is empty
-        (str, lambda i: 1 / 0, 0),
+        (lambda i: i, lambda i: i + (i == 2), ""),
+        (lambda i: (i, torch.ones(i)), lambda i: (i, torch.zeros(i)), " in [1]"),
+        (str, lambda i: 1 / 0, ""),
+        (lambda i: (i, os.urandom(4)), lambda i: (-i, os.urandom(4)), " in [0]"),
     ],
-    ids=["middle", "content", "missing"],
+    ids=["middle", "content", "missing", "among random ones"],
 )
-def test_another_sample_on_one_rank_is_named(world, usual, other, first):
+def test_another_sample_on_one_rank_is_named(world, usual, other, field):
     said = refusal(compare, world, odd(world, usual, other))
-    name = f"sample {first} of the training data"
-    assert said.startswith(f"{name} differs between ranks: {BUT_LAST} digest ")
+    name = f"the samples of the training data on rank {RANKS - 1} differ from those on rank 0"
+    assert said.startswith(f"{name}{field}: ")
     assert "of the validation data" not in said
 
 
-def test_another_sample_is_named_although_others_are_random(world):
-    def draw(index):
-        return os.urandom(4) if index else world.rank
-
-    said = refusal(compare, world, draw)
-    assert said.startswith("sample 0 of the training data differs between ranks: rank 0 has digest")
-    assert "sample 2" not in said
+def test_the_first_the_middle_and_the_last_sample_are_drawn(world):
+    drawn = []
+    compare(world, drawn.append, count=5)
+    assert drawn == [0, 2, 4]
 
 
 def test_another_number_of_samples_is_named(world):

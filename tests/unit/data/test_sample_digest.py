@@ -1,4 +1,4 @@
-"""Digests of samples and sizes of files: what makes a difference, and what does not."""
+"""Digests of samples: what makes a difference, and what does not."""
 
 import random
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from mntrain.data.first_batch import of_samples
 from mntrain.data.sample_digest import digest_sample
-from mntrain.train.data_digest import describe_files, describe_samples
 
 FLOATS = torch.linspace(-1, 1, 3000)
 
@@ -97,17 +97,6 @@ class Numbers(Dataset):
 
 
 @pytest.mark.parametrize(
-    ("count", "indices"), [(0, []), (1, [0]), (2, [0, 1]), (5, [0, 2, 4]), (10**9, [0, 5 * 10**8])]
-)
-def test_three_samples_are_drawn_at_most(count, indices):
-    dataset = Numbers(count)
-    told = describe_samples("training", dataset)
-    drawn = [*indices, *([count - 1] if count > 5 else [])]
-    assert dataset.drawn == drawn
-    assert list(told) == [f"sample {index} of the training data" for index in drawn]
-
-
-@pytest.mark.parametrize(
     "wrapped",
     [
         lambda d: d,
@@ -121,7 +110,7 @@ def test_drawing_leaves_the_dataset_and_the_default_generators_as_they_were(wrap
     states = random.getstate(), dataset.generator.getstate()
     torchs = torch.get_rng_state(), dataset.torchs.get_state()
     numpys = np.random.get_state()[1].tolist()
-    told = describe_samples("training", wrapped(dataset))
+    found = of_samples(wrapped(dataset), [0, 2])
     assert dataset.drawn
     assert dataset.file is None
     assert (random.getstate(), dataset.generator.getstate()) == states
@@ -129,16 +118,15 @@ def test_drawing_leaves_the_dataset_and_the_default_generators_as_they_were(wrap
     assert torch.equal(dataset.torchs.get_state(), torchs[1])
     assert np.random.get_state()[1].tolist() == numpys
     random.random()
-    assert describe_samples("training", wrapped(dataset)) == told  # random, and yet the same
+    assert found.again() == found.content  # random, and yet the same
+    assert len(found.content["[0]"]) == 2
 
 
 def test_a_sample_that_cannot_be_drawn_counts_as_its_exception():
     def draw(index):
         raise FileNotFoundError(f"/node1/{index}.png")
 
-    told = describe_samples("training", Numbers(1, draw))["sample 0 of the training data"]
-    assert told.value == "FileNotFoundError"
-    assert "/node1/0.png" in str(told)
+    assert of_samples(Numbers(1, draw), [0]).content == {"": [digest_sample("FileNotFoundError")]}
 
 
 def test_a_dataset_that_cannot_be_copied_has_no_samples_to_compare():
@@ -146,42 +134,4 @@ def test_a_dataset_that_cannot_be_copied_has_no_samples_to_compare():
         def __copy__(self):
             raise TypeError("there is one of me")
 
-    assert describe_samples("training", Whole(3)) == {}
-
-
-def write(folder, contents):
-    paths = {name: folder / name for name in contents}
-    for name, content in contents.items():
-        paths[name].write_bytes(content)
-    return paths
-
-
-def test_no_files_are_no_entries():
-    assert describe_files({}) == {}
-
-
-def test_files_differ_by_name_and_by_size(tmp_path):
-    usual, same, longer, named = (
-        describe_files(write(tmp_path, contents))
-        for contents in (
-            {"a": b"one", "b": b"two"},
-            {"a": b"one", "b": b"twO"},
-            {"a": b"one", "b": b"two "},
-            {"a": b"one", "c": b"two"},
-        )
-    )
-    assert usual == same
-    assert {name for name in usual if usual[name] != longer[name]} == {"the size of b"}
-    assert longer["the size of b"].value == "4 bytes"
-    assert usual["the list of the data's files"] != named["the list of the data's files"]
-
-
-def test_of_many_files_all_names_and_some_sizes_are_compared(tmp_path):
-    paths = write(tmp_path, {f"{number:04}": b"x" * (number % 7) for number in range(250)})
-    told = describe_files(paths)
-    assert 50 < len(told) <= 101
-    del paths["0124"]
-    assert (
-        describe_files(paths)["the list of the data's files"]
-        != told["the list of the data's files"]
-    )
+    assert of_samples(Whole(3), [0]).content == {}
