@@ -21,6 +21,7 @@ from mntrain.metrics.report import Reporter
 from mntrain.metrics.writers import expect_installed
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
 from mntrain.run.directory import start_recording
+from mntrain.run.lock import RunLock
 from mntrain.run.signals import Deadline
 from mntrain.sync import LocalSGD
 from mntrain.train import run_directory
@@ -70,9 +71,12 @@ class TrainingJob:
         # Only the master's deadline counts, since clocks of nodes may differ.
         self.deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
         self.run_dir = run_directory.agree_on_path(world, config)
+        self.lock: RunLock | None = None
         try:
             self._set_up(world, config, self.run_dir)
         except AgreedError:
+            if self.lock:
+                self.lock.close()
             run_directory.discard(world, config, self.run_dir)
             raise
 
@@ -82,6 +86,7 @@ class TrainingJob:
             if world.master:
                 expect_installed(config.log)
         self.config = config
+        self.lock = run_directory.lock_existing(world, config, run_dir)
         self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         self.last_step = min(config.run.stop_after or config.train.steps, config.train.steps)
@@ -110,7 +115,7 @@ class TrainingJob:
         with world.agreement():
             files = self.task.run_files()
         self.lock = run_directory.prepare(
-            world, config, run_dir, resumed, saves=self.saves, files=files
+            world, config, run_dir, resumed, self.lock, saves=self.saves, files=files
         )
         start_recording(world, run_dir, config.run.recorder)
         if resumed:

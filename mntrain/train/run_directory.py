@@ -77,6 +77,20 @@ def discard(world: World, config: Config, run_dir: Path) -> None:
             run_dir.parent.rmdir()  # if no other run is in it
 
 
+def lock_existing(world: World, config: Config, run_dir: Path) -> RunLock | None:
+    """Lock the run's directory before anything is read from it; on the master. Collective.
+
+    Another job may be writing in it. One that is new or empty is left for `prepare`. Raises
+    AgreedError if another job uses it.
+    """
+    with world.agreement():
+        if world.master and config.run.dir is not None:
+            with suppress(OSError):  # of a path that `prepare` refuses
+                if any(run_dir.iterdir()):
+                    return make_and_lock(run_dir, world.watchdog)
+    return None
+
+
 def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:
     """Return the checkpoint that this job resumes from, if any. Collective.
 
@@ -175,6 +189,7 @@ def prepare(
     config: Config,
     run_dir: Path,
     found: FoundCheckpoint | None,
+    lock: RunLock | None = None,
     *,
     saves: bool,
     files: Mapping[str, bytes] = MappingProxyType({}),
@@ -182,20 +197,20 @@ def prepare(
     """Make the run's directory, or continue in it; write config.toml and files. Collective.
 
     A job that saves may start over a run that was killed before its first checkpoint. Returns, on
-    the master, the lock that keeps other jobs out until it is closed. Raises AgreedError if the
+    the master, the lock that keeps other jobs out until it is closed: the one that is given, that
+    of `lock_existing`, or a new one. Raises AgreedError if the
     directory holds a run that this job does not continue, or is in use by another job, or if a job
     that saves has ranks that do not see it.
     """
     if saves:
         expect_shared(world, run_dir)
-    lock = None
     with world.agreement():
         if world.master:
             exists = (run_dir / CONFIG_FILE).exists()
             continued = found is not None and run_dir.resolve() in found.path.resolve().parents
             if exists and not continued:
                 expect_startable(run_dir, saves=saves)
-            lock = make_and_lock(run_dir, world.watchdog)
+            lock = lock or make_and_lock(run_dir, world.watchdog)
             written = {CONFIG_FILE: to_toml(_with_absolute_paths(config)).encode(), **files}
             try:
                 for name, content in written.items():

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import mntrain
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.cli import parse
 from mntrain.errors import TrainingStoppedError
+from mntrain.run.directory import make_and_lock
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train import run_directory
@@ -394,6 +395,17 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(stopped, options, said
     assert sorted(path for path in stopped.rglob("*")) == before
     assert len(metrics(stopped)) == 2
     assert steps_kept(stopped) == [2, 1]
+
+
+@pytest.mark.thorough
+def test_nothing_is_read_from_a_run_that_another_job_uses(stopped):
+    """The other job may save another checkpoint before this one is refused, or has waited."""
+    with make_and_lock(stopped / "run") if RANK == 0 else nullcontext():
+        meet()
+        said = refusal(train, stopped, "--train.steps", "2")  # which its checkpoint refuses, too
+        assert "run is in use by a job" in said
+        meet()
+    assert "nothing is left to do" in refusal(train, stopped, "--train.steps", "2")
 
 
 class Late(LanguageModel):
