@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
@@ -98,12 +98,14 @@ def _node_lock(key: str) -> Iterator[BinaryIO]:
     """Hold a lock among this user's processes of this node; yield its file.
 
     The file is removed at the end. Processes that wait have it open, and then hold the lock of a
-    file without a name: those that come later find the tokens, or try again.
+    file without a name: those that come later find the tokens, or try again. Where the file system
+    has no file locks, nobody waits, and the first to finish counts, as among nodes.
     """
     path = Path(tempfile.gettempdir(), f"mntrain-tokens-{os.getuid()}-{key}.lock")
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # of file systems without file locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield file
         finally:

@@ -1,3 +1,4 @@
+import errno
 import multiprocessing
 import os
 import shutil
@@ -104,6 +105,32 @@ def test_of_the_processes_of_a_node_one_tokenizes(tmp_path, records, sound):
     else:  # a process that comes when the others have failed tries again
         assert "a.jsonl, line 21 has no field 'text'" in path
     assert not list((tmp_path / "locks").iterdir())
+
+
+def at_once_without_file_locks(*words):
+    def refused(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    token_cache.fcntl.flock = refused
+    at_once(*words)
+
+
+def test_without_file_locks_the_first_process_to_finish_counts(tmp_path, records):
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(3), spawn.Queue()
+    words = (barrier, records, str(tmp_path / "cache"), str(tmp_path / "locks"), results)
+    children = [spawn.Process(target=at_once_without_file_locks, args=words) for _ in range(3)]
+    for child in children:
+        child.start()
+    found = [results.get(timeout=60) for _ in children]
+    for child in children:
+        child.join()
+    (path,) = {text for _, text, _ in found}
+    assert sum(made for *_, made in found) >= 1, path
+    folder = token_cache.open_token_folder(Path(path))
+    assert folder.manifest.documents == 20
+    assert not list((tmp_path / "locks").iterdir())
+    assert len(list((tmp_path / "cache" / "mntrain" / "tokens").iterdir())) == 1
 
 
 def test_a_process_that_waited_gets_the_error_of_the_first(tmp_path, records, monkeypatch):
