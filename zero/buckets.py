@@ -36,6 +36,10 @@ INTERRUPTED = (
     "the model lies in reentrant checkpoints: then call torch.utils.checkpoint with "
     "use_reentrant=False"
 )
+COMPILED = (
+    "torch._dynamo.config.compiled_autograd is on: compiled autograd does not tell when a backward "
+    "ends, so gradients cannot be averaged; leave it off, torch.compile compiles backward without"
+)
 
 
 class GradientBuckets:
@@ -276,6 +280,9 @@ class GradientBuckets:
 
     def _begin_backward(self, task: int, arriving: str = "") -> None:
         """Note a backward that has begun, or another one nested in it or around it."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "in_compiled_autograd_region", False):
+            raise RuntimeError(COMPILED)
         if self._tasks and task > max(self._tasks) and not _is_nested():
             raise RuntimeError(INTERRUPTED)
         first = not self._tasks

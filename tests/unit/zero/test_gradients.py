@@ -488,3 +488,24 @@ def test_nobody_looks_where_nobody_asks():
     finite = FiniteCheck(enabled=False)
     finite.add(torch.full((3,), math.nan))
     assert finite
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("collectives", [SingleProcessCollectives, FirstOfTwo])
+def test_compiled_autograd_is_refused_by_its_name(collectives, stage):
+    torch.compiler.reset()
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, collectives(), stage=stage, lr=0.1
+    )
+
+    def train_step(x):
+        model(x).sum().backward()
+        optimizer.step()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(train_step, backend="eager")
+        with pytest.raises(RuntimeError, match=r"dynamo\.config\.compiled_autograd is on: "):
+            compiled(torch.ones(2, 3))
+    optimizer.close()
+    torch.compiler.reset()
