@@ -18,7 +18,7 @@ from zero.precision import LossScale, is_positive
 from zero.reduction import StepReduction
 from zero.sharded_optimizer import ShardedOptimizer
 from zero.step_weights import BatchSource
-from zero.sync_batchnorm import SyncBatchNorm
+from zero.sync_batchnorm import layers_below
 
 
 class ReducingOptimizer(ShardedOptimizer):
@@ -48,6 +48,11 @@ class ReducingOptimizer(ShardedOptimizer):
         1 for a loss that was multiplied by its weight, 0 where this rank has no sample. Local.
         """
         return self._reduction.loss_weight
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """True if this rank's samples weigh 0, by `weight` of their loader. Local."""
+        return self._reduction.weight.lacks_tokens
 
     @property
     def waited_s(self) -> float:
@@ -119,14 +124,15 @@ class ReducingOptimizer(ShardedOptimizer):
         self._check_open()
         self._reduction.begin_weighted()
         factor = self._reduction.weight.add(weight)
-        if not factor and not self._others_wait_in_backward():
+        layers, zeros = ([], []) if factor else layers_below(loss)
+        if not factor and not layers:
             self._reduction.pass_backward()  # the mean over no samples is NaN, and 0 * NaN is NaN
             return
         try:
             if factor:
                 self.scale(loss * factor).backward()
-            else:
-                loss.backward(torch.zeros_like(loss))
+            else:  # only what lies below layers in which other ranks wait
+                torch.autograd.backward(layers, zeros)
         except BaseException:
             self._reduction.buckets.interrupt()
             raise
@@ -229,11 +235,6 @@ class ReducingOptimizer(ShardedOptimizer):
             super().zero_grad(set_to_none)
         else:
             self._reduction.clear(set_to_none)
-
-    def _others_wait_in_backward(self) -> bool:
-        """Return whether backward of the model is collective beyond its gradients. Local."""
-        modules = self._model.modules() if self._model is not None else ()
-        return any(isinstance(module, SyncBatchNorm) for module in modules)
 
     def _prepare(self) -> frozenset[str]:
         """Make sure that the gradients are means, with the user's changes. Collective.

@@ -20,6 +20,7 @@ class BatchSource:
     used: int = 0  # number of the latest one that was used, from 1
     plan: int = 0  # by which the latest one that was drawn is divided between ranks
     balanced: bool = False
+    samples: float = 0  # of this rank in the latest one that was drawn, whatever they weigh
 
 
 class Part(NamedTuple):
@@ -32,12 +33,13 @@ class Part(NamedTuple):
 class DrawnBatch(NamedTuple):
     """This rank's part of a global batch that was drawn for training."""
 
-    own: float  # weight of this rank's part; 0 for a stand-in
+    own: float  # weight of this rank's part; 0 for a stand-in, and for samples without a token
     total: float | None  # of the whole batch; None if only its ranks know their parts
     digest: int | None  # of the samples of the whole batch, the same on every rank
     source: BatchSource
     number: int  # of its source's batches, from 1
     plan: int  # by which it is divided between ranks
+    samples: float  # of this rank's part, if it weighs nothing
 
 
 class BatchWeight:
@@ -150,7 +152,7 @@ class BatchWeight:
     @property
     def coming(self) -> float:
         """That of the coming backward, as far as it is stated: 0 for a stand-in."""
-        drawn = next((b for b in self._drawn if b.number >= b.source.used), None)
+        drawn = self._next
         batch = drawn or self._batch
         if batch is not None and not batch.own:
             return 0.0
@@ -160,6 +162,17 @@ class BatchWeight:
             return self._stated
         part = self._current if drawn is None else Part(drawn.own, drawn.total)
         return 1.0 if part is None else self._relative(part)
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """True if this rank has samples in the coming backward, and their weight is 0."""
+        batch = self._next or self._batch
+        return batch is not None and not batch.own and batch.samples > 0
+
+    @property
+    def _next(self) -> DrawnBatch | None:
+        """The batch of the coming backward, if it was drawn after the latest one."""
+        return next((b for b in self._drawn if b.number >= b.source.used), None)
 
     def state(self, count: float | None) -> None:
         """State the weight of the coming backward; None takes back what no backward has followed.
@@ -208,11 +221,13 @@ class BatchWeight:
             source.drawn += 1
         self._over = False
         self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
-        self._drawn.append(DrawnBatch(own, total, digest, source, source.drawn, source.plan))
+        place = source.drawn, source.plan, source.samples
+        self._drawn.append(DrawnBatch(own, total, digest, source, *place))
 
     def assume(self, own: float, total: float | None, source: BatchSource) -> None:
         """Let the latest batch of a source hold until a backward follows the next one."""
-        self._batch = DrawnBatch(own, total, None, source, source.drawn, source.plan)
+        place = source.drawn, source.plan, source.samples
+        self._batch = DrawnBatch(own, total, None, source, *place)
         self._current = Part(own, total)
 
     def _drop_outdated(self) -> None:

@@ -7,12 +7,15 @@ Both messages are small, and wait for the slowest rank. The second is a sum of g
 which the ranks weigh unequally in the mean, so each rank multiplies its part by its own weight.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 from torch.nn.modules.batchnorm import LazyBatchNorm1d, _BatchNorm
 
@@ -26,11 +29,17 @@ class RanksOfBatch:
     """The ranks over which layers take their statistics. Copies of a layer share it.
 
     `weight` returns the weight of this rank's loss in the running or coming backward, beside those
-    of other ranks: 0 where it has no sample.
+    of other ranks: 0 where it has no sample. `lacks_tokens` returns whether it has samples in the
+    coming one that weigh 0.
     """
 
-    def __init__(self, collectives: Collectives, weight: Callable[[], float]) -> None:
-        self.collectives, self.weight = collectives, weight
+    def __init__(
+        self,
+        collectives: Collectives,
+        weight: Callable[[], float],
+        lacks_tokens: Callable[[], bool],
+    ) -> None:
+        self.collectives, self.weight, self.lacks_tokens = collectives, weight, lacks_tokens
 
     def __deepcopy__(self, memo: object) -> "RanksOfBatch":
         return self
@@ -103,6 +112,27 @@ def convert(model: nn.Module, ranks: RanksOfBatch) -> int:
     return len(found)
 
 
+def layers_below(loss: Tensor) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Return the last `SyncBatchNorm` layers that a loss depends on, and a zero gradient for each.
+
+    From these, backward takes part in what is collective, whatever the loss. Local.
+    """
+    edges, zeros, seen = [], [], set()
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _Normalize._backward_cls):
+            of_layer: Any = node
+            edges.append(GradientEdge(of_layer, 0))
+            zeros.append(of_layer.zero())
+        else:
+            left += [following for following, _ in node.next_functions]
+    return edges, zeros
+
+
 class Statistics(NamedTuple):
     """Statistics of the samples of all ranks, by channel, in fp32 or fp64."""
 
@@ -126,7 +156,14 @@ class _Call(NamedTuple):
 def _normalize(layer: SyncBatchNorm, ranks: RanksOfBatch, x: Tensor) -> Tensor:
     collectives = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), forward")
     counts = ranks.weight() > 0  # or the samples are a stand-in
-    statistics = _gather_statistics(collectives, x.detach() if counts else x[:0].detach())
+    own = x.detach() if counts else x[:0].detach()
+    statistics = _gather_statistics(collectives, own, refused=ranks.lacks_tokens())
+    if math.isnan(statistics.values):
+        raise ValueError(
+            f"the samples of a rank have no token, and weigh 0 by weight= of world.shard: its loss "
+            f"then hides what the statistics of {layer.path} owe to them; leave weight= out, and "
+            "call optimizer.backward(loss, weight=n)"
+        )
     if statistics.values <= 1:
         raise ValueError(
             f"{layer.path} has {statistics.values:g} values a channel on all ranks together, and "
@@ -141,8 +178,11 @@ def _normalize(layer: SyncBatchNorm, ranks: RanksOfBatch, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _gather_statistics(collectives: Collectives, x: Tensor) -> Statistics:
-    """Return the statistics of all ranks' samples, with the same bits on all. Collective."""
+def _gather_statistics(collectives: Collectives, x: Tensor, *, refused: bool) -> Statistics:
+    """Return the statistics of all ranks' samples, with the same bits on all. Collective.
+
+    The number of values is NaN if any rank has `refused`.
+    """
     channels, size = x.shape[1], collectives.size
     wide = _wide(x.dtype)
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -150,6 +190,8 @@ def _gather_statistics(collectives: Collectives, x: Tensor) -> Statistics:
     if count:
         var, mean = torch.var_mean(x.to(wide), _others(x), correction=0)
         own = torch.cat([mean.double(), var.double() * count, own.new_tensor([count])])
+    if refused:
+        own[-1] = math.nan
     table = own.new_zeros(size, len(own))
     slot = collectives.slot(collectives.rank)
     table[slot] = own
@@ -189,6 +231,7 @@ class _Normalize(torch.autograd.Function):
         """Return the normalized samples, in the dtype of the samples."""
         ctx.save_for_backward(x, weight)
         ctx.call = call
+        ctx.zero = partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
         y = _normalized(x, call)
         if weight is not None:
             y = y * _by_channel(weight.to(y.dtype), x)
@@ -212,6 +255,12 @@ class _Normalize(torch.autograd.Function):
         of_bias = wide.sum(_others(x))
         of_weight = (wide * normalized).sum(_others(x))
         own = float(call.loss_weight()) if call.counts else 0.0
+        if call.counts and not own:
+            raise RuntimeError(
+                "share(0) follows a forward in which SyncBatchNorm has counted this rank's "
+                "samples: call share(0) before the forward if the rank has none, or "
+                "optimizer.backward(loss, weight=0) if they have no token"
+            )
         sums = torch.cat([of_bias, of_weight]).double()
         sums = sums * own if own else torch.zeros_like(sums)  # 0 * NaN is NaN
         call.collectives.all_reduce(sums).wait()

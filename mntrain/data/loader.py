@@ -236,7 +236,7 @@ class ShardedLoader:
                 state["stream"] = part.stream
                 own = self._own_weight(part)
                 self._drawn.drawn += 1
-                self._drawn.plan = part.plan
+                self._drawn.plan, self._drawn.samples = part.plan, part.own
                 total = part.total if self._weight is None else None
                 self._context.expect(own, total, part.digest, self._drawn)
                 yield part.batch

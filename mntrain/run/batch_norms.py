@@ -1,6 +1,6 @@
 """The BatchNorm layers of a world that normalize by the samples of all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from torch import nn
@@ -26,13 +26,14 @@ class BatchNorms:
         stream = stream.replace(choice=stream.choice.among_others())
         optimizers = self._optimizers
 
+        def training() -> Iterator[ZeroOptimizer]:
+            for optimizer in optimizers:
+                trained = (p for g in optimizer.param_groups for p in g["params"])
+                if not optimizer.closed and any(id(p) in parameters for p in trained):
+                    yield optimizer
+
         def weight() -> float:
-            weights = {
-                optimizer.loss_weight
-                for optimizer in optimizers
-                if not optimizer.closed
-                and any(id(p) in parameters for g in optimizer.param_groups for p in g["params"])
-            }
+            weights = {optimizer.loss_weight for optimizer in training()}
             if len(weights) > 1:
                 raise RuntimeError(
                     f"the optimizers of a model with world.sync_batchnorm weigh this rank's loss "
@@ -41,10 +42,13 @@ class BatchNorms:
                 )
             return weights.pop() if weights else 1.0
 
+        def lacks_tokens() -> bool:
+            return any(optimizer.lacks_tokens for optimizer in training())
+
         with world.agreement():
             if not isinstance(model, nn.Module):
                 raise ValueError(f"model is of type {type(model).__name__}: give a torch.nn.Module")
-            if not convert(model, RanksOfBatch(stream, weight)):
+            if not convert(model, RanksOfBatch(stream, weight, lacks_tokens)):
                 raise ValueError(
                     "the model has no torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d: leave "
                     "world.sync_batchnorm out"

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import refusal
 
+import mntrain
+
 pytestmark = pytest.mark.mpi
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -104,6 +106,73 @@ def test_layers_train_as_in_one_process(world, make, stage, options, how):
     if RANK == 0 and options != "no running statistics":  # evaluation is local
         x = next(batches())[0]
         torch.testing.assert_close(model(x), alone.model(x))
+
+
+class OfTokens(nn.Module):
+    """Scores of tokens, above a layer that normalizes all of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.table, self.norm, self.last = nn.Embedding(9, 6), nn.BatchNorm1d(6), nn.Linear(6, 9)
+        self.double()
+
+    def forward(self, tokens):
+        return self.last(self.norm(self.table(tokens.flatten())).tanh())
+
+
+def token_batches():
+    """Tokens, and 1 where one counts: in the first batch for the last rank alone."""
+    generator = torch.Generator().manual_seed(6)
+    for number in range(4):
+        tokens = torch.randint(9, (2 * SIZE, 5), generator=generator)
+        counted = (torch.rand(2 * SIZE, 5, generator=generator) < 0.4).double()
+        if number % 2 == 0:
+            counted[:-2] = 0
+        counted[-1, 0] = 1
+        yield tokens, counted
+
+
+def mean_over_tokens(model, batch):
+    tokens, counted = batch
+    losses = nn.functional.cross_entropy(model(tokens), tokens.flatten(), reduction="none")
+    return (losses * counted.flatten()).sum() / counted.sum()  # NaN if none counts
+
+
+@STAGES
+def test_samples_without_a_token_enter_the_statistics(world, make, stage):
+    model = OfTokens()
+    alone = Alone(copy.deepcopy(model))
+    world.sync_batchnorm(model)
+    optimizer = make(model, SGD, stage=stage, max_grad_norm=1.0)
+    whole = token_batches()
+    for own in world.shard(list(token_batches())):
+        optimizer.backward(mean_over_tokens(model, own), weight=own[1].sum())
+        mean_over_tokens(alone.model, next(whole)).backward()
+        alone.step()
+        optimizer.step(), optimizer.zero_grad()
+        check_buffers(model, alone.model)
+    assert_parity(world, model, alone, 1e-10)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has all tokens")
+def test_a_weight_of_nothing_that_would_hide_samples_is_refused(world, make):
+    model = OfTokens()
+    world.sync_batchnorm(model)
+    make(model, SGD)
+    batch = next(iter(world.shard(list(token_batches()), weight=lambda batch: batch[1].sum())))
+    with pytest.raises(ValueError, match=r"have no token.* optimizer\.backward\(loss, weight=n\)"):
+        mean_over_tokens(model, batch)
+
+
+def test_a_share_of_nothing_after_the_forward_is_refused():
+    with mntrain.init(MPI.COMM_SELF, device="cpu", tune=False) as world:
+        model = world.sync_batchnorm(OfTokens())
+        optimizer = world.optimizer(model, SGD)
+        loss = mean_over_tokens(model, next(token_batches()))
+        optimizer.share(0)
+        with pytest.raises(RuntimeError, match=r"^share\(0\) follows a forward in which SyncBatch"):
+            loss.backward()
 
 
 class Alone:
