@@ -274,7 +274,7 @@ def _start_engine(parts: WorldParts) -> None:
         }
         listener, address = listen(address_towards(others.values()))
     monitors = {r: a for r, a in enumerate(comm.gather_objects(address)) if a is not None}
-    parts.resources.callback(lambda: parts.watchdog.close())  # noqa: PLW0108 - it is not made yet
+    parts.resources.callback(lambda: parts.watchdog.leave_world())  # noqa: PLW0108 - it is not made yet
     engine = parts.engine = ProgressEngine()
     engine.main.observer = parts.recorder
     parts.watchdog = parts.watch.others = Watchdog(

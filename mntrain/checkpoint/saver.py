@@ -11,6 +11,8 @@ All messages are sent by the calling thread. The writing thread of a rank only p
 """
 
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,6 +21,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +101,11 @@ class Saver:
         initializer = partial(torch.cuda.set_device, world.device) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=initializer)
         self._pending: PendingSave | None = None
+        at_exit = WeakMethod(self._end_with_script)
+        # Before the interpreter waits for the thread. Functions of `atexit` are called after that.
+        threading._register_atexit(  # type: ignore[attr-defined]
+            lambda: (method := at_exit()) and method()
+        )
         if on_gpu:  # the optimizer's update waits for the snapshot
             optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
 
@@ -187,6 +195,19 @@ class Saver:
             pass
         return saved
 
+    def _end_with_script(self) -> None:
+        """Give up a save that no `advance` completes any more: its thread would wait for ranks."""
+        save = self._pending
+        if save is not None and save.published is None:
+            save.abandoned.set()
+            if self._world.master:
+                print(
+                    f"mntrain: warning: {save.target} was not saved: the script has ended before "
+                    "it was complete. Close the world at its end, as `with mntrain.init() as "
+                    "world:` does, or save the last step with now=True",
+                    file=sys.stderr,
+                )
+
     def _ranges(self, shard: CheckpointShard, in_background: bool) -> Iterable[TensorRange]:
         """Return this rank's ranges; a snapshot if training continues while they are written."""
         if not in_background:
@@ -223,7 +244,7 @@ class Saver:
     ) -> None:
         """Lay out the files, and create them on the master. In the writing thread."""
         try:
-            outlines = _poll(gathered)
+            outlines = _poll(gathered, save.abandoned)
             _raise_any([outline.error for outline in outlines], ValueError)
             save.layouts, states = shard.layouts(outlines)
             objects = merge([outline.objects for outline in outlines])
@@ -263,7 +284,7 @@ class Saver:
 
     def _complete(self, save: PendingSave, gathered: CommFuture[list[WriteResult]]) -> None:
         """Publish the checkpoint, on the master, if all ranks have written. In the thread."""
-        results = _poll(gathered)
+        results = _poll(gathered, save.abandoned)
         _raise_any([error for error, _ in results], OSError)
         if not self._world.master:
             return
@@ -299,9 +320,11 @@ class Saver:
         )
 
 
-def _poll(future: CommFuture[T]) -> T:
+def _poll(future: CommFuture[T], abandoned: threading.Event) -> T:
     """Return a collective's result without driving it: the calling thread does that."""
     while not future.done:
+        if abandoned.is_set():
+            raise OSError("the save was abandoned")
         time.sleep(_POLL_S)
     return future.wait()
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 1 << 30
 FORWARD_S, MAX_FORWARD_S = 0.5, 3.0  # for launchers to read and forward output before an abort
 CHUNK_TAGS = 1 << 10  # consecutive chunks of a communicator whose tags differ
+_started = threading.Event()  # MPI, by this package
 
 
 @dataclass
@@ -270,6 +271,26 @@ def _import_started() -> ModuleType:
 
 def _wait_until_all_ranks_have_started_mpi(MPI: ModuleType, level: int) -> None:  # noqa: N803
     MPI.Init_thread(level)  # its name is for the stack of a rank that waits too long
+    _started.set()
+
+
+def ended() -> bool:
+    """Return whether the user has ended MPI, which runs or has run. Local."""
+    from mpi4py import MPI  # noqa: PLC0415 - it loads the library
+
+    return bool(MPI.Is_finalized())
+
+
+def finalize() -> None:
+    """End MPI if this package has started it and the user leaves the end to it. Collective."""
+    from mpi4py import MPI, rc  # noqa: PLC0415 - it loads the library
+
+    if _started.is_set() and rc.finalize and not MPI.Is_finalized():
+        _wait_until_all_ranks_have_ended_mpi(MPI)
+
+
+def _wait_until_all_ranks_have_ended_mpi(MPI: ModuleType) -> None:  # noqa: N803
+    MPI.Finalize()  # its name is for the stack of a rank that waits too long
 
 
 def import_unstarted() -> ModuleType:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mntrain.watch.rank_status import RankStatus, StalledWait
+from mntrain.watch.rank_status import EXIT, RankStatus, StalledWait
 
 UNCONNECTED = "there is no connection to it"
 
@@ -41,9 +41,10 @@ def name(ranks: Collection[int], hosts: Sequence[str]) -> str:
 def awaited_by(wait: StalledWait, evidence: Evidence) -> set[int]:
     """Return the ranks that have not begun the collective for which a rank waits.
 
-    Of a broadcast, only the root counts, until it has begun.
+    Of a broadcast, only the root counts, until it has begun. At the exit, those are waited for that
+    have left the world and run on.
     """
-    awaited = set(evidence.left) | set(evidence.silent)
+    awaited = set(evidence.silent) | (set() if wait.stream == EXIT else set(evidence.left))
     for rank, status in evidence.statuses.items():
         if status.begun.get(wait.stream, wait.number + 1) <= wait.number:
             awaited.add(rank)
@@ -57,9 +58,12 @@ def find_culprits(evidence: Evidence) -> tuple[set[int], set[int]]:
 
     A rank that is waited for and waits itself is no culprit, unless all do; nor is one of which
     nothing is known, unless there is no other. The second set is empty where every rank has begun
-    what it waits for: then messages do not arrive.
+    what it waits for: then messages do not arrive. A rank at the exit counts as one that waits only
+    if no other rank waits.
     """
     waits = {r: s.wait for r, s in evidence.statuses.items() if s.wait is not None}
+    in_calls = {rank: wait for rank, wait in waits.items() if wait.stream != EXIT}
+    waits = in_calls or waits
     awaited: set[int] = set()
     for wait in waits.values():
         awaited |= awaited_by(wait, evidence)
@@ -67,15 +71,24 @@ def find_culprits(evidence: Evidence) -> tuple[set[int], set[int]]:
     return set(waits), (awaited - set(waits) - unknown) or (awaited - set(waits)) or awaited
 
 
+def at_exit(evidence: Evidence) -> bool:
+    """Return whether the ranks that wait are at the exit."""
+    waits = [evidence.statuses[rank].wait for rank in find_culprits(evidence)[0]]
+    return any(wait and wait.stream == EXIT for wait in waits)
+
+
 def headline(evidence: Evidence) -> str:
     """Return who waits for whom in one line."""
     waiting, culprits = find_culprits(evidence)
-    waits = [status.wait for status in evidence.statuses.values()]
+    waits = [status.wait for rank, status in evidence.statuses.items() if rank in waiting]
     seconds = max((wait.seconds for wait in waits if wait), default=0.0)
     have = (
         f"{evidence.name(waiting)} {'have' if len(waiting) > 1 else 'has'} waited {seconds:.0f} s"
     )
-    if culprits:
+    if at_exit(evidence):
+        have += f" at the exit for {evidence.name(culprits)}, which "
+        have += f"{'have' if len(culprits) > 1 else 'has'} not reached the end of the job"
+    elif culprits:
         have += f" for {evidence.name(culprits)}"
     else:
         have += " in what all ranks have begun: messages between them do not arrive"
@@ -86,7 +99,7 @@ def details(evidence: Evidence) -> str:
     """Return in what ranks wait, and where those are that they wait for, in several lines."""
     waiting, culprits = find_culprits(evidence)
     waits = {rank: evidence.statuses[rank].wait for rank in waiting}
-    words = {rank: _words_of(wait) for rank, wait in waits.items() if wait}
+    words = {rank: _words_of(wait) for rank, wait in waits.items() if wait and wait.stream != EXIT}
     lines = [f"  {evidence.name(group)}: {text}" for text, group in _alike(words)]
     for rank in sorted(culprits - waiting):
         lines += [f"  {line}" for line in _culprit(rank, evidence)]
@@ -104,7 +117,7 @@ def stacks(evidence: Evidence) -> str:
 
 def _culprit(rank: int, evidence: Evidence) -> list[str]:
     name = evidence.name([rank])
-    if rank in evidence.left:
+    if rank in evidence.left and not at_exit(evidence):
         return [f"{name}: has left the world, or ended its script"]
     if rank in evidence.silent:
         why = "" if evidence.networks else f": {evidence.silent[rank]}"  # an answer may be lost

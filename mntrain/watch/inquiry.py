@@ -61,7 +61,7 @@ class Inquiry:
         """
         hosts, silent = [member.host for member in members], {}
         for rank, member in enumerate(members):
-            if rank in self.statuses or rank in left:
+            if rank in self.statuses or (rank in left and rank not in self.asked):
                 continue
             if members[monitor].sees(member):
                 silent[rank] = process_state(member.pid)

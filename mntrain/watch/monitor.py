@@ -16,6 +16,7 @@ from mntrain.watch.side_channel import Closed, Message, SideChannel
 MONITORS = (0, 1)
 TAKE_OVER_S = 5.0  # until rank 1 acts in the place of rank 0
 CONNECT_S = 60.0  # until ranks without a connection are named, which try several times
+EXIT_S = 5.0  # at the exit, for ranks without a connection
 ANSWERED_S = 1.0  # a message of rank 0 may arrive this much before one that it has answered
 
 
@@ -51,6 +52,12 @@ class Monitor:
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
         self._connected: set[int] = set()  # at any time so far
         self._failed: set[int] = set()  # ranks that wait until the others have left
+        self._at_exit: set[int] = set()  # ranks at the exit, or not waited for there
+        self._closed: set[int] = set()  # ranks whose watchdogs have ended
+        self._gone: set[int] = set()  # ranks that have ended since they left, but not MPI
+        self._exit_since: float | None = None  # when this rank came there
+        self.all_at_exit: Message | None = None
+        """What ranks at the exit are told once no more are waited for."""
         self._inquiry: Inquiry | None = None
         self._take_over: _TakeOver | None = None  # on rank 1, while rank 0 owes an answer
         self._answered_at = {"waiting": -math.inf, "late": -math.inf}  # by rank 0
@@ -73,6 +80,8 @@ class Monitor:
         if self._name_unconnected_at is not None and now > self._name_unconnected_at:
             self._name_unconnected_at = None
             self._name_unconnected()
+        if self._rank in self._at_exit and self.all_at_exit is None:
+            self._look_at_exit(now)
 
     def on_message(self, peer: int, message: Message) -> None:
         """Act on a message of a rank, which may be this one."""
@@ -86,6 +95,11 @@ class Monitor:
                 self._inquiry.statuses[peer] = RankStatus.from_message(message["status"])
             case "left":
                 self._on_left(peer)
+            case "at exit" | "closed" as kind:
+                self._at_exit.add(peer)
+                if kind == "closed":
+                    self._closed.add(peer)
+                self._on_left(peer)
             case "failed" if peer == message["report"]["rank"]:
                 self.left.add(peer)
                 self._failed.add(peer)
@@ -97,21 +111,38 @@ class Monitor:
 
         After a failure ranks end one after the other: the one that failed ends the job.
         """
+        if peer in self.left - self._closed:
+            self._gone.add(peer)
         if self._failed or peer in self.left or not (self._acts or peer == 0):
             return
-        hosts = [member.host for member in self._members]
         keys = [member.host_key for member in self._members]
         if closed.error is None:
             lost, how = [peer], "its process has ended without a word (was it killed?)"
         else:
             lost = [r for r, key in enumerate(keys) if key == keys[peer] and r not in self.left]
             how = f"the node, or the network to it, does not answer ({closed.error.strerror})"
+        self._lose(lost, how)
+
+    def _lose(self, lost: Sequence[int], how: str) -> None:
+        hosts = [member.host for member in self._members]
         verb = "is" if len(lost) == 1 else "are"
         reason = f"{diagnosis.name(lost, hosts)} {verb} lost: {how}"
         if self._limit is None:
             self._warn(reason)
             return
         self._end_job(reason, reason=reason, status="lost", code=1)
+
+    def _look_at_exit(self, now: float) -> None:
+        """Let the ranks at the exit go on once no other is waited for."""
+        self._exit_since = now if self._exit_since is None else self._exit_since
+        missing = set(range(len(self._members))) - self._at_exit - self._gone
+        if missing & self._connected or (missing and now < self._exit_since + EXIT_S):
+            return
+        if self._gone and self._acts:
+            self._lose(sorted(self._gone), "its process has ended without the end of MPI")
+        self.all_at_exit = {"kind": "all at exit", "none_unknown": not (missing or self._gone)}
+        for peer in self._channel.peers:
+            self._channel.send(peer, self.all_at_exit)
 
     @property
     def _acts(self) -> bool:
@@ -161,11 +192,14 @@ class Monitor:
             pass  # told early
         elif limit is None or max(waited, default=0.0) < limit:
             return  # it has gone on meanwhile
+        at_exit = diagnosis.at_exit(evidence)
+        if at_exit and not diagnosis.find_culprits(evidence)[1] and not inquiry.reason:
+            return  # all have come meanwhile
         debugged = any(status.debugged for status in inquiry.statuses.values())
         if not inquiry.ends or (debugged and not inquiry.reason):
-            end = (
-                f"\n  the job ends after {self._limit:g} s (--comm.timeout)" if self._limit else ""
-            )
+            end = ""
+            if self._limit and not at_exit:
+                end = f"\n  the job ends after {self._limit:g} s (--comm.timeout)"
             self._warn(f"{headline}\n{details}{end}")
             self._quiet_until = time.monotonic() + self._warning_limit
             return

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ _MAX_FRAMES = 30
 READ_S = 1.0  # for the files of source code, whose file system may be what hangs
 _COMM = str(Path(engine.__file__).parent)
 START = "a call that all ranks make at the start of a world"
+EXIT = "the exit"  # in place of a stream: ranks wait there for each other
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """Lets a rank print its stack, also while the interpreter is held in C code."""
 
@@ -70,7 +72,13 @@ class RankStatus:
 
 
 def own_status(
-    rank: int, progress: ProgressEngine, thread: int, stalled_s: float, network: str = ""
+    rank: int,
+    progress: ProgressEngine,
+    thread: int,
+    stalled_s: float,
+    network: str = "",
+    *,
+    at_exit: bool = False,
 ) -> RankStatus:
     """Return the status of this rank, whose training runs in a thread. Local; takes about 1 ms.
 
@@ -81,6 +89,8 @@ def own_status(
     names = [frame.f_code.co_filename for frame in frames]
     own = [frame for frame, name in zip(frames, names, strict=True) if _is_users(name)]
     innermost, wait = (own or frames)[-1:], _wait_of(progress, stalled_s)
+    if wait is None and at_exit:
+        wait = StalledWait(EXIT, 0, "its end", "", stalled_s, None)
     frames = [frame for frame in frames if not frame.f_code.co_filename.startswith("<frozen")]
     while wait is not None and frames and frames[-1].f_code.co_filename.startswith(_COMM):
         frames.pop()
@@ -88,7 +98,7 @@ def own_status(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
-        begun={stream.name: stream.begun for stream in progress.streams},
+        begun={**{stream.name: stream.begun for stream in progress.streams}, EXIT: int(at_exit)},
         wait=wait,
         stack=_text(frames[-_MAX_FRAMES:]),
         place="".join(
@@ -143,8 +153,9 @@ def _text(frames: list[FrameType]) -> str:
         found.append("".join(traceback.format_list(traceback.StackSummary.extract(iter(lines)))))
 
     thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(READ_S)
+    with suppress(RuntimeError):  # the interpreter is about to end
+        thread.start()
+        thread.join(READ_S)
     names = ((f.f_code.co_filename, line, f.f_code.co_name) for f, line in lines)
     return found[0] if found else "".join('  File "{}", line {}, in {}\n'.format(*n) for n in names)
 

@@ -1,9 +1,9 @@
-"""A limit to the time in which ranks wait for each other before the watchdog runs."""
+"""Limits to the time in which ranks wait for each other where the watchdog cannot tell."""
 
 import faulthandler
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 
 from mntrain.checks.launcher import RANK_VARIABLES, SIZE_VARIABLES, first_number
@@ -35,11 +35,26 @@ def limited_start(timeout: float | None = TIMEOUT_S) -> Iterator[None]:
             yield
         return
     given = timeout if is_positive(timeout) else TIMEOUT_S
-    seconds = min(max(float(given), LEAST_S), _MOST_S)
+    with _timer(float(given)), network_watched():
+        yield
+
+
+@contextmanager
+def limited_end(timeout: float | None) -> Iterator[None]:
+    """End this process if the block, in which all ranks end MPI, takes longer. Local.
+
+    As `limited_start`: MPI_Finalize keeps the interpreter, too.
+    """
+    with nullcontext() if timeout is None else _timer(timeout):
+        yield
+
+
+@contextmanager
+def _timer(timeout: float) -> Iterator[None]:
+    seconds = min(max(timeout, LEAST_S), _MOST_S)
     seconds += _APART_S * min(first_number(os.environ, RANK_VARIABLES) or 0, _APART)
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
-        with network_watched():
-            yield
+        yield
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -169,8 +169,9 @@ def _names(addresses: Sequence[str]) -> str:
                 known[address] = socket.gethostbyaddr(address)[0].partition(".")[0]
 
     thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_NAME_S)
+    with suppress(RuntimeError):  # the interpreter is about to end
+        thread.start()
+        thread.join(_NAME_S)
     words = []
     for address in addresses[:_MOST_NAMES]:
         name = known.get(address)

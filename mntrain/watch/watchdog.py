@@ -3,8 +3,11 @@
     on every rank       tells the monitors when it waits too long, and answers their questions
     on the monitors     ask all ranks, find out who waits for whom, and report it once
 
-A job ends in one way: a monitor prints its report, tells all ranks the exit code, and calls
+A job is ended in one way: a monitor prints its report, tells all ranks the exit code, and calls
 MPI_Abort; a rank that is still there after some seconds ends itself.
+
+The watchdog lives until the process exits. There ranks wait for each other before MPI ends, so that
+collectives in flight are finished, and late and lost ranks are named.
 """
 
 import atexit
@@ -27,8 +30,9 @@ from mntrain.comm.forked import call_in_child
 from mntrain.watch.grace import Grace
 from mntrain.watch.inquiry import Member
 from mntrain.watch.monitor import MONITORS, Monitor, print_stack
-from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, own_status
+from mntrain.watch.rank_status import EXIT, STACK_SIGNAL, RankStatus, own_status
 from mntrain.watch.side_channel import Address, Closed, Message, SideChannel
+from mntrain.watch.start_timer import limited_end
 from mntrain.watch.unanswered import SURE_S, Connection, Unanswered, describe
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
@@ -37,6 +41,8 @@ RECONNECT_S = 10.0  # between attempts to connect to a monitor
 ATTEMPTS = 4
 MAX_TICK_S = 1.0
 REPEAT_S = 10.0  # until the end of a job that hangs is asked for again
+DRAIN_S = 5.0  # at the exit, for collectives in flight
+_of_process: list["Watchdog"] = []  # those that are not closed
 
 
 class Watchdog:
@@ -89,6 +95,10 @@ class Watchdog:
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
         self._unanswered = Unanswered([os.getpid()])  # connections, since the last progress
         self._others_left = threading.Event()
+        self._left_world = self._at_exit = False  # this rank
+        self._leave_told = threading.Event()
+        self._all_at_exit = threading.Event()
+        self._none_unknown = False  # all other ranks are known to be at the exit
         self._closed = False
         self._ending = threading.Lock()  # taken by the first that says how the run ends
         self._grace = Grace()
@@ -97,17 +107,53 @@ class Watchdog:
         if hasattr(faulthandler, "register"):
             faulthandler.register(STACK_SIGNAL, file=2, all_threads=False)
         call_in_child(self._leave_to_parent)
+        for other in [watchdog for watchdog in _of_process if watchdog._left_world]:
+            other.close()
+        _of_process.append(self)
         self._thread = threading.Thread(target=self._run, name="mntrain watchdog", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a process that ends so is not lost
 
     def close(self) -> None:
-        """Tell the other ranks that this one leaves the world, and end the thread. Local."""
+        """Tell the others not to wait for this rank at the exit, and end the thread. Local."""
         self._closed = True
-        atexit.unregister(self.close)
+        with suppress(ValueError):
+            _of_process.remove(self)
         self._channel.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * ABORT_S)
+
+    def leave_world(self) -> None:
+        """Watch only the exit from here on, unless the process makes another world. Local."""
+        if self.alone:
+            self.close()
+            return
+        self.leave()
+        self._left_world = True
+        self._channel.wake()
+        self._leave_told.wait(2 * ABORT_S)  # a process that then ends in any way is not lost
+
+    def arrive_at_exit(self) -> None:
+        """Finish the collectives in flight, and tell that this rank is at its exit. Local."""
+        self._engine.progress(())
+        deadline = time.monotonic() + DRAIN_S
+        while not (self._engine.idle or self._engine.abandoned or time.monotonic() > deadline):
+            time.sleep(1e-3)
+        self._at_exit = True
+        self._tell({"kind": "at exit"})
+
+    def wait_at_exit(self) -> bool:
+        """Wait for the other ranks; return whether all of the job are known to be at the exit.
+
+        Returns after the time limit in any case.
+        """
+        self._all_at_exit.wait(self._timeout)
+        return self._none_unknown and self._size == mpi.job_size()
+
+    def stop_engine(self) -> bool:
+        """End the communication thread; return whether it has nothing left to do. Local."""
+        stopped = self._engine.abandoned or self._engine.idle
+        self._engine.abandon()
+        return stopped
 
     def tell_failure(self, report: Mapping[str, Any]) -> None:
         """Let all other ranks raise an error with this rank's report; wait until they have left.
@@ -178,10 +224,15 @@ class Watchdog:
                         self._on_closed(peer, message)
                     else:
                         self._on_message(peer, message)
+                left = self._left_world
                 while not self._outbox.empty():
                     self._tell_monitors(self._outbox.get())
+                if left:
+                    self._leave_told.set()
                 self._look(time.monotonic())
-            channel.send_to_all({"kind": "left"})
+                if self._at_exit and not (self._monitor or self._untried or channel.peers):
+                    self._all_at_exit.set()  # nobody can tell
+            channel.send_to_all({"kind": "closed"})
         finally:
             channel.close()
 
@@ -198,6 +249,9 @@ class Watchdog:
             if monitor not in self._channel.peers:
                 with suppress(OSError):  # rank 0 names those that it does not hear of
                     self._channel.connect(monitor, where)
+                    for kind, so_far in (("left", self._left_world), ("at exit", self._at_exit)):
+                        if so_far:
+                            self._channel.send(monitor, {"kind": kind})
         self._connect_at = time.monotonic() + RECONNECT_S
 
     def _look(self, now: float) -> None:
@@ -209,6 +263,8 @@ class Watchdog:
             self._tell_monitors({"kind": "late", "reason": reason, "code": code})
         if self._monitor is not None:
             self._monitor.look(now)
+            if self._monitor.all_at_exit is not None:
+                self._on_message(self._rank, self._monitor.all_at_exit)
 
     def _look_at_own_wait(self, now: float) -> None:
         """Count the time in which this rank waits without progress, and tell it at the limits.
@@ -217,7 +273,9 @@ class Watchdog:
         stopped.
         """
         awaited = self._engine.awaited()
+        at_exit = awaited is None and self._at_exit and not self._all_at_exit.is_set()
         mark = None if awaited is None else (awaited[0].name, awaited[1])
+        mark = (EXIT, 0.0) if at_exit else mark
         if mark is None or mark != self._mark:
             if self._stalled_s:
                 self._unanswered = Unanswered([os.getpid()])
@@ -227,7 +285,9 @@ class Watchdog:
         if self._stalled_s > SURE_S / 4:
             self._unanswered.look(now)
         self._looked_at = now
-        beyond = -1.0 if self._timeout is None else self._stalled_s - self._timeout
+        beyond = -1.0
+        if self._timeout is not None and not at_exit:  # there, what a late rank does may take long
+            beyond = self._stalled_s - self._timeout
         warns = self._stalled_s >= self._warn_after or bool(self._lost_connections())
         level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else warns
         if level > self._told:
@@ -241,7 +301,12 @@ class Watchdog:
     def _own_status(self) -> RankStatus:
         network = describe(self._lost_connections())
         return own_status(
-            self._rank, self._engine, self._thread_of_training, self._stalled_s, network
+            self._rank,
+            self._engine,
+            self._thread_of_training,
+            self._stalled_s,
+            network,
+            at_exit=self._at_exit,
         )
 
     def _tell_monitors(self, message: Message) -> None:
@@ -272,8 +337,11 @@ class Watchdog:
             case "lost directory" if peer == self._rank:
                 reason = str(message["reason"])
                 self._end_job(reason, reason=reason, status="lost", code=1)
-            case "left":
+            case "left" | "at exit" | "closed":
                 self._left.add(peer)
+            case "all at exit":
+                self._none_unknown = bool(message["none_unknown"])
+                self._all_at_exit.set()
         if self._monitor is not None and "kind" in message:
             self._monitor.on_message(peer, message)
 
@@ -284,7 +352,7 @@ class Watchdog:
             self._note_end(peer)
         if self._monitor is not None:
             self._monitor.on_closed(peer, closed)
-        elif peer not in self._left and not self._channel.peers:
+        elif peer not in self._left and not (self._channel.peers or self._left_world):
             reason = f"rank {self._rank} has lost its connections to ranks 0 and 1"
             if self._timeout is None:
                 _print(f"warning: {reason}")
@@ -301,9 +369,7 @@ class Watchdog:
     def _leave_job(self, code: int, *, aborts: bool) -> None:
         """Abort, or be aborted; end this process if nothing else does. Does not return."""
         _call_for(PRINT_S, sys.stdout.flush)
-        if aborts:
-            threading.Thread(target=mpi.abort, args=(code,), daemon=True).start()
-        time.sleep(ABORT_S)
+        _call_for(ABORT_S, lambda: mpi.abort(code) if aborts else time.sleep(ABORT_S))
         os._exit(code)
 
     def _leave_to_parent(self) -> None:
@@ -323,9 +389,33 @@ def _call_for(seconds: float, function: Callable[[], object]) -> None:
             function()
 
     thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is about to end
+        call()
+    else:
+        thread.join(seconds)
 
 
 def _print(text: str) -> None:
     print(f"mntrain: {text}", file=sys.stderr, flush=True)
+
+
+@atexit.register
+def _exit_together() -> None:
+    """Wait for the other ranks of this process's worlds, and end MPI if all of the job are here.
+
+    First all worlds are told: ranks may have made them in any order. If MPI does not end within the
+    time limit, this process does.
+    """
+    watchdogs = [watchdog for watchdog in _of_process if not watchdog._closed]
+    if watchdogs and not mpi.ended():
+        for watchdog in watchdogs:
+            watchdog.arrive_at_exit()
+        complete = [watchdog.wait_at_exit() for watchdog in watchdogs]
+        stopped = [watchdog.stop_engine() for watchdog in watchdogs]
+        if any(complete) and all(stopped):
+            with limited_end(watchdogs[complete.index(True)]._timeout):
+                mpi.finalize()
+    for watchdog in watchdogs:
+        watchdog.close()

@@ -405,6 +405,89 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
     assert f'File "{script}", line 6 in <module>' in result.stderr
 
 
+LATE_AT_EXIT = """
+import sys, time
+from pathlib import Path
+import mntrain
+world = mntrain.init(device="cpu", tune=False, warn_after=0.5)
+world.sum([1.0])
+if sys.argv[1] == "closed":
+    world.close()
+for turn in range(600):
+    if world.rank != 1 or Path("told").exists():
+        break
+    time.sleep(0.1)
+print("end")
+"""
+
+
+@pytest.mark.parametrize("world", ["open", pytest.param("closed", marks=pytest.mark.thorough)])
+def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
+    (tmp_path / "late.py").write_text(LATE_AT_EXIT)
+    options = OPEN_MPI_OPTIONS if is_open_mpi() else []
+    command = [find_mpirun(), "-n", "3", *options, sys.executable, "late.py", world]
+    environment = os.environ | (OPEN_MPI_ENVIRONMENT if is_open_mpi() else {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with in_own_group(command, tmp_path, environment | {"OMP_NUM_THREADS": "1"}, **pipes) as job:
+        lines = []
+        for line in job.stderr:
+            lines.append(line)
+            if "at the exit" in line:
+                (tmp_path / "told").touch()
+        out, _ = job.communicate()
+    said = "".join(lines)
+    assert job.returncode == 0, said
+    assert out.count("end") == 3
+    host = os.uname().nodename
+    assert (
+        f" at the exit for rank 1 on {host}, which has not reached the end of the job\n"
+        f"  rank 1 on {host} (process " in said
+    )
+    assert "in no collective, at " in said
+    assert "late.py:12 in <module>" in said
+
+
+def test_a_rank_at_the_exit_still_sends_what_others_wait_for(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import time, torch, mntrain\n"
+        "world = mntrain.init(device='cpu', tune=False, ranks_per_node=1, timeout=20)\n"
+        "def trained(**options):\n"
+        "    torch.manual_seed(0)\n"
+        "    model = torch.nn.Sequential(*[torch.nn.Linear(301, 301) for _ in range(4)])\n"
+        "    optimizer = world.optimizer(model, torch.optim.AdamW, **options)\n"
+        "    for _ in range(2):\n"
+        "        model(torch.ones(2, 301)).square().sum().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "    return model\n"
+        "expected, late = trained(), trained(stage=2, overlap_forward=True)\n"
+        "if world.rank == 1:\n"
+        "    time.sleep(1)\n"
+        "    pairs = zip(expected.parameters(), late.parameters())\n"
+        "    print('equal', all(torch.equal(a, b) for a, b in pairs))\n"
+    )
+    result = completed(mpirun(3, [sys.executable, script], timeout=60))
+    assert result.stdout.strip() == "equal True", result.report()
+
+
+@pytest.mark.thorough
+def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, mntrain\n"
+        "with mntrain.init(device='cpu', tune=False) as world:\n"
+        "    world.sum([1.0])\n"
+        "if world.rank == 1:\n"
+        "    os._exit(3)\n"
+    )
+    result = mpirun(3, [sys.executable, script], timeout=60, outlived=True)
+    assert not result.timed_out, result.report()
+    assert result.returncode not in (0, None), result.report()
+    assert "rank 1 on" in result.stderr, result.report()
+    assert "is lost: its process has ended without the end of MPI" in result.stderr
+
+
 @pytest.mark.thorough
 def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     script = tmp_path / "own.py"

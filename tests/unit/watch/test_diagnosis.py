@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from mntrain.watch.diagnosis import UNCONNECTED, Evidence, details, find_culprits, headline, stacks
-from mntrain.watch.rank_status import RankStatus, StalledWait
+from mntrain.watch.rank_status import EXIT, RankStatus, StalledWait
 
 
 def status(rank, begun, wait=None, *, debugged=False):
@@ -130,3 +130,24 @@ def test_a_status_survives_its_message():
         assert original.to_message() == dataclasses.asdict(original)
         message = json.loads(json.dumps(original.to_message()))
         assert RankStatus.from_message(message) == original
+
+
+def test_a_rank_at_the_exit_is_waited_for_and_does_not_wait_if_another_one_waits_in_a_call():
+    found = evidence(
+        status(0, {"w": 4, EXIT: 1}, wait(EXIT, 0, seconds=90.0)),
+        status(1, {"w": 5, EXIT: 0}, wait("w", 4)),
+        left={0},
+    )
+    assert find_culprits(found) == ({1}, {0})
+    assert headline(found) == "rank 1 on b has waited 60 s for rank 0 on a"
+    assert "rank 0 on a: has left the world, or ended its script" in details(found)
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_at_the_exit():
+    waits = status(0, {EXIT: 1}, wait(EXIT, 0))
+    found = evidence(waits, size=3, left={0, 1, 2}, silent={1: "its process is stopped"})
+    assert headline(found) == (
+        "rank 0 on a has waited 60 s at the exit for rank 1 on b, which has not reached the end of "
+        "the job"
+    )
+    assert details(found) == "  rank 1 on b: does not answer: its process is stopped"

@@ -8,8 +8,8 @@ import pytest
 
 from mntrain.watch import monitor as monitors
 from mntrain.watch.inquiry import ANSWER_S, Member
-from mntrain.watch.monitor import CONNECT_S, TAKE_OVER_S, Monitor
-from mntrain.watch.rank_status import RankStatus, StalledWait
+from mntrain.watch.monitor import CONNECT_S, EXIT_S, TAKE_OVER_S, Monitor
+from mntrain.watch.rank_status import EXIT, RankStatus, StalledWait
 from mntrain.watch.side_channel import Closed
 
 
@@ -276,3 +276,66 @@ def test_ranks_that_never_connect_are_named_once(make):
     world.pass_time(CONNECT_S + 1)
     ((warning,),) = [world.warnings]
     assert warning.startswith("1 ranks on b have no TCP connection to rank 0")
+
+
+def come(world, *ranks, kind="at exit"):
+    """Let ranks come to the exit."""
+    for rank in ranks:
+        world.hear(rank, kind)
+    world.pass_time(EXIT_S + 0.1)
+
+
+@pytest.mark.parametrize("kind", ["at exit", "closed"])
+def test_ranks_at_the_exit_go_on_when_all_have_come(make, kind):
+    world = make(0)
+    world.hear(2, "left")
+    come(world, 0, 1)
+    assert world.monitor.all_at_exit is None
+    come(world, 2, kind=kind)
+    assert world.channel.taken("all at exit") == [1, 2]
+    assert world.monitor.all_at_exit["none_unknown"]
+    world.monitor.on_closed(2, Closed(None))
+    assert (world.ends, world.warnings) == ([], [])
+
+
+def test_a_rank_without_a_connection_is_not_waited_for_long_at_the_exit(make):
+    world = make(0)
+    world.channel.peers, world.monitor._connected = [1], {1}
+    world.hear(0, "at exit")
+    come(world, 1)
+    assert world.monitor.all_at_exit is None
+    world.pass_time(EXIT_S + 0.1)
+    assert world.channel.taken("all at exit") == [1]
+    assert not world.monitor.all_at_exit["none_unknown"]
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_a_process_that_ends_after_the_world_is_lost_once_all_others_are_at_the_exit(make, came):
+    world = make(0)
+    world.hear(2, "at exit" if came else "left")
+    world.monitor.on_closed(2, Closed(None))
+    come(world, 1)
+    assert world.ends == []  # rank 0 has work left
+    come(world, 0)
+    assert world.ends[0][0] == ("rank 2 on b is lost: its process has ended without the end of MPI")
+
+
+def test_who_is_late_at_the_exit_is_told_and_ends_no_job(make):
+    world = make(0)
+    come(world, 0, 1)
+    at_exit = StalledWait(EXIT, 0, "its end", "", 10.0, None)
+
+    def status(rank):
+        wait = at_exit if rank < 2 else None
+        begun = {"w": 5, EXIT: int(rank < 2)}
+        return RankStatus(rank, "a", 100 + rank, begun, wait, "stack\n", "a.py:2", False, "")
+
+    world.status = status
+    world.hear(2, "left")
+    world.hear(1, "waiting", ends=False)
+    world.answer(1, 2)
+    assert world.warnings == [
+        "ranks 0, 1 on a have waited 10 s at the exit for rank 2 on b, which has not reached the "
+        "end of the job\n  rank 2 on b (process 102): in no collective, at a.py:2\n    stack"
+    ]
+    assert world.ends == []
