@@ -37,7 +37,7 @@ def main(kind: str, folder: Path) -> None:
             checkpoints.save(step)
     if kind == "closed":
         world.close()
-    print("end", time.time(), flush=True)
+    print(f"end {time.time()}\n", end="", flush=True)  # in one piece
     if kind == "error" and world.rank == 1:
         raise KeyError("of one rank")
     if kind == "sys.exit":

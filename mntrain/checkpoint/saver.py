@@ -10,6 +10,7 @@ advance    all ranks learn that the checkpoint is complete
 All messages are sent by the calling thread. The writing thread of a rank only polls for results.
 """
 
+import os
 import shutil
 import sys
 import threading
@@ -21,7 +22,6 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ WriteResult = tuple[str | None, Checksums]  # of one rank; an error if it could 
 T = TypeVar("T")
 
 _POLL_S = 0.001
+_unfinished: set[PendingSave] = set()  # of this process
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,6 @@ class Saver:
         initializer = partial(torch.cuda.set_device, world.device) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=initializer)
         self._pending: PendingSave | None = None
-        at_exit = WeakMethod(self._end_with_script)
-        # Before the interpreter waits for the thread. Functions of `atexit` are called after that.
-        threading._register_atexit(  # type: ignore[attr-defined]
-            lambda: (method := at_exit()) and method()
-        )
         if on_gpu:  # the optimizer's update waits for the snapshot
             optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
 
@@ -182,11 +178,11 @@ class Saver:
             with self._world.agreement():
                 save.published.result()
         except AgreedError as error:
-            self._pending = None
+            self._end(save)
             if self._world.master and save.folder is not None:
                 shutil.rmtree(save.folder, ignore_errors=True)
             raise AgreedError(f"{save.target} was not saved: {error}", self._world.rank) from error
-        self._pending = None
+        self._end(save)
         return SavedCheckpoint(save.target, save.nbytes, time.perf_counter() - save.start)
 
     def finish(self) -> SavedCheckpoint:
@@ -194,19 +190,6 @@ class Saver:
         while (saved := self.advance()) is None:
             pass
         return saved
-
-    def _end_with_script(self) -> None:
-        """Give up a save that no `advance` completes any more: its thread would wait for ranks."""
-        save = self._pending
-        if save is not None and save.published is None:
-            save.abandoned.set()
-            if self._world.master:
-                print(
-                    f"mntrain: warning: {save.target} was not saved: the script has ended before "
-                    "it was complete. Close the world at its end, as `with mntrain.init() as "
-                    "world:` does, or save the last step with now=True",
-                    file=sys.stderr,
-                )
 
     def _ranges(self, shard: CheckpointShard, in_background: bool) -> Iterable[TensorRange]:
         """Return this rank's ranges; a snapshot if training continues while they are written."""
@@ -229,7 +212,8 @@ class Saver:
         shard = CheckpointShard(self._world, self._model, self._optimizer, self._objects)
         outlines = self._world.gather_later(shard.outline())
         target = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        save = PendingSave(target, self._manifest(progress), start)
+        save = PendingSave(target, self._manifest(progress), start, of_master=self._world.master)
+        _unfinished.add(save)
         try:
             ranges = self._ranges(shard, in_background)
         except RuntimeError as error:  # out of memory for the snapshot
@@ -238,6 +222,10 @@ class Saver:
         headers = self._world.master
         save.written = self._thread.submit(writer.write, save, ranges, headers=headers)
         self._pending = save
+
+    def _end(self, save: PendingSave) -> None:
+        self._pending = None
+        _unfinished.discard(save)
 
     def _prepare(
         self, save: PendingSave, shard: CheckpointShard, gathered: CommFuture[list[ShardOutline]]
@@ -338,3 +326,22 @@ def _raise_any(errors: Sequence[str | None], kind: type[Exception]) -> None:
 def _raise_when_read(error: Exception) -> Iterator[TensorRange]:
     raise error
     yield
+
+
+def _give_up_at_exit() -> None:
+    """Give up what no `advance` completes any more: a writing thread would wait for other ranks."""
+    for save in _unfinished:
+        if save.published is None:
+            save.abandoned.set()
+            if save.of_master:
+                print(
+                    f"mntrain: warning: {save.target} was not saved, since the script has ended "
+                    "before it was complete: close the world at the end, as `with mntrain.init() "
+                    "as world:` does, or save the last step with now=True",
+                    file=sys.stderr,
+                )
+
+
+os.register_at_fork(after_in_child=_unfinished.clear)
+# Before the interpreter waits for threads, which it does before it calls the functions of `atexit`.
+threading._register_atexit(_give_up_at_exit)  # type: ignore[attr-defined]

@@ -33,13 +33,14 @@ _POLL_S = 0.01
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingSave:
     """A save in progress. The futures are of this rank's writing thread."""
 
     target: Path
     manifest: Manifest  # completed as the save proceeds
     start: float
+    of_master: bool = False
     folder: Path | None = None  # the temporary one
     layouts: Mapping[str, FileLayout] = field(default_factory=dict)
     created: threading.Event = field(default_factory=threading.Event)  # the folder, by the master

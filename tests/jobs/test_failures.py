@@ -471,6 +471,34 @@ def test_a_rank_at_the_exit_still_sends_what_others_wait_for(tmp_path):
     assert result.stdout.strip() == "equal True", result.report()
 
 
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_path, fails):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import time, torch, mntrain\n"
+        "from mntrain.checkpoint import writer\n"
+        "def full(*arguments):\n"
+        "    raise OSError('No space left on device')\n"
+        "def main():\n"
+        "    world = mntrain.init(device='cpu', tune=False)\n"
+        "    model = torch.nn.Linear(3, 5)\n"
+        "    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)\n"
+        "    checkpoints = world.checkpoints('run', model=model, optimizer=optimizer, every=1)\n"
+        "    checkpoints.restore()\n"
+        f"    writer.make_folder = full if {fails} else writer.make_folder\n"
+        "    model(torch.ones(2, 3)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    checkpoints.save(1)\n"
+        "    time.sleep(0.5)\n"
+        "main()\n"
+    )
+    result = completed(mpirun(3, [sys.executable, script], timeout=60, cwd=tmp_path))
+    said = "run/checkpoints/step-00000001 was not saved, since the script has ended before"
+    assert result.stderr.count(said) == 1, result.report()
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run" / "checkpoints" / "step-00000001").exists()
+
+
 @pytest.mark.thorough
 def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
     script = tmp_path / "own.py"
