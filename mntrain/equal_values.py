@@ -34,9 +34,14 @@ def compare(
 
     A digest travels first, and the values only if digests differ. Message as in `expect_same`.
     """
-    digest = hashlib.sha256(repr(sorted(values.items(), key=itemgetter(0))).encode()).digest()
-    if len(set(gather(digest))) > 1:
+    if not same_digests(gather, values):
         expect_same(gather(values), rank, fix)
+
+
+def same_digests(gather: Callable[[Any], Sequence[Any]], values: Mapping[str, object]) -> bool:
+    """Return True if the texts (`repr`) of the values are the same on all ranks. Collective."""
+    digest = hashlib.sha256(repr(sorted(values.items(), key=itemgetter(0))).encode()).digest()
+    return len(set(gather(digest))) == 1
 
 
 def expect_same(values: Sequence[Mapping[str, Any]], rank: int, fix: str = "") -> None:

@@ -91,10 +91,10 @@ def validation_loss(
     if options.peer in (POST_LOCAL, TORCHFT):
         average(model)
     valid = task.dataset("valid")
-    batches = validation_batches(
+    pieces = validation_batches(
         valid, spread(len(valid), options.eval_samples), loading(task, comm)
     )
-    losses = [task.loss(model, batch) for _, batch in batches]
+    losses = [task.loss(model, batch) for _, batch in pieces]
     total = sum(loss.mean.item() * loss.count for loss in losses)
     model.load_state_dict(own)
     return comm.allreduce(total) / comm.allreduce(sum(loss.count for loss in losses))

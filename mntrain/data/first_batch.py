@@ -16,7 +16,7 @@ Content: TypeAlias = Mapping[str, list[SampleDigest]]
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """The properties of a loader and of its first batch that are equal on all ranks.
+    """The properties of a loader and its first batch, or of some samples, equal on all ranks.
 
     `indices` is a digest of the samples' indices, if they have any. `again` reads the samples of
     `content` once more, in the same states of the default generators: what changes is random. None

@@ -42,9 +42,6 @@ class SampleDigest:  # noqa: PLW1641 - equality with a tolerance has no hash
         most = float(finite.max()) if len(finite) else 0.0
         return np.allclose(ours, theirs, rtol=0, atol=_TOLERANCE * most, equal_nan=True)
 
-    def __str__(self) -> str:
-        return f"digest {digest_of(self.digest, *map(repr, self.elements))}"
-
 
 def digest_sample(sample: Any) -> SampleDigest:
     """Return the digest of tensors, arrays, numbers, text, and containers of these.
@@ -107,7 +104,7 @@ def _parts_of(value: Any, elements: list[float]) -> Iterator[bytes | str]:
         for item in value:
             yield from _parts_of(item, elements)
     elif isinstance(value, Set):
-        yield from sorted(str(digest_sample(item)) for item in value)
+        yield from sorted(repr(digest_sample(item)) for item in value)
     elif hasattr(value, "__dataclass_fields__"):
         yield from _parts_of(vars(value), elements)
 

@@ -1,13 +1,12 @@
 """Comparison of the ranks' data: equal where each has all of it, or divided on all of them."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from mntrain.checks.finding import naming
 from mntrain.data.first_batch import Content, FirstBatch
-from mntrain.equal_values import expect_same
+from mntrain.equal_values import expect_same, same_digests
 from mntrain.errors import AgreedError
 
 FIX = (
@@ -50,8 +49,7 @@ def compare_samples(ranks: Gathering, first: FirstBatch, of: str, fix: str) -> N
     any rank then finds changed are random, and are not compared. If all are, the samples are equal
     where their indices are, and else the error says so.
     """
-    digest = hashlib.sha256(repr(sorted(first.content.items())).encode()).digest()
-    if len(set(ranks.gather(digest))) == 1:
+    if same_digests(ranks.gather, first.content):
         return
     content: Sequence[Content] = ranks.gather(dict(first.content))
     differing = {name for name in set[str]().union(*content) if _ranks_that_differ(content, {name})}

@@ -67,7 +67,6 @@ SAME = [
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_samples_that_differ_have_other_digests(one, other):
     assert digest_sample(one) != digest_sample(other)
-    assert str(digest_sample(one)) != str(digest_sample(other))
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
