@@ -113,8 +113,10 @@ def run_job(kind: str, ranks: int) -> Exit:
     problem = ""
     if result.timed_out or seconds > LIMIT_S:
         problem = "took too long"
-    elif (result.returncode == 0) == (kind == "error") or len(ends) != ranks:
-        problem = "ended in another way"
+    elif (result.returncode == 0) == (kind == "error"):
+        problem = f"ended with exit code {result.returncode}"
+    elif len(ends) < ranks and kind != "error":  # which ends the others wherever they are
+        problem = "has not come to its end on all ranks"
     return Exit(kind, ranks, seconds, f"{problem}\n{result.report()}" if problem else "")
 
 

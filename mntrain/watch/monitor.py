@@ -101,10 +101,10 @@ class Monitor:
                     self._closed.add(peer)
                 self._on_left(peer)
             case "failed" if peer == message["report"]["rank"]:
-                self.left.add(peer)
                 self._failed.add(peer)
                 for other in set(self._channel.peers) - {peer}:
                     self._channel.send(other, message)
+                self._on_left(peer)  # which the others may have done before
 
     def on_closed(self, peer: int, closed: Closed) -> None:
         """End the job if a rank was lost; without a limit, only warn.

@@ -146,14 +146,15 @@ class Watchdog:
 
         Returns after the time limit in any case.
         """
-        self._all_at_exit.wait(self._timeout)
+        limit = threading.TIMEOUT_MAX if self._timeout is None else self._timeout
+        self._all_at_exit.wait(min(limit, threading.TIMEOUT_MAX))
         return self._none_unknown and self._size == mpi.job_size()
 
     def stop_engine(self) -> bool:
-        """End the communication thread; return whether it has nothing left to do. Local."""
-        stopped = self._engine.abandoned or self._engine.idle
-        self._engine.abandon()
-        return stopped
+        """End the communication thread if it has nothing left to do; return whether. Local."""
+        if self._engine.idle and not self._engine.abandoned:
+            self._engine.abandon()
+        return self._engine.abandoned
 
     def tell_failure(self, report: Mapping[str, Any]) -> None:
         """Let all other ranks raise an error with this rank's report; wait until they have left.

@@ -255,6 +255,13 @@ def test_a_failed_rank_learns_when_all_others_have_left(make):
     assert world.channel.taken("others left") == [2]
 
 
+def test_a_rank_that_fails_after_all_others_have_left_learns_so_at_once(make):
+    world = make(0)
+    come(world, 0, 1)
+    world.hear(2, "failed", report={"rank": 2})
+    assert world.channel.taken("others left") == [2]
+
+
 def test_a_monitor_listens_until_the_ranks_above_it_are_connected(make):
     for rank, above in ((0, [2, 1]), (1, [2])):
         world = make(rank)

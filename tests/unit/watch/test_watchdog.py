@@ -23,7 +23,8 @@ class Job:
         listeners = {rank: listen("127.0.0.1") for rank in (0, 1)}
         members = [Member("a", 0, os.getpid(), "") for _ in range(3)]
         monitors = {rank: addresses(address) for rank, (_, address) in listeners.items()}
-        engine = SimpleNamespace(awaited=lambda: None, streams=[])
+        engine = SimpleNamespace(awaited=lambda: None, streams=[], idle=True, abandoned=False)
+        engine.progress = lambda futures: None
         self.heard = {rank: [] for rank in range(3)}
         self.ranks, self.seen = [], {rank: [] for rank in range(3)}
         for rank in range(3):
@@ -120,3 +121,44 @@ def test_a_rank_that_leaves_is_not_lost(job, capsys):
     wait_for(lambda: job.ranks[0]._channel.peers == [1])
     assert job.ranks[0]._monitor.left == {2}
     assert capsys.readouterr().err == ""
+
+
+def test_ranks_at_the_exit_go_on_when_all_are_there(job, capsys):
+    wait_for(job.connected)
+    job.ranks[2].leave_world()
+    for rank in (0, 2):
+        job.ranks[rank].arrive_at_exit()
+    assert not any(rank._all_at_exit.is_set() for rank in job.ranks)
+    job.ranks[1].arrive_at_exit()
+    wait_for(lambda: all(rank._all_at_exit.is_set() for rank in job.ranks))
+    assert all(rank._none_unknown for rank in job.ranks)
+    for rank in job.ranks:
+        rank.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_knows_no_monitor_goes_on_from_the_exit(monkeypatch):
+    monkeypatch.setattr(watchdogs, "RECONNECT_S", 0.2)
+    job = Job(addresses=lambda found: ("127.0.0.2", found[1]))
+    try:
+        job.ranks[2].arrive_at_exit()
+        wait_for(job.ranks[2]._all_at_exit.is_set)
+        assert not job.ranks[2]._none_unknown
+    finally:
+        job.close()
+
+
+def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_closed():
+    first = Job()
+    wait_for(first.connected)
+    first.ranks[2].leave_world()
+    second = Job()
+    try:
+        assert first.ranks[2]._closed
+        assert not first.ranks[1]._closed
+        for rank in (0, 1):
+            first.ranks[rank].arrive_at_exit()
+        wait_for(first.ranks[0]._all_at_exit.is_set)
+    finally:
+        first.close()
+        second.close()
