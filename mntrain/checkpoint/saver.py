@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ WriteResult = tuple[str | None, Checksums]  # of one rank; an error if it could 
 T = TypeVar("T")
 
 _POLL_S = 0.001
-_unfinished: set[PendingSave] = set()  # of this process
+_unfinished = WeakSet[PendingSave]()  # of this process
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,7 @@ def _raise_when_read(error: Exception) -> Iterator[TensorRange]:
 
 def _give_up_at_exit() -> None:
     """Give up what no `advance` completes any more: a writing thread would wait for other ranks."""
-    for save in _unfinished:
+    for save in [*_unfinished]:
         if save.published is None:
             save.abandoned.set()
             if save.of_master:

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 from mntrain.comm import mpi
 from mntrain.comm.engine import ProgressEngine
@@ -42,7 +43,7 @@ ATTEMPTS = 4
 MAX_TICK_S = 1.0
 REPEAT_S = 10.0  # until the end of a job that hangs is asked for again
 DRAIN_S = 5.0  # at the exit, for collectives in flight
-_of_process: list["Watchdog"] = []  # those that are not closed
+_of_process = WeakSet["Watchdog"]()  # those that are not closed
 
 
 class Watchdog:
@@ -109,15 +110,14 @@ class Watchdog:
         call_in_child(self._leave_to_parent)
         for other in [watchdog for watchdog in _of_process if watchdog._left_world]:
             other.close()
-        _of_process.append(self)
+        _of_process.add(self)
         self._thread = threading.Thread(target=self._run, name="mntrain watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Tell the others not to wait for this rank at the exit, and end the thread. Local."""
         self._closed = True
-        with suppress(ValueError):
-            _of_process.remove(self)
+        _of_process.discard(self)
         self._channel.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * ABORT_S)
