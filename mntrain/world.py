@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -31,7 +31,7 @@ from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.ordered import gather_in_order
 from mntrain.run.other_trainers import CheckpointGuards, lone_accelerator
 from mntrain.run.own_loop import OwnLoop
-from mntrain.run.torch_metrics import gather_states
+from mntrain.run.torch_metrics import gather_states, warn_of_local_metrics
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
@@ -88,7 +88,10 @@ class World(Exchanges):
         self.waits = parts.engine.waits
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
-        self._checkpoint_guards = CheckpointGuards(self.rank)
+        self._guards = ExitStack()  # of other libraries' functions
+        self._guards.callback(CheckpointGuards(self.rank).close)
+        if self.master and self.size > 1:
+            self._guards.callback(warn_of_local_metrics().close)
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
         self._shards = ShardRegistry(world, self._optimizers, compare_loaders, length_of_divided)
@@ -360,7 +363,7 @@ class World(Exchanges):
                 self._parts.watch.install()  # lets rank 0 alone print the error
         if self._open:
             self._open = False
-            self._checkpoint_guards.close()
+            self._guards.close()
             alone = lone_accelerator(self.size)
             if alone and self.master and not self._optimizers:
                 warnings.warn(alone, stacklevel=3)
@@ -380,7 +383,7 @@ class World(Exchanges):
         if not self._open:
             return
         self._open = False
-        self._checkpoint_guards.close()
+        self._guards.close()
         self._parts.resources.pop_all()  # frees collectively
         self._parts.comm.abandon()  # ends a blocking wait in the communication thread
         self._parts.engine.abandon()

@@ -1,5 +1,6 @@
 """torchmetrics over the ranks of a world."""
 
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeVar
@@ -7,7 +8,34 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mntrain.run.guarded_function import GuardedFunction
+
 M = TypeVar("M")
+
+
+def warn_of_local_metrics() -> GuardedFunction:
+    """Warn, once for each class, of metrics that compute over this rank's samples alone. Local.
+
+    Until the result is closed. Those of `gather_states`, those that compute over the ranks of
+    torch.distributed, and those with sync_on_compute=False do not count.
+    """
+    warned: set[type] = set()
+
+    def check(metric: Any, *_: Any, should_sync: bool = True, **__: Any) -> None:
+        kind = type(metric)
+        if not should_sync or kind in warned or "_sync_dist" in vars(metric):
+            return
+        if callable(metric.distributed_available_fn) and metric.distributed_available_fn():
+            return
+        warned.add(kind)
+        warnings.warn(
+            f"{kind.__name__} computes over the samples that this rank gives it: for those of all "
+            "ranks, use world.metric(metric); if each rank gives all samples, make it with "
+            "sync_on_compute=False",
+            stacklevel=4,
+        )
+
+    return GuardedFunction("torchmetrics.metric", "Metric.sync_context", check)
 
 
 def gather_states(metric: M, gather: Callable[[Any], list[Any]]) -> M:

@@ -1,6 +1,7 @@
 """torchmetrics over all ranks, and predictions in the order of the loader."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from worlds import refusal
 
 pytestmark = [
     pytest.mark.mpi,
+    # of the references
+    pytest.mark.filterwarnings("ignore:.* computes over the samples that this rank:UserWarning"),
     # of a rank without samples
     pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning"),
 ]
@@ -241,3 +244,30 @@ def test_predictions_that_are_not_of_the_pass_are_refused(world):
     padded = [x for (x,) in world.shard(DataLoader(TensorDataset(torch.arange(1.0))))]
     if RANKS > 1:
         assert "had stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
+
+
+def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class(world):
+    logits, targets = (torch.randn(4, 3), torch.arange(4) % 3)
+
+    class Own(MulticlassPrecision):
+        pass
+
+    class Other(MulticlassPrecision):
+        pass
+
+    def warnings_of(metric):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            metric(logits, targets)  # the value of a batch
+            metric.compute()
+        told = [warning for warning in found if "computes over the samples" in str(warning.message)]
+        assert all(warning.filename == __file__ for warning in told)
+        return [str(warning.message) for warning in told]
+
+    assert not warnings_of(world.metric(Own(3)))
+    assert not warnings_of(Own(3, sync_on_compute=False))
+    first = warnings_of(Own(3)) + warnings_of(Own(3))
+    assert len(first) == (RANK == 0 and RANKS > 1)
+    assert all(text.startswith("Own computes over the samples") for text in first)
+    assert all("use world.metric(metric)" in text for text in first)
+    assert len(warnings_of(Other(3))) == len(first)
