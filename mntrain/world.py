@@ -210,8 +210,11 @@ class World(Exchanges):
         With `balance`, parts follow the speeds of ranks, measured while training: then the training
         thread of every rank iterates over it, and every tenth batch is collective, and waits for
         the GPU. There, a part grows only as far as memory suffices if it grows with the part.
+        Raises ValueError if accelerate's Accelerator trains each rank alone.
         """
         self._parts.engine.check_open()
+        if alone := lone_accelerator(self.size):
+            raise ValueError(alone)
         return self._shards.shard(loader, seed, weight, lists, balance=balance, divided=divided)
 
     def gather_in_order(self, predictions: Any) -> Any:

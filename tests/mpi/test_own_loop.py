@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -669,3 +670,17 @@ def test_a_barrier_ends_after_all_ranks_have_come():
         came = time.monotonic()
         world.barrier()
         assert time.monotonic() >= max(world.gather(came))
+
+
+def test_a_shard_is_refused_where_an_accelerator_trains_each_rank_alone(world, monkeypatch):
+    class State:
+        _shared_state = {"backend": None}  # noqa: RUF012 - as accelerate has it
+        num_processes = 1
+
+    assert list(world.shard([torch.ones(RANKS)]))
+    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(AcceleratorState=State))
+    if RANKS == 1:
+        assert list(world.shard([torch.ones(1)]))
+        return
+    with pytest.raises(ValueError, match=f"Accelerator, .* trains each of {RANKS} ranks alone"):
+        world.shard([torch.ones(RANKS)])
