@@ -25,7 +25,8 @@ COMPARED = 4  # parameters whose values are compared, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
 LARGEST = 64  # elements of a tensor in a group that is compared
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
-DRIFT = 1e-2  # the same of parameters, in which rounding adds up over steps
+DRIFT = 1e-2  # the same of parameters at stage 0, in which rounding adds up over steps
+RARELY = 64  # steps between comparisons of parameters that were rounded differently
 
 ABSENT = "no value"
 
@@ -42,6 +43,7 @@ class Report(NamedTuple):
     without: frozenset[str]  # names of parameters without a gradient
     gradients: dict[str, list[float]]  # samples, by parameter
     parameters: dict[str, list[float]]  # samples of values, by parameter
+    frozen: frozenset[str]  # names of parameters that require no gradient now
     step: int
     begun_anew: int  # how often a state was loaded, or parameters added
 
@@ -133,6 +135,7 @@ class StepAgreement:
         flat = FlatSamples(owned, owned.parameters.flat)
         self._parameters = flat if owned.sharded else self._whole
         self._rounding = False  # whether processors have rounded parameters differently
+        self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
         # What others add to their numbers in a step, by the parameters without a gradient.
@@ -140,13 +143,15 @@ class StepAgreement:
         self._counting: bool | None = None  # whether there are such numbers: known after a step
 
     def add(self, parameters: Mapping[str, Parameter]) -> None:
-        """Compare the values of more parameters, by name. Local."""
+        """Compare more parameters, by name. Local."""
+        self._named |= parameters
         self._whole.add(parameters)
 
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
-        updated = zlib.crc32(",".join([str(self._begun_anew), *sorted(without)]).encode())
-        if not self._rounding:
+        words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
+        updated = zlib.crc32(",".join(words).encode())
+        if self._compares_parameters(step):
             updated += self._parameters.digest(step)
         if not self._owned.sharded:
             updated += self._samples.digest(step)
@@ -169,7 +174,7 @@ class StepAgreement:
         """
         sharded = self._owned.sharded
         samples = {} if sharded else self._samples.by_name(step)
-        values = {} if self._rounding else self._parameters.by_name(step)
+        values = self._parameters.by_name(step) if self._compares_parameters(step) else {}
         numbers, own = dict(plain_numbers(groups)), frozenset(self._own)
         mine = Report(
             self._rank,
@@ -179,6 +184,7 @@ class StepAgreement:
             without,
             samples,
             values,
+            self._frozen(),
             step,
             self._begun_anew,
         )
@@ -187,7 +193,7 @@ class StepAgreement:
         difference = (
             _differing_step(reports)
             or _differing_number(reports, own, sharded=sharded)
-            or _differing_parameter(reports)
+            or _differing_parameter(reports, TOLERANCE if sharded else DRIFT)
             or _differing_gradient(reports, self._samples.tolerances())
         )
         if difference:
@@ -230,6 +236,12 @@ class StepAgreement:
         counts = self._counts.get(without, {})
         self._own |= counts.keys()
         _set(groups, {p: (before.get(p) or 0) + c for p, c in counts.items() if p not in changed})
+
+    def _compares_parameters(self, step: int) -> bool:
+        return not self._rounding or step % RARELY == 0
+
+    def _frozen(self) -> frozenset[str]:
+        return frozenset(name for name, p in self._named.items() if not p.requires_grad)
 
     def begin_anew(self) -> None:
         """Learn again what others count: groups, or their state, are other ones. Local."""
@@ -350,14 +362,20 @@ def _differing_step(reports: Sequence[Report]) -> str:
     return ""
 
 
-def _differing_parameter(reports: Sequence[Report]) -> str:
+def _differing_parameter(reports: Sequence[Report], tolerance: float) -> str:
     """Return the first difference in the parameters of one replica; else an empty string."""
     for report, first in _firsts(reports):
+        for name in sorted(first.frozen ^ report.frozen):
+            lacking, other = (report, first) if name in report.frozen else (first, report)
+            return (
+                f"rank {lacking.rank} has requires_grad=False in parameter {name}, rank "
+                f"{other.rank} has True: freeze parameters alike on all ranks"
+            )
         for name, values in first.parameters.items():
             others = report.parameters[name]
             largest = max((abs(v) for v in [*values, *others] if math.isfinite(v)), default=0.0)
             for here, there in zip(values, others, strict=True):
-                if not (_same(here, there) or abs(here - there) <= DRIFT * largest):
+                if not (_same(here, there) or abs(here - there) <= tolerance * largest):
                     return (
                         f"rank {report.rank} has {there:g} in parameter {name}, where rank "
                         f"{first.rank} has {here:g}: change parameters alike on all ranks, such "

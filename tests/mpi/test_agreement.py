@@ -15,6 +15,7 @@ from worlds import RANKS
 
 from mntrain.errors import AgreedError
 from mntrain.sync import LocalSGD
+from zero import agreement
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -131,6 +132,10 @@ def write_one_small_tensor(model, optimizer):
     model[2].bias.data[3] += 1
 
 
+def freeze(model, optimizer):
+    model[0].bias.requires_grad_(False)
+
+
 def load_another_state(model, optimizer):
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state | {"steps": 7})
@@ -146,6 +151,7 @@ def load_the_same_state(model, optimizer):
     [
         (write_weights, "in parameter 0.weight, where rank 0 has "),
         (write_one_small_tensor, "in parameter 2.bias, where rank 0 has "),
+        (freeze, f"rank {LAST} has requires_grad=False in parameter 0.bias, rank 0 has True: "),
         (load_another_state, f"rank {LAST} is at step 7 of the optimizer, rank 0 at step 2, or "),
         (load_the_same_state, "or only one of them has loaded a state: call optimizer.load_state"),
     ],
@@ -171,16 +177,18 @@ def test_what_one_rank_alone_loads_is_named(make, stage, act, words):
     assert MPI.COMM_WORLD.allgather(found) == [found] * RANKS
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_rounding_of_processors_is_no_difference(make, stage):
+def test_rounding_of_processors_is_no_difference_until_it_has_added_up(make, monkeypatch):
+    monkeypatch.setattr(agreement, "RARELY", 4)
     model = net()
-    optimizer = make(model, SGD, stage=stage)
-    for step in range(6):
+    optimizer = make(model, SGD)
+    for step in range(13):
         backward(model, step)
         if ODD:
-            optimizer.wait_for_parameters()
             for parameter in model.parameters():
-                parameter.data.mul_(1 + 2**-9)
+                parameter.data.mul_(1 + 2**-10)
+        if step == 12:  # in steps 4 and 8 they differ by less than 1 %, in others that is not seen
+            assert "parameter" in refusal(optimizer, model)
+            break
         optimizer.step()
         optimizer.zero_grad()
 
