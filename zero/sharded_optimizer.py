@@ -138,6 +138,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._constructed:  # torch's constructor assigns an empty one
             self._inner.state = state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise TypeError: copies and pickles would have no ranks."""
+        raise TypeError(
+            "this optimizer is bound to its ranks, and neither copied nor pickled: copy its "
+            "full_state_dict(), and load that into another optimizer, of the copied model"
+        )
+
     @property
     def sharded(self) -> bool:
         """True if a rank holds the state of some elements only."""

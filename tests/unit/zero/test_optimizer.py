@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from contextlib import nullcontext
 from functools import partial
 
@@ -506,6 +507,14 @@ class Averaged(torch.optim.SGD):
                 for p in group["params"]:
                     p.add_(1.0 if training else -1.0)
                 group["training"] = training
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(copied):
+    model = mlp()
+    optimizer = ZeroOptimizer(model.named_parameters(), SGD, SingleProcessCollectives())
+    with pytest.raises(TypeError, match=r"full_state_dict\(\), and load that into another"):
+        copied((optimizer, model) if copied is copy.deepcopy else optimizer)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
