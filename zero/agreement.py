@@ -92,7 +92,7 @@ class FlatSamples:
 
 
 class ParameterSamples:
-    """A few elements of some parameters at stage 0, in each step of others. Local."""
+    """A few elements of some parameters, in each step of others. Local."""
 
     def __init__(self) -> None:
         self._parameters: list[tuple[str, Parameter]] = []
@@ -133,7 +133,7 @@ class StepAgreement:
         self._whole = ParameterSamples()
         # Code of the user's may write them on one rank alone; a step at stages 1 and 2 hides that.
         flat = FlatSamples(owned, owned.parameters.flat)
-        self._parameters = flat if owned.sharded else self._whole
+        self._parameters = (flat, self._whole) if owned.sharded else (self._whole,)
         self._rounding = False  # whether processors have rounded parameters differently
         self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
@@ -145,14 +145,28 @@ class StepAgreement:
     def add(self, parameters: Mapping[str, Parameter]) -> None:
         """Compare more parameters, by name. Local."""
         self._named |= parameters
-        self._whole.add(parameters)
+        if not self._owned.sharded:
+            self._whole.add(parameters)
+
+    def add_untrained(self, parameters: Mapping[str, Parameter]) -> None:
+        """Compare also the values of parameters that are not trained, by name. Local.
+
+        But for those of classes of their own, which may hold codes, and on other devices.
+        """
+        devices = {parameter.device for parameter in self._named.values()}
+        plain = {
+            name: p
+            for name, p in parameters.items()
+            if type(p) is Parameter and p.is_floating_point() and {p.device} == devices
+        }
+        self._whole.add(plain)
 
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
         updated = zlib.crc32(",".join(words).encode())
         if self._compares_parameters(step):
-            updated += self._parameters.digest(step)
+            updated += sum(samples.digest(step) for samples in self._parameters)
         if not self._owned.sharded:
             updated += self._samples.digest(step)
         return _addends((_digest(groups), updated), step)
@@ -174,7 +188,9 @@ class StepAgreement:
         """
         sharded = self._owned.sharded
         samples = {} if sharded else self._samples.by_name(step)
-        values = self._parameters.by_name(step) if self._compares_parameters(step) else {}
+        values: dict[str, list[float]] = {}
+        for each in self._parameters if self._compares_parameters(step) else ():
+            values |= each.by_name(step)
         numbers, own = dict(plain_numbers(groups)), frozenset(self._own)
         mine = Report(
             self._rank,

@@ -180,8 +180,9 @@ class ZeroOptimizer(AveragingOptimizer):
         """Overwrite parameters, frozen ones too, and buffers with rank 0's. Collective."""
         others = list(self._buffers)
         if self._model is not None:
-            frozen = [p for p in self._model.parameters() if not p.requires_grad]
-            others = [*frozen, *self._model.buffers()]
+            frozen = {n: p for n, p in self._model.named_parameters() if not p.requires_grad}
+            others = [*frozen.values(), *self._model.buffers()]
+            self._agreement.add_untrained(frozen)
         broadcast_from_rank_0(self._collectives, [*self._named.values(), *others])
         self._owned.copy_from_parameters()
 

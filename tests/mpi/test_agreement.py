@@ -132,6 +132,10 @@ def write_one_small_tensor(model, optimizer):
     model[2].bias.data[3] += 1
 
 
+def write_frozen_weights(model, optimizer):
+    model[0].weight.data.mul_(1.1)
+
+
 def freeze(model, optimizer):
     model[0].bias.requires_grad_(False)
 
@@ -151,6 +155,7 @@ def load_the_same_state(model, optimizer):
     [
         (write_weights, "in parameter 0.weight, where rank 0 has "),
         (write_one_small_tensor, "in parameter 2.bias, where rank 0 has "),
+        (write_frozen_weights, "in parameter 0.weight, where rank 0 has "),
         (freeze, f"rank {LAST} has requires_grad=False in parameter 0.bias, rank 0 has True: "),
         (load_another_state, f"rank {LAST} is at step 7 of the optimizer, rank 0 at step 2, or "),
         (load_the_same_state, "or only one of them has loaded a state: call optimizer.load_state"),
@@ -158,6 +163,7 @@ def load_the_same_state(model, optimizer):
 )
 def test_what_one_rank_alone_loads_is_named(make, stage, act, words):
     model = net()
+    model[0].weight.requires_grad_(act is not write_frozen_weights)
     optimizer = make(model, SGD, stage=stage)
     for step in range(2):
         backward(model, step)
