@@ -73,7 +73,8 @@ class ZeroOptimizer(AveragingOptimizer):
 
     - `max_grad_norm`, `norm_type`: the limit to which the gradient's norm is clipped.
     - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
-    - `loss_scale`: None, a number, or "dynamic" (`zero.precision.LossScale`), for fp16.
+    - `loss_scale`: None, a number, or "dynamic" (`zero.precision.LossScale`), for fp16. Then
+      `scale(loss).backward()`, or `backward(loss, weight)`, takes the place of `loss.backward()`.
     - `wire_dtype`: bf16 or fp16, in which sums of wider gradients travel between nodes.
     - `comm_hook`: a name in `zero.comm_hooks.names()` or a `CommHook`, instead of `wire_dtype`.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
@@ -162,7 +163,7 @@ class ZeroOptimizer(AveragingOptimizer):
             self._levels,
             self._scale,
             world_size=collectives.size,
-            check=watch.check_kinds,
+            check=partial(_check_backward, watch, self._scale),
         )
         super().__init__(
             parameters,
@@ -395,6 +396,11 @@ class ZeroOptimizer(AveragingOptimizer):
         self._agreement.add(named)
         self._reduction.add(plan, named)
         return plan
+
+
+def _check_backward(watch: ParameterWatch, scale: LossScale) -> None:
+    watch.check_kinds()
+    scale.check_applied()
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:

@@ -61,12 +61,22 @@ class LossScale:
                 f'loss_scale is {setting!r}: give None, "dynamic", or a finite number above 0'
             )
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
+        self.applied = False  # whether any loss was multiplied
         self._good_steps = 0
 
     @property
     def scales(self) -> bool:
         """True unless the factor is constantly 1."""
         return self.dynamic or self.value != 1.0
+
+    def check_applied(self) -> None:
+        """Raise RuntimeError if a backward begins before any loss was multiplied."""
+        if self.scales and not self.applied:
+            raise RuntimeError(
+                "the optimizer has a loss_scale=, by which it divides the gradient, and no loss "
+                "was multiplied by it: call optimizer.scale(loss).backward(), or "
+                "optimizer.backward(loss, weight=n)"
+            )
 
     def shrink(self) -> bool:
         """Halve the scale after an overflow; return False if the scale cannot be the cause."""

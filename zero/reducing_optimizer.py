@@ -111,6 +111,7 @@ class ReducingOptimizer(ShardedOptimizer):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss times the loss scale, for a call of its `backward`. Local."""
+        self._scale.applied = True
         return loss if self._scale.value == 1.0 else loss * self._scale.value
 
     @_disable_dynamo
@@ -122,6 +123,7 @@ class ReducingOptimizer(ShardedOptimizer):
         by a factor, for other optimizers too; if it trains several, call `share` of each.
         """
         self._check_open()
+        self._scale.applied = True
         self._reduction.begin_weighted()
         factor = self._reduction.weight.add(weight)
         layers, zeros = ([], []) if factor else layers_below(loss)
@@ -242,6 +244,7 @@ class ReducingOptimizer(ShardedOptimizer):
         Returns the names of parameters without a gradient.
         """
         self._check_open()
+        self._check_groups()
         self._reduction.synchronize()
         self._watch.check()
         return self._owned.gradients.collect()

@@ -60,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._bucket_bytes, self._partition = bucket_bytes, partition
         self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._named: dict[str, Parameter] = {}  # that are trained
+        self._placed: list[list[Parameter]] = []  # parameters by group, as they are trained
         self._frozen: dict[str, Parameter] = {}  # that were given, but required no gradient
         self._given: list[list[str]] = []  # names of all, by group
         self._constructed = False
@@ -250,6 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{len(groups)} that it is given, or puts parameters elsewhere: give it the "
                 "groups as it makes them (groups=), or a class that leaves them"
             )
+        self._placed = [list(group["params"]) for group in groups]
         for group, inner in zip(groups, made, strict=True):
             for key in () if self._constructed else [key for key in group if key not in inner]:
                 del group[key]
@@ -276,6 +278,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "this optimizer was closed by close(), or since its world was closed or abandoned: "
                 "make another one"
+            )
+
+    def _check_groups(self) -> None:
+        """Raise RuntimeError if code of the user's has changed which parameters groups have."""
+        groups = [group["params"] for group in self.param_groups]
+        if [list(map(id, group)) for group in groups] != [
+            list(map(id, group)) for group in self._placed
+        ]:
+            raise RuntimeError(
+                "the parameters of optimizer.param_groups were changed by hand, which nothing "
+                "follows: call optimizer.add_param_group for new ones, or make another optimizer"
             )
 
     def _check(

@@ -268,6 +268,38 @@ def test_a_scale_of_a_power_of_two_leaves_no_trace(mode):
     assert_same_weights(mine, theirs)
 
 
+@modes
+def test_a_scale_that_no_loss_was_multiplied_by_is_refused(mode):
+    model = mlp()
+    optimizer = zero(model, SGD, loss_scale="dynamic", **mode)
+    x = inputs(1)[0]
+    with pytest.raises(RuntimeError, match=r"call optimizer\.scale\(loss\)\.backward\(\), or"):
+        model(x).square().mean().backward()
+    optimizer.zero_grad()
+    optimizer.scale(model(x).square().mean()).backward()
+    optimizer.step()
+
+
+@modes
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda groups, new: groups[0]["params"].append(new),
+        lambda groups, new: groups[0]["params"].pop(),
+        lambda groups, new: groups.pop(),
+        lambda groups, new: groups.append({**groups[0], "params": [new]}),
+    ],
+    ids=["add", "remove", "remove a group", "add a group"],
+)
+def test_parameters_that_are_put_into_groups_by_hand_are_refused(mode, change):
+    model = mlp()
+    optimizer = zero(model, SGD, **mode)
+    change(optimizer.param_groups, nn.Parameter(torch.ones(3)))
+    model(inputs(1)[0]).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"changed by hand.* optimizer\.add_param_group for new"):
+        optimizer.step()
+
+
 def test_a_scale_grows_after_two_thousand_good_steps():
     model = nn.Linear(1, 1, bias=False)
     optimizer = zero(model, partial(torch.optim.SGD, lr=0.0), loss_scale="dynamic")
