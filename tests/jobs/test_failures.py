@@ -467,7 +467,7 @@ def test_a_rank_at_the_exit_still_sends_what_others_wait_for(tmp_path):
         "    pairs = zip(expected.parameters(), late.parameters())\n"
         "    print('equal', all(torch.equal(a, b) for a, b in pairs))\n"
     )
-    result = completed(mpirun(3, [sys.executable, script], timeout=60))
+    result = completed(mpirun(3, [sys.executable, script], timeout=100))
     assert result.stdout.strip() == "equal True", result.report()
 
 
@@ -492,7 +492,7 @@ def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_pa
         "    time.sleep(0.5)\n"
         "main()\n"
     )
-    result = completed(mpirun(3, [sys.executable, script], timeout=60, cwd=tmp_path))
+    result = completed(mpirun(3, [sys.executable, script], timeout=100, cwd=tmp_path))
     said = "run/checkpoints/step-00000001 was not saved, since the script has ended before"
     assert result.stderr.count(said) == 1, result.report()
     assert "Traceback" not in result.stderr
@@ -509,7 +509,7 @@ def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
         "if world.rank == 1:\n"
         "    os._exit(3)\n"
     )
-    result = mpirun(3, [sys.executable, script], timeout=60, outlived=True)
+    result = mpirun(3, [sys.executable, script], timeout=100, outlived=True)
     assert not result.timed_out, result.report()
     assert result.returncode not in (0, None), result.report()
     assert "rank 1 on" in result.stderr, result.report()
