@@ -27,7 +27,7 @@ READERS = {
     "tokenize": "mntrain.corpus.tokenize_command",
     "sample": "mntrain.train.sample_command",
     "ckpt": "mntrain.checkpoint.commands",
-    "autopsy": "mntrain.watch.autopsy",
+    "autopsy": "mntrain.recorder.autopsy",
     "plot": "mntrain.metrics.plot",
 }
 

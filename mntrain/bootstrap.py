@@ -37,18 +37,18 @@ from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, agreement
 from mntrain.kernels import DeviceKernels
 from mntrain.rank_info import Place, Usage, device_memory, find_place, peak_memory
-from mntrain.watch.inquiry import Member
-from mntrain.watch.monitor import MONITORS
-from mntrain.watch.recorder import Recorder, pid_namespace
-from mntrain.watch.side_channel import (
+from mntrain.recorder.events import Recorder, pid_namespace
+from mntrain.watchdog.inquiry import Member
+from mntrain.watchdog.monitor import MONITORS
+from mntrain.watchdog.side_channel import (
     LOST_S,
     SideChannel,
     address_towards,
     listen,
     own_addresses,
 )
-from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S, is_positive, limited_start
-from mntrain.watch.watchdog import Watchdog
+from mntrain.watchdog.start_timer import TIMEOUT_S, WARN_AFTER_S, is_positive, limited_start
+from mntrain.watchdog.thread import Watchdog
 from zero.layout import MIB
 
 if TYPE_CHECKING:

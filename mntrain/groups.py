@@ -7,7 +7,7 @@ from mntrain.comm import mpi
 from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.links import measure
 from mntrain.comm.topology import Topology
-from zero.node_levels import NodeLevels
+from zero.comm_hooks.node_levels import NodeLevels
 
 _LINK_ROUNDS = 3  # in each, a node is measured with one other
 _LINKS_S = 0.6

@@ -10,8 +10,8 @@ from mntrain.comm.mpi import MpiLibrary
 from mntrain.comm.pending import Future
 from mntrain.comm.topology import Topology
 from mntrain.rank_info import Place, Usage
-from mntrain.watch.recorder import Recorder
-from mntrain.watch.watchdog import Watchdog
+from mntrain.recorder.events import Recorder
+from mntrain.watchdog.thread import Watchdog
 
 T = TypeVar("T")
 

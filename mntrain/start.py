@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from mntrain.bootstrap import WorldSettings
 from mntrain.checks.finding import print_warnings
-from mntrain.watch.side_channel import LOST_S
-from mntrain.watch.start_timer import TIMEOUT_S, WARN_AFTER_S
+from mntrain.watchdog.side_channel import LOST_S
+from mntrain.watchdog.start_timer import TIMEOUT_S, WARN_AFTER_S
 from mntrain.world import World
 
 if TYPE_CHECKING:

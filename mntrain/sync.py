@@ -16,8 +16,8 @@ from mntrain.config_types import STRICT, OrNone
 
 if TYPE_CHECKING:
     from zero.collectives import Collectives
-    from zero.local_sgd import LocalSGDSchedule
-    from zero.sync_schedule import SyncSchedule
+    from zero.exchange.local_sgd import LocalSGDSchedule
+    from zero.exchange.schedule import SyncSchedule
 
 # ruff: noqa: PLC0415 - zero imports torch, which --help does without
 
@@ -53,7 +53,7 @@ class LocalSGD:
 
     A round is the steps between two exchanges. With a `max_staleness`, nodes do not wait for each
     other: one that ends a round goes on while it is exchanged, and waits only for the round that is
-    `max_staleness` rounds older (`zero.stale_rounds`).
+    `max_staleness` rounds older (`zero.exchange.stale_rounds`).
 
     With `weighted`, a node counts in an exchange in proportion to the samples of its steps since
     the last one (what `optimizer.share`, `backward(weight=...)` or `world.shard` say of them), for
@@ -99,8 +99,8 @@ class LocalSGD:
         return self._schedule()(world, node, cross, sharded=stage > 0, **options)
 
     def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.local_sgd import LocalSGDSchedule
-        from zero.stale_rounds import StaleSchedule
+        from zero.exchange.local_sgd import LocalSGDSchedule
+        from zero.exchange.stale_rounds import StaleSchedule
 
         return StaleSchedule if self.max_staleness else LocalSGDSchedule
 
@@ -125,8 +125,8 @@ class DiLoCo(LocalSGD):
             )
 
     def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.local_sgd import DiLoCoSchedule
-        from zero.stale_rounds import StaleDiLoCoSchedule
+        from zero.exchange.local_sgd import DiLoCoSchedule
+        from zero.exchange.stale_rounds import StaleDiLoCoSchedule
 
         return StaleDiLoCoSchedule if self.max_staleness else DiLoCoSchedule
 
@@ -168,7 +168,7 @@ class StreamingDiLoCo(DiLoCo):
             raise ValueError(f"bits is {self.bits!r}: give 4 or 32")
 
     def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.streaming import StreamingSchedule
+        from zero.exchange.fragments import StreamingSchedule
 
         return StreamingSchedule
 
@@ -193,8 +193,8 @@ class SparseLoCo(LocalSGD):
             raise ValueError(f"density is {self.density!r}: give the part to send, above 0, to 1")
 
     def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.sparse_loco import SparseLoCoSchedule
-        from zero.stale_rounds import StaleSparseLoCoSchedule
+        from zero.exchange.sparse_loco import SparseLoCoSchedule
+        from zero.exchange.stale_rounds import StaleSparseLoCoSchedule
 
         return StaleSparseLoCoSchedule if self.max_staleness else SparseLoCoSchedule
 

@@ -34,8 +34,8 @@ from mntrain.run.own_loop import OwnLoop
 from mntrain.run.torch_metrics import gather_states, warn_of_local_metrics
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook
+from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
-from zero.sync_schedule import SyncSchedule
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,11 +58,11 @@ class World(Exchanges):
         kernels: sums, casts and norms on the device (`zero.kernels.Kernels`).
         algorithm: name of the algorithm that reduces full buckets.
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
-        recorder: of this rank's events (`mntrain.watch.recorder.Recorder`).
+        recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
         facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
         library: name, thread level and build of the MPI library.
-        watchdog: the thread that finds hangs and lost ranks (`mntrain.watch.watchdog`).
+        watchdog: the thread that finds hangs and lost ranks (`mntrain.watchdog.thread`).
         batch_counts: micro-batches of a step by rank, with --balance.mode cadence; else None.
     """
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.flat_gradients import FlatGradients
-from zero.gradients import Gradients
+from zero.gradients.flat import FlatGradients
+from zero.gradients.local import LocalGradients
+from zero.gradients.sharded import ShardedGradients
+from zero.gradients.sums import Gradients
 from zero.kernels import Kernels, rescale, view
 from zero.layout import Bucket, ParameterSlice
-from zero.local_gradients import LocalGradients
 from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
-from zero.sharded_gradients import ShardedGradients
 
 ParamGroup = dict[str, Any]
 

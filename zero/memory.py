@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.flat_gradients import padded_numel
+from zero.gradients.flat import padded_numel
+from zero.gradients.sharded import working_sizes
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit, master_dtype, narrower
-from zero.sharded_gradients import working_sizes
 
 FP32 = torch.float32.itemsize
 

@@ -16,19 +16,19 @@ from zero.agreement import StepAgreement, plain_numbers
 from zero.averaging import AveragingOptimizer
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
+from zero.comm_hooks.node_levels import NodeLevels
+from zero.exchange.schedule import EveryStep, Exchanged, SyncSchedule, check_replicas
 from zero.full_state import PartOfState, from_plain, to_plain, whole_tensors
+from zero.gradients.reduction import StepReduction
 from zero.kernels import Kernels, order
 from zero.layout import MIB, Bucket
 from zero.master_weights import OptimizerShard
 from zero.memory import Memory
-from zero.node_levels import NodeLevels
 from zero.norms import NonFiniteGradientError, NonFiniteReplicaError, find_non_finite
 from zero.param_groups import Named, check_shard_weights, check_sharding
 from zero.parameter_watch import ParameterWatch
 from zero.precision import LossScale, check_travel_dtype, is_positive
-from zero.reduction import StepReduction
 from zero.state import StateSlice, check_groups
-from zero.sync_schedule import EveryStep, Exchanged, SyncSchedule, check_replicas
 
 
 class StepResult(NamedTuple):
@@ -56,9 +56,9 @@ class ZeroOptimizer(AveragingOptimizer):
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
     backward returns, the gradient is the mean over all ranks, and further ones are added to it.
     At stage 0 `p.grad` is this mean, as in DDP, and `step` uses what it holds then. At stages 1 and
-    2 `p.grad` refuses any use (`zero.unavailable`): see `clip_grad_norm_`, `full_gradient` and
-    `scale_gradients_`. One rank has `p.grad` at every stage, since nothing is sharded. From stage 1
-    on parameters become views of flat memory, so move the model first.
+    2 `p.grad` refuses any use (`zero.gradients.unavailable`): see `clip_grad_norm_`,
+    `full_gradient` and `scale_gradients_`. One rank has `p.grad` at every stage, since nothing is
+    sharded. From stage 1 on parameters become views of flat memory, so move the model first.
 
     A parameter has one optimizer at a time. Making another one over it closes the one before, whose
     `step` and other uses raise RuntimeError from then on; its `state_dict` can still be taken. So
@@ -80,7 +80,7 @@ class ZeroOptimizer(AveragingOptimizer):
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
-    - `schedule`: over which ranks a step is averaged (`zero.sync_schedule`); by default all.
+    - `schedule`: over which ranks a step is averaged (`zero.exchange.schedule`); by default all.
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `buffers`: tensors that are overwritten with rank 0's after every step: with the first's of
       the ranks that the step was averaged over, and after an exchange with rank 0's everywhere.

@@ -12,12 +12,12 @@ from torch.nn import Parameter
 
 from zero.agreement import StepAgreement, agree
 from zero.collectives import Collectives
+from zero.gradients.reduction import StepReduction
+from zero.gradients.weights import BatchSource
 from zero.kernels import Kernels
 from zero.norms import global_norm
 from zero.precision import LossScale, is_positive
-from zero.reduction import StepReduction
 from zero.sharded_optimizer import ShardedOptimizer
-from zero.step_weights import BatchSource
 from zero.sync_batchnorm import layers_below
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero.exchange.schedule import SyncSchedule
 from zero.layout import Bucket, ParameterSpec, plan_buckets
 from zero.master_weights import OptimizerShard
 from zero.memory import Memory, predict, state_bytes
@@ -25,7 +26,6 @@ from zero.param_groups import (
 from zero.parameter_watch import ParameterWatch
 from zero.partition_trial import check_drivable, check_partition
 from zero.state import StateSlice, load_slices, own_slices
-from zero.sync_schedule import SyncSchedule
 from zero.trained_by import check_free, finish_gathers, take_over
 
 

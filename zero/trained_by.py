@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Parameter
 
-from zero.sync_schedule import SyncSchedule
+from zero.exchange.schedule import SyncSchedule
 
 
 class Trainer(Protocol):

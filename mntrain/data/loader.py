@@ -33,7 +33,7 @@ from mntrain.data.loader_balance import LoaderBalance
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.source import Part, Pass, PassRecord, ShardContext, Source, rebuilt
 from mntrain.data.streams import StreamSource
-from zero.step_weights import BatchSource
+from zero.gradients.weights import BatchSource
 
 T = TypeVar("T")
 

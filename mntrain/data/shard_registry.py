@@ -11,8 +11,8 @@ from mntrain.data.first_batch import FirstBatch
 from mntrain.data.loader import ByOwner, Comparison, PassesByDataset, ShardedLoader
 from mntrain.data.loader_balance import LoaderBalance, OwnClock
 from mntrain.data.source import PassRecord, ShardContext
+from zero.gradients.weights import BatchSource
 from zero.optimizer import ZeroOptimizer
-from zero.step_weights import BatchSource
 
 
 class LoaderRanks(Protocol):

@@ -10,7 +10,7 @@ from mntrain.data.cutting import Rows, share_of
 from mntrain.data.first_batch import FirstBatch
 from mntrain.data.loader_balance import LoaderBalance
 from mntrain.data.shares import BatchNumber
-from zero.step_weights import BatchSource
+from zero.gradients.weights import BatchSource
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from mntrain.comm.collectives import WorldCollectives
-from mntrain.watch.recorder import Recorder
+from mntrain.recorder.events import Recorder
 
 Reduction = Literal["mean", "sum", "max", "same", "master"]
 """Over all ranks: the mean weighted by items, the sum, the maximum; or no reduction, because the

@@ -13,7 +13,7 @@ from mntrain.config_types import words_of
 from mntrain.equal_values import Given, compare
 from mntrain.errors import AgreedError, agreement
 from mntrain.ranks import Ranks
-from mntrain.watch.start_timer import TIMEOUT_S, limited_start
+from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 
 T = TypeVar("T")
 

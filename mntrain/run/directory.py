@@ -34,9 +34,9 @@ from mntrain.metrics.files import (
 )
 from mntrain.metrics.writers import WANDB_ID_FILE, rewind_csv
 from mntrain.ranks import Ranks
+from mntrain.recorder.recording import recordings
 from mntrain.run.lock import RunLock
-from mntrain.watch.recording import recordings
-from mntrain.watch.watchdog import Watchdog
+from mntrain.watchdog.thread import Watchdog
 
 # Statuses of jobs that hung, lost a rank, or ended by an exception of one rank.
 EARLY_ENDS = ("stalled", "lost", "crashed")

@@ -22,6 +22,7 @@ from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
 from zero.argument_trial import check_arguments
 from zero.comm_hooks import CommHook, make_hook
+from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
     by_name,
@@ -32,7 +33,6 @@ from zero.param_groups import (
 )
 from zero.partition_trial import check_partition
 from zero.sync_batchnorm import SyncBatchNorm
-from zero.sync_schedule import SyncSchedule
 from zero.trained_by import check_free
 
 
@@ -193,7 +193,7 @@ def check_sync(world: Ranks, sync: object) -> None:
     if not isinstance(sync, LocalSGD):
         raise ValueError(
             f"sync is of type {type(sync).__name__}: give mntrain.sync.LocalSGD(every=...), "
-            "DiLoCo, StreamingDiLoCo or SparseLoCo, a zero.sync_schedule.SyncSchedule, or None"
+            "DiLoCo, StreamingDiLoCo or SparseLoCo, a zero.exchange.schedule.SyncSchedule, or None"
         )
     sizes = [len(node) for node in world.topology.nodes]
     if len(set(sizes)) > 1:

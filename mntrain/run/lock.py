@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from mntrain.watch.recorder import boot_id, pid_namespace, process_start
+from mntrain.recorder.events import boot_id, pid_namespace, process_start
 
 BEAT_S = 5.0  # between two numbers of the holder
 SILENT_S = 30.0  # without a new number, until a holder on another host counts as dead

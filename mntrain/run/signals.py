@@ -16,7 +16,7 @@ from typing import Any, Self
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
 from mntrain.run.delayed import DelayedSum
-from mntrain.watch.watchdog import Watchdog
+from mntrain.watchdog.thread import Watchdog
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
 INTERRUPT = signal.SIGINT

@@ -1,9 +1,9 @@
 """The agreement of the ranks of a job on a step.
 
 The means, flags and failures of a step are reduced over all ranks before its update. Steps in which
-nodes do not wait for each other (`zero.stale_rounds`) have the means of their node. Their flags,
-requests to stop and to save, are gathered from all ranks at the end of each round of steps, and
-count after the same step on all of them: with rounds of 2 steps and max_staleness 1,
+nodes do not wait for each other (`zero.exchange.stale_rounds`) have the means of their node. Their
+flags, requests to stop and to save, are gathered from all ranks at the end of each round of steps,
+and count after the same step on all of them: with rounds of 2 steps and max_staleness 1,
 
     step            1   2   3   4   5   6
     round 0 ends        sent    counts

@@ -18,11 +18,11 @@ from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, StepRecord
+from mntrain.recorder.recording import FILE_BYTES, recordings
 from mntrain.run.resources import resources
 from mntrain.train.hardware import UNEQUAL, slow_links
 from mntrain.train.job import TrainingJob
 from mntrain.train.run_directory import changed_options
-from mntrain.watch.recording import FILE_BYTES, recordings
 from mntrain.world import World
 
 _MANY_RANKS = 128  # whose recordings a shared file system may feel

@@ -17,7 +17,7 @@ from launch import Result, find_mpirun, is_open_mpi, mpirun
 from nodes import Cluster
 
 from chaos.kinds import KINDS
-from mntrain.watch.recording import FILE_BYTES
+from mntrain.recorder.recording import FILE_BYTES
 
 SCRIPTS = Path(__file__).parent
 STAMP = "FAULT_STAMP"  # names the file in which the job notes the time of the fault

@@ -12,7 +12,7 @@ import pytest
 from job import LATE, completed, train, write_corpus
 from launch import mpirun
 
-from mntrain.watch.recording import read
+from mntrain.recorder.recording import read
 
 TASKS = (
     LATE

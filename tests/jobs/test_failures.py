@@ -394,7 +394,7 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
         "rank = os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
         f"time.sleep(1000 if rank == '{late}' else 0)\n"
         "import mntrain\n"
-        "from mntrain.watch import start_timer; start_timer.LEAST_S = 0\n"
+        "from mntrain.watchdog import start_timer; start_timer.LEAST_S = 0\n"
         "mntrain.init(timeout=3, warn_after=1)\n"
     )
     result = mpirun(3, [sys.executable, script], timeout=60)

@@ -13,7 +13,7 @@ from job import SMALL, completed, losses, metrics, summary, train, write_corpus
 from launch import TESTS, mpirun
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
-from mntrain.watch.recording import FILE_BYTES
+from mntrain.recorder.recording import FILE_BYTES
 
 ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
 

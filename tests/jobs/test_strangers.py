@@ -53,7 +53,7 @@ RANK = f"""
 import resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
-from mntrain.watch.side_channel import SideChannel
+from mntrain.watchdog.side_channel import SideChannel
 
 def wait_for(path):
     end = time.monotonic() + 90

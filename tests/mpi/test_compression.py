@@ -17,8 +17,8 @@ import mntrain
 from mntrain import checkpoint
 from mntrain.groups import make_node_levels
 from zero import NonFiniteGradientError, precision
-from zero.codes import BlockCode
 from zero.comm_hooks import ReducibleBucket
+from zero.comm_hooks.codes import BlockCode
 from zero.comm_hooks.int8 import Int8Hook
 from zero.layout import ParameterSpec, plan_buckets
 

@@ -19,7 +19,7 @@ from mntrain.sync import SyncConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.consensus import model_digest
 from mntrain.train.trainer import Trainer
-from zero import stale_rounds, streaming
+from zero.exchange import stale_rounds, streaming
 
 pytestmark = pytest.mark.mpi
 

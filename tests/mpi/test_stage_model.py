@@ -27,7 +27,7 @@ from worlds import RANKS, refusal
 
 from mntrain.comm.chunked import ChunkedCollective
 from mntrain.train.consensus import model_digest
-from zero.unavailable import UnavailableGradient
+from zero.gradients.unavailable import UnavailableGradient
 
 pytestmark = pytest.mark.mpi
 

@@ -28,11 +28,11 @@ from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from mntrain.train.consensus import differing_ranks, model_digest
-from zero import stale_rounds
-from zero.codes import ChunkCode
-from zero.local_sgd import EXCHANGED, DiLoCoSchedule, LocalSGDSchedule
+from zero.comm_hooks.codes import ChunkCode
+from zero.exchange import stale_rounds
+from zero.exchange.local_sgd import EXCHANGED, DiLoCoSchedule, LocalSGDSchedule
+from zero.exchange.sparse_loco import SparseLoCoSchedule
 from zero.norms import NonFiniteGradientError, NonFiniteReplicaError
-from zero.sparse_loco import SparseLoCoSchedule
 from zero.state import UNSENT
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -29,11 +29,11 @@ from worlds import RANKS
 
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
 from mntrain.train.consensus import differing_ranks, model_digest
-from zero.codes import BlockCode, ChunkCode
-from zero.local_sgd import EXCHANGED, MOMENTUM
+from zero.comm_hooks.codes import BlockCode, ChunkCode
+from zero.exchange.fragments import ARRIVING
+from zero.exchange.local_sgd import EXCHANGED, MOMENTUM
 from zero.norms import NonFiniteGradientError
 from zero.state import ERROR, UNSENT
-from zero.streaming import ARRIVING
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

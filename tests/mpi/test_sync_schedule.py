@@ -10,8 +10,8 @@ from torch import nn
 from worlds import refusal
 
 from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.exchange.schedule import SyncSchedule
 from zero.norms import NonFiniteGradientError
-from zero.sync_schedule import SyncSchedule
 
 pytestmark = pytest.mark.mpi
 

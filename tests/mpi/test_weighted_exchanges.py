@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
-from zero.codes import BlockCode, ChunkCode
+from zero.comm_hooks.codes import BlockCode, ChunkCode
 from zero.state import ERROR, UNSENT
 
 pytestmark = pytest.mark.mpi(min_size=2)

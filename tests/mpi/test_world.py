@@ -17,7 +17,7 @@ from mntrain.errors import AgreedError
 from mntrain.sync import DiLoCo, LocalSGD
 from zero.collectives import gather_objects
 from zero.comm_hooks.cast import CastHook
-from zero.sync_schedule import EveryStep, SyncSchedule
+from zero.exchange.schedule import EveryStep, SyncSchedule
 
 pytestmark = pytest.mark.mpi
 

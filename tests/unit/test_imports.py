@@ -18,8 +18,8 @@ LAYERS = [
         "mntrain.device",
         "mntrain._version",
         "mntrain.optim",
-        "mntrain.watch.recorder",
-        "mntrain.watch.recording",
+        "mntrain.recorder.events",
+        "mntrain.recorder.recording",
     },
     {"mntrain.checks", "mntrain.config_types"},
     {
@@ -33,7 +33,13 @@ LAYERS = [
         "mntrain.zero_config",
     },
     {"mntrain.balance_config"},
-    {"mntrain.config", "mntrain.errors", "mntrain.rank_info", "mntrain.watch"},
+    {
+        "mntrain.config",
+        "mntrain.errors",
+        "mntrain.rank_info",
+        "mntrain.recorder",
+        "mntrain.watchdog",
+    },
     {"mntrain.equal_values"},
     {
         "mntrain.metrics",

@@ -17,7 +17,7 @@ returns the `Work` that leaves the sum in it. As in DDP, a hook may cast or comp
 Modules of this package name hooks that need no arguments in `HOOKS`, so a new compressor is one new
 module. In a group of one rank no hook is called. A hook that treats traffic between nodes unlike
 that within them sets `between_nodes`: its buckets then have the collectives of both levels
-(`zero.between_nodes`).
+(`zero.comm_hooks.between_nodes`).
 """
 
 import warnings
@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
+from zero.comm_hooks.node_levels import NodeLevels
 from zero.layout import Bucket
-from zero.node_levels import NodeLevels
 from zero.precision import check_travel_dtype
 
 

@@ -1,16 +1,16 @@
 """Sums in 8 bits between nodes: 1.016 bytes an element instead of 4.
 
 Each block of 256 sums travels as a fp32 scale, the largest magnitude / 127, and integers from -127
-to 127, rounded to nearest (`zero.codes.BlockCode`). What is rounded off is added to the next step's
-sums.
+to 127, rounded to nearest (`zero.comm_hooks.codes.BlockCode`). What is rounded off is added to the
+next step's sums.
 
 Source of blocks with a scale each: Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
 ICLR 2022, arXiv 2110.02861; of the residuals: Seide et al., "1-Bit Stochastic Gradient Descent and
 its Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
-from zero.between_nodes import BetweenNodesHook
-from zero.codes import BlockCode
+from zero.comm_hooks.between_nodes import BetweenNodesHook
+from zero.comm_hooks.codes import BlockCode
 
 
 class Int8Hook(BetweenNodesHook):

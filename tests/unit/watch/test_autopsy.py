@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mntrain.watch import autopsy, autopsy_facts
-from mntrain.watch.recorder import Recorder, own_oom_kills
-from mntrain.watch.recording import read, recordings
+from mntrain.recorder import autopsy, autopsy_facts
+from mntrain.recorder.events import Recorder, own_oom_kills
+from mntrain.recorder.recording import read, recordings
 
 
 def write(folder, ranks, job="job", size=None):
@@ -141,7 +141,7 @@ def test_kills_in_the_cgroup_count_since_the_start_and_of_the_same_cgroup_only(t
 TOO_LARGE = """
 import os, sys
 from pathlib import Path
-from mntrain.watch.recorder import Recorder
+from mntrain.recorder.events import Recorder
 
 Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
 recorder = Recorder(0, 1)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mntrain.watch.autopsy import describe
-from mntrain.watch.autopsy_diagnosis import diagnose
-from mntrain.watch.autopsy_ends import Facts, end_of
-from mntrain.watch.recording import ALL_RANKS, GROUP, Event, Header, Kind, Recording
+from mntrain.recorder.autopsy import describe
+from mntrain.recorder.autopsy_diagnosis import diagnose
+from mntrain.recorder.autopsy_ends import Facts, end_of
+from mntrain.recorder.recording import ALL_RANKS, GROUP, Event, Header, Kind, Recording
 
 
 def begins(time, number, stream="the world", awaited=ALL_RANKS):

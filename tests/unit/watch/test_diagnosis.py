@@ -3,8 +3,15 @@
 import dataclasses
 import json
 
-from mntrain.watch.diagnosis import UNCONNECTED, Evidence, details, find_culprits, headline, stacks
-from mntrain.watch.rank_status import EXIT, RankStatus, StalledWait
+from mntrain.watchdog.diagnosis import (
+    UNCONNECTED,
+    Evidence,
+    details,
+    find_culprits,
+    headline,
+    stacks,
+)
+from mntrain.watchdog.rank_status import EXIT, RankStatus, StalledWait
 
 
 def status(rank, begun, wait=None, *, debugged=False):

@@ -3,8 +3,8 @@
 import signal
 import time
 
-from mntrain.watch import grace
-from mntrain.watch.grace import Grace
+from mntrain.watchdog import grace
+from mntrain.watchdog.grace import Grace
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
 

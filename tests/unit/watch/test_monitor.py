@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from mntrain.watch import monitor as monitors
-from mntrain.watch.inquiry import ANSWER_S, Member
-from mntrain.watch.monitor import CONNECT_S, EXIT_S, TAKE_OVER_S, Monitor
-from mntrain.watch.rank_status import EXIT, RankStatus, StalledWait
-from mntrain.watch.side_channel import Closed
+from mntrain.watchdog import monitor as monitors
+from mntrain.watchdog.inquiry import ANSWER_S, Member
+from mntrain.watchdog.monitor import CONNECT_S, EXIT_S, TAKE_OVER_S, Monitor
+from mntrain.watchdog.rank_status import EXIT, RankStatus, StalledWait
+from mntrain.watchdog.side_channel import Closed
 
 
 class Channel:

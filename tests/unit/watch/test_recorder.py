@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mntrain.watch.recorder import Recorder, read_oom_kills
-from mntrain.watch.recording import (
+from mntrain.recorder.events import Recorder, read_oom_kills
+from mntrain.recorder.recording import (
     CAPACITY,
     FILE_BYTES,
     HEADER_BYTES,
@@ -123,7 +123,7 @@ def test_a_reader_of_a_file_that_is_being_written_sees_whole_records_only(record
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from mntrain.watch.recorder import Recorder
+from mntrain.recorder.events import Recorder
 
 recorder = Recorder(0, 1)
 recorder.open(Path(sys.argv[1]), "job")
@@ -152,7 +152,7 @@ def test_events_and_the_last_line_survive_sigkill_and_a_forked_child_writes_none
 
 def test_the_end_of_the_interpreter_is_a_clean_end(tmp_path):
     script = (
-        "from pathlib import Path; from mntrain.watch.recorder import Recorder\n"
+        "from pathlib import Path; from mntrain.recorder.events import Recorder\n"
         f"recorder = Recorder(0, 1); recorder.open(Path({str(tmp_path)!r}), 'job')"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_hold_the_file_is_told_and_recording_goes_on_in_mem
 def test_a_full_disk_does_not_end_the_process(tmp_path):
     """On a real file system without space, where writing to a hole would be SIGBUS."""
     script = (
-        "from pathlib import Path; from mntrain.watch.recorder import Recorder; import sys\n"
+        "from pathlib import Path; from mntrain.recorder.events import Recorder; import sys\n"
         "recorder = Recorder(0, 1); said = recorder.open(Path(sys.argv[1]), 'job')\n"
         "[recorder.begin_phase('x') for _ in range(2000)]; print(said)"
     )
@@ -272,7 +272,7 @@ def test_out_of_memory_kills_are_read_from_both_versions_of_cgroups(tmp_path):
 CRASH = """
 import ctypes, faulthandler, os, sys
 from pathlib import Path
-from mntrain.watch.recorder import Recorder
+from mntrain.recorder.events import Recorder
 if sys.argv[2] == "the user's":
     faulthandler.enable()
 recorder = Recorder(0, 1)

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from mntrain.watch import side_channel
-from mntrain.watch.side_channel import Closed, SideChannel, address_towards, listen
+from mntrain.watchdog import side_channel
+from mntrain.watchdog.side_channel import Closed, SideChannel, address_towards, listen
 
 SECRET = b"s" * 32
 

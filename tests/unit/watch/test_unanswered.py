@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from mntrain.watch import unanswered
-from mntrain.watch.network_watch import network_watched
-from mntrain.watch.unanswered import Connection, Unanswered, describe, read_table
+from mntrain.watchdog import unanswered
+from mntrain.watchdog.network_watch import network_watched
+from mntrain.watchdog.unanswered import Connection, Unanswered, describe, read_table
 
 HEADER = (
     "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout\n"

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mntrain.watch import watchdog as watchdogs
-from mntrain.watch.inquiry import Member
-from mntrain.watch.side_channel import SideChannel, listen
-from mntrain.watch.watchdog import Watchdog
+from mntrain.watchdog import thread as watchdogs
+from mntrain.watchdog.inquiry import Member
+from mntrain.watchdog.side_channel import SideChannel, listen
+from mntrain.watchdog.thread import Watchdog
 
 SECRET = b"s" * 32
 REPORT = {"rank": 2, "host": "a", "kind": "KeyError", "message": "of one\nrank", "traceback": ""}

@@ -11,7 +11,7 @@ from sharding import sharded
 from torch import Tensor, nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.step_weights import BatchWeight
+from zero.gradients.weights import BatchWeight
 
 WIDTH = 4
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket

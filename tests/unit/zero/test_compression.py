@@ -9,8 +9,8 @@ import torch
 
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.int8 import Int8Hook
-from zero.node_levels import NodeLevels
-from zero.residual import Residual
+from zero.comm_hooks.node_levels import NodeLevels
+from zero.comm_hooks.residual import Residual
 
 
 def sums_of(numel, dtype=torch.float32, seed=0):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.sync_schedule import EveryStep, SyncSchedule
+from zero.exchange.schedule import EveryStep, SyncSchedule
 
 
 class Doubling(SyncSchedule):

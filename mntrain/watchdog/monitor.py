@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from mntrain.watch import diagnosis
-from mntrain.watch.inquiry import Inquiry, Member
-from mntrain.watch.rank_status import STACK_SIGNAL, RankStatus, process_state
-from mntrain.watch.side_channel import Closed, Message, SideChannel
+from mntrain.watchdog import diagnosis
+from mntrain.watchdog.inquiry import Inquiry, Member
+from mntrain.watchdog.rank_status import STACK_SIGNAL, RankStatus, process_state
+from mntrain.watchdog.side_channel import Closed, Message, SideChannel
 
 MONITORS = (0, 1)
 TAKE_OVER_S = 5.0  # until rank 1 acts in the place of rank 0

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mntrain.watch.autopsy_causes import explain
-from mntrain.watch.autopsy_ends import APART_S, Facts, RankEnd, Waits, end_of
-from mntrain.watch.recording import ALL_RANKS, GROUP, Event, Kind, Recording
+from mntrain.recorder.autopsy_causes import explain
+from mntrain.recorder.autopsy_ends import APART_S, Facts, RankEnd, Waits, end_of
+from mntrain.recorder.recording import ALL_RANKS, GROUP, Event, Kind, Recording
 
 RECENT_S = 60.0  # a file on another node may arrive that late
 _TERMINATING = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"}

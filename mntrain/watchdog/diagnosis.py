@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mntrain.watch.rank_status import EXIT, RankStatus, StalledWait
+from mntrain.watchdog.rank_status import EXIT, RankStatus, StalledWait
 
 UNCONNECTED = "there is no connection to it"
 

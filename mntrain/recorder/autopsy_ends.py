@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from mntrain.watch.recording import Event, Header, Kind, Recording
+from mntrain.recorder.recording import Event, Header, Kind, Recording
 
 APART_S = 3.0  # between what happened together and what did not; a sign of life comes each second
 

@@ -2,8 +2,8 @@
 
 Events go to a ring in memory from the start, and to a memory-mapped file once there is a place for
 it. The kernel keeps what was written to it when the process is killed, and writes it to disk within
-about 30 s, so a node that loses power loses about as much. `mntrain.watch.recording` describes the
-file.
+about 30 s, so a node that loses power loses about as much. `mntrain.recorder.recording` describes
+the file.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from pathlib import Path
 from signal import Signals
 from weakref import WeakMethod
 
-from mntrain.watch.recording import (
+from mntrain.recorder.recording import (
     ALL_RANKS,
     CAPACITY,
     FILE_BYTES,

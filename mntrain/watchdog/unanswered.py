@@ -6,7 +6,7 @@ acknowledges. A firewall that drops packets, a wrong interface, a smaller MTU on
 that is down do.
 
 MPI_Init keeps the interpreter of a rank, so during the start this file runs as a program of its own
-beside the ranks of a node (`mntrain.watch.network_watch`). It needs the standard library alone.
+beside the ranks of a node (`mntrain.watchdog.network_watch`). It needs the standard library alone.
 """
 
 import fcntl

@@ -9,17 +9,17 @@ from typing import NoReturn
 import torch
 from torch.nn import Parameter
 
-from zero.buckets import GradientBuckets
 from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.comm_hooks.node_levels import NodeLevels
+from zero.exchange.schedule import SyncSchedule
+from zero.gradients.buckets import GradientBuckets
+from zero.gradients.weights import BatchWeight
 from zero.kernels import Kernels, rescale
 from zero.layout import Bucket
 from zero.master_weights import OptimizerShard
-from zero.node_levels import NodeLevels
 from zero.norms import FiniteCheck, global_norm
 from zero.precision import LossScale
-from zero.step_weights import BatchWeight
-from zero.sync_schedule import SyncSchedule
 
 
 class StepReduction:

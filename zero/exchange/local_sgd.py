@@ -1,7 +1,7 @@
 """Schedules of nodes that train alone and exchange parameters every few steps.
 
 Each node is a replica: its ranks average gradients in every step, and state is sharded over them.
-What is exchanged travels as `zero.node_means` has it.
+What is exchanged travels as `zero.exchange.node_means` has it.
 
 Sources: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv 1808.07217),
 for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.codes import Code
 from zero.collectives import Collectives, Work
-from zero.node_means import NodeMeans
+from zero.comm_hooks.codes import Code
+from zero.exchange.node_means import NodeMeans
+from zero.exchange.schedule import SyncSchedule
 from zero.norms import NonFiniteGradientError
 from zero.state import SYNC
-from zero.sync_schedule import SyncSchedule
 
 LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
 DRIFT = "the difference between the parameters and those after the last exchange"

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.gradients import Gradients
+from zero.gradients.sums import Gradients
 from zero.kernels import Kernels, in_memory_order, rescale
 from zero.layout import Bucket, ParameterSlice
 

@@ -28,13 +28,13 @@ from weakref import WeakSet
 from mntrain.comm import mpi
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.forked import call_in_child
-from mntrain.watch.grace import Grace
-from mntrain.watch.inquiry import Member
-from mntrain.watch.monitor import MONITORS, Monitor, print_stack
-from mntrain.watch.rank_status import EXIT, STACK_SIGNAL, RankStatus, own_status
-from mntrain.watch.side_channel import Address, Closed, Message, SideChannel
-from mntrain.watch.start_timer import limited_end
-from mntrain.watch.unanswered import SURE_S, Connection, Unanswered, describe
+from mntrain.watchdog.grace import Grace
+from mntrain.watchdog.inquiry import Member
+from mntrain.watchdog.monitor import MONITORS, Monitor, print_stack
+from mntrain.watchdog.rank_status import EXIT, STACK_SIGNAL, RankStatus, own_status
+from mntrain.watchdog.side_channel import Address, Closed, Message, SideChannel
+from mntrain.watchdog.start_timer import limited_end
+from mntrain.watchdog.unanswered import SURE_S, Connection, Unanswered, describe
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
 PRINT_S = 2.0  # for the report and the summary, of which a hung file system keeps neither back

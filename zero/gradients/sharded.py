@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork, wait_all
-from zero.gradients import Gradients
+from zero.gradients.sums import Gradients
 from zero.kernels import Kernels, copy_scaled, rescale, sum_dtype, view
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit

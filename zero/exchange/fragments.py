@@ -7,7 +7,7 @@
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch", 2025 (arXiv 2501.18512). Unlike there, codes are integers of 4 bits with a scale for
-each 256 elements of a parameter, not floats, and what they lose is kept (`zero.codes`).
+each 256 elements of a parameter, not floats, and what they lose is kept (`zero.comm_hooks.codes`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zero.codes import BlockCode
 from zero.collectives import Collectives
-from zero.local_sgd import (
+from zero.comm_hooks.codes import BlockCode
+from zero.exchange.local_sgd import (
     EXCHANGED,
     LEAST_WEIGHT,
     MOMENTUM,
@@ -27,9 +27,9 @@ from zero.local_sgd import (
     LocalSGDSchedule,
     is_finite,
 )
-from zero.node_means import Message
+from zero.exchange.node_means import Message
+from zero.exchange.schedule import Exchanged
 from zero.state import ERROR, SYNC
-from zero.sync_schedule import Exchanged
 
 ARRIVING = f"{SYNC}arriving"  # the key of mean outer gradients that are to be applied
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero.codes import ALIGNED_BYTES, Code, aligned
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
+from zero.comm_hooks.codes import ALIGNED_BYTES, Code, aligned
 from zero.layout import MIB, split
 
 MESSAGE_BYTES = 25 * MIB  # of tensors that travel together

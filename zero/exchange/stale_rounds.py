@@ -27,10 +27,16 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives
-from zero.local_sgd import EXCHANGED, DiLoCoSchedule, ExchangeAgreement, OuterSchedule, is_finite
-from zero.node_means import Message
-from zero.sparse_loco import SparseLoCoSchedule
-from zero.sync_schedule import Exchanged
+from zero.exchange.local_sgd import (
+    EXCHANGED,
+    DiLoCoSchedule,
+    ExchangeAgreement,
+    OuterSchedule,
+    is_finite,
+)
+from zero.exchange.node_means import Message
+from zero.exchange.schedule import Exchanged
+from zero.exchange.sparse_loco import SparseLoCoSchedule
 
 
 class _Round(NamedTuple):

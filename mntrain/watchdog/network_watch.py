@@ -14,7 +14,7 @@ from mntrain.checks.launcher import (
     first_number,
     local_size,
 )
-from mntrain.watch import unanswered
+from mntrain.watchdog import unanswered
 
 _END_S = 5.0  # for the process to end
 _WATCHED: ContextVar[bool] = ContextVar("network watched", default=False)

@@ -24,10 +24,10 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Work
-from zero.gradients import Gradients
+from zero.gradients.sums import Gradients
+from zero.gradients.weights import BatchWeight
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck
-from zero.step_weights import BatchWeight
 from zero.trained_by import accumulation_node
 
 INTERRUPTED = (

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from numbers import Real
 
 from mntrain.checks.launcher import RANK_VARIABLES, SIZE_VARIABLES, first_number
-from mntrain.watch.network_watch import network_watched
+from mntrain.watchdog.network_watch import network_watched
 
 TIMEOUT_S, WARN_AFTER_S = 600.0, 60.0  # the defaults of a world
 LEAST_S = 60.0  # imports from a cold file system may take so long on one rank

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mntrain.watch.autopsy_diagnosis import Diagnosis, diagnose
-from mntrain.watch.autopsy_ends import Facts, RankEnd
-from mntrain.watch.autopsy_facts import gather_facts
-from mntrain.watch.recording import Event, Kind, Recording, read, recordings
+from mntrain.recorder.autopsy_diagnosis import Diagnosis, diagnose
+from mntrain.recorder.autopsy_ends import Facts, RankEnd
+from mntrain.recorder.autopsy_facts import gather_facts
+from mntrain.recorder.recording import Event, Kind, Recording, read, recordings
 
 _MAX_GROUPS = 6  # of ranks that are shown
 _WIDTH = 10  # of labels

@@ -5,9 +5,9 @@
     of its node                  | the other nodes           | these are
 
 The owner of a lane encodes its node's sum together with what it has not sent before
-(`zero.residual`), and receives the codes of all other nodes. All nodes decode the same bytes and
-add in the order of nodes, in fp32 or wider, so all ranks have the same bits. What is sent depends
-on lanes alone, so the stages agree.
+(`zero.comm_hooks.residual`), and receives the codes of all other nodes. All nodes decode the same
+bytes and add in the order of nodes, in fp32 or wider, so all ranks have the same bits. What is sent
+depends on lanes alone, so the stages agree.
 
 A NaN or an infinity makes the gradients of at least its own parameter not finite, on every node.
 """
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.codes import Code, aligned
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import ChainedWork, CommHook, ReducibleBucket
+from zero.comm_hooks.codes import Code, aligned
+from zero.comm_hooks.node_levels import NodeLevels
+from zero.comm_hooks.residual import Residual
 from zero.kernels import sum_dtype
 from zero.layout import Bucket
-from zero.node_levels import NodeLevels
-from zero.residual import Residual
 
 
 class BetweenNodesHook(CommHook):

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from mntrain.watch.autopsy_ends import APART_S, Facts, RankEnd, Waits
-from mntrain.watch.recording import Event, Kind
+from mntrain.recorder.autopsy_ends import APART_S, Facts, RankEnd, Waits
+from mntrain.recorder.recording import Event, Kind
 
 _OUTPUT = (
     "look for a signal or exit code in the output of mpirun or srun, and in the kernel's log of "

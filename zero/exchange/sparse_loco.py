@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from zero.codes import ChunkCode
 from zero.collectives import Collectives
-from zero.local_sgd import EXCHANGED, OuterSchedule
+from zero.comm_hooks.codes import ChunkCode
+from zero.exchange.local_sgd import EXCHANGED, OuterSchedule
 from zero.state import UNSENT
 
 DECAY = 0.95  # of what was not sent, in each exchange
@@ -20,8 +20,9 @@ class SparseLoCoSchedule(OuterSchedule):
     """Every `every` steps, add the mean of the largest outer gradients to the last exchange's.
 
     A node adds its outer gradient to 0.95 times what it has not sent yet, and sends the part
-    `density` of each 4,096 elements of a parameter that is largest, in 2 bits (`zero.codes`). The
-    mean over nodes, times `outer_lr`, is subtracted from the parameters after the last exchange.
+    `density` of each 4,096 elements of a parameter that is largest, in 2 bits
+    (`zero.comm_hooks.codes`). The mean over nodes, times `outer_lr`, is subtracted from the
+    parameters after the last exchange.
     Complex parameters travel as they are. The other arguments are those of `LocalSGDSchedule`.
     """
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mntrain.watch.autopsy_ends import Facts, Process
-from mntrain.watch.recorder import boot_id, pid_namespace, process_start, read_oom_kills
-from mntrain.watch.recording import Header
+from mntrain.recorder.autopsy_ends import Facts, Process
+from mntrain.recorder.events import boot_id, pid_namespace, process_start, read_oom_kills
+from mntrain.recorder.recording import Header
 
 _SLURM_TIMEOUT_S = 5.0
 _SUMMARY_FILE = "summary.json"

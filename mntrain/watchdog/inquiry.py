@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from mntrain.watch.diagnosis import UNCONNECTED, Evidence
-from mntrain.watch.rank_status import RankStatus, process_state
+from mntrain.watchdog.diagnosis import UNCONNECTED, Evidence
+from mntrain.watchdog.rank_status import RankStatus, process_state
 
 ANSWER_S = 3.0  # for the ranks to answer
 _SOON_S = 1.5  # for their nodes to acknowledge the question, which takes no process

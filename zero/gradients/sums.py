@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
+from zero.gradients.unavailable import UnavailableGradient
 from zero.kernels import Kernels, rescale
 from zero.layout import Bucket, ParameterSlice
-from zero.unavailable import UnavailableGradient
 
 
 class Gradients:

@@ -1,1 +1,0 @@
-"""Observation of running ranks, beside MPI: who waits for whom, who was lost, and what failed."""

@@ -1,0 +1,1 @@
+"""Exchanges of parameters between replicas: schedules, and means over nodes."""

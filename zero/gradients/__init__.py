@@ -1,0 +1,1 @@
+"""Gradients of a step: their memory, buckets, weights and reduction over ranks."""
