@@ -26,6 +26,7 @@ def init(
     timeout: float | None = TIMEOUT_S,
     warn_after: float = WARN_AFTER_S,
     lost_after: float = LOST_S,
+    tune: bool = False,
 ) -> World:
     """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
 
@@ -50,8 +51,14 @@ def init(
         warn_after: the same, until rank 0 prints a warning.
         lost_after: seconds without an acknowledgement from a node, which ends when a link is up
             again, until its ranks count as lost.
+        tune: only False, which scripts may still give: nothing is timed at the start any more.
 
     """
+    if tune:
+        raise ValueError(
+            "tune=True is no longer there: lanes is the default, algorithm= names another, and "
+            "`python -m mntrain bench` compares them"
+        )
     settings = WorldSettings(
         device,
         algorithm,

@@ -19,7 +19,7 @@ KINDS = ("closed", "open", "sys.exit", "error", "two optimizers", "in flight", "
 
 def main(kind: str, folder: Path) -> None:
     """Take three steps, and end."""
-    world = mntrain.init(device="cpu", tune=False, ranks_per_node=1)
+    world = mntrain.init(device="cpu", ranks_per_node=1)
     options = {"in flight": {"stage": 1, "overlap_forward": True}, "stage 2": {"stage": 2}}
     torch.manual_seed(0)
     models = [make_model() for _ in range(1 + (kind == "two optimizers"))]

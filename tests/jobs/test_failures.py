@@ -409,7 +409,7 @@ LATE_AT_EXIT = """
 import sys, time
 from pathlib import Path
 import mntrain
-world = mntrain.init(device="cpu", tune=False, warn_after=0.5)
+world = mntrain.init(device="cpu", warn_after=0.5)
 world.sum([1.0])
 if sys.argv[1] == "closed":
     world.close()
@@ -451,7 +451,7 @@ def test_a_rank_at_the_exit_still_sends_what_others_wait_for(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(
         "import time, torch, mntrain\n"
-        "world = mntrain.init(device='cpu', tune=False, ranks_per_node=1, timeout=20)\n"
+        "world = mntrain.init(device='cpu', ranks_per_node=1, timeout=20)\n"
         "def trained(**options):\n"
         "    torch.manual_seed(0)\n"
         "    model = torch.nn.Sequential(*[torch.nn.Linear(301, 301) for _ in range(4)])\n"
@@ -480,7 +480,7 @@ def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_pa
         "def full(*arguments):\n"
         "    raise OSError('No space left on device')\n"
         "def main():\n"
-        "    world = mntrain.init(device='cpu', tune=False)\n"
+        "    world = mntrain.init(device='cpu')\n"
         "    model = torch.nn.Linear(3, 5)\n"
         "    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)\n"
         "    checkpoints = world.checkpoints('run', model=model, optimizer=optimizer, every=1)\n"
@@ -504,7 +504,7 @@ def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(
         "import os, mntrain\n"
-        "with mntrain.init(device='cpu', tune=False) as world:\n"
+        "with mntrain.init(device='cpu') as world:\n"
         "    world.sum([1.0])\n"
         "if world.rank == 1:\n"
         "    os._exit(3)\n"

@@ -213,3 +213,8 @@ def test_a_world_gives_the_hooks_back(monkeypatch):
         assert sys.excepthook is not mine
     assert sys.excepthook is mine
     assert threading.excepthook is mine
+
+
+def test_the_timing_of_algorithms_at_the_start_is_refused_with_what_replaces_it():
+    with pytest.raises(ValueError, match=r"lanes is the default, algorithm= names another"):
+        mntrain.init(tune=True)

@@ -166,7 +166,7 @@ def test_a_weight_of_nothing_that_would_hide_samples_is_refused(world, make):
 
 
 def test_a_share_of_nothing_after_the_forward_is_refused():
-    with mntrain.init(MPI.COMM_SELF, device="cpu", tune=False) as world:
+    with mntrain.init(MPI.COMM_SELF, device="cpu") as world:
         model = world.sync_batchnorm(OfTokens())
         optimizer = world.optimizer(model, SGD)
         loss = mean_over_tokens(model, next(token_batches()))
