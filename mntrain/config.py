@@ -21,13 +21,13 @@ from mntrain.zero_config import ZeroConfig
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
     "config": "the path of a file; the options in it are compared",
-    "data.path": "data on local disks; its content is compared",
+    "data.path": "data on local disks; sizes of files and some samples are compared",
     "data.tokenizer": "a file on local disks; its content is compared",
-    "data.valid_path": "data on local disks; its names and its content are compared",
+    "data.valid_path": "data on local disks; names, sizes and some samples are compared",
     "data.worker_start": "results do not depend on it",
     "data.workers": "results do not depend on it, and nodes may have different numbers of cores",
     "device": "each rank has its own",
-    "hf.model": "a folder on local disks; its content is compared",
+    "hf.model": "a folder on local disks; config.json and sizes of files are compared",
     "init.from": "rank 0 alone reads it",
     "run.dir": "the path of rank 0 is used on all ranks",
     "run.recorder": "local disks may be mounted elsewhere",

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 PLAIN, BF16, POWERSGD, POST_LOCAL = "DDP", "DDP, bf16 hook", "DDP, PowerSGD hook", "PostLocalSGD"
 TORCHFT = "torchft DiLoCo"
 PEERS = (PLAIN, BF16, POWERSGD, POST_LOCAL, TORCHFT)
-RANK = 4  # of PowerSGD's factors, as in mntrain
+RANK = 4  # of PowerSGD's factors
 
 
 def wrapped(
@@ -42,7 +42,7 @@ def wrapped(
     if name == BF16:
         ddp.register_comm_hook(None, _bf16)
     elif name == POWERSGD:
-        # Like in mntrain, all matrices that become smaller are compressed; it needs two steps.
+        # All matrices that become smaller are compressed; the hook needs two steps before.
         state = PowerSGDState(
             None,
             matrix_approximation_rank=RANK,

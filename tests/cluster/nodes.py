@@ -226,7 +226,7 @@ class Cluster:
             "OMPI_MCA_btl_tcp_if_include": "eth0",
             "OMPI_MCA_osc": "^ucx",
             "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks outnumber the cores
-            "OMPI_MCA_btl_tcp_eager_limit": str(4 << 20),  # as mntrain has it (see mntrain/mpi.py)
+            "OMPI_MCA_btl_tcp_eager_limit": str(4 << 20),  # as mntrain has it (mntrain/comm/mpi.py)
             "TMPDIR": str(self._directory),  # mpirun's own; a killed one leaves its files
         }
 
