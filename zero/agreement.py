@@ -34,7 +34,7 @@ Place = tuple[int, str]  # the number of a group, and a key of it
 
 
 class Report(NamedTuple):
-    """What one rank has at the beginning of a step."""
+    """Values of one rank at the beginning of a step."""
 
     rank: int
     replica: int
@@ -121,7 +121,7 @@ class ParameterSamples:
 
 
 class StepAgreement:
-    """What the ranks that share the optimizer's state compare when a step begins.
+    """Comparison of the ranks that share the optimizer's state when a step begins.
 
     Some optimizers count their steps by group, and pass over a group of which this rank updates
     nothing. Such numbers, which only the torch optimizer changes, become those of ranks that count.

@@ -142,7 +142,7 @@ class Statistics(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What the normalization of one forward needs."""
+    """Values that the normalization of one forward needs."""
 
     mean: Tensor
     scale: Tensor  # the inverse of the standard deviation

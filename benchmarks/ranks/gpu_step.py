@@ -80,7 +80,7 @@ def expect_compiler(device: torch.device) -> None:
 
 
 def fitting(device: torch.device, tiny: bool) -> int:
-    """How many sequences a step may have: the largest power of two that surely has room."""
+    """Return the largest power of two of sequences that surely has room in a step."""
     if tiny or device.type != "cuda":
         return 4
     free, _ = torch.cuda.mem_get_info()

@@ -77,9 +77,10 @@ def open_worlds(device: str, stack: ExitStack) -> tuple[dict[str, mntrain.World]
 
 
 def copy_seconds(comm: MPI.Intracomm, memory: Tensor) -> float:
-    """What all ranks at once need to copy the tensor to the host and as much back. Collective.
+    """Return the time that all ranks at once need to copy the tensor to the host. Collective.
 
-    Both ways at the same time, from and to pinned memory, of the slowest rank; the best of a few.
+    As much is copied back at the same time, from and to pinned memory. Of the slowest rank; the
+    best of a few.
     """
     host = [pinned(memory, min(memory.nbytes, PIECE)) for _ in range(2)]
     took = []

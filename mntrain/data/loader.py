@@ -52,7 +52,7 @@ class Passes:
 
 @dataclass
 class Comparison:
-    """Whether the ranks have compared a loader; `always` if it cannot be recognized later."""
+    """State of the comparison of a loader over ranks; `always` if it cannot be recognized later."""
 
     always: bool = True
     done: bool = False

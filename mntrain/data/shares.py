@@ -125,7 +125,7 @@ class Calibration:
 
 
 class _Plan(NamedTuple):
-    """What the shares from a batch on follow."""
+    """Speeds and limits that the shares follow from a batch on."""
 
     first: BatchNumber
     speeds: tuple[float, ...] | None  # by rank; None: equal shares

@@ -1,4 +1,4 @@
-"""When the checkpoints of a run are made, and what is reported about them."""
+"""The times at which checkpoints of a run are made, and reports about them."""
 
 import math
 import time

@@ -109,7 +109,7 @@ class BatchWeight:
 
     @property
     def multiplied(self) -> float:
-        """What this rank's sum of gradients is multiplied by, before it is divided by `unit`."""
+        """Factor of this rank's sum of gradients, before it is divided by `unit`."""
         if self._added is not None:
             return self._added
         return self._base * (1 if self._every_micro_batch else max(self._count, 1))
