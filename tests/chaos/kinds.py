@@ -87,7 +87,7 @@ KINDS = {
     "same core": Kind(BOUND, completes=True, most=2),
     "other option": Kind(DIFFERS % "--optim.lr", **REFUSED),
     "other task": Kind(DIFFERS % r"the source own_task\.py", **REFUSED),
-    "other data": Kind(DIFFERS % "the content of --data.path", **REFUSED),
+    "other data": Kind(r"error: the samples of the training data on ranks? \d.* differ", **REFUSED),
     "other version": Kind(DIFFERS % "torch", **REFUSED),
     "read-only run directory": Kind(r"error: .*Read-only file system", **REFUSED),
     "run directory not shared": Kind(UNSEEN, **REFUSED),
