@@ -75,7 +75,8 @@ class MeanAccumulator:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._kinds: dict[str, _Kind] = {}  # of all ranks, by name, sorted
+        # Of all ranks of a group, by name, sorted; () stands for the world.
+        self._known: dict[tuple[int, ...], dict[str, _Kind]] = {}
         self._totals: dict[str, _Total] = {}
 
     def add(self, count: int, metrics: Mapping[str, Metric]) -> None:
@@ -123,9 +124,11 @@ class MeanAccumulator:
         totals, self._totals = self._totals, {}
         local, local_values = _numbers(totals), local_values or {}
         own = {name: total.kind for name, total in totals.items()}
+        key = tuple(ranks or ())
         while True:
-            encoded = [float(any(self._kinds.get(n) != kind for n, kind in own.items()))]
-            for name, kind in self._kinds.items():
+            kinds = self._known.setdefault(key, {})
+            encoded = [float(any(kinds.get(n) != kind for n, kind in own.items()))]
+            for name, kind in kinds.items():
                 encoded += _encode(kind, *local.get(name, _NOTHING[kind]), group)
             for name, value in local_values.items():
                 encoded += _encode("max" if _is_maximum(name) else "sum", value, 0, group)
@@ -134,8 +137,8 @@ class MeanAccumulator:
             sums = iter(summed.tolist())
             if not next(sums):
                 break
-            self._kinds = self._agree_on_kinds(gather_objects(group, own), where)
-        reduced = {n: _decode(kind, sums, group.size) for n, kind in self._kinds.items()}
+            self._known[key] = self._agree_on_kinds(kinds, gather_objects(group, own), where)
+        reduced = {n: _decode(kind, sums, group.size) for n, kind in kinds.items()}
         values = {
             name: _decode("max" if _is_maximum(name) else "sum", sums, group.size)[0]
             for name in local_values
@@ -144,7 +147,7 @@ class MeanAccumulator:
             return GlobalMeans(math.nan, {}, 0, values, "")
 
         own_loss = reduced.pop("loss", (0.0, 0.0))
-        parts = [name for name, kind in self._kinds.items() if kind == "addend"]
+        parts = [name for name, kind in kinds.items() if kind == "addend"]
         addends = {name: reduced.pop(name) for name in parts} or {"loss": own_loss}
         addends = {name: (value, items) for name, (value, items) in addends.items() if items}
         if not addends and ranks is None:
@@ -161,10 +164,10 @@ class MeanAccumulator:
         return GlobalMeans(loss, metrics, int(own_loss[1]), values, nonfinite, addends)
 
     def _agree_on_kinds(
-        self, by_rank: Sequence[Mapping[str, _Kind]], where: str
+        self, known: Mapping[str, _Kind], by_rank: Sequence[Mapping[str, _Kind]], where: str
     ) -> dict[str, _Kind]:
         """Return how each metric is reduced, with those that this rank has not seen."""
-        kinds = dict(self._kinds)
+        kinds = dict(known)
         for own in by_rank:
             for name, kind in own.items():
                 if kinds.setdefault(name, kind) != kind:

@@ -40,7 +40,8 @@ class StepAgreement:
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order,
     and then `meet`, where they need each other.
 
-    `flags` are those of this rank; `save` saves the last completed step.
+    Construction is collective. `flags` are those of this rank; `save` saves the last completed
+    step.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class StepAgreement:
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step; alone, its node waits for no other
         self._rounds = deque[_Round]()
+        # Made here, since all ranks make it together.
+        self._node = world.node_collectives if job.sync and job.sync.max_staleness else None
         self.means: GlobalMeans  # of this step, over all ranks or over the node
         self.flags: Mapping[str, float] = {}
         """Sums over all ranks that count after this step, alike on all; 0 of what is not known."""
@@ -94,11 +97,12 @@ class StepAgreement:
         """
         where, world = f"in step {step}", self._world
         if self._alone:
+            assert self._node is not None, "only a bound on staleness makes steps without a wait"
             samples = float(self._job.data.own_samples(step))
             nodes = world.topology.nodes
             ranks = next(node for node in nodes if world.rank in node)
             self.means = self._accumulator.reduce(
-                world.node_collectives, where, {"node_samples": samples}, ranks
+                self._node, where, {"node_samples": samples}, ranks
             )
             self.flags = dict.fromkeys(self._local_flags(), 0.0)
         else:

@@ -131,29 +131,41 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(tmp_path, monkeypatch, st
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("mode", ["local-sgd", "diloco", "sparseloco"])
-def test_rounds_report_the_means_of_all_nodes_in_order(tmp_path, mode):
+def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(tmp_path, monkeypatch, mode):
     folder = MPI.COMM_WORLD.bcast(tmp_path)
-    by_bound = []
+    by_bound, losses = [], []
+    report = Trainer._report
+
+    def noted(trainer, record):
+        losses.append(record.loss)
+        report(trainer, record)
+
+    monkeypatch.setattr(Trainer, "_report", noted)
     for bound in (0, 2):
         config = replace(
             small(folder, steps=8, check_every=4),
             sync=SyncConfig(mode=mode, every=3, max_staleness=bound),
             run=RunConfig(dir=folder / f"run-{bound}"),
         )
+        losses.clear()
         with make_world(layout=1) as world:
             assert Trainer(world, config).fit() == 0
+            by_node = world.gather(losses)
         if MPI.COMM_WORLD.rank == 0:
             by_bound.append(lines_of(config.run.dir))
     if MPI.COMM_WORLD.rank == 0:
         waits, goes_on = by_bound
+        assert [line["loss"] for line in goes_on] == by_node[0]
+        assert len(set(zip(*by_node, strict=True))) == 8
         assert [line["step"] for line in goes_on] == [*range(1, 9)]
         assert [line.keys() for line in goes_on] == [line.keys() for line in waits]
-        for one, other in zip(waits[:3], goes_on[:3], strict=True):  # before anything is exchanged
-            assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        means = [sum(of_step) / RANKS for of_step in zip(*by_node, strict=True)]
+        # Before anything is exchanged.
+        for one, other, mean in zip(waits[:3], goes_on[:3], means[:3], strict=True):
+            assert mean == pytest.approx(one["loss"], rel=1e-6)
             assert other["samples"] == one["samples"]
             assert other["lr"] == one["lr"]
         # Within a few percent of what nodes that wait have, though they go on from other rounds.
-        assert goes_on[-1]["loss"] == pytest.approx(waits[-1]["loss"], rel=0.1)
         assert goes_on[-1]["eval_loss"] == pytest.approx(waits[-1]["eval_loss"], rel=0.1)
 
 
@@ -199,23 +211,26 @@ def test_a_round_that_is_not_finite_stops_the_run_with_all_steps_before(
 
 
 class NewMetric(LanguageModel):
-    """Has a metric on the last rank from its fourth step on, and a loss without it before."""
+    """Has a metric on one rank from its fourth step on, and a loss without it before."""
 
-    calls = 0
+    calls, reporter = 0, 0
 
     def loss(self, model, batch):
         self.calls += model.training
         loss = super().loss(model, batch)
-        new = {"half": torch.tensor(0.5)} if self.calls > 3 and RANK == RANKS - 1 else {}
+        new = {"half": torch.tensor(0.5)} if self.calls > 3 and RANK == self.reporter else {}
         return replace(loss, metrics={**loss.metrics, **new})
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_metric_that_one_node_begins_to_report_is_in_the_records(tmp_path):
+@pytest.mark.parametrize("reporter", [0, RANKS - 1])
+def test_a_metric_that_one_node_begins_to_report_is_of_that_node(tmp_path, monkeypatch, reporter):
     folder = MPI.COMM_WORLD.bcast(tmp_path)
+    monkeypatch.setattr(NewMetric, "reporter", reporter)
     config = replace(small(folder, f"{__name__}:NewMetric", steps=6), sync=STALE)
     with make_world(layout=1) as world:
         assert Trainer(world, config).fit() == 0
     if RANK == 0:
         lines = lines_of(config.run.dir)
-        assert [line["metrics"].get("half") for line in lines] == [None] * 3 + [0.5] * 3
+        halves = [line["metrics"].get("half") for line in lines]
+        assert halves == [None] * 3 + [None if reporter else 0.5] * 3
