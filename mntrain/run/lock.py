@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from mntrain.comm.forked import call_in_child
 from mntrain.recorder.events import boot_id, pid_namespace, process_start
 
 BEAT_S = 5.0  # between two numbers of the holder
@@ -90,6 +91,8 @@ class RunLock:
             file.close()
             raise
         _beside(path, "refused").unlink(missing_ok=True)
+        self._file = file
+        call_in_child(self._leave_to_parent)
         closed, writing = threading.Event(), threading.Lock()
         self._release = weakref.finalize(self, _release, file, path, own, closed, writing)
         threading.Thread(
@@ -103,6 +106,10 @@ class RunLock:
     def close(self) -> None:
         """Let other jobs use the directory."""
         self._release()
+
+    def _leave_to_parent(self) -> None:
+        """Close a forked child's copy of the file, whose file lock would outlive the parent."""
+        self._file.close()
 
     def __enter__(self) -> "RunLock":
         return self
@@ -233,7 +240,7 @@ def _release(
                     if (found := _read(path)) and found.token == own.token:
                         _write(path, None)
                 writing.release()
-            fcntl.flock(file, fcntl.LOCK_UN)  # forked children have the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)  # children that C code has forked may have it open
     file.close()
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -181,6 +182,27 @@ def test_a_forked_child_does_not_let_go(flock, tmp_path):
         os.waitpid(child, 0)
         with pytest.raises(ValueError, match="in use"):
             take(tmp_path)
+
+
+def test_a_forked_child_that_outlives_a_killed_holder_keeps_nobody_out(flock, tmp_path):
+    child, ready = os.pipe()
+    if not (holder := os.fork()):
+        try:
+            held = take(tmp_path)  # noqa: F841 - until this process is killed
+            if not os.fork():
+                os.write(ready, str(os.getpid()).encode())
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    number = int(os.read(child, 100))
+    try:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        take(tmp_path).close()
+    finally:
+        os.kill(number, signal.SIGKILL)
+        os.close(child)
+        os.close(ready)
 
 
 def test_a_file_that_was_removed_is_made_again(flock, tmp_path):
