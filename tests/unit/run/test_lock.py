@@ -128,6 +128,21 @@ def test_a_holder_on_another_host_that_counts_on_is_alive(flock, tmp_path):
     assert read(tmp_path)["host"] == "far"
 
 
+def test_a_file_system_that_hangs_for_longer_makes_no_holder_dead(flock, tmp_path, monkeypatch):
+    found, looks = elsewhere(tmp_path), []
+
+    def slow(path, read=lock._read):
+        looks.append(read(path))
+        if len(looks) == 1:
+            time.sleep(lock.SILENT_S)
+        elif len(looks) == 3:
+            return replace(found, count=1)
+        return looks[-1]
+
+    monkeypatch.setattr(lock, "_read", slow)
+    assert lock._counts_on(tmp_path / ".lock", found)
+
+
 def test_a_holder_whose_lock_was_taken_ends_and_leaves_the_other_one_s_alone(flock, tmp_path):
     lost = []
     mine = take(tmp_path, lost)
