@@ -146,8 +146,12 @@ def _claimed(path: Path, own: Holder) -> Iterator[None]:
     """Keep all others from becoming the holder: only one process can make a file."""
     claim, seen, since = _beside(path, "claim"), "", time.monotonic()
     while True:
-        with suppress(FileExistsError), claim.open("xb") as file:
-            file.write(_to_bytes(own))
+        with suppress(FileExistsError), claim.open("xb", buffering=0) as file:
+            try:
+                file.write(_to_bytes(own))
+            except OSError:  # the disk is full: without a name, it would keep others out
+                claim.unlink(missing_ok=True)
+                raise
             break
         other = _read(claim)
         if (token := other.token if other else "") != seen:

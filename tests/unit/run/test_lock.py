@@ -177,6 +177,16 @@ def test_one_that_died_or_stopped_while_it_took_the_lock_keeps_nobody_out(flock,
     assert not (tmp_path / ".lock.claim").exists()
 
 
+def test_a_full_disk_leaves_no_claim(flock, tmp_path, monkeypatch):
+    def full(holder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock, "_to_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        take(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
 def test_a_lock_that_nobody_refers_to_is_let_go(flock, tmp_path):
     made = take(tmp_path)
     del made
