@@ -7,6 +7,7 @@ The master creates the folder under a third name, with all files at full length,
 a rank that sees the folder can write at once.
 """
 
+import math
 import os
 import shutil
 import threading
@@ -30,6 +31,7 @@ from mntrain.checkpoint.shards import TensorRange
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 
 _POLL_S = 0.01
+_LOOK_S = 1.0  # between two looks into the folders above, which ask the server
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
 
@@ -131,10 +133,16 @@ def remove_old(run_dir: Path, keep: int, metric: str) -> None:
 
 def _wait_for_folder(save: PendingSave) -> Path:
     """Wait until the folder is visible. Raises FileNotFoundError if only the master sees it."""
-    deadline = None
+    deadline, looked_at = None, -math.inf
     while not save.abandoned.is_set():
-        if save.folder is not None and save.folder.is_dir():
-            return save.folder
+        if (folder := save.folder) is not None:
+            if (now := time.monotonic()) > looked_at + _LOOK_S:
+                looked_at = now
+                for above in (folder.parent.parent, folder.parent):
+                    with suppress(OSError):
+                        os.listdir(above)  # else NFS says for 30 s that there is no such folder
+            if folder.is_dir():
+                return folder
         if save.created.is_set():
             deadline = deadline or time.monotonic() + _VISIBLE_WITHIN_S
             if time.monotonic() > deadline:

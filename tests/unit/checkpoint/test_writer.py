@@ -1,7 +1,11 @@
-"""Which checkpoints are removed, and what else in their folder is left alone."""
+"""The folder of a new checkpoint, and which old ones are removed."""
 
+import os
+from types import SimpleNamespace
+
+from mntrain.checkpoint import writer
 from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints
-from mntrain.checkpoint.writer import remove_old
+from mntrain.checkpoint.writer import PendingSave, remove_old
 
 
 def make(run_dir, *names):
@@ -47,3 +51,27 @@ def test_leftovers_of_interrupted_saves_are_removed(tmp_path):
 def test_a_run_without_checkpoints_has_nothing_to_remove(tmp_path):
     remove_old(tmp_path, keep=1, metric="eval_loss")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_folder_is_seen_where_the_file_system_remembers_what_was_missing(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "checkpoints" / ".step-00000001.a1b2"
+    missing = {folder.parent, folder}  # as NFS keeps it, until the folder above is opened
+
+    def opened(above, listdir=os.listdir):
+        names = [] if above in missing else listdir(above)
+        missing.difference_update(above / name for name in names)
+        return names
+
+    def seen(path):
+        return path not in missing and os.path.isdir(path)
+
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(type(folder), "is_dir", seen)
+    monkeypatch.setattr(writer.os, "listdir", opened)
+    monkeypatch.setattr(writer, "_VISIBLE_WITHIN_S", 1.0)
+    save = PendingSave(tmp_path / "checkpoints" / checkpoint_name(1), SimpleNamespace(), 0.0)
+    save.folder = folder
+    save.created.set()
+    assert writer._wait_for_folder(save) == folder
