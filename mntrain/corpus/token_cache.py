@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -102,11 +103,26 @@ def _node_lock(key: str) -> Iterator[BinaryIO]:
     has no file locks, nobody waits, and the first to finish counts, as among nodes.
     """
     path = Path(tempfile.gettempdir(), f"mntrain-tokens-{os.getuid()}-{key}.lock")
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
+    with _open_own(path) as file:
         with suppress(OSError):  # of file systems without file locks
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield file
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another user's
+                path.unlink()
+
+
+def _open_own(path: Path) -> BinaryIO:
+    """Open a file of this user, or one without a name if another user has taken its name.
+
+    That one could keep the lock for ever. Raises OSError if no files can be made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(OSError):
+        file = os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0)
+        state = os.fstat(file.fileno())
+        if state.st_uid == os.getuid() and stat.S_ISREG(state.st_mode):
+            return file
+        file.close()
+    return tempfile.TemporaryFile(buffering=0)

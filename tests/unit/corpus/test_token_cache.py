@@ -142,6 +142,26 @@ def test_a_process_that_waited_gets_the_error_of_the_first(tmp_path, records, mo
         cached(records)
 
 
+@pytest.mark.parametrize("kind", ["of another user", "pipe", "link"])
+def test_a_file_that_another_user_has_put_in_place_of_the_lock_is_left_alone(
+    tmp_path, records, kind
+):
+    key = token_cache._key(find_files(records, ""), "text", ByteTokenizer())
+    path, file = tmp_path / "locks" / f"mntrain-tokens-{os.getuid()}-{key}.lock", tmp_path / "file"
+    file.write_text("words")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(file)
+    elif os.getuid():
+        pytest.skip("gives a file to another user")
+    else:
+        path.write_text("words")
+        os.chown(path, 65534, 65534)
+    assert cached(records).manifest.documents == 20
+    assert file.read_text() == "words"
+
+
 def test_of_nodes_that_share_a_cache_the_first_to_finish_counts(records, monkeypatch):
     write = token_cache.write_token_folder
 
