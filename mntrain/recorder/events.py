@@ -74,8 +74,9 @@ class Recorder:
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)  # of a process with this number that was killed
             with ExitStack() as opened:
-                file = opened.enter_context(temporary.open("w+b"))
+                file = opened.enter_context(temporary.open("x+b"))  # follows no link
                 os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # or a full disk means SIGBUS
                 mapped = mmap.mmap(file.fileno(), FILE_BYTES)
                 mapped[:HEADER_BYTES] = _header(self.rank, self.size, job).to_bytes()

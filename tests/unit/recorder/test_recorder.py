@@ -244,6 +244,14 @@ def test_a_new_job_replaces_the_file_of_an_earlier_one_that_still_writes(tmp_pat
     new.close()
 
 
+def test_a_link_that_another_user_has_put_in_place_of_the_file_is_not_followed(recorder, tmp_path):
+    (tmp_path / "file").write_text("words")
+    (tmp_path / f".rank-00003.bin.{os.getpid()}").symlink_to(tmp_path / "file")
+    assert recorder.open(tmp_path, "job") == ""
+    assert (tmp_path / "file").read_text() == "words"
+    assert read(tmp_path / "rank-00003.bin").header.job == "job"
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"no recording", b"mntrain recording 1\n" + b"\xff" * 999]
 )
