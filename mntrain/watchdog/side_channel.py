@@ -187,12 +187,11 @@ class SideChannel:
     def _connect(self, monitor: int, where: Address) -> "_Connection":
         own = socket.create_connection(where, CONNECT_S)
         try:
-            own.settimeout(_GREETING_S)
             connection = _Connection(own, _MAX_LINE, self._lost_after)
             challenge = secrets.token_hex(16)
             token = self._proof("token", self._rank)
             connection.send({"rank": self._rank, "token": token, "challenge": challenge})
-            answer = connection.read_line()
+            answer = connection.read_line(_GREETING_S)
             if not _equal(answer["proof"], self._proof("monitor", monitor, challenge)):
                 raise ValueError("another secret")
             proof = self._proof("rank", self._rank, answer["challenge"])
@@ -370,10 +369,14 @@ class _Connection:
             closed = Closed(None)
         return messages, closed
 
-    def read_line(self) -> Message:
+    def read_line(self, seconds: float) -> Message:
         """Block until a line has arrived. Raises OSError, or ValueError for no message."""
+        deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
+            self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             data = self.socket.recv(4096)
+            if time.monotonic() > deadline:  # it comes byte by byte
+                raise TimeoutError("the peer is too slow")
             if not data or len(self._received) >= self.limit:
                 raise OSError("the connection was closed")
             self._received += data

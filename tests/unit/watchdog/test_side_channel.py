@@ -349,6 +349,25 @@ def test_an_address_where_nobody_listens_is_an_error():
     channel.close()
 
 
+def test_a_peer_that_answers_byte_by_byte_is_given_up(monkeypatch):
+    monkeypatch.setattr(side_channel, "_GREETING_S", 0.5)
+    listener, address = listen("127.0.0.1")
+
+    def drip():
+        with listener, listener.accept()[0] as own, contextlib.suppress(OSError):
+            while True:
+                own.send(b" ")
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    channel = SideChannel(1, SECRET, None)
+    with pytest.raises(TimeoutError):
+        channel.connect(0, address)
+    thread.join()
+    channel.close()
+
+
 def test_a_signal_and_a_call_of_another_thread_end_a_wait():
     channel = SideChannel(0, SECRET, None)
     previous = signal.set_wakeup_fd(channel.wake_descriptor, warn_on_full_buffer=False)
