@@ -177,6 +177,7 @@ class Saver:
                 save.published = self._publish(save)
                 return None
             with self._world.agreement():
+                save.wait_for_all()
                 save.published.result()
         except AgreedError as error:
             self._end(save)
@@ -214,6 +215,7 @@ class Saver:
         outlines = self._world.gather_later(shard.outline())
         target = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
         save = PendingSave(target, self._manifest(progress), start, of_master=self._world.master)
+        save.exchanged = outlines
         _unfinished.add(save)
         try:
             ranges = self._ranges(shard, in_background)
@@ -257,6 +259,7 @@ class Saver:
         """Exchange what all ranks have written; the master's thread then publishes it."""
         try:
             with self._world.agreement():
+                save.wait_for_all()
                 save.prepared.result()
         except AgreedError:
             save.abandoned.set()
@@ -269,7 +272,8 @@ class Saver:
             result = None, save.written.result()
         except (OSError, ValueError, RuntimeError) as error:
             result = str(error), {}
-        return self._thread.submit(self._complete, save, self._world.gather_later(result))
+        save.exchanged = self._world.gather_later(result)
+        return self._thread.submit(self._complete, save, save.exchanged)
 
     def _complete(self, save: PendingSave, gathered: CommFuture[list[WriteResult]]) -> None:
         """Publish the checkpoint, on the master, if all ranks have written. In the thread."""

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mntrain.checkpoint.format import (
     FILE,
@@ -27,6 +28,7 @@ from mntrain.checkpoint.format import (
 )
 from mntrain.checkpoint.reader import best_of, list_checkpoints, scores
 from mntrain.checkpoint.shards import TensorRange
+from mntrain.comm.pending import Future as CommFuture
 
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 
@@ -49,12 +51,18 @@ class PendingSave:
     abandoned: threading.Event = field(default_factory=threading.Event)  # will not be created
     prepared: Future[None] = field(default_factory=Future)
     written: Future[Checksums] = field(default_factory=Future)
+    exchanged: CommFuture[Any] | None = None  # by all ranks: outlines, then what was written
     published: Future[None] | None = None  # on other ranks than the master: all ranks have written
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files but the manifest."""
         return sum(layout.nbytes for layout in self.layouts.values())
+
+    def wait_for_all(self) -> None:
+        """Wait for the other ranks as in a collective: this is what the watchdog can see."""
+        if self.exchanged is not None:
+            self.exchanged.wait()
 
 
 def make_folder(save: PendingSave, folder: Path) -> None:

@@ -385,6 +385,29 @@ def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder,
     assert summary(folder)["status"] == "stalled"
 
 
+@pytest.mark.parametrize("late", ["before", pytest.param("during", marks=pytest.mark.thorough)])
+def test_a_rank_that_hangs_before_or_during_a_save_is_named_and_ends_the_job(tmp_path, late):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, sys, time, torch, mntrain\n"
+        "world = mntrain.init(device='cpu', timeout=3, warn_after=1)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = world.optimizer(model, torch.optim.AdamW)\n"
+        "checkpoints = world.checkpoints('run', model=model, optimizer=optimizer, every=0)\n"
+        "checkpoints.restore()\n"
+        "if world.rank == 1 and sys.argv[1] == 'before':\n"
+        "    time.sleep(1000)\n"
+        "if world.rank == 1:\n"
+        "    os.fsync = lambda file: time.sleep(1000)\n"
+        "checkpoints.save(1, now=True)\n"
+    )
+    result = mpirun(2, [sys.executable, script, late], cwd=tmp_path, timeout=60)
+    assert not result.timed_out
+    assert result.returncode == 1, result.report()
+    assert "for rank 1 on" in result.stderr
+    assert f"in no collective, at {script}:{8 if late == 'before' else 11}" in result.stderr
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
