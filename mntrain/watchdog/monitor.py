@@ -54,6 +54,7 @@ class Monitor:
         self._failed: set[int] = set()  # ranks that wait until the others have left
         self._at_exit: set[int] = set()  # ranks at the exit, or not waited for there
         self._closed: set[int] = set()  # ranks whose watchdogs have ended
+        self._elsewhere: set[int] = set()  # those of them that may train on in another world
         self._gone: set[int] = set()  # ranks that have ended since they left, but not MPI
         self._exit_since: float | None = None  # when this rank came there
         self.all_at_exit: Message | None = None
@@ -96,9 +97,10 @@ class Monitor:
             case "left":
                 self._on_left(peer)
             case "at exit" | "closed" as kind:
-                self._at_exit.add(peer)
                 if kind == "closed":
                     self._closed.add(peer)
+                    self._elsewhere |= {peer} - self._at_exit
+                self._at_exit.add(peer)
                 self._on_left(peer)
             case "failed" if peer == message["report"]["rank"]:
                 self._failed.add(peer)
@@ -140,7 +142,8 @@ class Monitor:
             return
         if self._gone and self._acts:
             self._lose(sorted(self._gone), "its process has ended without the end of MPI")
-        self.all_at_exit = {"kind": "all at exit", "none_unknown": not (missing or self._gone)}
+        unknown = missing or self._gone or self._elsewhere
+        self.all_at_exit = {"kind": "all at exit", "none_unknown": not unknown}
         for peer in self._channel.peers:
             self._channel.send(peer, self.all_at_exit)
 

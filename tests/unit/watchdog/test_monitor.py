@@ -300,7 +300,8 @@ def test_ranks_at_the_exit_go_on_when_all_have_come(make, kind):
     assert world.monitor.all_at_exit is None
     come(world, 2, kind=kind)
     assert world.channel.taken("all at exit") == [1, 2]
-    assert world.monitor.all_at_exit["none_unknown"]
+    # One that has closed its watch before may train on in another world.
+    assert world.monitor.all_at_exit["none_unknown"] == (kind == "at exit")
     world.monitor.on_closed(2, Closed(None))
     assert (world.ends, world.warnings) == ([], [])
 
