@@ -21,7 +21,7 @@ from typing import Any
 
 import gpu_page
 import torch
-from emulated import HERE, facts, folders, output_of, parse_report, write
+from emulated import HERE, facts, output_of, parse_report
 
 sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
 from launch import find_mpirun, is_open_mpi
@@ -56,12 +56,11 @@ def main() -> int:
         page["transports"] = [measure_transports(given, ranks) for ranks in given.ranks]
     if "kernels" in given.parts:
         page["kernels"] = job(1, "gpu_kernels.py", ["--device", given.device])
-    text = gpu_page.report(page)
     output = given.output or (None if given.tiny else HERE.parent / "docs")
     if output is None:
-        print(text)
+        print(gpu_page.report(page))
     else:
-        write(folders(output)[0], "gpu-figures", page, text)
+        gpu_page.publish(page, "gpu-figures", output)
     return 0
 
 

@@ -1,11 +1,17 @@
 """The result page of gpu.py: tables of measurements and what they are compared with."""
 
+from pathlib import Path
 from typing import Any
 
-from emulated import environment_line
+from emulated import environment_line, folders, write
 
 OVERHEAD = 0.01  # of a step beside bare torch, at the most
 UTILISATION = 0.45  # of the dense bf16 peak, at the least
+
+
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page and its figures."""
+    write(folders(output)[0], name, page, report(page))
 
 
 def report(page: dict[str, Any]) -> str:

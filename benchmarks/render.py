@@ -11,6 +11,7 @@ from pathlib import Path
 import checkpoint
 import collectives
 import compare_checkouts
+import gpu_page
 import long_run
 import loss_curves
 import slow_page
@@ -24,6 +25,7 @@ PUBLISHERS = {
     "cadence": unequal_losses.publish,
     "checkpoint": checkpoint.publish,
     "collectives": collectives.publish,
+    "gpu": gpu_page.publish,
     "long": long_run.publish,
     "refactor": compare_checkouts.publish,
     "slow": slow_page.publish,

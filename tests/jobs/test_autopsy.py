@@ -114,7 +114,8 @@ def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(
     before, after = alive.result(), autopsy(folder / "run").stdout
     name = f"rank 1 on {os.uname().nodename}"
     runs = f"The job still runs, as far as can be seen from here; {name} behind."
-    assert before.splitlines()[1] == (runs if task == "Hangs" else f"{name} stopped first.")
+    said = before.splitlines()[1].replace("probably ", "")  # on a busy machine it is less sure
+    assert said == (runs if task == "Hangs" else f"{name} stopped first.")
     assert after.splitlines()[1] == f"{name} stopped first."
     for text in (before, after):
         assert "waiting   ranks 0, 2 on" in text, text

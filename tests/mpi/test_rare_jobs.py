@@ -218,7 +218,7 @@ class NewMetric(LanguageModel):
     def loss(self, model, batch):
         self.calls += model.training
         loss = super().loss(model, batch)
-        new = {"half": torch.tensor(0.5)} if self.calls > 3 and RANK == self.reporter else {}
+        new = {"half": torch.tensor(0.5)} if self.calls > 3 and self.reporter == RANK else {}
         return replace(loss, metrics={**loss.metrics, **new})
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
 
-from gpu.place import CUDA, compute, gpu
-from gpu.ranks.transports import transports
+from gpu.place import compute, gpu
+from gpu.ranks.transports import make_world, transports
 
 pytestmark = [
     pytest.mark.mpi,
@@ -66,17 +66,14 @@ def test_a_rank_with_more_work_gets_fewer_samples_and_the_weights_stay(worlds, t
     optimizer.close()
 
 
-@pytest.mark.skipif(
-    CUDA and torch.cuda.device_count() < RANKS,
-    reason="ranks that share a GPU wait for each other's time slices, whose lengths change",
-)
 @transports
 def test_equal_ranks_keep_parts_that_are_about_equal(worlds, transport):
-    world = worlds(transport)
-    model = make_model(world.device)
-    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.05)
-    batches = world.shard(make_loader(), balance=True)
-    sizes = train(batches, model, optimizer, world.device, 4e-3)
-    parts = [size for own in world.gather(sizes) for size in own]
-    assert max(parts) - min(parts) <= 2
-    optimizer.close()
+    worlds(transport)  # skips what does not work here; it knows the speeds of the test above
+    with make_world(transport) as world:
+        model = make_model(world.device)
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.05)
+        batches = world.shard(make_loader(), balance=True)
+        sizes = train(batches, model, optimizer, world.device, 4e-3)
+        parts = [size for own in world.gather(sizes) for size in own]
+        assert max(parts) - min(parts) <= 2  # they take turns on the device
+        optimizer.close()
