@@ -198,26 +198,30 @@ def prepare(
 
     A job that saves may start over a run that was killed before its first checkpoint. Returns, on
     the master, the lock that keeps other jobs out until it is closed: the one that is given, that
-    of `lock_existing`, or a new one. Raises AgreedError if the
-    directory holds a run that this job does not continue, or is in use by another job, or if a job
-    that saves has ranks that do not see it.
+    of `lock_existing`, or a new one. Raises AgreedError if the directory holds a run that this job
+    does not continue, or is in use by another job, or if a job that saves has ranks that do not see
+    it.
     """
     if saves:
         expect_shared(world, run_dir)
     with world.agreement():
         if world.master:
+            lock = lock or make_and_lock(run_dir, world.watchdog)
+            # Another job may have ended in it meanwhile.
             exists = (run_dir / CONFIG_FILE).exists()
             continued = found is not None and run_dir.resolve() in found.path.resolve().parents
-            if exists and not continued:
-                expect_startable(run_dir, saves=saves)
-            lock = lock or make_and_lock(run_dir, world.watchdog)
             written = {CONFIG_FILE: to_toml(_with_absolute_paths(config)).encode(), **files}
             try:
+                if exists and not continued:
+                    expect_startable(run_dir, saves=saves)
                 for name, content in written.items():
                     (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
                     write_whole(run_dir / name, content)  # an older one stays if the disk is full
                 if exists:
                     rewind(run_dir, found.manifest.step if found and continued else 0)
+            except ValueError:
+                lock.close()
+                raise
             except OSError as error:
                 lock.close()
                 raise unwritable(run_dir, error) from error
