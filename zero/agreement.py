@@ -23,6 +23,7 @@ DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
 SAMPLED = 16  # elements of a parameter, in each step others
 COMPARED = 4  # parameters whose values are compared, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
+CYCLE = 16  # steps after which the same elements of parameters are sampled again
 LARGEST = 64  # elements of a tensor in a group that is compared
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
 DRIFT = 1e-2  # the same of parameters at stage 0, in which rounding adds up over steps
@@ -56,16 +57,17 @@ class FlatSamples:
 
     def __init__(self, owned: OptimizerShard, flat: Callable[[int], Tensor]) -> None:
         self._owned, self._flat = owned, flat
-        self._places: list[tuple[Tensor, Tensor, Tensor]] = []  # start, offset and size, by bucket
+        self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
 
     def take(self, step: int) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield each bucket with its samples, of which a step takes others than the one before."""
         for index, bucket in enumerate(self._owned.plan):
-            flat = self._flat(index)
-            if index == len(self._places):
-                self._places.append(_places(bucket, flat.device))
-            start, offset, size = self._places[index]
-            found = flat.index_select(0, start + (offset + step * STRIDE) % size)
+            flat, key = self._flat(index), (step % CYCLE, index)
+            if key not in self._places:
+                start, offset, size = _places(bucket, flat.device)
+                for turn in range(CYCLE):
+                    self._places[turn, index] = start + (offset + turn * STRIDE) % size
+            found = flat.index_select(0, self._places[key])
             yield bucket, torch.view_as_real(found).flatten() if found.is_complex() else found
 
     def digest(self, step: int) -> int:
