@@ -74,6 +74,7 @@ class WorldSettings:
     timeout: float | None = TIMEOUT_S
     warn_after: float = WARN_AFTER_S
     lost_after: float = LOST_S
+    tune: bool = False
 
     @property
     def bucket_bytes(self) -> int:
@@ -83,6 +84,11 @@ class WorldSettings:
     def check(self) -> None:
         """Raise ValueError for a value outside the allowed ones. Local."""
         check_name(self.algorithm)
+        if self.tune:
+            raise ValueError(
+                "tune=True is no longer there: lanes is the default, algorithm= names another, and "
+                "`python -m mntrain bench` compares them"
+            )
         if not 1 / MIB <= self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb is {self.bucket_mb}: a bucket must hold at least one byte")
         for name in ("wire_dtype", "gather_dtype"):

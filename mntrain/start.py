@@ -54,11 +54,6 @@ def init(
         tune: only False, which scripts may still give: nothing is timed at the start any more.
 
     """
-    if tune:
-        raise ValueError(
-            "tune=True is no longer there: lanes is the default, algorithm= names another, and "
-            "`python -m mntrain bench` compares them"
-        )
     settings = WorldSettings(
         device,
         algorithm,
@@ -71,6 +66,7 @@ def init(
         timeout,
         warn_after,
         lost_after,
+        tune,
     )
     world = World(comm, settings)
     print_warnings(world.findings.values() if world.master else ())

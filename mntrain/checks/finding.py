@@ -1,7 +1,7 @@
 """The result of a check."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,3 +57,11 @@ def numbers(values: Iterable[int]) -> str:
 def naming(kind: str, values: Sequence[int]) -> str:
     """Return the kind and the numbers: "rank 3", "ranks 0 to 2, 5"."""
     return f"{kind}{'s' * (len(values) > 1)} {numbers(values)}"
+
+
+def alike(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Return each different text with its ranks."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        groups.setdefault(texts[rank], []).append(rank)
+    return list(groups.items())

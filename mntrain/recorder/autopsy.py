@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from mntrain.checks.finding import alike
 from mntrain.recorder.autopsy_diagnosis import Diagnosis, diagnose
 from mntrain.recorder.autopsy_ends import Facts, RankEnd
 from mntrain.recorder.autopsy_facts import gather_facts
@@ -121,7 +122,7 @@ def _waits(diagnosis: Diagnosis) -> list[str]:
     """Return what ranks waited for, those in the same call together."""
     ends, waiting, lines = diagnosis.ends, diagnosis.waiting, []
     calls = {rank: _name_of(event) + _at(event.site) for rank, event in waiting.items()}
-    for _, ranks in _alike(calls)[:_MAX_GROUPS]:
+    for _, ranks in alike(calls)[:_MAX_GROUPS]:
         event = waiting[ranks[0]]
         waits = [max(0.0, ends[rank].last_seen - waiting[rank].time) for rank in ranks]
         seconds = " to ".join(dict.fromkeys(f"{end:.0f}" for end in (min(waits), max(waits))))
@@ -133,7 +134,7 @@ def _waits(diagnosis: Diagnosis) -> list[str]:
 def _states(ends: Mapping[int, RankEnd], facts: Facts) -> list[str]:
     """Return where ranks were, those that differ by the time alone together."""
     lines = []
-    for text, ranks in _alike({rank: _doing(end) for rank, end in ends.items()})[:_MAX_GROUPS]:
+    for text, ranks in alike({rank: _doing(end) for rank, end in ends.items()})[:_MAX_GROUPS]:
         lines.append(_line("was", (f"{_name(ranks, ends)} " if len(ends) > 1 else "") + text))
         end = ends[ranks[0]]
         seen = datetime.fromtimestamp(end.header.wall + end.last_seen, UTC)
@@ -200,14 +201,6 @@ def _name(ranks: Sequence[int], ends: Mapping[int, RankEnd]) -> str:
 
 def _line(label: str, text: str) -> str:
     return f"  {label:<{_WIDTH}}{text}"
-
-
-def _alike(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return each different text with its ranks."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        groups.setdefault(texts[rank], []).append(rank)
-    return list(groups.items())
 
 
 def _local_folder(run_dir: Path) -> Path | None:

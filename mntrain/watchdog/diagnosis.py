@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from mntrain.checks.finding import alike
 from mntrain.watchdog.rank_status import EXIT, RankStatus, StalledWait
 
 UNCONNECTED = "there is no connection to it"
@@ -20,7 +21,7 @@ class Evidence:
 
     @property
     def networks(self) -> list[str]:
-        """Which nodes do not answer which, and the fix, each once."""
+        """Sentences on nodes that do not answer others, with the fix, each once."""
         found = (self.statuses[rank].network for rank in sorted(self.statuses))
         return list(dict.fromkeys(filter(None, found)))
 
@@ -100,7 +101,7 @@ def details(evidence: Evidence) -> str:
     waiting, culprits = find_culprits(evidence)
     waits = {rank: evidence.statuses[rank].wait for rank in waiting}
     words = {rank: _words_of(wait) for rank, wait in waits.items() if wait and wait.stream != EXIT}
-    lines = [f"  {evidence.name(group)}: {text}" for text, group in _alike(words)]
+    lines = [f"  {evidence.name(group)}: {text}" for text, group in alike(words)]
     for rank in sorted(culprits - waiting):
         lines += [f"  {line}" for line in _culprit(rank, evidence)]
     lines += [f"  {text}" for text in evidence.networks[1:]]
@@ -111,7 +112,7 @@ def stacks(evidence: Evidence) -> str:
     """Return the stacks of the training threads of ranks that wait, equal ones once."""
     waiting, _ = find_culprits(evidence)
     texts = {rank: evidence.statuses[rank].stack.rstrip() for rank in waiting}
-    parts = [f"stack of {evidence.name(group)}:\n{text}" for text, group in _alike(texts)]
+    parts = [f"stack of {evidence.name(group)}:\n{text}" for text, group in alike(texts)]
     return "\n".join(parts)
 
 
@@ -131,11 +132,3 @@ def _culprit(rank: int, evidence: Evidence) -> list[str]:
 def _words_of(wait: StalledWait) -> str:
     called = f", called at {wait.site}" if wait.site else ""
     return f"in {wait.what} (collective {wait.number} of {wait.stream}){called}"
-
-
-def _alike(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return each different text with its ranks."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        groups.setdefault(texts[rank], []).append(rank)
-    return list(groups.items())

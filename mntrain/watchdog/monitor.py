@@ -58,7 +58,7 @@ class Monitor:
         self._gone: set[int] = set()  # ranks that have ended since they left, but not MPI
         self._exit_since: float | None = None  # when this rank came there
         self.all_at_exit: Message | None = None
-        """What ranks at the exit are told once no more are waited for."""
+        """The message to ranks at the exit once no more are waited for."""
         self._inquiry: Inquiry | None = None
         self._take_over: _TakeOver | None = None  # on rank 1, while rank 0 owes an answer
         self._answered_at = {"waiting": -math.inf, "late": -math.inf}  # by rank 0

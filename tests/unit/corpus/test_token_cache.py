@@ -84,20 +84,26 @@ def at_once(barrier, records, cache, locks, results):
         results.put((0, str(error), sum(made)))
 
 
-@pytest.mark.parametrize("sound", [True, False])
-def test_of_the_processes_of_a_node_one_tokenizes(tmp_path, records, sound):
-    if not sound:
-        with records.open("a") as file:
-            file.write('{"other": 1}\n')
+def of_three_processes(target, tmp_path, records):
+    """Run a function in three processes at once, and return what each has put in the queue."""
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(3), spawn.Queue()
     words = (barrier, records, str(tmp_path / "cache"), str(tmp_path / "locks"), results)
-    children = [spawn.Process(target=at_once, args=words) for _ in range(3)]
+    children = [spawn.Process(target=target, args=words) for _ in range(3)]
     for child in children:
         child.start()
     found = [results.get(timeout=60) for _ in children]
     for child in children:
         child.join()
+    return found
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_of_the_processes_of_a_node_one_tokenizes(tmp_path, records, sound):
+    if not sound:
+        with records.open("a") as file:
+            file.write('{"other": 1}\n')
+    found = of_three_processes(at_once, tmp_path, records)
     (path,) = {text for _, text, _ in found}
     if sound:
         assert sum(made for *_, made in found) == 1
@@ -116,15 +122,7 @@ def at_once_without_file_locks(*words):
 
 
 def test_without_file_locks_the_first_process_to_finish_counts(tmp_path, records):
-    spawn = multiprocessing.get_context("spawn")
-    barrier, results = spawn.Barrier(3), spawn.Queue()
-    words = (barrier, records, str(tmp_path / "cache"), str(tmp_path / "locks"), results)
-    children = [spawn.Process(target=at_once_without_file_locks, args=words) for _ in range(3)]
-    for child in children:
-        child.start()
-    found = [results.get(timeout=60) for _ in children]
-    for child in children:
-        child.join()
+    found = of_three_processes(at_once_without_file_locks, tmp_path, records)
     (path,) = {text for _, text, _ in found}
     assert sum(made for *_, made in found) >= 1, path
     folder = token_cache.open_token_folder(Path(path))
