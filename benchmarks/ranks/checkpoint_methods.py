@@ -25,7 +25,7 @@ from variants import gloo, gloo_and_deepspeed
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import RunProgress, Saver
+from mntrain.checkpoint import Manifest, Saver
 from mntrain.tasks.transformer import Transformer
 from zero.layout import split
 
@@ -318,5 +318,5 @@ def barrier(comm: MPI.Intracomm) -> None:
         time.sleep(POLL_S)
 
 
-PROGRESS = RunProgress(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
+PROGRESS = Manifest(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
 TAG = "state"

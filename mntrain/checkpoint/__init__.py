@@ -1,5 +1,6 @@
 """Checkpoints: written by all ranks in parallel, readable by any number of ranks at any stage."""
 
+from mntrain.checkpoint.format import Manifest
 from mntrain.checkpoint.objects import Stateful
 from mntrain.checkpoint.reader import (
     FoundCheckpoint,
@@ -9,13 +10,13 @@ from mntrain.checkpoint.reader import (
     restore_randomness,
     set_aside,
 )
-from mntrain.checkpoint.saver import RunProgress, SavedCheckpoint, Saver
-from mntrain.checkpoint.shards import random_states, set_random_states
+from mntrain.checkpoint.saver import Save, Saver
+from mntrain.checkpoint.snapshots import random_states, set_random_states
 
 __all__ = [
     "FoundCheckpoint",
-    "RunProgress",
-    "SavedCheckpoint",
+    "Manifest",
+    "Save",
     "Saver",
     "Stateful",
     "list_checkpoints",

@@ -4,14 +4,10 @@ One process, no MPI. Names from checkpoints are printed without control characte
 """
 
 import argparse
-import os
 import reprlib
-import secrets
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from mntrain.checkpoint.format import (
-    DTYPES,
-    FILES,
-    MODEL,
-    OPTIMIZER,
-    Manifest,
-    open_tensors,
-    sync_folder,
-)
-from mntrain.checkpoint.hf_export import export_folder, missing_tokenizer
+from mntrain.checkpoint.exports import export_file, export_folder, missing_tokenizer
+from mntrain.checkpoint.format import DTYPES, FILES, MODEL, OPTIMIZER, Manifest, open_tensors
 from mntrain.checkpoint.reader import best_of, find_sound, inspect, list_checkpoints, scores
 from mntrain.metrics.report import plain
 from mntrain.metrics.terminal import stdout
@@ -41,6 +28,7 @@ DIFFERENT = 1
 REFUSED = 2  # exit code of diff and export
 
 _ENDINGS = (".safetensors", ".pt", ".pth")
+_FORMATS = " or ".join(_ENDINGS)
 _BLOCK = 1 << 20  # elements, of which a few fp64 copies are made
 
 
@@ -49,30 +37,20 @@ def run(words: Sequence[str]) -> int:
 
     Raises SystemExit, with 2 for a malformed command line and 0 after --help.
     """
-    options = _parser().parse_args(words)
-    try:
-        code: int = options.command(options, stdout())
-    except (OSError, ValueError) as error:
-        return _fail(error, REFUSED if options.command in (_diff, _export) else DAMAGED)
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mntrain ckpt", description="Look at checkpoints, compare and export them."
     )
     commands = parser.add_subparsers(required=True, metavar="{list,show,verify,diff,export}")
-    path = "a checkpoint, or a run, which stands for its newest checkpoint"
 
     def add(command: Callable[[Namespace, Console], int], text: str) -> Callable[..., Any]:
         added = commands.add_parser(command.__name__.removeprefix("_"), help=text, description=text)
         added.set_defaults(command=command)
         return added.add_argument
 
+    path = "a checkpoint, or a run, which stands for its newest checkpoint"
     argument = add(_list, "list the checkpoints of a run, the newest first")
     argument("path", type=Path, help="the folder of a run")
-    argument = add(_show, "show what a checkpoint holds")
-    argument("path", type=Path, help=path)
+    add(_show, "show what a checkpoint holds")("path", type=Path, help=path)
     argument = add(_verify, "compare all bytes with their checksums; exit code 1 if any differ")
     argument("paths", metavar="path", type=Path, nargs="+", help=path)
     argument = add(
@@ -86,52 +64,49 @@ def _parser() -> argparse.ArgumentParser:
         _export, "write the model as one plain file: safetensors, or a state_dict for torch.load"
     )
     argument("CKPT", type=Path, help=path)
-    argument(
-        "OUT", type=Path, help=f"a new file, whose ending is {' or '.join(_ENDINGS)}; or a folder"
-    )
+    argument("OUT", type=Path, help=f"a new file, whose ending is {_FORMATS}; or a folder")
     argument("--force", action="store_true", help="replace OUT if it exists")
     argument("--hf", action="store_true", help="of --task hf or lm: a folder for from_pretrained")
-    return parser
+    options = parser.parse_args(words)
+    try:
+        code: int = options.command(options, stdout())
+    except (OSError, ValueError) as error:
+        return _fail(error, REFUSED if options.command in (_diff, _export) else DAMAGED)
+    return code
 
 
 def _list(options: Namespace, console: Console) -> int:
     paths = list_checkpoints(options.path)
     if not paths:
         raise ValueError(f"{options.path} has no checkpoints: give the folder of a run")
-    code = 0
-    metric = _scored_by(paths)
-    found = scores(paths, metric)
-    best = best_of(found)
-    name = metric.partition(":")[0]
-    names = ["eval loss"] if metric == "eval_loss" else ["eval loss", name]
-    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", *names, "files")
+    contents, problems = dict[Path, Manifest](), dict[Path, str]()
     for path in paths:
         try:
-            content = inspect(path)
+            contents[path] = inspect(path)
         except (OSError, ValueError) as error:
-            table.add_row(path.name, *[""] * (4 + len(names)), "unsound")
-            code = _fail(f"{path}: {error}", DAMAGED)
+            problems[path] = f"{path}: {error}"
+    # The best is by the metric of the newest checkpoint.
+    metric = next((content.scored_by for content in contents.values()), "eval_loss")
+    best = best_of(found := scores(paths, metric))
+    others = [] if metric == "eval_loss" else [metric.partition(":")[0]]
+    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", *others, "files")
+    for path in paths:
+        if path in problems:
+            table.add_row(path.name, *[""] * (5 + len(others)), "unsound")
+            _fail(problems[path], DAMAGED)
             continue
+        content = contents[path]
         date, ranks = content.date[:16].replace("T", " "), str(content.world["ranks"])
         loss = "" if content.eval_loss is None else f"{content.eval_loss:.4f}"
-        megabytes = f"{content.nbytes / 1e6:.1f}"
-        values = [loss]
-        if len(names) > 1:
+        row = [str(content.step), date, ranks, f"{content.nbytes / 1e6:.1f}", loss]
+        if others:
             sign = -1 if metric.endswith(":max") else 1
-            values += [f"{sign * found[path]:.4g}" if path in found else ""]
-        table.add_row(path.name, str(content.step), date, ranks, megabytes, *values, "complete")
+            row += [f"{sign * found[path]:.4g}" if path in found else ""]
+        table.add_row(path.name, *row, "complete")
     console.print(table)
     if best is not None:
         _print(console, f"the best by {metric}: {best.name}")
-    return code
-
-
-def _scored_by(paths: Sequence[Path]) -> str:
-    """Return the metric of the best checkpoint, that of the newest of which it is known."""
-    for path in paths:
-        with suppress(OSError, ValueError):
-            return inspect(path).scored_by
-    return "eval_loss"
+    return DAMAGED if problems else 0
 
 
 def _show(options: Namespace, console: Console) -> int:
@@ -224,25 +199,24 @@ def _largest_difference(first: Tensor, second: Tensor) -> str:
 
 def _value_differences(first: Manifest, second: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the optimizer values that differ, such as step counts, and both values."""
-    a, b = _values(first), _values(second)
+    a, b = (
+        {
+            f"{parameter}/{key}": value
+            for parameter, state in content.parameter_states.items()
+            for key, value in state.others.items()
+        }
+        for content in (first, second)
+    )
     for name in {**a, **b}:
         pair = a.get(name, {}), b.get(name, {})
         if repr(pair[0]) != repr(pair[1]):  # by repr, because nan differs from itself
             yield name, " and ".join(reprlib.repr(value.get("value")) for value in pair)
 
 
-def _values(content: Manifest) -> dict[str, dict[str, Any]]:
-    return {
-        f"{parameter}/{key}": value
-        for parameter, state in content.parameter_states.items()
-        for key, value in state.others.items()
-    }
-
-
 def _export(options: Namespace, console: Console) -> int:
     out: Path = options.OUT
     if not options.hf and out.suffix not in _ENDINGS:
-        raise ValueError(f"{out}: the ending gives the format: use {' or '.join(_ENDINGS)}")
+        raise ValueError(f"{out}: the ending gives the format: use {_FORMATS}")
     if not out.parent.is_dir():
         raise ValueError(f"{out}: {out.parent} is not a folder: make it, or give another")
     if options.hf:
@@ -257,37 +231,9 @@ def _export(options: Namespace, console: Console) -> int:
     if out.exists() and not options.force:
         raise ValueError(f"{out} exists: give another name, or --force to replace it")
     path, _ = find_sound(options.CKPT, (MODEL,))
-    _write_model(path / MODEL, out)
+    export_file(path / MODEL, out)
     _print(console, f"{out}: the model of {path}, {out.stat().st_size / 1e6:.1f} MB")
     return 0
-
-
-def _write_model(source: Path, out: Path) -> None:
-    """Write parameters and buffers, named as in the model's state_dict.
-
-    `out` becomes a safetensors file if its name ends in .safetensors, otherwise a state_dict for
-    torch.load. It is replaced only when the new file is complete and on the disk. If this raises
-    OSError, `out` is unchanged.
-    """
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("xb") as file:
-            if out.suffix == ".safetensors":
-                with source.open("rb") as model:
-                    shutil.copyfileobj(model, file, 1 << 20)
-            else:
-                torch.save(load_file(source), file)  # maps the source into memory
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
-        sync_folder(out.parent)
-    except (OSError, RuntimeError) as error:
-        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps it
-        if not isinstance(cause, OSError):
-            raise
-        raise OSError(f"{out} was not written: {cause.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _print(console: Console, line: str) -> None:

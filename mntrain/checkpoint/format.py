@@ -74,39 +74,30 @@ class FileLayout:
 
     def __init__(self, tensors: Shapes) -> None:
         described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        places: dict[str, tuple[int, int]] = {}
-        at = 0
+        end = 0
         # Widest dtypes first, so that every tensor is aligned to its own item size.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
             if dtype not in DTYPE_NAMES:
                 raise ValueError(
                     f"{name} is of dtype {dtype}, which safetensors files do not have: cast it"
                 )
-            places[name] = (at, at + math.prod(shape) * dtype.itemsize)
-            described[name] = {
-                "dtype": DTYPE_NAMES[dtype],
-                "shape": shape,
-                "data_offsets": places[name],
-            }
-            at = places[name][1]
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            place = {"shape": shape, "data_offsets": (start, end)}
+            described[name] = {"dtype": DTYPE_NAMES[dtype], **place}
         text = json.dumps(described).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self.header = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self.header) + at
-        # First and last byte of each tensor in the file.
-        self._places = {
-            name: (len(self.header) + start, len(self.header) + stop)
-            for name, (start, stop) in places.items()
-        }
+        self._header = len(text).to_bytes(8, "little") + text
+        self._described = described
+        self.nbytes = len(self._header) + end
 
     def write_header(self, file: int) -> list[ChecksummedRange]:
         """Write the header, which one process does, to an open file of full length."""
-        return _write(file, memoryview(self.header), 0)
+        return _write(file, memoryview(self._header), 0)
 
     def write(self, file: int, name: str, flat: Tensor, low: int) -> list[ChecksummedRange]:
         """Write a tensor's elements from `low` on, flat and in the dtype of the file."""
         assert sys.byteorder == "little", "safetensors files are little-endian"
-        start, stop = self._places[name]
+        start, stop = (len(self._header) + at for at in self._described[name]["data_offsets"])
         start += low * flat.element_size()
         assert start + flat.nbytes <= stop
         return _write(file, flat.detach().contiguous().view(torch.uint8).numpy().data, start)
@@ -163,28 +154,31 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of manifest.json."""
+    """Content of manifest.json. A run gives what is known of it; the saver completes it."""
 
     step: int  # number of steps taken
-    date: str
-    versions: dict[str, str]
-    world: dict[str, Any]  # "ranks" and "nodes" that wrote it, and "replicas" if there are several
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     samples: int
     skipped_steps: int
     eval_loss: float | None
-    wrote_s: float  # seconds from the snapshot until every rank's part was on the disk
-    param_groups: list[dict[str, Any]]
-    loss_scale: dict[str, Any]
-    parameter_states: dict[str, ParameterState]
-    checksums: dict[str, list[ChecksummedRange]]  # by file, in order, without gaps
-    data: dict[str, Any] = field(default_factory=dict)  # sizes of its files, and values of its task
-    objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
-    hook: dict[str, Any] = field(default_factory=dict)  # `hook_state`, merged as objects are
-    optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run
+    # Sizes of the data's files, and values of the task, which are compared in a resumed run.
+    data: Mapping[str, Any] = field(default_factory=dict)
     scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
     position: tuple[int, int] | None = None  # epoch and offset of the next step's first sample
     score: float | None = None  # by it, where it is not eval_loss; the lowest is the best
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    # "ranks" and "nodes" that wrote it, and "replicas" if there are several.
+    world: dict[str, Any] = field(default_factory=dict)
+    wrote_s: float = 0.0  # from the snapshot until every rank's part was on the disk
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    parameter_states: dict[str, ParameterState] = field(default_factory=dict)
+    # By file, in order, without gaps.
+    checksums: dict[str, list[ChecksummedRange]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
+    hook: dict[str, Any] = field(default_factory=dict)  # state of the communication hook, likewise
+    optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run
     # By replica, what its steps since the last exchange weigh (`SyncSchedule.weights`).
     sync_weights: list[list[float]] = field(default_factory=list)
 
@@ -207,9 +201,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of the file. Raises ValueError for an option that JSON cannot hold."""
-        fields = asdict(self)
-        for name, key in _KEYS.items():
-            fields[key] = fields.pop(name)
+        fields = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
         for state in fields["kept"].values():
             state["by_element"] = state.pop("tensor_keys")
         try:
@@ -221,10 +213,7 @@ class Manifest:
 
 
 def replica_name(parameter: str, replica: int) -> str:
-    """Return the name under which a replica keeps its own state of a parameter.
-
-    That of replica 0 is the parameter's, which also has the state that all replicas share.
-    """
+    """Return the name under which a replica keeps its own state; what all share is replica 0's."""
     return f"{parameter}@{replica}" if replica else parameter
 
 
@@ -247,25 +236,19 @@ def read_manifest(folder: Path) -> Manifest:
     if zlib.crc32(content.encode()) != checksum:
         raise ValueError(f"{FILE} is damaged: its checksum differs")
     try:
-        return _from_fields(json.loads(content))
+        fields = json.loads(content)
+        for name, key in _KEYS.items():
+            fields[name] = fields.pop(key)
+        for name, state in fields["parameter_states"].items():
+            shape, order, keys = (tuple(state[key]) for key in ("shape", "order", "by_element"))
+            fields["parameter_states"][name] = ParameterState(shape, order, keys, state["others"])
+        for name, parts in fields["checksums"].items():
+            fields["checksums"][name] = [ChecksummedRange(*part) for part in parts]
+        if fields.get("optimizer_steps") is None:
+            fields["optimizer_steps"] = fields["step"]
+        return Manifest(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged from error
-
-
-def _from_fields(fields: dict[str, Any]) -> Manifest:
-    for name, key in _KEYS.items():
-        fields[name] = fields.pop(key)
-    fields["parameter_states"] = {
-        name: ParameterState(
-            tuple(s["shape"]), tuple(s["order"]), tuple(s["by_element"]), s["others"]
-        )
-        for name, s in fields["parameter_states"].items()
-    }
-    fields["checksums"] = {
-        name: [ChecksummedRange(*part) for part in parts]
-        for name, parts in fields["checksums"].items()
-    }
-    return Manifest(**fields)
 
 
 def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""States of the small objects that a checkpoint holds: learning-rate schedulers, data positions.
+"""States of the small objects that a checkpoint holds, and of the communication hook.
 
 A state is encoded for JSON; what JSON lacks is tagged:
 
     Counter({30: 1})  ->  {"type": "Counter", "items": [[30, 1]]}
+
+The tensors of a hook go, by rank, to the file of random states, which like them are restored on the
+same ranks only. The manifest has the name of a tensor in the place of each.
 """
 
 import base64
@@ -16,6 +19,8 @@ from torch import Tensor
 
 from mntrain.checkpoint.format import DTYPE_NAMES, DTYPES
 
+HOOK = "comm_hook"
+_TENSOR = "tensor of the file"  # the only key of what stands for a tensor of the hook
 _MAX_BYTES = 1 << 20  # of a tensor, an array or bytes
 
 _ITEMS: dict[type, Callable[[Any], Any]] = {tuple: tuple, set: set, frozenset: frozenset}
@@ -40,6 +45,53 @@ class Stateful(Protocol):
 def encode_objects(objects: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return the encoded states of objects, by name. Raises ValueError for one that JSON lacks."""
     return {name: _encode(value.state_dict(), name) for name, value in objects.items()}
+
+
+def encode_hook(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a hook's encoded state without tensors, and its tensors by name.
+
+    The state is empty for a hook without one. Raises ValueError as `encode_objects`.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors[name := str(len(tensors))] = value
+            return {_TENSOR: name}
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        return [replaced(item) for item in value] if isinstance(value, list) else value
+
+    if not (state["state"] or state["used"]):
+        state = {"context": [], "state": {}, "used": []}
+    return {HOOK: _encode(replaced(state), HOOK)}, tensors
+
+
+def merge_hooks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entry of the manifest for the hooks of all ranks; empty if none has a state."""
+    merged = merge(by_rank)
+    return {} if merged == encode_hook({"state": {}, "used": []})[0] else merged
+
+
+def decode_hook(
+    merged: Mapping[str, Any], rank: int, size: int, read: Callable[[str], Tensor]
+) -> dict[str, Any]:
+    """Return a rank's state from what `merge_hooks` returned; `read` returns a tensor by name."""
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, dict):
+            if value.keys() == {_TENSOR}:
+                return read(value[_TENSOR])
+            return {key: restored(item) for key, item in value.items()}
+        return [restored(item) for item in value] if isinstance(value, list) else value
+
+    state: dict[str, Any] = restored(select(merged, HOOK, rank, size))
+    return state
+
+
+def hook_tensor(rank: int, name: str) -> str:
+    """Return the name in the file of a rank's tensor."""
+    return f"{HOOK}/{rank}/{name}"
 
 
 def encode_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,8 +123,8 @@ def merge(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def select(merged: Mapping[str, Any], name: str, rank: int, size: int) -> dict[str, Any]:
     """Return an object's state as it was on a rank.
 
-    Raises ValueError for an object that is not in the checkpoint, and for a state that was not the
-    same on all ranks if their number has changed.
+    Raises ValueError for an object that the checkpoint lacks, and for a state that differed between
+    ranks if their number has changed.
     """
     if name not in merged:
         held = f"it has that of {', '.join(sorted(merged))}" if merged else "it has none"
@@ -102,19 +154,18 @@ def _encode(value: Any, where: str) -> Any:
     if kind in _MAPPINGS:
         pairs = [[_encode(k, where), _encode(v, f"{where}.{k}")] for k, v in value.items()]
         return {"type": kind.__name__, "items": pairs}
-    data: bytes | None = None
-    described: dict[str, Any] = {}
+    described: dict[str, Any] = {"type": "bytes"}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         described = {"type": "array", "dtype": value.dtype.str, "shape": list(value.shape)}
         data = value.tobytes()
     elif isinstance(value, Tensor) and value.dtype in DTYPE_NAMES:
-        flat = value.detach().cpu().contiguous().reshape(-1)
         shape = list(value.shape)
         described = {"type": "tensor", "dtype": DTYPE_NAMES[value.dtype], "shape": shape}
+        flat = value.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes()
     elif kind is bytes:
-        described, data = {"type": "bytes"}, value
-    if data is None:
+        data = value
+    else:
         raise ValueError(
             f"the state has {where}, a {kind.__name__}: a checkpoint holds numbers, strings and "
             "tensors in plain containers"

@@ -28,14 +28,13 @@ from mntrain.checkpoint.format import (
     read_manifest,
     replica_name,
 )
-from mntrain.checkpoint.hook_state import join_state, tensor_name
-from mntrain.checkpoint.objects import Stateful, decode_options, select
-from mntrain.checkpoint.shards import is_shared, set_random_states
+from mntrain.checkpoint.objects import Stateful, decode_hook, decode_options, hook_tensor, select
+from mntrain.checkpoint.snapshots import set_random_states
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.kernels import without_repeats
 from zero.optimizer import ZeroOptimizer
-from zero.state import LOCAL, RESIDUALS
+from zero.state import LOCAL, MASTER, PER_REPLICA, RESIDUALS, SYNC
 
 # Options of parameter groups that are never restored, since they depend on the device.
 DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
@@ -152,7 +151,7 @@ class FoundCheckpoint:
 
 
 def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
-    """Find the newest undamaged checkpoint of a run, or verify one given by its path. Collective.
+    """Return the newest undamaged checkpoint of a run, or verify one given by its path. Collective.
 
     Returns None for a run without checkpoints. Raises AgreedError if all of them are damaged.
     """
@@ -195,33 +194,33 @@ def load(
     AgreedError if the checkpoint is of another model or lacks an object; the model is unchanged
     then.
     """
+    manifest, present = found.manifest, [dict(group) for group in optimizer.param_groups]
     kept_options = (*DEVICE_OPTIONS, *kept_options)
+    own = _has_replicas(manifest, optimizer)
+    weights = manifest.sync_weights if own else []
     with world.agreement():
         states = {
-            name: select(found.manifest.objects, name, world.rank, world.size)
-            for name in objects or {}
+            name: select(manifest.objects, name, world.rank, world.size) for name in objects or {}
         }
         with open_tensors(found.path / MODEL) as file:
             load_model(file, model)
-        present = [dict(group) for group in optimizer.param_groups]
-        own, weights = _has_replicas(found.manifest, optimizer), found.manifest.sync_weights
         with open_tensors(found.path / OPTIMIZER) as file:
             optimizer.load_state_dict(
                 {
-                    "slices": _read_slices(file, found.manifest, optimizer),
-                    "param_groups": list(map(decode_options, found.manifest.param_groups)),
-                    "loss_scale": found.manifest.loss_scale,
-                    "steps": _optimizer_steps(found.manifest),  # the phase of the sync schedule
+                    "slices": _read_slices(file, manifest, optimizer),
+                    "param_groups": list(map(decode_options, manifest.param_groups)),
+                    "loss_scale": manifest.loss_scale,
+                    "steps": manifest.optimizer_steps,  # the phase of the sync schedule
                     "in_sync": not own,
-                    "sync_weights": weights[optimizer.schedule.replica] if own and weights else [],
+                    "sync_weights": weights[optimizer.schedule.replica] if weights else [],
                     "comm_hook": _read_hook_state(found, world),
                 }
             )
         for group, before in zip(optimizer.param_groups, present, strict=True):
             group.update({key: before[key] for key in kept_options if key in before})
-            # JSON turns tuples into lists.
-            group.update({k: tuple(group[k]) for k, v in before.items() if isinstance(v, tuple)})
             for key, value in before.items():
+                if isinstance(value, tuple):  # JSON turns tuples into lists
+                    group[key] = tuple(group[key])
                 if isinstance(value, Tensor) and isinstance(group[key], Tensor):
                     group[key] = group[key].to(value.device)
         for name, state in states.items():
@@ -232,17 +231,14 @@ def load(
 
 def _read_hook_state(found: FoundCheckpoint, world: Ranks) -> dict[str, Any] | None:
     """Return the state of this rank's communication hook, or what stands for one of other ranks."""
-    merged, ranks = found.manifest.hook, found.manifest.world["ranks"]
+    merged, ranks, rank = found.manifest.hook, found.manifest.world["ranks"], world.rank
     if not merged:
         return None
     if ranks != world.size:
         return {"context": f"{ranks} ranks", "state": merged}
     with open_tensors(found.path / RANDOM) as file:
-        return join_state(
-            merged,
-            world.rank,
-            world.size,
-            lambda name: file.get_tensor(tensor_name(world.rank, name)),
+        return decode_hook(
+            merged, rank, ranks, lambda name: file.get_tensor(hook_tensor(rank, name))
         )
 
 
@@ -282,26 +278,26 @@ def load_model(file: safe_open, model: nn.Module) -> None:
         target.copy_(file.get_tensor(name)[tuple(map(slice, target.shape))])
 
 
+def is_shared(key: str) -> bool:
+    """Return whether the optimizer state under a key is the same in all replicas."""
+    return key == MASTER or (key.startswith(SYNC) and key not in PER_REPLICA)
+
+
 def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     """Return whether replicas are to continue with parameters of their own.
 
     The checkpoint has those of as many replicas, and the next step is not averaged over all ranks.
     """
-    if content.world.get(REPLICAS, 1) != optimizer.schedule.replicas:
-        return False
+    same = content.world.get(REPLICAS, 1) == optimizer.schedule.replicas
     has_own = any(LOCAL in state.tensor_keys for state in content.parameter_states.values())
-    return has_own and _trains_alone(content, optimizer)
+    return same and has_own and _trains_alone(content, optimizer)
 
 
 def _trains_alone(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     """Return whether the step after a checkpoint is averaged over a replica, not over several."""
-    schedule = optimizer.schedule
-    return schedule.group(_optimizer_steps(content)).size == schedule.sharding.size
-
-
-def _optimizer_steps(content: Manifest) -> int:
-    steps = content.optimizer_steps
-    return content.step if steps is None else steps
+    schedule, steps = optimizer.schedule, content.optimizer_steps
+    assert steps is not None
+    return schedule.group(steps).size == schedule.sharding.size
 
 
 def _read_slices(
@@ -311,6 +307,7 @@ def _read_slices(
     replicas, states = content.world.get(REPLICAS, 1), content.parameter_states
     # Replicas that take the same steps need the same state.
     replica = optimizer.schedule.replica if _trains_alone(content, optimizer) else 0
+    own = _has_replicas(content, optimizer)
     for piece in optimizer.slices():
         name = replica_name(piece.name, replica % replicas)
         if piece.name not in states or name not in states:
@@ -318,19 +315,18 @@ def _read_slices(
         saved = states[name]
         names = {key: [piece.name] for key in states[piece.name].tensor_keys if is_shared(key)}
         names |= {key: [name] for key in saved.tensor_keys if not is_shared(key)}
-        if not _has_replicas(content, optimizer):
+        if not own:
             names.pop(LOCAL, None)
-        if replicas != optimizer.schedule.replicas:
+        if replicas != optimizer.schedule.replicas:  # each gets the mean of what was not sent
             everyone = [replica_name(piece.name, r) for r in range(replicas)]
             names |= dict.fromkeys(names.keys() & RESIDUALS, everyone)
         low, high = piece.low, piece.high
-        if tuple(saved.order) != piece.order:  # this rank's elements may lie anywhere
+        if saved.order != piece.order:  # this rank's elements may lie anywhere
             low, high = 0, math.prod(piece.shape)
-        tensors = {
-            key: _read_mean(file, [f"{name}/{key}" for name in of], low, high)
-            for key, of in names.items()
-            if tuple(saved.shape) == piece.shape
-        }
+        tensors: dict[str, Tensor] = {}
+        for key, of in names.items() if saved.shape == piece.shape else ():
+            parts = [file.get_tensor(f"{one}/{key}").reshape(-1)[low:high] for one in of]
+            tensors[key] = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
         yield piece._replace(
             shape=saved.shape,
             order=saved.order,
@@ -339,9 +335,3 @@ def _read_slices(
             tensors=tensors,
             others=decode_values(saved.others),
         )._asdict()
-
-
-def _read_mean(file: safe_open, names: Sequence[str], low: int, high: int) -> Tensor:
-    """Return the mean of elements low to high of tensors; those of a single one as they are."""
-    parts: list[Tensor] = [file.get_tensor(name).reshape(-1)[low:high] for name in names]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)

@@ -7,74 +7,118 @@ advance    when every part is on the disk, all ranks exchange the checksums of w
            the master's thread writes the manifest and renames the folder
 advance    all ranks learn that the checkpoint is complete
 
+RUN/checkpoints/.step-00000050.<token>/     while it is written
+RUN/checkpoints/step-00000050/              after every rank's part is on the disk
+
+A rank writes the optimizer state of its own shard, its random generators, the state of its
+communication hook, and an equal part of everything that all ranks hold in full: the model, and at
+stage 0 the optimizer state. Replicas of a sync schedule save states of their own, and replica 0
+what all share.
+
 All messages are sent by the calling thread. The writing thread of a rank only polls for results.
 """
 
+import math
 import os
+import secrets
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from mntrain._version import __version__
-from mntrain.checkpoint import writer
-from mntrain.checkpoint.format import FILES, MODEL, RANDOM, REPLICAS, FileLayout, Manifest
-from mntrain.checkpoint.hook_state import merge_states, split_state
-from mntrain.checkpoint.objects import Stateful, encode_objects, encode_options, merge
-from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints, scores
-from mntrain.checkpoint.shards import (
-    CheckpointShard,
-    ShardOutline,
-    SnapshotBuffer,
-    TensorRange,
-    shapes_of,
+from mntrain.checkpoint.format import (
+    FILE,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    REPLICAS,
+    ChecksummedRange,
+    FileLayout,
+    Manifest,
+    ParameterState,
+    Shapes,
+    encode_values,
+    replica_name,
+    sync_folder,
 )
-from mntrain.checkpoint.writer import Checksums, PendingSave
+from mntrain.checkpoint.objects import (
+    Stateful,
+    encode_hook,
+    encode_objects,
+    encode_options,
+    hook_tensor,
+    merge,
+    merge_hooks,
+)
+from mntrain.checkpoint.reader import best_of, checkpoint_name, is_shared, list_checkpoints, scores
+from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
 from mntrain.comm.pending import Future as CommFuture
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import Ranks
+from zero.layout import split
 from zero.optimizer import ZeroOptimizer
+from zero.state import StateSlice
 
-WriteResult = tuple[str | None, Checksums]  # of one rank; an error if it could not write
+Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
 
 _POLL_S = 0.001
-_unfinished = WeakSet[PendingSave]()  # of this process
+_LOOK_S = 1.0  # between two looks into the folders above, which ask the server
+_VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
 
-@dataclass(frozen=True)
-class RunProgress:
-    """Facts of the run that a checkpoint records besides tensors. Equal on all ranks."""
+class ShardOutline(NamedTuple):
+    """Description of what one rank saves, without the tensors. Exchanged between ranks."""
 
-    step: int
-    config: Mapping[str, Any]
-    samples: int
-    skipped_steps: int
-    eval_loss: float | None
-    data: Mapping[str, Any] = field(default_factory=dict)  # that are compared in a resumed run
-    scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
-    position: tuple[int, int] | None = None  # epoch and offset of the next step's first sample
-    score: float | None = None  # by it, where it is not eval_loss; the lowest is the best
+    token: str  # unique; rank 0's is part of the temporary folder's name
+    replica: int
+    sync_weights: list[float]  # of the replica
+    shapes: dict[str, Shapes]  # of its tensors but for the model's, by file
+    states: dict[str, ParameterState]
+    objects: dict[str, Any]  # encoded states
+    hook: dict[str, Any]  # encoded state of the communication hook, without tensors
+    error: str | None = None  # the reason why it cannot be saved
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A complete checkpoint: its path, its bytes, and the seconds since its snapshot."""
+@dataclass(eq=False)
+class Save:
+    """One checkpoint, while it is written and when it is complete. Futures are of the thread."""
 
     path: Path
-    nbytes: int
-    seconds: float
+    manifest: Manifest  # completed as the save proceeds
+    start: float
+    of_master: bool = False
+    seconds: float = 0.0  # from the snapshot until it was complete
+    folder: Path | None = None  # the temporary one
+    layouts: Mapping[str, FileLayout] = field(default_factory=dict)
+    created: threading.Event = field(default_factory=threading.Event)  # the folder, by the master
+    abandoned: threading.Event = field(default_factory=threading.Event)  # will not be created
+    prepared: Future[None] = field(default_factory=Future)
+    written: Future[Checksums] = field(default_factory=Future)
+    exchanged: CommFuture[Any] | None = None  # by all ranks: outlines, then what was written
+    published: Future[None] | None = None  # on other ranks than the master: all ranks have written
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(layout.nbytes for layout in self.layouts.values())
+
+
+_unfinished = WeakSet[Save]()  # of this process
 
 
 class Saver:
@@ -102,7 +146,7 @@ class Saver:
         on_gpu = world.device.type == "cuda"
         initializer = partial(torch.cuda.set_device, world.device) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=initializer)
-        self._pending: PendingSave | None = None
+        self._pending: Save | None = None
         if on_gpu:  # the optimizer's update waits for the snapshot
             optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
 
@@ -115,8 +159,8 @@ class Saver:
                     "tensors; make it one, or save no checkpoints"
                 )
         encode_objects(self._objects)
-        split_state(self._optimizer.hook_state.state_dict())
-        FileLayout(shapes_of(self._model.state_dict()))
+        encode_hook(self._optimizer.hook_state.state_dict())
+        FileLayout(_shapes_of(self._model.state_dict()))
 
     def best_score(self, last: int, metric: str) -> float | None:
         """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
@@ -130,17 +174,18 @@ class Saver:
         """True while a save is in progress. Equal on all ranks."""
         return self._pending is not None
 
-    def begin(self, progress: RunProgress) -> None:
+    def begin(self, progress: Manifest) -> None:
         """Take a snapshot, and write it in a thread. Collective.
 
-        No other save may be in progress: call `finish` first. Errors are raised by `advance`.
+        `progress` is what is known of the run, equal on all ranks. No other save may be in
+        progress: call `finish` first. Errors are raised by `advance`.
         """
         with self._optimizer.averaged():
             self._begin(progress, in_background=True)
             if self._optimizer.schedule.replicas > 1:  # the end of a block changes the parameters
                 self._buffer.before_changes()
 
-    def save(self, progress: RunProgress) -> SavedCheckpoint:
+    def save(self, progress: Manifest) -> Save:
         """Save synchronously, without a snapshot. Collective. Raises AgreedError as `advance`."""
         with self._optimizer.averaged():
             self._begin(progress, in_background=False)
@@ -164,7 +209,7 @@ class Saver:
             return self._world.size if self._world.master and save.published.done() else 0
         return self._world.size if save.abandoned.is_set() else int(save.written.done())
 
-    def advance(self) -> SavedCheckpoint | None:
+    def advance(self) -> Save | None:
         """Complete the present phase of a save: writing, then publishing. Collective.
 
         Blocks until that is done. Returns None after the first phase. Raises AgreedError, which
@@ -172,102 +217,73 @@ class Saver:
         """
         save = self._pending
         assert save is not None, "no save is in progress"
+        assert save.exchanged is not None
         try:
             if save.published is None:
-                save.published = self._publish(save)
+                save.published = self._publish(save, save.exchanged)
                 return None
             with self._world.agreement():
-                save.wait_for_all()
+                save.exchanged.wait()  # for other ranks, where the watchdog sees it
                 save.published.result()
         except AgreedError as error:
             self._end(save)
             if self._world.master and save.folder is not None:
                 shutil.rmtree(save.folder, ignore_errors=True)
-            raise AgreedError(f"{save.target} was not saved: {error}", self._world.rank) from error
+            raise AgreedError(f"{save.path} was not saved: {error}", self._world.rank) from error
         self._end(save)
-        return SavedCheckpoint(save.target, save.nbytes, time.perf_counter() - save.start)
+        save.seconds = time.perf_counter() - save.start
+        return save
 
-    def finish(self) -> SavedCheckpoint:
+    def finish(self) -> Save:
         """Wait until the save in progress is complete. Collective. Raises as `advance`."""
         while (saved := self.advance()) is None:
             pass
         return saved
 
-    def _ranges(self, shard: CheckpointShard, in_background: bool) -> Iterable[TensorRange]:
-        """Return this rank's ranges; a snapshot if training continues while they are written."""
-        if not in_background:
-            if self._world.device.type == "cuda":  # which may still be computing them
-                torch.cuda.current_stream(self._world.device).synchronize()
-            return shard.ranges()
-        buffers = {name for name, _ in self._model.named_buffers()}
-        return self._buffer.copy(
-            list(shard.ranges()),
-            in_order=lambda item: (
-                item.file == RANDOM or (item.file == MODEL and item.name in buffers)
-            ),
-        )
-
-    def _begin(self, progress: RunProgress, *, in_background: bool) -> None:
+    def _begin(self, progress: Manifest, *, in_background: bool) -> None:
         assert self._pending is None, "a save is in progress: call finish first"
-        start = time.perf_counter()
+        world, start = self._world, time.perf_counter()
         self._optimizer.wait_for_parameters()
-        shard = CheckpointShard(self._world, self._model, self._optimizer, self._objects)
-        outlines = self._world.gather_later(shard.outline())
-        target = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        save = PendingSave(target, self._manifest(progress), start, of_master=self._world.master)
-        save.exchanged = outlines
+        model = self._model.state_dict()
+        outline, ranges = _own_shard(world, model, self._optimizer, self._objects)
+        outlines = world.gather_later(outline)
+        path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
+        save = Save(path, self._describe(progress), start, world.master, exchanged=outlines)
         _unfinished.add(save)
-        try:
-            ranges = self._ranges(shard, in_background)
-        except RuntimeError as error:  # out of memory for the snapshot
-            ranges = _raise_when_read(error)
-        save.prepared = self._thread.submit(self._prepare, save, shard, outlines)
-        headers = self._world.master
-        save.written = self._thread.submit(writer.write, save, ranges, headers=headers)
+        writes: Iterable[TensorRange] = ranges
+        if in_background:  # training continues while they are written
+            buffers = {name for name, _ in self._model.named_buffers()}
+            try:
+                writes = self._buffer.copy(
+                    ranges,
+                    in_order=lambda item: (
+                        item.file == RANDOM or (item.file == MODEL and item.name in buffers)
+                    ),
+                )
+            except RuntimeError as error:  # out of memory for the snapshot
+                writes = _raise_when_read(error)
+        elif world.device.type == "cuda":  # which may still be computing them
+            torch.cuda.current_stream(world.device).synchronize()
+        save.prepared = self._thread.submit(_prepare, save, _shapes_of(model), outlines)
+        save.written = self._thread.submit(_write, save, writes)
         self._pending = save
 
-    def _end(self, save: PendingSave) -> None:
+    def _end(self, save: Save) -> None:
         self._pending = None
         _unfinished.discard(save)
 
-    def _prepare(
-        self, save: PendingSave, shard: CheckpointShard, gathered: CommFuture[list[ShardOutline]]
-    ) -> None:
-        """Lay out the files, and create them on the master. In the writing thread."""
-        try:
-            outlines = _poll(gathered, save.abandoned)
-            _raise_any([outline.error for outline in outlines], ValueError)
-            save.layouts, states = shard.layouts(outlines)
-            objects = merge([outline.objects for outline in outlines])
-            hook = merge_states([outline.hook for outline in outlines])
-            of_replicas = {outline.replica: outline.sync_weights for outline in outlines}
-            save.manifest = replace(
-                save.manifest,
-                parameter_states=states,
-                objects=objects,
-                hook=hook,
-                sync_weights=[of_replicas[replica] for replica in sorted(of_replicas)],
-            )
-            save.folder = save.target.with_name(f".{save.target.name}.{outlines[0].token}")
-            if self._world.master:
-                writer.make_folder(save, save.folder)
-        except BaseException:
-            save.abandoned.set()
-            raise
-
-    def _publish(self, save: PendingSave) -> Future[None]:
+    def _publish(self, save: Save, outlines: CommFuture[Any]) -> Future[None]:
         """Exchange what all ranks have written; the master's thread then publishes it."""
         try:
             with self._world.agreement():
-                save.wait_for_all()
+                outlines.wait()
                 save.prepared.result()
         except AgreedError:
             save.abandoned.set()
             wait([save.written])
             raise
         save.created.set()
-        wait([save.written])
-        result: WriteResult
+        result: tuple[str | None, Checksums]  # an error, and checksums
         try:
             result = None, save.written.result()
         except (OSError, ValueError, RuntimeError) as error:
@@ -275,42 +291,241 @@ class Saver:
         save.exchanged = self._world.gather_later(result)
         return self._thread.submit(self._complete, save, save.exchanged)
 
-    def _complete(self, save: PendingSave, gathered: CommFuture[list[WriteResult]]) -> None:
+    def _complete(self, save: Save, gathered: CommFuture[Any]) -> None:
         """Publish the checkpoint, on the master, if all ranks have written. In the thread."""
-        results = _poll(gathered, save.abandoned)
+        results: list[tuple[str | None, Checksums]] = _poll(gathered, save.abandoned)
         _raise_any([error for error, _ in results], OSError)
-        if not self._world.master:
-            return
-        checksums = {
-            name: sorted((part for _, c in results for part in c[name]), key=lambda p: p.start)
-            for name in FILES
-        }
-        wrote_s = time.perf_counter() - save.start
-        content = replace(save.manifest, wrote_s=wrote_s, checksums=checksums)
-        assert save.folder is not None
-        writer.publish(save.folder, save.target, content)
-        self._thread.submit(writer.remove_old, self._run_dir, self._keep, content.scored_by)
+        if save.of_master:
+            checksums = {
+                name: sorted((part for _, c in results for part in c[name]), key=lambda p: p.start)
+                for name in FILES
+            }
+            wrote_s = time.perf_counter() - save.start
+            _make_valid(save, replace(save.manifest, wrote_s=wrote_s, checksums=checksums))
+            self._thread.submit(remove_old, self._run_dir, self._keep, save.manifest.scored_by)
 
-    def _manifest(self, progress: RunProgress) -> Manifest:
+    def _describe(self, progress: Manifest) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""
-        world, state = self._world, self._optimizer.state_dict()
-        replicas = self._optimizer.schedule.replicas
-        return Manifest(
-            **vars(progress),
+        state, replicas = self._optimizer.state_dict(), self._optimizer.schedule.replicas
+        world = {"ranks": self._world.size, "nodes": len(self._world.topology.nodes)}
+        return replace(
+            progress,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"mntrain": __version__, "torch": torch.__version__},
-            world={
-                "ranks": world.size,
-                "nodes": len(world.topology.nodes),
-                **({REPLICAS: replicas} if replicas > 1 else {}),
-            },
-            wrote_s=0.0,
+            world=world | ({REPLICAS: replicas} if replicas > 1 else {}),
             param_groups=list(map(encode_options, state["param_groups"])),
             loss_scale=state["loss_scale"],
-            parameter_states={},
-            checksums={},
             optimizer_steps=state["steps"],
         )
+
+
+def _own_shard(
+    world: Ranks,
+    model: Mapping[str, Tensor],
+    optimizer: ZeroOptimizer,
+    objects: Mapping[str, Stateful],
+) -> tuple[ShardOutline, list[TensorRange]]:
+    """Return what this rank saves: a description, with copies of all that is not a tensor.
+
+    Ranges are views, except for parameters that are not contiguous.
+    """
+    replica, weights = optimizer.schedule.replica, optimizer.schedule.weights()
+    shapes: dict[str, Shapes] = {OPTIMIZER: {}, RANDOM: {}}
+    outline = ShardOutline(secrets.token_hex(4), replica, weights, shapes, {}, {}, {})
+    ranges: list[TensorRange] = []
+    try:
+        for piece in _own_slices(optimizer):
+            others = encode_values(piece.others)
+            state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others)
+            outline.states.setdefault(piece.name, state)
+            # A row-major tensor gets the parameter's shape; in another order it stays flat.
+            row_major = list(piece.order) == sorted(piece.order)
+            shape = piece.shape if row_major else (math.prod(piece.shape),)
+            for key, tensor in piece.tensors.items():
+                name = f"{piece.name}/{key}"
+                shapes[OPTIMIZER][name] = (tensor.dtype, shape)
+                ranges.append(TensorRange(OPTIMIZER, name, tensor, piece.low))
+        hook, tensors = encode_hook(optimizer.hook_state.state_dict())
+        outline = outline._replace(objects=encode_objects(objects), hook=hook)
+    except ValueError as error:
+        return outline._replace(error=str(error)), []
+    flat_model = [(name, tensor.detach()) for name, tensor in model.items()]
+    sizes = [tensor.numel() for _, tensor in flat_model]
+    for index, low, high in _equal_part(sizes, world.rank, world.size):
+        name, tensor = flat_model[index]
+        ranges.append(TensorRange(MODEL, name, tensor.reshape(-1)[low:high], low))
+    own = {f"{world.rank}/{key}": state for key, state in random_states(world.device).items()}
+    own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
+    shapes[RANDOM] = _shapes_of(own)
+    ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
+    return outline, ranges
+
+
+def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
+    """Yield the slices that this rank saves, of its replica, under the names in the file."""
+    schedule, slices = optimizer.schedule, list(optimizer.slices())
+    parts = [(index, piece.low, piece.high) for index, piece in enumerate(slices)]
+    if not optimizer.sharded:
+        group = schedule.sharding
+        parts = list(_equal_part([piece.high for piece in slices], group.rank, group.size))
+    for index, low, high in parts:
+        piece = slices[index]
+        tensors = {
+            key: tensor[low - piece.low : high - piece.low]
+            for key, tensor in piece.tensors.items()
+            if not (schedule.replica and is_shared(key))
+        }
+        name = replica_name(piece.name, schedule.replica)
+        yield piece._replace(name=name, low=low, high=high, tensors=tensors)
+
+
+def _equal_part(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, low, high) of a rank's equal part of items, laid end to end."""
+    first, last = split(sum(lengths), size)[rank : rank + 2]
+    start = 0
+    for index, length in enumerate(lengths):
+        low, high = max(first - start, 0), min(last - start, length)
+        if low < high:
+            yield index, low, high
+        start += length
+
+
+def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+# In the writing thread.
+
+
+def _prepare(save: Save, model: Shapes, gathered: CommFuture[list[ShardOutline]]) -> None:
+    """Lay out the files, and create them on the master."""
+    try:
+        outlines = _poll(gathered, save.abandoned)
+        _raise_any([outline.error for outline in outlines], ValueError)
+        shapes: dict[str, Shapes] = {MODEL: model, OPTIMIZER: {}, RANDOM: {}}
+        states: dict[str, ParameterState] = {}
+        for outline in outlines:
+            for file, own in outline.shapes.items():
+                shapes[file] |= own
+            states |= {k: state for k, state in outline.states.items() if k not in states}
+        save.layouts = {file: FileLayout(of_file) for file, of_file in shapes.items()}
+        weights = {outline.replica: outline.sync_weights for outline in outlines}
+        save.manifest = replace(
+            save.manifest,
+            parameter_states=states,
+            objects=merge([outline.objects for outline in outlines]),
+            hook=merge_hooks([outline.hook for outline in outlines]),
+            sync_weights=[weights[replica] for replica in sorted(weights)],
+        )
+        save.folder = save.path.with_name(f".{save.path.name}.{outlines[0].token}")
+        if save.of_master:
+            _make_folder(save, save.folder)
+    except BaseException:
+        save.abandoned.set()
+        raise
+
+
+def _make_folder(save: Save, folder: Path) -> None:
+    """Create the folder and its files. Raises OSError, also if the disk is full.
+
+    Under a third name, with all files at full length: a rank that sees the folder can write at
+    once.
+    """
+    hidden = folder.with_name(f"{folder.name}.new")
+    try:
+        hidden.mkdir(parents=True)
+        for name, layout in save.layouts.items():
+            with (hidden / name).open("xb") as file:
+                if hasattr(os, "posix_fallocate"):  # reserves the space
+                    os.posix_fallocate(file.fileno(), 0, layout.nbytes)
+                else:
+                    file.truncate(layout.nbytes)
+        hidden.rename(folder)
+    except OSError as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise OSError(
+            f"{error.strerror}: it needs {save.nbytes / 1e6:.1f} MB in {folder.parent}"
+        ) from error
+
+
+def _write(save: Save, ranges: Iterable[TensorRange]) -> Checksums:
+    """Write ranges, on the master also the files' headers, once the folder exists.
+
+    Returns the written ranges by file, after they are on the disk. Raises OSError.
+    """
+    folder = _wait_for_folder(save)
+    files: dict[str, int] = {}
+    written: Checksums = {name: [] for name in save.layouts}
+    with ExitStack() as stack:
+        for name, layout in save.layouts.items():
+            file = stack.enter_context((folder / name).open("r+b", buffering=0))
+            files[name] = file.fileno()
+            if save.of_master:
+                written[name] += layout.write_header(files[name])
+        for name, tensor, flat, low in ranges:
+            written[name] += save.layouts[name].write(files[name], tensor, flat.cpu(), low)
+        for number in files.values():
+            os.fsync(number)
+    return written
+
+
+def _wait_for_folder(save: Save) -> Path:
+    """Wait until the folder is visible. Raises FileNotFoundError if only the master sees it."""
+    deadline, looked_at = math.inf, -math.inf
+    while not save.abandoned.is_set():
+        now = time.monotonic()
+        if (folder := save.folder) is not None:
+            if now > looked_at + _LOOK_S:
+                looked_at = now
+                for above in (folder.parent.parent, folder.parent):
+                    with suppress(OSError):
+                        os.listdir(above)  # else NFS says for 30 s that there is no such folder
+            if folder.is_dir():
+                return folder
+        if save.created.is_set():
+            deadline = min(deadline, now + _VISIBLE_WITHIN_S)
+        if now > deadline:
+            raise FileNotFoundError(
+                f"{save.path.parent} is not what rank 0 sees: is it on a file system that all "
+                "nodes share?"
+            )
+        save.abandoned.wait(10 * _POLL_S)
+    raise FileNotFoundError("the save was abandoned")
+
+
+def _make_valid(save: Save, content: Manifest) -> None:
+    """Write the manifest, then rename the folder, which makes it a checkpoint.
+
+    All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
+    """
+    assert save.folder is not None
+    with (save.folder / FILE).open("w", encoding="utf-8") as text:
+        text.write(content.to_json())
+        text.flush()
+        os.fsync(text.fileno())
+    sync_folder(save.folder)
+    if save.path.exists():  # damaged, or the job would have resumed from it
+        save.path.rename(save.path.with_name(f".{save.path.name}.old"))
+    save.folder.rename(save.path)
+    sync_folder(save.path.parent)
+
+
+def remove_old(run_dir: Path, keep: int, metric: str) -> None:
+    """Remove all but the newest `keep` checkpoints and the first with the lowest score by a metric.
+
+    A folder that cannot be removed is left to the next call. Files of others stay.
+    """
+    for leftover in (run_dir / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    paths = list_checkpoints(run_dir)
+    best = best_of(scores(paths, metric))
+    for path in paths[keep:]:
+        if path != best:
+            # Renamed first: a half-removed folder must not look like a checkpoint.
+            removed = path.with_name(f".{path.name}.old")
+            with suppress(OSError):
+                path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _poll(future: CommFuture[T], abandoned: threading.Event) -> T:
@@ -340,7 +555,7 @@ def _give_up_at_exit() -> None:
             save.abandoned.set()
             if save.of_master:
                 print(
-                    f"mntrain: warning: {save.target} was not saved, since the script has ended "
+                    f"mntrain: warning: {save.path} was not saved, since the script has ended "
                     "before it was complete: close the world at the end, as `with mntrain.init() "
                     "as world:` does, or save the last step with now=True",
                     file=sys.stderr,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mntrain.checkpoint import FoundCheckpoint, RunProgress, SavedCheckpoint, Saver
+from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
 from mntrain.checkpoint.reader import checkpoint_name
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
@@ -122,7 +122,7 @@ class Checkpointing:
         due = bool(summed_flags["save_due"]) or self._interval.due_after(step)
         return advances or due
 
-    def after_step(self, progress: RunProgress, summed_flags: Mapping[str, float]) -> None:
+    def after_step(self, progress: Manifest, summed_flags: Mapping[str, float]) -> None:
         """Begin a save if one is due, and advance the one that is being written. Collective."""
         if self._saver.saving and summed_flags["save_ready"] >= self._world.size:
             self.progress += 1
@@ -133,7 +133,7 @@ class Checkpointing:
         if self._due(progress, bool(summed_flags["save_due"])):
             self._begin(progress)
 
-    def save_now(self, progress: RunProgress) -> None:
+    def save_now(self, progress: Manifest) -> None:
         """Save and wait until that is complete. Collective. Raises AgreedError on failure."""
         self.wait(progress.step)
         self._improves(progress)
@@ -168,13 +168,13 @@ class Checkpointing:
             },
         }
 
-    def _due(self, progress: RunProgress, by_clock: bool) -> bool:
+    def _due(self, progress: Manifest, by_clock: bool) -> bool:
         """Return True if a save is due, as it always is after the best evaluation."""
         improved = self._improves(progress)
         due = by_clock or self._interval.due_after(progress.step)
         return due or (improved and self._interval.wanted)
 
-    def _improves(self, progress: RunProgress) -> bool:
+    def _improves(self, progress: Manifest) -> bool:
         """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
         lowest = self._best_score
         score = progress.eval_loss if self._scored_by == "eval_loss" else progress.score
@@ -182,7 +182,7 @@ class Checkpointing:
             self._best_score = min(score, lowest)
         return self._best_score < lowest
 
-    def _begin(self, progress: RunProgress) -> None:
+    def _begin(self, progress: Manifest) -> None:
         start = time.perf_counter()
         self.wait(progress.step)
         copy_start = time.perf_counter()
@@ -199,7 +199,7 @@ class Checkpointing:
         self._interval.saved(end - copy_start)
         self._waited_s += end - start
 
-    def _report(self, saved: SavedCheckpoint | None, step: int) -> None:
+    def _report(self, saved: Save | None, step: int) -> None:
         if saved is None:
             return
         self._last = saved.path

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from mntrain import checkpoint
-from mntrain.checkpoint import FoundCheckpoint, RunProgress, Saver
+from mntrain.checkpoint import FoundCheckpoint, Manifest, Saver
 from mntrain.checkpoint.objects import Stateful
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, raised_by_all
@@ -99,7 +99,7 @@ class Checkpoints:
         if eval_loss is not None:
             expect_same(self._world.gather({"eval_loss": repr(eval_loss)}), self._world.rank)
             eval_loss = eval_loss if math.isfinite(eval_loss) else None
-        progress = RunProgress(step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss)
+        progress = Manifest(step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss)
         if now:
             self._save_now(progress)
         elif not again:
@@ -156,7 +156,7 @@ class Checkpoints:
         if problem:
             raise AgreedError(f"checkpoints.save({step}): {problem}", self._world.rank)
 
-    def _save_if_due(self, progress: RunProgress) -> None:
+    def _save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one in progress, by the last call's flags."""
         due, ready = self._flags.take() or (0.0, 0.0)
         if due or self._interval.due_after(progress.step) or progress.eval_loss is not None:
@@ -166,7 +166,7 @@ class Checkpoints:
             flags = self._checkpointing.local_flags()
             self._flags.start([flags["save_due"], flags["save_ready"]])
 
-    def _save_now(self, progress: RunProgress) -> None:
+    def _save_now(self, progress: Manifest) -> None:
         """Save, unless the checkpoint of this step is complete or being written."""
         self.settle()
         if not self._checkpointing.has(progress.step):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from mntrain.checkpoint import RunProgress
+from mntrain.checkpoint import Manifest
 from mntrain.config import Config
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.registry import StepRecord
@@ -54,9 +54,9 @@ class RunSaving:
         except AgreedError as error:
             self._job.reporter.warn(str(error))
 
-    def _progress(self, record: StepRecord) -> RunProgress:
+    def _progress(self, record: StepRecord) -> Manifest:
         job = self._job
-        return RunProgress(
+        return Manifest(
             step=record.step,
             config=self._config,
             samples=job.data.samples,

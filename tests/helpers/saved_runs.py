@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mntrain
-from mntrain.checkpoint import RunProgress, Saver
+from mntrain.checkpoint import Manifest, Saver
 
 
 class Model(nn.Module):
@@ -78,7 +78,7 @@ def train(model, optimizer):
 
 
 def save(world, model, optimizer, folder, step):
-    progress = RunProgress(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+    progress = Manifest(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
     Saver(world, model, optimizer, folder, keep=3).save(progress)
 
 

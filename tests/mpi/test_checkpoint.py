@@ -32,7 +32,7 @@ from worlds import RANKS
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import RunProgress, Saver
+from mntrain.checkpoint import Manifest, Saver
 from mntrain.checkpoint.format import FILE, FILES, MODEL, OPTIMIZER
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 
@@ -59,7 +59,7 @@ def folder():
 
 
 def progress(step):
-    return RunProgress(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+    return Manifest(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
 
 
 def save(world, model, optimizer, folder, *, step=2, keep=3):
@@ -394,12 +394,12 @@ def test_advance_does_not_wait_when_all_ranks_are_ready(worlds, folder):
 
 # Calls that fail, and the rank on which they do.
 FAILURES = {
-    "mntrain.checkpoint.format.os.pwrite": RANKS - 1,
+    "mntrain.checkpoint.saver.os.pwrite": RANKS - 1,
     "mntrain.checkpoint.format.os.fsync": RANKS // 2,
     "mntrain.checkpoint.format.os.posix_fallocate": 0,
-    "mntrain.checkpoint.writer.Path.mkdir": 0,
-    "mntrain.checkpoint.writer.os.fsync": 0,
-    "mntrain.checkpoint.writer.Path.rename": 0,
+    "mntrain.checkpoint.saver.Path.mkdir": 0,
+    "mntrain.checkpoint.saver.os.fsync": 0,
+    "mntrain.checkpoint.saver.Path.rename": 0,
 }
 
 
@@ -446,7 +446,7 @@ def test_a_folder_that_only_the_master_sees_is_named(worlds, folder, monkeypatch
     if RANKS == 1:
         save(world, model, optimizer, own)
     else:
-        monkeypatch.setattr("mntrain.checkpoint.writer._VISIBLE_WITHIN_S", 0.2)
+        monkeypatch.setattr("mntrain.checkpoint.saver._VISIBLE_WITHIN_S", 0.2)
         with pytest.raises(
             mntrain.AgreedError, match="is it on a file system that all nodes share"
         ):

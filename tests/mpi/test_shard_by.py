@@ -36,7 +36,7 @@ from torch import nn
 from worlds import DEALT, RANKS, refusal
 
 from mntrain import checkpoint
-from mntrain.checkpoint import RunProgress, Saver
+from mntrain.checkpoint import Manifest, Saver
 from mntrain.run import shard_sizes
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
 from mntrain.train.consensus import model_digest
@@ -300,7 +300,7 @@ def test_a_checkpoint_of_one_division_is_read_by_others_at_any_size(sub_worlds, 
         optimizer = optimizer_of(world, model, written, 1 + turn % 2)
         train_only(world, model, optimizer, range(2))
         Saver(world, model, optimizer, place, 3).save(
-            RunProgress(2, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+            Manifest(2, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
         )
         pieces, weights = saved(optimizer, model)
         optimizer.close()

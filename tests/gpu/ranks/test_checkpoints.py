@@ -20,7 +20,7 @@ import mntrain
 from gpu.place import CUDA, ON, gpu, synchronize
 from gpu.ranks.transports import make_world
 from mntrain import checkpoint
-from mntrain.checkpoint import RunProgress, Saver
+from mntrain.checkpoint import Manifest, Saver
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
@@ -76,7 +76,7 @@ def test_training_goes_on_on_the_other_device(folder, stage, first, then):
         optimizer = world.optimizer(model, ADAMW, stage=stage, max_grad_norm=MAX_NORM)
         losses = train(world, model, optimizer, range(SAVED))
         Saver(world, model, optimizer, folder, 3).save(
-            RunProgress(SAVED, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+            Manifest(SAVED, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
         )
     with closing(world_on(then)) as world:
         model = net().to(world.device)
@@ -98,9 +98,7 @@ def test_what_is_saved_while_training_goes_on_is_of_its_step(folder):
         saver = Saver(world, model, optimizer, folder, 3)
         train(world, model, optimizer, range(SAVED))
         expected = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
-        saver.begin(
-            RunProgress(SAVED, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
-        )
+        saver.begin(Manifest(SAVED, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None))
         train(world, model, optimizer, range(SAVED, STEPS))
         saver.finish()
         synchronize()

@@ -18,7 +18,7 @@ from manifests import manifest
 from safetensors.torch import load_file, save_file
 from saved_runs import Model
 
-from mntrain.checkpoint import commands, reader
+from mntrain.checkpoint import commands, exports, reader
 from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
 
 ENDINGS = ["safetensors", "pt", "pth"]
@@ -260,7 +260,7 @@ def test_an_error_of_the_file_is_raised_as_itself_not_as_torchs(saved, tmp_path,
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            commands._write_model(newest(saved / "Many") / MODEL, tmp_path / "model.pt")
+            exports.export_file(newest(saved / "Many") / MODEL, tmp_path / "model.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not os.listdir(tmp_path)

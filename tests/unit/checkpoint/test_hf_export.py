@@ -6,7 +6,7 @@ from manifests import manifest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from mntrain.checkpoint.hf_export import export_folder
+from mntrain.checkpoint.exports import export_folder
 
 HF = manifest(task="hf")
 

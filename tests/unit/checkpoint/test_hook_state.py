@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from mntrain.checkpoint.hook_state import join_state, merge_states, split_state
+from mntrain.checkpoint.objects import decode_hook, encode_hook, merge_hooks
 
 
 def state_of(rank):
@@ -19,20 +19,20 @@ def state_of(rank):
 def test_each_rank_gets_its_state_back():
     nothing = {"context": ["Hook", 1, []], "state": {}, "used": []}
     several = [state_of(0), nothing, state_of(2)]
-    split = [split_state(state) for state in several]
-    merged = json.loads(json.dumps(merge_states([values for values, _ in split])))
+    split = [encode_hook(state) for state in several]
+    merged = json.loads(json.dumps(merge_hooks([values for values, _ in split])))
     for rank in (0, 2):
-        joined = join_state(merged, rank, 3, split[rank][1].__getitem__)
+        joined = decode_hook(merged, rank, 3, split[rank][1].__getitem__)
         assert repr(joined) == repr(several[rank])
-    assert not join_state(merged, 1, 3, {}.__getitem__)["state"]
+    assert not decode_hook(merged, 1, 3, {}.__getitem__)["state"]
 
 
 def test_hooks_without_state_leave_nothing():
-    values, tensors = split_state({"context": ["Hook", 0], "state": {}, "used": []})
+    values, tensors = encode_hook({"context": ["Hook", 0], "state": {}, "used": []})
     assert tensors == {}
-    assert merge_states([values, values]) == {}
+    assert merge_hooks([values, values]) == {}
 
 
 def test_what_json_cannot_hold_is_refused():
     with pytest.raises(ValueError, match=r"comm_hook\.state\.odd, a object"):
-        split_state({"context": [], "state": {"odd": object()}, "used": []})
+        encode_hook({"context": [], "state": {"odd": object()}, "used": []})

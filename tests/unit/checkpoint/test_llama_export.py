@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from mntrain.checkpoint.hf_export import export_folder, missing_tokenizer
+from mntrain.checkpoint.exports import export_folder, missing_tokenizer
 from mntrain.config import Config, ModelConfig
 from mntrain.config_types import as_mapping
 from mntrain.corpus.tokenizer import FileTokenizer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mntrain.checkpoint.shards import SnapshotBuffer, TensorRange
+from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange
 
 
 def ranges(device="cpu"):

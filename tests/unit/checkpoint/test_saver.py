@@ -3,9 +3,9 @@
 import os
 from types import SimpleNamespace
 
-from mntrain.checkpoint import writer
+from mntrain.checkpoint import saver
 from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints
-from mntrain.checkpoint.writer import PendingSave, remove_old
+from mntrain.checkpoint.saver import Save, remove_old
 
 
 def make(run_dir, *names):
@@ -69,9 +69,9 @@ def test_a_new_folder_is_seen_where_the_file_system_remembers_what_was_missing(
 
     folder.mkdir(parents=True)
     monkeypatch.setattr(type(folder), "is_dir", seen)
-    monkeypatch.setattr(writer.os, "listdir", opened)
-    monkeypatch.setattr(writer, "_VISIBLE_WITHIN_S", 1.0)
-    save = PendingSave(tmp_path / "checkpoints" / checkpoint_name(1), SimpleNamespace(), 0.0)
+    monkeypatch.setattr(saver.os, "listdir", opened)
+    monkeypatch.setattr(saver, "_VISIBLE_WITHIN_S", 1.0)
+    save = Save(tmp_path / "checkpoints" / checkpoint_name(1), SimpleNamespace(), 0.0)
     save.folder = folder
     save.created.set()
-    assert writer._wait_for_folder(save) == folder
+    assert saver._wait_for_folder(save) == folder
