@@ -17,9 +17,8 @@ __all__ = ["AgreedError", "Loss", "RemoteRankError", "Task", "World", "__version
 if TYPE_CHECKING:
     from mntrain import sync
     from mntrain.errors import AgreedError, RemoteRankError
-    from mntrain.start import init
     from mntrain.tasks import Loss, Task
-    from mntrain.world import World
+    from mntrain.world import World, init
 else:  # hidden from type checkers, for which any name would exist
     _MODULES = {
         "AgreedError": "mntrain.errors",
@@ -27,7 +26,7 @@ else:  # hidden from type checkers, for which any name would exist
         "RemoteRankError": "mntrain.errors",
         "Task": "mntrain.tasks",
         "World": "mntrain.world",
-        "init": "mntrain.start",
+        "init": "mntrain.world",
     }
 
     def __getattr__(name: str) -> object:

@@ -16,11 +16,10 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import tomli_w
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from mntrain.config import Config, flag_of
-from mntrain.config_types import as_mapping, option_name, words_of
+from mntrain.config_types import as_mapping, construct, option_name, words_of
 
 T = TypeVar("T")
 
@@ -321,39 +320,6 @@ def _read_file(path: str, options: Mapping[str, FieldInfo], prog: str) -> dict[s
         problems = [_unknown(first[name], names, prog) for name in given if name in wrong]
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return given
-
-
-def construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str]) -> Any:
-    """Return `model` with the given values. Raises ValueError with one line per problem.
-
-    `sources` has the place of each value in the user's words, such as --train.steps.
-    """
-    problems: list[str] = []
-
-    def make(kind: Any, prefix: str) -> Any:
-        fields = kind.__pydantic_fields__
-        sections = {
-            name: make(info.annotation, f"{name}.")
-            for name, info in fields.items()
-            if is_dataclass(info.annotation)
-        }
-        named = {name: prefix + option_name(name) for name in fields}
-        given = {name: values[option] for name, option in named.items() if option in values}
-        try:
-            return kind(**given, **sections)
-        except ValidationError as error:
-            for details in error.errors():
-                message = details["msg"].removeprefix("Value error, ")
-                if details["loc"]:  # else it concerns several options, which it names
-                    name = named[str(details["loc"][0])]
-                    message = f"{sources[name]}: {message}, not {details['input']!r}"
-                problems.append(message)
-            return kind()
-
-    made = make(model, "")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return made
 
 
 def _unknown(name: str, allowed: Iterable[str], prog: str) -> str:

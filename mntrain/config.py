@@ -16,7 +16,6 @@ from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, 
 from mntrain.data_config import DataConfig
 from mntrain.huggingface import HuggingFaceConfig
 from mntrain.sync import SyncConfig
-from mntrain.zero_config import ZeroConfig
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.
 MAY_DIFFER = {
@@ -159,7 +158,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CommConfig:
-    """Communication of gradients."""
+    """Communication of gradients: the options of `mntrain.init`, too."""
 
     algorithm: Literal[algorithms.names()] = Field(  # type: ignore[valid-type]
         default="lanes", description="all-reduce algorithm. `bench` compares them."
@@ -205,6 +204,51 @@ class CommConfig:
         "count as lost, which ends the job. For links that fail for longer, give twice the time: "
         "see docs/failures.md.",
     )
+
+    @model_validator(mode="after")
+    def _check_compress(self) -> "CommConfig":
+        if self.compress != "none" and self.wire_dtype not in ("fp32", self.compress):
+            raise ValueError(
+                f"compress {self.compress} and wire_dtype {self.wire_dtype} both say how gradients "
+                "cross nodes: give one of the two"
+            )
+        return self
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a gradient bucket in bytes."""
+        return max(1, int(self.bucket_mb * 2**20))
+
+
+@dataclass(frozen=True, config=STRICT)
+class ZeroConfig:
+    """Sharding over the ranks."""
+
+    stage: int = Field(
+        default=0,
+        ge=0,
+        le=2,
+        description="ZeRO stage. 0: no sharding. 1: the optimizer's state. 2: gradients too.",
+    )
+    partition: Literal["element", "parameter"] = Field(
+        default="element",
+        description="unit of sharding. element: any elements. parameter: whole parameters, which "
+        "some optimizers need.",
+    )
+    shard_by: Literal["equal", "memory"] = Field(
+        default="equal",
+        description="size of shards. equal: the same on all ranks. memory: in proportion to the "
+        "memory that is free at the start on each rank's GPU, or on its host, which ranks share.",
+    )
+
+    @model_validator(mode="after")
+    def _check_shard_by(self) -> "ZeroConfig":
+        if self.shard_by != "equal" and self.stage == 0:
+            raise ValueError(
+                f"--zero.shard-by {self.shard_by}: has no effect at --zero.stage 0; give "
+                "--zero.stage 1 or 2, or leave it out"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)

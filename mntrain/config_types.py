@@ -1,18 +1,20 @@
 """Types of options, and how their values are written on the command line and in a file."""
 
+import inspect
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _parse_none(value: Any) -> Any:
@@ -128,3 +130,58 @@ def words_of(value: Any) -> list[str]:
             return [f"{name}={path}" for name, path in value.items()]
         return [", ".join(f"{n} = {json.dumps(item)}" for n, item in value.items()) or "none"]
     return ["none" if value is None else str(value)]
+
+
+def construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str]) -> Any:
+    """Return `model` with the given values. Raises ValueError with one line per problem.
+
+    `sources` has the place of each value in the user's words, such as --train.steps.
+    """
+    problems: list[str] = []
+
+    def make(kind: Any, prefix: str) -> Any:
+        fields = kind.__pydantic_fields__
+        sections = {
+            name: make(info.annotation, f"{name}.")
+            for name, info in fields.items()
+            if is_dataclass(info.annotation)
+        }
+        named = {name: prefix + option_name(name) for name in fields}
+        given = {name: values[option] for name, option in named.items() if option in values}
+        try:
+            return kind(**given, **sections)
+        except ValidationError as error:
+            for details in error.errors():
+                message = details["msg"].removeprefix("Value error, ")
+                if details["loc"]:  # else it concerns several options, which it names
+                    name = named[str(details["loc"][0])]
+                    message = f"{sources[name]}: {message}, not {details['input']!r}"
+                problems.append(message)
+            return kind()
+
+    made = make(model, "")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return made
+
+
+def takes_options(kind: Any) -> Callable[[F], F]:
+    """Return a decorator: a function's **options are the fields of `kind`, a class of options.
+
+    They stand in the signature and the docstring that `help` shows.
+    """
+
+    def decorate(function: F) -> F:
+        fields = kind.__pydantic_fields__
+        own = inspect.signature(function)
+        named = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+            for name, field in fields.items()
+        ]
+        parameters = [*list(own.parameters.values())[:-1], *named]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        lines = [f"            {name}: {field.description}" for name, field in fields.items()]
+        function.__doc__ = "\n".join([(function.__doc__ or "").rstrip(), *lines])
+        return function
+
+    return decorate

@@ -1,45 +1,453 @@
-"""The ranks of a job as checkpoints and reports see them: a `World` without its training tools."""
+"""The ranks of a job: how they start together, and the values that they exchange.
 
-from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+MPI -> topology -> devices -> checks and threads -> engine -> transport -> collectives -> places
+"""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, fields
+from functools import partial
+from io import BytesIO
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
+from torch import Tensor
 
-from mntrain.comm.collectives import WorldCollectives
-from mntrain.comm.mpi import MpiLibrary
+from mntrain import device as devices
+from mntrain import errors
+from mntrain.checks import all_ranks, launcher
+from mntrain.checks.before_mpi import StartError
+from mntrain.checks.facts import RankFacts, collect
+from mntrain.checks.finding import Finding
+from mntrain.comm import mpi, transport
+from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.collectives import Transport, WorldCollectives
+from mntrain.comm.disagreement import DisagreementWatch
+from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.forked import call_in_child
+from mntrain.comm.links import measure
 from mntrain.comm.pending import Future
+from mntrain.comm.ticket import INTERNAL
 from mntrain.comm.topology import Topology
-from mntrain.rank_info import Place, Usage
-from mntrain.recorder.events import Recorder
+from mntrain.config import CommConfig
+from mntrain.config_types import construct
+from mntrain.equal_values import expect_same
+from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
+from mntrain.kernels import DeviceKernels
+from mntrain.rank_info import Place, Usage, device_memory, find_place, memory_room, peak_memory
+from mntrain.recorder.events import Recorder, pid_namespace
+from mntrain.watchdog.inquiry import Member
+from mntrain.watchdog.monitor import MONITORS
+from mntrain.watchdog.side_channel import SideChannel, address_towards, listen, own_addresses
+from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 from mntrain.watchdog.thread import Watchdog
+from zero.comm_hooks.node_levels import NodeLevels
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 
+TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # None: their own
 
-class Ranks(Protocol):
-    """All ranks of a job. `mntrain.world.World` implements it, and documents its members."""
+REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
+_LINK_ROUNDS = 3  # in each, a node is measured with one other
+_LINKS_S = 0.6
+_LINK_BYTES = 512 << 10  # of the largest messages
 
-    rank: int
-    size: int
-    master: bool
-    device: torch.device
-    topology: Topology
-    collectives: WorldCollectives
-    places: list[Place]
-    library: MpiLibrary
-    algorithm: str
-    transport: str
-    recorder: Recorder
-    watchdog: Watchdog
 
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's object, by rank. Collective."""
+def start_mpi(
+    comm: "MPI.Intracomm | None" = None,
+) -> tuple[mpi.Communicator, mpi.MpiLibrary]:
+    """Start MPI as `mpi.start` does. Raises AgreedError where it raises StartError.
 
-    def gather_later(self, value: T) -> Future[list[T]]:
-        """Start a `gather`, and return the future of its result. Collective."""
+    Ranks that cannot communicate leave the report to rank 0 of the job, or of the host if the
+    reason is there. The others wait, since launchers end all ranks when one exits.
+    """
+    try:
+        return mpi.start(comm)
+    except StartError as error:
+        names = launcher.LOCAL_RANK_VARIABLES if error.on_host else launcher.RANK_VARIABLES
+        rank = launcher.first_number(os.environ, names) or 0
+        ExceptionWatch(rank, 1, socket.gethostname()).install()  # silent if nobody catches it
+        if rank:
+            time.sleep(REPORT_S)
+        where = f"{socket.gethostname()}: " if error.on_host else ""
+        raise AgreedError(f"{where}{error}", rank) from error
 
-    def agreement(self) -> AbstractContextManager[None]:
-        """Return the context of `errors.agreement` over all ranks. Its end is collective."""
+
+class Ranks:
+    """All ranks of a job, as checkpoints and reports see them; `World` adds the tools of training.
+
+    Made on all ranks together. Starts MPI if necessary; `comm` (default: all ranks) is duplicated
+    and stays the caller's. `options` are those of `CommConfig`, equal on all ranks. Raises
+    AgreedError on all ranks for an argument that any of them cannot accept or a check that fails,
+    with everything freed; also if MPI cannot start, or the launcher started more ranks than MPI
+    sees. Any other exception leaves an ExceptionWatch installed, which ends the job if nobody
+    catches the exception. After a world was abandoned, fewer ranks can make another one.
+
+    Attributes, all local facts:
+        rank, size: of this rank, and of the world.
+        master: True on rank 0, which reports for all ranks.
+        local_rank, local_size: within the node group, the ranks that share a node's memory.
+        cross_rank, cross_size: within the cross group, the ranks with this local rank.
+        device: the torch device of this rank.
+        topology: the node of every rank.
+        places: the host, device and threads of every rank, by rank.
+        collectives: a `zero.Collectives` over all ranks.
+        kernels: sums, casts and norms on the device (`zero.kernels.Kernels`).
+        algorithm: name of the algorithm that reduces full buckets.
+        settings: the options of communication (`mntrain.config.CommConfig`).
+        waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
+        recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
+        transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
+        facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
+        library: name, thread level and build of the MPI library.
+        watchdog: the thread that finds hangs and lost ranks (`mntrain.watchdog.thread`).
+    """
+
+    def __init__(
+        self, comm: "MPI.Intracomm | None", device: str, options: Mapping[str, Any]
+    ) -> None:
+        if unknown := options.keys() - {field.name for field in fields(CommConfig)}:
+            raise TypeError(f"mntrain.init() got an unexpected argument {min(unknown)!r}")
+        with ExitStack() as meeting:
+            meeting.enter_context(limited_start(options.get("timeout", TIMEOUT_S)))
+            self._comm, self.library = start_mpi(comm)
+            self.rank, self.size = self._comm.rank, self._comm.size
+            self.master = self.rank == 0
+            self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
+            self._watch.install()
+            self.recorder = Recorder(self.rank, self.size, INTERNAL)
+            call_in_child(self.recorder.leave_to_parent)
+            self._watch.on_error = self.recorder.error_raised
+            self._resources, self._groups = ExitStack(), ExitStack()  # free, collectively
+            for callback in (self.recorder.close, self._watch.uninstall, self._comm.free):
+                self._resources.callback(callback)
+            self._resources.enter_context(self._groups)
+            try:
+                self._find_topology(options)
+                self._assign_device(device)
+                self._check()
+                self._start_engine()
+                meeting.close()  # from here on the watchdog watches
+                self._make_collectives()
+                self._gather_places()
+            except AgreedError:
+                self._resources.close()
+                self._watch.install()  # lets rank 0 alone print the error if nobody catches it
+                raise
+
+    def _find_topology(self, options: Mapping[str, Any]) -> None:
+        """Check the options on all ranks, and group the ranks by node."""
+        comm, rank = self._comm, self.rank
+        before = time.time()
+        self._hosts = comm.node_keys()  # a key of each rank's host, by rank
+        self._met = before, time.time()  # around a collective, by this host's clock
+        mpi.unlink_segments(comm.size)
+        with errors.agreement(comm.gather_objects, rank):
+            self.settings: CommConfig = construct(CommConfig, options, {n: n for n in options})
+            self.topology = Topology.from_hosts(self._hosts, self.settings.ranks_per_node)
+        expect_same(comm.gather_objects(asdict(self.settings)), rank)
+        group, cross = self.topology.node_group(rank), self.topology.cross_group(rank)
+        self.local_rank, self.local_size = self.topology.local_rank(rank), len(group)
+        self.cross_rank, self.cross_size = cross.index(rank), len(cross)
+        self._node = comm.split(self.topology.node(rank), self.local_rank, "node")
+        self._resources.callback(self._node.free)
+        comm.levels = ["node" if other in group else "cross" for other in range(comm.size)]
+
+    def _assign_device(self, wanted: str) -> None:
+        """Distribute the GPUs of every host over its ranks."""
+        gather = self._comm.gather_objects
+        with errors.agreement(gather, self.rank):
+            visible = devices.visible_gpus(wanted)
+        visible_gpus = gather(visible)
+        with errors.agreement(gather, self.rank):
+            indices = devices.assign(self._hosts, visible_gpus)
+        self._gpus = [  # identifier of each rank's GPU, by rank; empty for a CPU
+            "" if index is None else names[index]
+            for index, names in zip(indices, visible_gpus, strict=True)
+        ]
+        index = indices[self.rank]
+        self.device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.kernels = DeviceKernels(self.device)
+
+    def _check(self) -> None:
+        """Gather the facts of all ranks, check them, and set the number of threads.
+
+        Raises AgreedError for what fails.
+        """
+        local = collect(
+            host=self._watch.host,
+            host_key=self._hosts[self.rank],
+            gpu=self._gpus[self.rank],
+            library=self.library.build,
+            size=mpi.job_size(),
+            clock=self._met,
+        )
+        self.facts: list[RankFacts] = self._comm.gather_objects(local)
+        self.findings: dict[str, Finding] = all_ranks.examine(self.facts)
+        if failed := [str(one) for one in self.findings.values() if one.status == "fail"]:
+            raise AgreedError("; ".join(failed), self.rank)
+        if local.cores and not local.threads:
+            torch.set_num_threads(all_ranks.fair_threads(self.facts, self.rank))
+
+    def _start_engine(self) -> None:
+        """Start the communication thread, which makes all MPI calls from here on."""
+        rank, comm = self.rank, self._comm
+        member = Member(self._watch.host, self._hosts[rank], os.getpid(), pid_namespace())
+        own = member, own_addresses(), secrets.token_bytes(32)
+        members, interfaces, keys = zip(*comm.gather_objects(own), strict=True)
+        listener, address = None, None
+        if rank in MONITORS and rank < comm.size - 1:
+            others = {
+                host: found
+                for host, found in zip(self._hosts, interfaces, strict=True)
+                if host != member.host_key
+            }
+            listener, address = listen(address_towards(others.values()))
+        monitors = {r: a for r, a in enumerate(comm.gather_objects(address)) if a is not None}
+        engine = self._engine = ProgressEngine()
+        engine.main.observer = self.recorder
+        self.watchdog = self._watch.others = Watchdog(
+            rank,
+            members,
+            engine,
+            timeout=self.settings.timeout,
+            warn_after=self.settings.warn_after,
+            channel=SideChannel(rank, keys[0], listener, lost_after=self.settings.lost_after),
+            monitors=monitors,
+            fail=lambda report: engine.stop(RemoteRankError(**report)),
+            note_end=self.recorder.peer_ended,
+        )
+        self._resources.callback(self.watchdog.leave_world)
+        engine.watch = DisagreementWatch(comm, engine.streams, partial(AgreedError, rank=rank))
+        self._resources.callback(engine.close)
+        self.waits = engine.waits
+
+    def _make_collectives(self) -> None:
+        """Choose how tensors on GPUs travel, and make the collectives over all ranks."""
+        comm, node, engine = self._comm, self._node, self._engine
+        self._devices = transport.make_devices(self.device, self.kernels, engine)
+        self.waits.copier = self._devices.copier if self._devices else None
+        context = transport.TransportContext(
+            comm, node, self.topology, engine, self._devices, self._gpus
+        )
+        try:
+            selected = transport.select_transport(self.settings.transport, context)
+        except transport.TransportError as error:
+            raise AgreedError(str(error), self.rank) from None
+        self._resources.callback(selected.close)
+        warning = self._devices.copier.warning if self._devices else ""
+        self.transport: str = selected.name
+        self.transport_line = "; ".join(filter(None, [selected.line, warning]))
+        self.algorithm = self.settings.algorithm
+
+        def make() -> WorldCollectives:
+            return WorldCollectives(
+                comm,
+                node,
+                self.topology,
+                engine,
+                self._devices,
+                choice=AlgorithmChoice(self.algorithm),
+                transport=selected.name or "host",
+                node_first=selected.node_first,
+            )
+
+        self.collectives = engine.call(make).wait()
+
+    def _gather_places(self) -> None:
+        """Gather the place of every rank on all ranks."""
+        place = find_place(
+            rank=self.rank,
+            host=self._watch.host,
+            node=self.topology.node(self.rank),
+            local_rank=self.local_rank,
+            device=self.device,
+            gpu=self._gpus[self.rank],
+        )
+        gathered = self._engine.call(lambda: self._comm.gather_objects(place))
+        self.places: list[Place] = gathered.wait()
+
+    def group_collectives(
+        self, level: Literal["node", "cross"], user: str = ""
+    ) -> WorldCollectives:
+        """Make collectives over this rank's node or cross group. Collective over the world.
+
+        All messages count for `level`. Tensors on GPUs are staged in host memory where the world's
+        go through NCCL. The node group has the world's shared memory. `user` names what the
+        collectives are for, the same on all ranks, if they are not the world's own.
+        """
+        rank, topology, world = self.rank, self.topology, self.collectives
+        group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
+        ranks = tuple(range(len(group)))
+        own = Topology((ranks,) if level == "node" else tuple((r,) for r in ranks))
+        staged: Transport = "host" if world.transport == "nccl" else world.transport
+
+        def split(color: int, name: str) -> mpi.Communicator:
+            comm = self._comm.split(color, group.index(rank), name)
+            self._groups.callback(comm.free)
+            return comm
+
+        def make() -> WorldCollectives:
+            node = self._node if level == "node" else split(rank, "self")
+            comm = split(group[0], f"{level} group")
+            comm.traffic, comm.levels = self._comm.traffic, [level] * comm.size
+            name = f"the {level} group of rank {group[0]}{user and f' of {user}'}"
+            return WorldCollectives(
+                comm,
+                node,
+                own,
+                self._engine,
+                self._devices,
+                stream=self._engine.add_stream(name, group),
+                choice=world.choice,
+                transport=staged,
+                shares=world if level == "node" else None,
+            )
+
+        return world.call_together(make, f"world.{level}_collectives").wait()
+
+    def node_levels(self, user: str) -> NodeLevels:
+        """Make the groups of a communication hook. Collective. `user` names the optimizer."""
+        node = self.group_collectives("node", user)
+        cross = self.group_collectives("cross", user)
+        choice = cross.choice.among_others()
+        return NodeLevels(
+            node.replace(choice=choice),
+            cross.replace(choice=choice),
+            self.topology.nodes,
+            self.topology.lane_slots,
+            self.topology.node_slots(self.rank),
+        )
+
+    def node_links(self) -> list[float]:
+        """Return the bytes/s of each node's link, measured now; [] on one node. Collective.
+
+        Leaders send each other messages, one at a time; a node's link counts as fast as with the
+        best of up to three partners. Takes at most about 0.6 s, longer on slow links. The same on
+        all ranks.
+        """
+        leaders = [node[0] for node in self.topology.nodes]
+        if len(leaders) == 1:
+            return []
+
+        def run() -> list[float]:
+            comm = self._comm.split(0, self.rank, "links")
+            found = measure(
+                comm, [leaders], _LINKS_S, most_rounds=_LINK_ROUNDS, most_bytes=_LINK_BYTES
+            )
+            comm.free()
+            return [
+                1e6 * max(link.mb_per_s for link in found if leader in (link.one, link.other))
+                for leader in leaders
+            ]
+
+        name = "measurement of the links between nodes"
+        return self.collectives.call_together(run, name).wait()
+
+    def memory_room(self) -> float:
+        """Return by what factor the peak of this rank's GPU memory may grow; inf on a CPU. Local.
+
+        Ranks of one GPU share what is free on it.
+        """
+        own = self.places[self.rank]
+        mates = [place for place in self.places if (place.host, place.gpu) == (own.host, own.gpu)]
+        return memory_room(self.device, len(mates))
 
     def usage(self) -> list[Usage]:
         """Return the resources that each rank has used so far, by rank. Collective."""
+        traffic, busy_s = self._comm.traffic, self.collectives.busy_s
+        own = Usage(
+            peak_memory=peak_memory(),
+            node_messages=traffic.messages["node"],
+            node_bytes=traffic.bytes["node"],
+            cross_messages=traffic.messages["cross"],
+            cross_bytes=traffic.bytes["cross"],
+            communication_s=busy_s,
+            exposed_s=min(self.collectives.waited_s, busy_s),
+            pinned_memory=self.collectives.pinned_bytes,
+            **device_memory(self.device),
+        )
+        return self.gather(own)
+
+    def agreement(self) -> AbstractContextManager[None]:
+        """Return the context of `errors.agreement` over all ranks. Its end is collective."""
+        self._engine.check_open()
+        return errors.agreement(self.gather, self.rank)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here. Collective."""
+        self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's object, by rank. Collective; for small picklable objects.
+
+        Tensors among them arrive as new ones, on a device of the name that they had.
+        """
+        gathered = self.gather_later(value)
+        with self.waits.waiting(gather=True):
+            return gathered.wait()
+
+    def gather_later(self, value: T) -> Future[list[T]]:
+        """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
+        return self.collectives.gather_objects(value, "world.gather")
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's picklable object, or tensor, on every rank. Collective.
+
+        Rank 0 gets its own back, and others a copy, whose tensors are on their own `device` if
+        rank 0's are on a GPU. What other ranks give is not used.
+        """
+        packed: bytes | None = None
+        if self.master:
+            stream = BytesIO()
+            torch.save(value, stream)
+            packed = stream.getvalue()
+        received = self.gather(packed)[0]
+        if self.master:
+            return value
+        assert received is not None
+
+        def place(storage: Any, location: str) -> Any:
+            return storage if location == "cpu" else storage.to(device=self.device)
+
+        loaded: T = torch.load(BytesIO(received), map_location=place, weights_only=False)
+        return loaded
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0, as `print` does, and flush. Local; nothing on other ranks."""
+        if self.master:
+            print(*values, **{"flush": True, **options})
+
+    @overload
+    def sum(self, values: float) -> float: ...
+
+    @overload
+    def sum(self, values: Tensor) -> Tensor: ...
+
+    @overload
+    def sum(self, values: Sequence[float]) -> list[float]: ...
+
+    def sum(self, values: float | Tensor | Sequence[float]) -> float | Tensor | list[float]:
+        """Return the sum over all ranks, in fp64. Collective.
+
+        Of a number a float; of a list, of the same length on all ranks, a list, elementwise; of a
+        tensor, of the same shape on all ranks, a new one, elementwise.
+        """
+        if isinstance(values, Tensor):
+            totals = values.detach().to(torch.float64, copy=True).contiguous()
+        else:
+            totals = torch.tensor(values, dtype=torch.float64)
+        self.collectives.named("world.sum").all_reduce(totals.view(-1)).wait()
+        if isinstance(values, Tensor):
+            return totals
+        return float(totals) if isinstance(values, Real) else totals.tolist()

@@ -1,32 +1,34 @@
-"""The public facade of a job: its ranks, their devices, and their collective operations."""
+"""The public interface of a job: `init`, and the `World` that it makes."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from weakref import proxy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mntrain import errors
-from mntrain.bootstrap import WorldSettings, bootstrap
 from mntrain.checkpoint.objects import Stateful
+from mntrain.checks.finding import print_warnings
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
+from mntrain.config import CommConfig
+from mntrain.config_types import takes_options
 from mntrain.data.loader import ShardedLoader
 from mntrain.data.shard_registry import ShardRegistry
 from mntrain.errors import AgreedError
-from mntrain.groups import make_group_collectives, measure_node_links
-from mntrain.rank_info import Usage, memory_room
+from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import BatchNorms
 from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.distributed_optimizer import make_optimizer
-from mntrain.run.exchanges import Exchanges
 from mntrain.run.loader_comparison import compare_loaders, length_of_divided
+from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.ordered import gather_in_order
 from mntrain.run.other_trainers import CheckpointGuards, lone_accelerator
@@ -43,49 +45,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class World(Exchanges):
-    """All ranks of a job. Made by `init` on all ranks together, and used as a context manager.
+class World(Ranks):
+    """All ranks of a job, and their tools for training. Made by `init` on all ranks together.
 
-    Attributes, all local facts:
-        rank, size: of this rank, and of the world.
-        master: True on rank 0, which reports for all ranks.
-        local_rank, local_size: within the node group, the ranks that share a node's memory.
-        cross_rank, cross_size: within the cross group, the ranks with this local rank.
-        device: the torch device of this rank.
-        topology: the node of every rank.
-        places: the host, device and threads of every rank, by rank.
-        collectives: a `zero.Collectives` over all ranks.
-        kernels: sums, casts and norms on the device (`zero.kernels.Kernels`).
-        algorithm: name of the algorithm that reduces full buckets.
-        waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
-        recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
-        transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
-        facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
-        library: name, thread level and build of the MPI library.
-        watchdog: the thread that finds hangs and lost ranks (`mntrain.watchdog.thread`).
+    A context manager. `mntrain.ranks.Ranks` lists the attributes, besides:
         batch_counts: micro-batches of a step by rank, with --balance.mode cadence; else None.
     """
 
-    def __init__(self, comm: "MPI.Intracomm | None", settings: WorldSettings) -> None:
+    def __init__(
+        self, comm: "MPI.Intracomm | None" = None, device: str = "auto", **options: Any
+    ) -> None:
         self._optimizers: list[ZeroOptimizer] = []
+        self._optimizer_numbers = count(1)
         self._open = True
-        self._parts = parts = bootstrap(comm, settings)
-        self.rank, self.size = parts.comm.rank, parts.comm.size
-        self.master = self.rank == 0
-        self.topology = topology = parts.topology
-        self.local_rank = topology.local_rank(self.rank)
-        self.local_size = len(topology.node_group(self.rank))
-        cross_group = topology.cross_group(self.rank)
-        self.cross_rank, self.cross_size = cross_group.index(self.rank), len(cross_group)
-        self.device, self.kernels, self.facts = parts.device, parts.kernels, parts.facts
-        self.collectives, self.places, self.library = parts.collectives, parts.places, parts.library
-        warning = parts.devices.copier.warning if parts.devices else ""
-        self.transport: str = parts.transport.name
-        self.transport_line = "; ".join(filter(None, [parts.transport.line, warning]))
-        self.algorithm = parts.collectives.choice.algorithm
-        self.watchdog, self.recorder = parts.watchdog, parts.recorder
-        self.findings = parts.findings
-        self.waits = parts.engine.waits
+        super().__init__(comm, device, options)
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         self._guards = ExitStack()  # of other libraries' functions
@@ -100,12 +73,12 @@ class World(Exchanges):
     @cached_property
     def node_collectives(self) -> WorldCollectives:
         """`zero.Collectives` over the node group. The first access is collective in the world."""
-        return make_group_collectives(self._parts, "node")
+        return self.group_collectives("node")
 
     @cached_property
     def cross_collectives(self) -> WorldCollectives:
         """`zero.Collectives` over the cross group. The first access is collective in the world."""
-        return make_group_collectives(self._parts, "cross")
+        return self.group_collectives("cross")
 
     def optimizer(
         self,
@@ -159,7 +132,13 @@ class World(Exchanges):
             "overlap_forward": overlap_forward,
         }
         optimizer = make_optimizer(
-            self, self._parts, model, optimizer_class, groups=groups, options=options, kwargs=kwargs
+            self,
+            model,
+            optimizer_class,
+            number=next(self._optimizer_numbers),
+            groups=groups,
+            options=options,
+            kwargs=kwargs,
         )
         self._optimizers[:] = [one for one in self._optimizers if not one.closed]
         self._optimizers.append(optimizer)
@@ -212,7 +191,7 @@ class World(Exchanges):
         the GPU. There, a part grows only as far as memory suffices if it grows with the part.
         Raises ValueError if accelerate's Accelerator trains each rank alone.
         """
-        self._parts.engine.check_open()
+        self._engine.check_open()
         if alone := lone_accelerator(self.size):
             raise ValueError(alone)
         return self._shards.shard(loader, seed, weight, lists, balance=balance, divided=divided)
@@ -238,7 +217,7 @@ class World(Exchanges):
         of updates, or none. Raises ValueError for what is no metric, and for one that gathers its
         state in a way of its own.
         """
-        self._parts.engine.check_open()
+        self._engine.check_open()
         if self.size == 1:
             return metric
         world = proxy(self)  # the metric may outlive it
@@ -302,10 +281,14 @@ class World(Exchanges):
         """
         return self._own_loop.stop_requested(max_minutes, grace)
 
-    def agreement(self) -> AbstractContextManager[None]:
-        """Return the context of `errors.agreement` over all ranks. Its end is collective."""
-        self._parts.engine.check_open()
-        return errors.agreement(self.gather, self.rank)
+    def mean(self, value: float | Tensor, weight: float = 1.0) -> float | Tensor:
+        """Return the mean over all ranks, in fp64, weighted for example by samples. Collective.
+
+        For a number a float; for a tensor, of the same shape on all ranks, a new one, elementwise.
+        A rank of weight 0 does not count, whatever its value. Raises AgreedError (a ValueError) on
+        all ranks for what is no number, for a weight below 0 or not finite, and if all are 0.
+        """
+        return weighted_mean(self.collectives, value, weight)
 
     @contextmanager
     def main_first(self, *, local: bool = False) -> Iterator[None]:
@@ -323,23 +306,6 @@ class World(Exchanges):
         if not first:
             yield
 
-    def node_links(self) -> list[float]:
-        """Return the bytes/s of each node's link, measured now; [] on one node. Collective."""
-        return measure_node_links(self._parts)
-
-    def memory_room(self) -> float:
-        """Return by what factor the peak of this rank's GPU memory may grow; inf on a CPU. Local.
-
-        Ranks of one GPU share what is free on it.
-        """
-        own = self.places[self.rank]
-        mates = [place for place in self.places if (place.host, place.gpu) == (own.host, own.gpu)]
-        return memory_room(self.device, len(mates))
-
-    def usage(self) -> list[Usage]:
-        """Return the resources that each rank has used so far, by rank. Collective."""
-        return self.gather(self._parts.usage())
-
     def close(self) -> None:
         """Finish queued collectives, free the communicators and restore the hooks. Collective.
 
@@ -349,21 +315,21 @@ class World(Exchanges):
         """
         if self._open:
             self._close()
-            if self._parts.engine.error is not None:
-                raise self._parts.engine.error
+            if self._engine.error is not None:
+                raise self._engine.error
 
     def _close(self) -> None:
         self.recorder.begin_phase("close")
         try:
-            if not self._parts.engine.abandoned:
+            if not self._engine.abandoned:
                 self._own_loop.settle()
                 for optimizer in self._optimizers:
                     optimizer.close()
-                self._parts.engine.finish(Ticket(Signature("world.close"), call_site()))
+                self._engine.finish(Ticket(Signature("world.close"), call_site()))
         finally:
-            if self._parts.engine.abandoned:
+            if self._engine.abandoned:
                 self.abandon()
-                self._parts.watch.install()  # lets rank 0 alone print the error
+                self._watch.install()  # lets rank 0 alone print the error
         if self._open:
             self._open = False
             self._guards.close()
@@ -371,7 +337,7 @@ class World(Exchanges):
             if alone and self.master and not self._optimizers:
                 warnings.warn(alone, stacklevel=3)
             self._own_loop.close()
-            self._parts.resources.close()
+            self._resources.close()
 
     def abandon(self) -> None:
         """Leave the world without waiting for any other rank, for example after one was lost.
@@ -387,15 +353,15 @@ class World(Exchanges):
             return
         self._open = False
         self._guards.close()
-        self._parts.resources.pop_all()  # frees collectively
-        self._parts.comm.abandon()  # ends a blocking wait in the communication thread
-        self._parts.engine.abandon()
+        self._resources.pop_all()  # frees collectively
+        self._comm.abandon()  # ends a blocking wait in the communication thread
+        self._engine.abandon()
         self._own_loop.close()
-        self._parts.watchdog.close()
+        self.watchdog.close()
         for optimizer in self._optimizers:
             with suppress(RuntimeError, AgreedError):  # of parameters that were still in flight
                 optimizer.close()
-        self._parts.watch.uninstall()
+        self._watch.uninstall()
 
     def __enter__(self) -> Self:
         return self
@@ -404,18 +370,37 @@ class World(Exchanges):
         """Close the world; for an exception on this rank alone, end the whole job instead."""
         if not self._open:
             return
-        first = self._parts.engine.error or error  # other errors follow from the first
+        first = self._engine.error or error  # other errors follow from the first
         if first is not None and not errors.raised_by_all(first):
             if self.size > 1:
-                self._parts.watch.end_job(first)
-            self._parts.watch.end_run(first)
+                self._watch.end_job(first)
+            self._watch.end_run(first)
         if first is not None and not isinstance(first, SystemExit):
             self.recorder.error_raised(first)
         self._close()
         if isinstance(first, errors.OF_ALL_RANKS):
-            self._parts.watch.install()  # lets rank 0 alone print it if nobody catches it
+            self._watch.install()  # lets rank 0 alone print it if nobody catches it
         if first is not None and first is not error:
             raise first from error
 
     def _leave_to_parent(self) -> None:
         self._open = False
+
+
+@takes_options(CommConfig)
+def init(comm: "MPI.Intracomm | None" = None, *, device: str = "auto", **options: Any) -> World:
+    """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
+
+    All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
+    ValueError) on all ranks for an argument that any rank cannot accept, and for a check
+    (`mntrain.checks`) that fails, before MPI starts or after. Rank 0 prints their warnings.
+
+    Args:
+        comm: duplicated; stays the caller's. Default: all ranks of the job.
+        device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
+        options: as those of `python -m mntrain` that begin with --comm:
+
+    """
+    world = World(comm, device, **options)
+    print_warnings(world.findings.values() if world.master else ())
+    return world

@@ -26,8 +26,7 @@ from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
-from mntrain.start import init
-from mntrain.world import World
+from mntrain.world import World, init
 from zero.layout import MIB
 
 DTYPES = {

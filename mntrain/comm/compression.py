@@ -1,21 +1,9 @@
 """The names by which gradients are compressed between nodes, and how they go with other options."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 # Of hooks in `zero.comm_hooks`, but for "none"; "bf16" is the wire dtype of that name.
 Compression = Literal["none", "bf16", "int8"]
-COMPRESSIONS: tuple[str, ...] = get_args(Compression)
-
-
-def check(compress: str, wire_dtype: str) -> None:
-    """Raise ValueError for an unknown compression, or one that a wire dtype contradicts."""
-    if compress not in COMPRESSIONS:
-        raise ValueError(f"compress {compress!r} is unknown: choose {', '.join(COMPRESSIONS)}")
-    if compress != "none" and wire_dtype not in ("fp32", compress):
-        raise ValueError(
-            f"compress {compress} and wire_dtype {wire_dtype} both say how gradients cross nodes: "
-            "give one of the two"
-        )
 
 
 def select_hook(compress: str, wire_dtype: str, comm_hook: Any) -> tuple[Any, str]:

@@ -151,12 +151,6 @@ class SelectedTransport:
         self.resources.close()
 
 
-def expect_known(name: str) -> None:
-    """Raise ValueError unless `name` is auto or a transport."""
-    if name not in ("auto", *TRANSPORTS):
-        raise ValueError(f"transport {name!r} is unknown: choose auto, {', '.join(TRANSPORTS)}")
-
-
 def make_devices(
     device: torch.device, kernels: Kernels, progress: ProgressEngine
 ) -> Devices | None:

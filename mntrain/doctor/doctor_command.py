@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mntrain.bootstrap import WorldSettings
 from mntrain.checks import all_ranks, host, launcher, storage
 from mntrain.checks.before_mpi import StartError
 from mntrain.checks.finding import Finding, passed, worst
@@ -45,7 +44,7 @@ def run(options: DoctorOptions) -> int:
 def _run(options: DoctorOptions, moved: Callable[[], None]) -> int:
     folder = storage.existing_folder(options.run.dir or Path())
     try:
-        with World(None, WorldSettings(device="auto")) as world:
+        with World() as world:
             moved()
             return _examine(world, options, folder, moved)
     except AgreedError as error:

@@ -6,13 +6,12 @@ from numbers import Real
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from mntrain.bootstrap import start_mpi
 from mntrain.cli import RefusedOptionsError, named_options, options_in_file
 from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
 from mntrain.equal_values import Given, compare
 from mntrain.errors import AgreedError, agreement
-from mntrain.ranks import Ranks
+from mntrain.ranks import Ranks, start_mpi
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 
 T = TypeVar("T")

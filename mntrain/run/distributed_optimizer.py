@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from mntrain import equal_values
-from mntrain.bootstrap import TRAVEL_DTYPES, WorldParts
 from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
-from mntrain.groups import make_group_collectives, make_node_levels
-from mntrain.ranks import Ranks
+from mntrain.config import CommConfig
+from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_trainers import check_model, lone_accelerator
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
@@ -38,46 +37,46 @@ from zero.trained_by import check_free
 
 def make_optimizer(
     world: Ranks,
-    parts: WorldParts,
     model: nn.Module,
     optimizer_class: Callable[..., torch.optim.Optimizer],
     *,
+    number: int,
     groups: Iterable[Any] | None,
     options: Mapping[str, Any],
     kwargs: Mapping[str, Any],
 ) -> ZeroOptimizer:
     """Make the optimizer of `World.optimizer`, with the options of `ZeroOptimizer`. Collective.
 
-    Its `schedule` is called `sync` here, and may be a description; `shard_by` says what its
-    `shard_weights` are. Raises AgreedError on all ranks, before anything is allocated, if they
-    differ in what they give or if any of them cannot accept it.
+    The world counts its optimizers by `number`. `schedule` is called `sync` here, and may be a
+    description; `shard_by` says what `shard_weights` are. Raises AgreedError on all ranks, before
+    anything is allocated, if they differ in what they give or if any of them cannot accept it.
     """
     hook, named = _agree(
-        world, parts, model, optimizer_class, groups=groups, options=options, kwargs=kwargs
+        world, model, optimizer_class, groups=groups, options=options, kwargs=kwargs
     )
     kind = getattr(optimizer_class, "__name__", "torch")
-    label = f"optimizer {next(parts.optimizer_numbers)} ({kind})"
+    label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
     resolved = ("sync", "shard_by", "comm_hook")
     own = {key: value for key, value in options.items() if key not in resolved}
-    schedule = _make_schedule(world, parts, options["sync"], stream, stage=own["stage"], user=label)
+    schedule = _make_schedule(world, options["sync"], stream, stage=own["stage"], user=label)
     sharding = schedule.sharding if schedule else stream
     weights, division = None, ""
     if options["shard_by"] == "memory" and sharding.size > 1:
         weights, division = measure_weights(world, sharding)
     needs_levels = hook.between_nodes and world.size > 1
-    levels = make_node_levels(parts, label) if needs_levels else None
+    levels = world.node_levels(label) if needs_levels else None
     with world.agreement(), _arguments_of(optimizer_class):
         optimizer = ZeroOptimizer(
             named,
             optimizer_class,
             stream,
-            bucket_bytes=parts.settings.bucket_bytes,
+            bucket_bytes=world.settings.bucket_bytes,
             buffers=PersistentBuffers(model),
             order=[name for name, _ in model.named_parameters()],
             model=model,
-            gather_dtype=TRAVEL_DTYPES[parts.settings.gather_dtype],
-            kernels=parts.kernels,
+            gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
+            kernels=world.kernels,
             schedule=schedule,
             levels=levels,
             comm_hook=hook,
@@ -94,7 +93,6 @@ def make_optimizer(
 
 def _agree(
     world: Ranks,
-    parts: WorldParts,
     model: nn.Module,
     optimizer_class: Callable[..., torch.optim.Optimizer],
     *,
@@ -122,7 +120,7 @@ def _agree(
     equal_values.expect_same(gathered.wait(), world.rank)
     make = partial(optimizer_class, **kwargs)
     with world.agreement():
-        hook = _make_hook(parts, options["comm_hook"])
+        hook = _make_hook(world.settings, options["comm_hook"])
         named = name_parameters(model, groups)
         check_sharding(options["stage"], options["partition"])
         check_shard_by(world, options["shard_by"], options["stage"])
@@ -149,9 +147,8 @@ def _try_arguments(
         check_arguments(make.func, make.keywords, plain, leaves=leaves)
 
 
-def _make_hook(parts: WorldParts, given: str | CommHook | None) -> CommHook:
+def _make_hook(settings: CommConfig, given: str | CommHook | None) -> CommHook:
     """Return the communication hook that is given, or that of the world's options. Local."""
-    settings = parts.settings
     hook, wire = compression.select_hook(settings.compress, settings.wire_dtype, given)
     return make_hook(hook, TRAVEL_DTYPES[wire])
 
@@ -205,7 +202,6 @@ def check_sync(world: Ranks, sync: object) -> None:
 
 def _make_schedule(
     world: Ranks,
-    parts: WorldParts,
     sync: LocalSGD | SyncSchedule | None,
     stream: WorldCollectives,
     *,
@@ -222,8 +218,8 @@ def _make_schedule(
         if world.master:
             warnings.warn(f"{sync}: there is one node, so every step is synchronous", stacklevel=4)
         return None
-    node = _without_sole_use(make_group_collectives(parts, "node", user))
-    cross = _without_sole_use(make_group_collectives(parts, "cross", user))
+    node = _without_sole_use(world.group_collectives("node", user))
+    cross = _without_sole_use(world.group_collectives("cross", user))
     return sync.bind(stream, node, cross, stage=stage)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from mntrain.checkpoint.objects import Stateful
-from mntrain.cli import construct, toml_text
+from mntrain.cli import toml_text
 from mntrain.config import CheckpointConfig, LogConfig
+from mntrain.config_types import construct
 from mntrain.equal_values import compare
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, write_whole

@@ -23,7 +23,6 @@ from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer
 from mntrain.run.directory import write_early_end
 from mntrain.run.signals import SignalRequests, stop_reason
-from mntrain.start import init
 from mntrain.train.compiling import uncompiled
 from mntrain.train.consensus import MeanAccumulator, compare_replicas
 from mntrain.train.evaluation import merge_sets
@@ -35,7 +34,7 @@ from mntrain.train.run_saving import RunSaving
 from mntrain.train.step_agreement import StepAgreement
 from mntrain.train.step_records import complete_step
 from mntrain.train.summary import JobResult, describe_job, finish_report
-from mntrain.world import World
+from mntrain.world import World, init
 from zero.collectives import Collectives
 from zero.optimizer import StepResult
 

@@ -19,15 +19,15 @@ class Rig:
 
     def __init__(self, ranks_per_node, device):
         self.world = mntrain.init(ranks_per_node=ranks_per_node)
-        self.device, self.progress = device, self.world._parts.engine
+        self.device, self.progress = device, self.world._engine
         self.late = not isinstance(device, PromptDevice)
         kernels = LateKernels(device) if self.late else Kernels()
         self.devices = Devices(torch.device("cpu"), device, kernels, slot_bytes=SLOT_BYTES)
-        self.comm = self.on_thread(lambda: self.world._parts.comm.split(0, self.world.rank, "test"))
+        self.comm = self.on_thread(lambda: self.world._comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
                 self.comm,
-                self.world._parts.node,
+                self.world._node,
                 self.world.topology,
                 self.progress,
                 self.devices,
@@ -50,7 +50,7 @@ class Rig:
             "probe": lambda device: "",
         } | changes
         return TransportContext(
-            self.comm, self.world._parts.node, self.world.topology, self.progress, **options
+            self.comm, self.world._node, self.world.topology, self.progress, **options
         )
 
     def select(self, name, **changes):

@@ -18,12 +18,11 @@ from worlds import RANKS, refusal
 
 import mntrain
 from mntrain.balance_config import BalanceConfig
-from mntrain.config import CheckpointConfig, Config, OptimConfig, RunConfig, TrainConfig
+from mntrain.config import CheckpointConfig, Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
 from mntrain.data.permutation import permuted
 from mntrain.tasks import Loss, Task
 from mntrain.train.own_time import OwnInterval, OwnTime
 from mntrain.train.trainer import Trainer
-from mntrain.zero_config import ZeroConfig
 
 pytestmark = pytest.mark.mpi
 

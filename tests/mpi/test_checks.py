@@ -10,9 +10,8 @@ import torch
 from mpi4py import MPI
 
 import mntrain
-from mntrain import bootstrap
+from mntrain import ranks
 from mntrain.__main__ import main
-from mntrain.bootstrap import WorldSettings
 from mntrain.checks.facts import collect
 from mntrain.comm import mpi
 from mntrain.comm.links import measure, rounds
@@ -62,11 +61,11 @@ def test_another_version_on_one_rank_is_one_error_on_all(monkeypatch):
 def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
     real = time.time
     if RANK == LAST:
-        monkeypatch.setattr(bootstrap.time, "time", lambda: real() + shift)
+        monkeypatch.setattr(ranks.time, "time", lambda: real() + shift)
         monkeypatch.setattr(
-            bootstrap, "collect", lambda **given: collect(**{**given, "host_key": LAST})
+            ranks, "collect", lambda **given: collect(**{**given, "host_key": LAST})
         )
-    with World(None, WorldSettings()) as world:
+    with World() as world:
         found = world.findings["clocks"]
     assert found.status == "warn"
     hours = float(re.search(r"is ([\d.]+) s or more", found.text)[1])

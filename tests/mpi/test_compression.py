@@ -15,7 +15,6 @@ from worlds import DEALT, RANKS, refusal
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.groups import make_node_levels
 from zero import NonFiniteGradientError, precision
 from zero.comm_hooks import ReducibleBucket
 from zero.comm_hooks.codes import BlockCode
@@ -38,7 +37,7 @@ class Seam:
 
     def __init__(self, world, hook, numel, dtype=torch.float32, *, sharded=False):
         self.world, self.hook, self.sharded = world, hook, sharded
-        self.levels = make_node_levels(world._parts, f"test {next(_numbers)}")
+        self.levels = world.node_levels(f"test {next(_numbers)}")
         (self.layout,) = plan_buckets([ParameterSpec("p", (numel,), dtype)], 1 << 30, RANKS)
 
     def reduce(self, own):
@@ -347,7 +346,7 @@ def test_compress_is_the_hook_of_optimizers_that_are_given_none():
         assert torch.equal(weights, train(world, None)[0])
     words = refusal(mntrain.init, compress="int8", wire_dtype="bf16", **options)
     assert "compress int8 and wire_dtype bf16 both say how gradients cross nodes" in words
-    assert "compress 'gzip' is unknown: choose none, bf16, int8" in refusal(
+    assert "compress: Input should be 'none', 'bf16' or 'int8', not 'gzip'" in refusal(
         mntrain.init, compress="gzip", **options
     )
 

@@ -180,7 +180,7 @@ def disagree(layout, case):
     words, calls = CALLS[case]
     world = make_world("lanes", layout)
     assert world.sum([1.0]) == [RANKS]
-    number = world._parts.engine.main.begun
+    number = world._engine.main.begun
 
     def call():
         calls[RANK == LAST](world.collectives).wait()

@@ -182,10 +182,10 @@ def test_a_child_cannot_communicate_and_the_job_goes_on():
             with world:
                 pass
 
-        held = world._parts.engine._turn.acquire()  # so that the collective stays pending
+        held = world._engine._turn.acquire()  # so that the collective stays pending
         work = world.collectives.all_reduce(pending)
         child = Fork(try_all)
-        world._parts.engine._turn.release()
+        world._engine._turn.release()
         assert held
         assert child.status() == 0
         work.wait()

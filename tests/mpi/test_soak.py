@@ -176,7 +176,7 @@ def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
             world.collectives.allocate(1, torch.uint8, CPU)  # lets go of what is dead
         states.append(state())
         assert messages_under_way() == []
-        assert all(world._parts.engine.idle for world in worlds)
+        assert all(world._engine.idle for world in worlds)
     (first, counts), (second, counts_at_end) = states
     growths = worlds[0].gather(second - first)
     for world in worlds:

@@ -3,7 +3,7 @@
 import pytest
 
 from mntrain.balance_config import BalanceConfig
-from mntrain.config import Config, TrainConfig
+from mntrain.config import Config, TrainConfig, ZeroConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.division import (
     Refusal,
@@ -15,7 +15,6 @@ from mntrain.train.division import (
     refusal_of_shares,
 )
 from mntrain.train.hardware import Speeds
-from mntrain.zero_config import ZeroConfig
 
 EQUAL = [1e9] * 4
 STREAM = Refusal("the training data is a stream", "leave it out")

@@ -13,10 +13,10 @@ from mntrain.config import (
     DataConfig,
     OptimConfig,
     TrainConfig,
+    ZeroConfig,
     flag_of,
 )
 from mntrain.config_types import option_name
-from mntrain.zero_config import ZeroConfig
 
 
 def test_no_options_give_the_defaults():

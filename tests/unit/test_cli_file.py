@@ -18,8 +18,8 @@ from mntrain.config import (
     OptimConfig,
     RunConfig,
     TrainConfig,
+    ZeroConfig,
 )
-from mntrain.zero_config import ZeroConfig
 
 COUNTS = st.integers(1, 10**12)
 FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)

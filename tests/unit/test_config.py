@@ -13,8 +13,8 @@ from mntrain.config import (
     OptimConfig,
     RunConfig,
     TrainConfig,
+    ZeroConfig,
 )
-from mntrain.zero_config import ZeroConfig
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "1", None, True])

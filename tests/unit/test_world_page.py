@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+from mntrain.ranks import Ranks
 from mntrain.world import World
 
 PAGE = (Path(__file__).parents[2] / "docs" / "world.md").read_text()
@@ -14,7 +15,8 @@ def public_names():
     """The methods and properties of the class, and what its instances are given."""
     assigned = {
         node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(World)))
+        for kind in (World, Ranks)
+        for node in ast.walk(ast.parse(inspect.getsource(kind)))
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and getattr(node.value, "id", "") == "self"

@@ -41,13 +41,8 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError unless there is an algorithm of this name."""
-    if name not in names():
-        raise ValueError(f"unknown algorithm {name!r}: choose {', '.join(names())}")
-
-
 def load(name: str) -> ModuleType:
     """Import an algorithm's module. Raises ValueError for an unknown name."""
-    check_name(name)
+    if name not in names():
+        raise ValueError(f"unknown algorithm {name!r}: choose {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -14,7 +14,7 @@ from mntrain.balance_config import BalanceConfig
 from mntrain.checks import host
 from mntrain.checks.finding import Finding, passed
 from mntrain.comm.topology import Topology
-from mntrain.config import Config, RunConfig, TrainConfig
+from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.resources import memory_by_role
 from mntrain.sync import SyncConfig
@@ -27,7 +27,6 @@ from mntrain.train.summary import (
     peak_flops,
     resume_command,
 )
-from mntrain.zero_config import ZeroConfig
 from zero.memory import Memory
 
 
