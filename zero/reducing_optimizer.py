@@ -18,6 +18,7 @@ from zero.kernels import Kernels
 from zero.norms import global_norm
 from zero.precision import LossScale, is_positive
 from zero.sharded_optimizer import ShardedOptimizer
+from zero.step_message import StepMessage
 from zero.sync_batchnorm import layers_below
 
 
@@ -40,6 +41,19 @@ class ReducingOptimizer(ShardedOptimizer):
     def steps_taken(self) -> int:
         """The number of the current step: steps so far, skipped ones included."""
         return self._reduction.steps
+
+    @property
+    def step_message(self) -> StepMessage:
+        """The message that ends the current or coming reduction, to put more numbers into.
+
+        If it `announces`, before the first backward of a step.
+        """
+        return self._reduction.message
+
+    @property
+    def announces(self) -> bool:
+        """True if ranks announce each micro-batch to each other, as at stage 2."""
+        return self._owned.stage == 2
 
     @property
     def loss_weight(self) -> float:

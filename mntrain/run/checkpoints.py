@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from torch import nn
@@ -14,7 +14,7 @@ from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
 from mntrain.run.checkpointing import Checkpointing, SaveInterval
-from mntrain.run.delayed import DelayedSum
+from mntrain.run.delayed import DelayedSums
 from mntrain.run.directory import RunDirectory, expect_shared
 from zero.optimizer import ZeroOptimizer
 
@@ -41,6 +41,7 @@ class Checkpoints:
         keep: int,
         objects: Mapping[str, Stateful],
         flush_metrics: Callable[[], None],
+        optimizers: Sequence[ZeroOptimizer] = (),
     ) -> None:
         """Check that all can be saved. `flush_metrics` is collective."""
         self._world, self._directory = world, directory
@@ -53,7 +54,7 @@ class Checkpoints:
         self._checkpointing = Checkpointing(
             world, self._saver, interval, note=lambda text: None, warn=self._warn
         )
-        self._flags = DelayedSum(world.collectives)
+        self._flags = DelayedSums(world.collectives, optimizers)
         self._step: int | None = None  # the last that was restored or offered
         self._restored = 0
         self._resumed: FoundCheckpoint | None = None
@@ -158,13 +159,13 @@ class Checkpoints:
 
     def _save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one in progress, by the last call's flags."""
-        due, ready = self._flags.take() or (0.0, 0.0)
+        flags = self._flags.take() or {"save_due": 0.0, "save_ready": 0.0}
+        due = flags["save_due"]
         if due or self._interval.due_after(progress.step) or progress.eval_loss is not None:
             self._flush_metrics()
-        self._checkpointing.after_step(progress, {"save_due": due, "save_ready": ready})
+        self._checkpointing.after_step(progress, flags)
         if self._interval.by_clock or self._saver.saving:
-            flags = self._checkpointing.local_flags()
-            self._flags.start([flags["save_due"], flags["save_ready"]])
+            self._flags.start(self._checkpointing.local_flags())
 
     def _save_now(self, progress: Manifest) -> None:
         """Save, unless the checkpoint of this step is complete or being written."""

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -18,9 +18,10 @@ from mntrain.metrics.files import METRICS_FILE, loss_text, open_to_append, try_s
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
-from mntrain.run.delayed import DelayedSum
+from mntrain.run.delayed import DelayedSums
 from mntrain.run.directory import RunDirectory, write_early_end
 from mntrain.run.means import to_float, weight_problem
+from zero.optimizer import ZeroOptimizer
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
 
@@ -40,10 +41,10 @@ class _Line:
         text = repr((self.step, sorted(self.values)))
         return zlib.crc32(text.encode()) % (1 << _DIGEST_BITS)
 
-    def weighted(self, names: list[str]) -> list[float]:
+    def weighted(self, names: list[str]) -> dict[str, float]:
         """Return the terms of the sums over ranks: 0 for a value that this rank lacks."""
         weight = self.weight
-        return [weight * self.values.get(name, 0.0) if weight else 0.0 for name in names]
+        return {f"of {n}": weight * self.values.get(n, 0.0) if weight else 0.0 for n in names}
 
 
 class MetricsLog:
@@ -60,10 +61,11 @@ class MetricsLog:
         directory: RunDirectory,
         log: LogConfig,
         describe: Callable[[], Mapping[str, Any]],
+        optimizers: Sequence[ZeroOptimizer] = (),
     ) -> None:
         """Make metrics.jsonl. Collective. `describe` returns more of the summary, collectively.
 
-        `log` selects copies of it.
+        `log` selects copies of it; `optimizers` may carry the sums over ranks.
         """
         self._world, self._directory, self._describe = world, directory, describe
         self._log, self._rewinds = log, 0
@@ -71,7 +73,7 @@ class MetricsLog:
         with world.agreement():
             if world.master:
                 open_to_append(directory.path / METRICS_FILE).close()
-        self._sum = DelayedSum(world.collectives)
+        self._sum = DelayedSums(world.collectives, optimizers)
         self._line: _Line | None = None  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
         self._last: dict[str, float] = {}
@@ -101,26 +103,26 @@ class MetricsLog:
         self.flush()
         self._directory.last_step = step
         self._line = line = _Line(step, weight, read, times)
-        terms = line.weighted(self._names)
-        self._sum.start([line.digest, line.digest**2, weight, *terms])
+        digest = {"digest": line.digest, "squared digest": line.digest**2}
+        self._sum.start({**digest, "weight": float(weight), **line.weighted(self._names)})
 
     def flush(self) -> None:
         """Write the last line. Collective; waits for its means."""
         line, self._line = self._line, None
         if line is None:
             return
-        digests, squares, weight, *totals = self._sum.take()
-        if digests**2 != squares * self._world.size:
+        sums = self._sum.take()
+        weight = sums["weight"]
+        if sums["digest"] ** 2 != sums["squared digest"] * self._world.size:
             raise AgreedError(self._difference(line), self._world.rank)
         if new := sorted(line.values.keys() - self._names):
             self._names += new
             self._sum.start(line.weighted(new))
-            totals += self._sum.take()
+            sums |= self._sum.take()
         if not weight:
             message = f"metrics.log({line.step}): the weights of all ranks are 0"
             raise AgreedError(message, self._world.rank)
-        sums = dict(zip(self._names, totals, strict=True))
-        means = {n: self._mean(sums[n] / weight, own) for n, own in line.values.items()}
+        means = {n: self._mean(sums[f"of {n}"] / weight, own) for n, own in line.values.items()}
         self._last |= means
         if self._world.master:
             self._open_files().write({"step": line.step, **means, **line.times})

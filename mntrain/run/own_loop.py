@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class OwnLoop:
             keep=checked.keep,
             objects=objects,
             flush_metrics=lambda: self._flush(directory),
+            optimizers=self._optimizers,
         )
         self._checkpoints[directory] = made
         return made
@@ -108,7 +110,8 @@ class OwnLoop:
         with self._world.agreement():
             if self._world.master and config is not None:
                 write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
-        made = MetricsLog(self._world, directory, log, lambda: self._describe(directory))
+        described = partial(self._describe, directory)
+        made = MetricsLog(self._world, directory, log, described, self._optimizers)
         self._logs[directory] = made
         return made
 
@@ -122,7 +125,9 @@ class OwnLoop:
                 if not (isinstance(grace, Real) and grace > 0):
                     raise ValueError(f"grace is {grace!r}: give seconds above 0")
                 deadline = Deadline(max_minutes, environment, self._start)
-            self._stop = StopRequests(self._world, deadline, self._longest_save_s, grace)
+            self._stop = StopRequests(
+                self._world, deadline, self._longest_save_s, grace, self._optimizers
+            )
         return self._stop.poll()
 
     def settle(self) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from types import FrameType
@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
-from mntrain.run.delayed import DelayedSum
+from mntrain.run.delayed import DelayedSums
 from mntrain.watchdog.thread import Watchdog
+from zero.optimizer import ZeroOptimizer
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
 INTERRUPT = signal.SIGINT
@@ -156,6 +157,7 @@ class StopRequests:
         deadline: Deadline,
         longest_save_s: Callable[[], float],
         grace_s: float,
+        optimizers: Sequence[ZeroOptimizer] = (),
     ) -> None:
         self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
         self.reason: str | None = None
@@ -164,7 +166,7 @@ class StopRequests:
         option = "grace of world.stop_requested"
         self._signals = SignalRequests(world.watchdog, grace_s, option, on_signal)
         self._signals.__enter__()
-        self._sum = DelayedSum(world.collectives)
+        self._sum = DelayedSums(world.collectives, optimizers)
         self._longest_step_s, self._last_poll = 0.0, time.monotonic()
 
     def poll(self) -> bool:
@@ -176,14 +178,16 @@ class StopRequests:
         self._longest_step_s = max(self._longest_step_s, now - self._last_poll)
         self._last_poll = now
         if self.status == "running":
-            preempted, interrupted = self._sum.take() or (0.0, 0.0)
-            if preempted or interrupted:
+            sums = self._sum.take()
+            if any(sums.values()):
                 self._signals.agreed()
-                self.status = "preempted" if preempted else "interrupted"
+                self.status = "preempted" if sums["preempted"] else "interrupted"
                 self.reason = stop_reason(self._world, self._signals, self._deadline)
             else:
                 near = self._deadline.near(self._longest_step_s, self._longest_save_s())
-                self._sum.start([self._signals.preempted or near, self._signals.interrupted])
+                preempted = self._signals.preempted or near
+                interrupted = self._signals.interrupted
+                self._sum.start({"preempted": preempted, "interrupted": interrupted})
         return self.status != "running"
 
     def close(self) -> None:

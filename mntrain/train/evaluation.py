@@ -10,7 +10,7 @@ import torch
 
 from mntrain.metrics.registry import StepRecord
 from mntrain.tasks import Loss, Losses, Mean, Task
-from mntrain.train.consensus import GlobalMeans
+from mntrain.train.step_means import GlobalMeans
 
 EVAL_LOSS = "eval_loss"
 
@@ -72,7 +72,7 @@ class BestMetric:
                 metrics = _trial_metrics(task, loss)
             except Exception:
                 return
-            by_set[name] = GlobalMeans(1.0, metrics, 1, {}, "", {"loss": (1.0, 1.0)})
+            by_set[name] = GlobalMeans(1.0, metrics, 1, "", {"loss": (1.0, 1.0)})
         try:
             self.check(merge_sets(by_set)[1])
         except ValueError as error:

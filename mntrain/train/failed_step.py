@@ -19,6 +19,7 @@ from mntrain.checks.finding import naming
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.world import World
 from zero.norms import NonFiniteGradientError
+from zero.step_message import StepMessage
 
 _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
 
@@ -60,16 +61,19 @@ class FailedStep:
         self._states = random_states(self._world.device)
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
+    def caught(self, message: StepMessage) -> Iterator[None]:
         """Keep an exception of the block, and do what ends the block on all ranks. Collective.
 
-        Errors that all ranks know of are raised.
+        The message tells the others. Errors that all ranks know of are raised, and so are those
+        that come later than the message: of all ranks as well, or of a hook after backward.
         """
         try:
             yield
         except (AgreedError, RemoteRankError):
             raise
         except Exception as error:
+            if message.sent:
+                raise
             self._error = error
             with self._told_if_late(error):
                 try:

@@ -9,7 +9,7 @@ while the first forward is running.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
@@ -19,27 +19,26 @@ from torch import Tensor
 
 from mntrain.metrics.registry import StepTimer
 from mntrain.tasks import Loss, Losses, Task, check_loss
-from zero.collectives import Collectives, Work, gather_objects
+from mntrain.train.step_means import NamedTotals
+from zero.collectives import Collectives
+from zero.step_message import StepMessage
 
 
 class PartCounts:
     """The numbers of items of each part of a task's `Losses` in a step, over its ranks.
 
     A task that does not override `counts` returns `Loss`, and needs no communication. Otherwise
-    there is one small all-reduce in a step; the first one of a new name also gathers the names, so
-    that a rank without a sample of its own knows them too. `name` is that of the task, for errors.
-    `group` returns the ranks that the current step is averaged over.
+    there is one small all-reduce in a step. `name` is that of the task, for errors. `group` returns
+    the ranks that the current step is averaged over.
     """
 
     def __init__(self, task: Task, name: str, group: Callable[[], Collectives]) -> None:
         self._task, self._name, self._choose_group = task, name, group
         self._group: Collectives  # of this step
         self._has_parts = getattr(task.counts, "__func__", None) is not Task.counts
-        self._names: list[str] = []  # that all ranks know
         self._own = deque[Mapping[str, int]]()  # of micro-batches that have no backward yet
-        self._local = Counter[str]()  # over this rank's micro-batches
-        self._sums = torch.zeros(0, dtype=torch.float64)  # being reduced: names missing, counts
-        self._work: Work | None = None
+        self._sums = NamedTotals(0)
+        self._message: StepMessage | None = None  # of this step
         self._totals: dict[str, float] | None = None  # of this step
 
     def start(self, micro_batches: Sequence[Any]) -> None:
@@ -52,7 +51,8 @@ class PartCounts:
         for batch in micro_batches:
             self._own.append(self._checked_counts(self._task.counts(batch)))
         for counts in self._own:
-            self._local.update(counts)
+            for name, count in counts.items():
+                self._sums.add(name, "sum", torch.tensor(float(count), dtype=torch.float64), 1.0)
         self._launch()
 
     def checked(self, loss: Loss | Losses) -> Loss | Losses:
@@ -101,37 +101,31 @@ class PartCounts:
         if self._has_parts:
             self._finish()
         self._own.clear()
-        self._local.clear()
         self._totals = None
 
     def finish_interrupted(self) -> None:
         """Take part in the sum of a step that raised an exception on this rank. Collective."""
         if self._has_parts and self._totals is None:
-            if self._work is None:
+            if self._message is None:
                 self._launch()
             self._finish()
 
     def _launch(self) -> None:
-        self._group = self._choose_group().named("counts of the losses")
-        unknown = float(any(name not in self._names for name in self._local))
-        counts = [float(self._local[name]) for name in self._names]
-        self._sums = torch.tensor([unknown, *counts], dtype=torch.float64)
-        self._work = self._group.all_reduce(self._sums)
+        self._group, self._message = (
+            self._choose_group().named("counts of the losses"),
+            StepMessage(),
+        )
+        self._sums.put(self._message, ())
+        self._message.send(self._group)
 
     def _finish(self) -> dict[str, float]:
         """Return the sums over ranks of the step's counts, by name. Collective."""
-        while self._totals is None:
-            if self._work is None:
+        if self._totals is None:
+            if self._message is None:
                 raise RuntimeError("the counts of this step were not started")
-            self._work.wait()
-            self._work = None
-            unknown, *sums = self._sums.tolist()
-            if unknown:
-                names = gather_objects(self._group, sorted(self._local))
-                self._names = sorted(set(self._names).union(*names))
-                self._launch()
-            else:
-                self._totals = dict(zip(self._names, sums, strict=True))
+            sums = self._sums.take(self._message, self._group, (), "counts")
+            self._totals = {name: float(total.value) for name, total in sums.items()}
+            self._message = None
         return self._totals
 
     def _checked_counts(self, counts: object) -> Mapping[str, int]:

@@ -1,9 +1,10 @@
 """The agreement of the ranks of a job on a step.
 
-The means, flags and failures of a step are reduced over all ranks before its update. Steps in which
-nodes do not wait for each other (`zero.exchange.stale_rounds`) have the means of their node. Their
-flags, requests to stop and to save, are gathered from all ranks at the end of each round of steps,
-and count after the same step on all of them: with rounds of 2 steps and max_staleness 1,
+The means, flags and failures of a step travel in the `StepMessage` that ends the reduction of its
+gradients; where these are averaged over a node, in another one over all ranks. Steps in which nodes
+do not wait for each other (`zero.exchange.stale_rounds`) have the means of their node. Their flags,
+requests to stop and to save, are gathered from all ranks at the end of each round of steps, and
+count after the same step on all of them: with rounds of 2 steps and max_staleness 1,
 
     step            1   2   3   4   5   6
     round 0 ends        sent    counts
@@ -18,13 +19,15 @@ from typing import NamedTuple
 
 from mntrain.comm.pending import Future
 from mntrain.errors import TrainingStoppedError
-from mntrain.train.consensus import GlobalMeans, MeanAccumulator
 from mntrain.train.failed_step import FailedStep
 from mntrain.train.job import TrainingJob
+from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World
+from zero.collectives import Collectives
 from zero.norms import NonFiniteReplicaError
+from zero.step_message import StepMessage
 
-LocalFlags = Callable[[], Mapping[str, float]]  # of this rank, under the same names on all
+Flags = Mapping[str, Callable[[], float]]  # of this rank, under the same names on all
 
 
 class _Round(NamedTuple):
@@ -48,20 +51,24 @@ class StepAgreement:
         self,
         world: World,
         job: TrainingJob,
-        means: MeanAccumulator,
-        flags: LocalFlags,
+        means: StepMeans,
+        flags: Flags,
         *,
         failed_step: FailedStep,
         save: Callable[[], None],
     ) -> None:
         self._world, self._job, self._accumulator = world, job, means
-        self._local_flags, self._failed_step, self._save = flags, failed_step, save
+        self._ask, self._failed_step, self._save = flags, failed_step, save
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step; alone, its node waits for no other
         self._rounds = deque[_Round]()
-        # Made here, since all ranks make it together.
-        self._node = world.node_collectives if job.sync and job.sync.max_staleness else None
+        self._group: Collectives = world.collectives  # the ranks of the means
+        self._ranks: tuple[int, ...] = ()  # of a node that is alone
+        self._node_samples = 0.0
+        if job.sync and job.sync.max_staleness:  # made here, since all ranks make it together
+            self._node = world.node_collectives
+        self._message = StepMessage()  # of this step
         self.means: GlobalMeans  # of this step, over all ranks or over the node
         self.flags: Mapping[str, float] = {}
         """Sums over all ranks that count after this step, alike on all; 0 of what is not known."""
@@ -73,43 +80,50 @@ class StepAgreement:
         return (sync.max_staleness + 1) * sync.every if self._alone and sync else 1
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, step: int) -> Iterator[None]:
         """Return the context of forward and backward passes. Collective.
 
         It keeps an exception until all ranks know of it. In a step without a wait, one is raised at
         once, which ends the job for all.
         """
-        schedule, number = self._job.optimizer.schedule, self._job.optimizer.steps_taken
+        optimizer, world = self._job.optimizer, self._world
+        schedule, number = optimizer.schedule, optimizer.steps_taken
         self._alone = schedule.independent(number)
         self._ends_round = self._alone and schedule.exchange_due(number)
+        carried = self._alone or optimizer.group.size == world.size
+        self._message = optimizer.step_message if carried else StepMessage()
         if self._alone:
+            nodes = world.topology.nodes
+            self._group, self._ranks = self._node, tuple(next(n for n in nodes if world.rank in n))
+            self._accumulator.put(self._message, self._ranks)
+            self._message.put("node samples", float(self._job.data.own_samples(step)))
             yield
             return
+        self._group, self._ranks = world.collectives, ()
+        self._message.put("failed", lambda: self._failed_step.flag)
+        for name, ask in self._ask.items():
+            self._message.put(name, ask)
+        self._accumulator.put(self._message)
         self._failed_step.begin_step()
-        with self._failed_step.caught():
+        with self._failed_step.caught(self._message):
             yield
 
     def before_update(self, step: int) -> None:
-        """Reduce the means and flags. Collective; in a step without a wait, in the node.
+        """Establish the means and flags. Collective; in a step without a wait, in the node.
 
         Unless such steps are skipped, raises for a loss that is not finite: TrainingStoppedError,
         or NonFiniteReplicaError on the ranks of the node.
         """
         where, world = f"in step {step}", self._world
+        if not self._message.sent:  # under a sync schedule; all ranks end and save together
+            self._message.send(world.collectives)
+        sums = self._message.read()
+        self.flags = {name: sums.get(name, 0.0) for name in ("failed", *self._ask)}
+        if self.flags["failed"]:
+            return
+        self.means = self._accumulator.take(self._message, self._group, where, self._ranks)
         if self._alone:
-            assert self._node is not None, "only a bound on staleness makes steps without a wait"
-            samples = float(self._job.data.own_samples(step))
-            nodes = world.topology.nodes
-            ranks = next(node for node in nodes if world.rank in node)
-            self.means = self._accumulator.reduce(
-                self._node, where, {"node_samples": samples}, ranks
-            )
-            self.flags = dict.fromkeys(self._local_flags(), 0.0)
-        else:
-            local = {"failed": self._failed_step.flag, **self._local_flags()}
-            # Under any sync schedule over all ranks, since they end and save together.
-            self.means = self._accumulator.reduce(world.collectives, where, local)
-            self.flags = self.means.values
+            self._node_samples = sums["node samples"]
         if self.means.nonfinite and self._raises_non_finite:
             reason = f"{where}, the loss is {self.means.nonfinite}"
             raise (
@@ -125,7 +139,7 @@ class StepAgreement:
 
         It is saved as it was before the step.
         """
-        if self.flags.get("failed"):
+        if self.flags["failed"]:
             self._failed_step.end_job(step, self._save)
 
     def items(self, step: int) -> int:
@@ -135,7 +149,7 @@ class StepAgreement:
         """
         if not self._alone:
             return self.means.count
-        whole, node = self._job.data.batch_size(step), self.means.values["node_samples"]
+        whole, node = self._job.data.batch_size(step), self._node_samples
         return round(self.means.count * whole / node) if node else 0
 
     def after_update(self) -> None:
@@ -146,7 +160,7 @@ class StepAgreement:
         sync = self._job.sync
         if sync is None or not self._ends_round:
             return
-        gathered = self._world.gather_later(self._local_flags())
+        gathered = self._world.gather_later(self._own_flags())
         self._rounds.append(_Round(gathered, self._job.checkpointing.progress))
         if len(self._rounds) > sync.max_staleness:
             oldest = self._rounds.popleft()
@@ -160,7 +174,10 @@ class StepAgreement:
             for sent in self._rounds:
                 sent.flags.wait()
             self._rounds.clear()
-            self.flags = _sums(self._world.gather(self._local_flags()))
+            self.flags = _sums(self._world.gather(self._own_flags()))
+
+    def _own_flags(self) -> Mapping[str, float]:
+        return {name: float(ask()) for name, ask in self._ask.items()}
 
 
 def _sums(by_rank: list[Mapping[str, float]]) -> dict[str, float]:

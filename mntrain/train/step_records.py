@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mntrain.data.phase_notes import noted
-from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.train.consensus import GlobalMeans
+from mntrain.metrics.registry import StepRecord
 from mntrain.train.job import TrainingJob
+from mntrain.train.step_means import GlobalMeans
 from mntrain.train.summary import JobResult
 from zero.optimizer import StepResult
 
@@ -33,7 +33,6 @@ def complete_step(
         job.reporter.warn(f"step {step} was skipped: the gradient's norm is {update.grad_norm}")
     seconds = times["step_s"]
     result.add(items, seconds, skipped=update.skipped)
-    reduced: dict[str, Any] = {n: value for n, value in means.values.items() if n in METRICS}
     with noted(rank, f"metrics of step {step}"):
         metrics = job.task.derive(means.loss, means.metrics)
     return StepRecord(
@@ -49,5 +48,4 @@ def complete_step(
         skipped=update.skipped,
         slow_ranks=job.balancing.slow_ranks(step) or None,
         **times,
-        **reduced,
     )

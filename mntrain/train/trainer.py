@@ -24,14 +24,15 @@ from mntrain.metrics.registry import StepRecord, StepTimer
 from mntrain.run.directory import write_early_end
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
-from mntrain.train.consensus import MeanAccumulator, compare_replicas
 from mntrain.train.evaluation import merge_sets
 from mntrain.train.failed_step import FailedStep, non_finite_stops
 from mntrain.train.garbage import frozen_garbage
 from mntrain.train.job import TrainingJob
+from mntrain.train.model_digest import compare_replicas
 from mntrain.train.part_counts import PartCounts
 from mntrain.train.run_saving import RunSaving
-from mntrain.train.step_agreement import StepAgreement
+from mntrain.train.step_agreement import Flags, StepAgreement
+from mntrain.train.step_means import StepMeans
 from mntrain.train.step_records import complete_step
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World, init
@@ -76,7 +77,7 @@ class Trainer:
         self._signals = SignalRequests(world.watchdog, config.run.grace, "--run.grace", on_signal)
         self._early_end = partial(write_early_end, job.run_dir)
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
-        self._means = MeanAccumulator(world.rank)
+        self._means = StepMeans(world.rank)
         self._counts = PartCounts(job.task, config.task, self._step_group)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
@@ -86,7 +87,7 @@ class Trainer:
             world,
             job,
             self._means,
-            self._local_flags,
+            self._flags(),
             failed_step=failed_step,
             save=self._saving.last_step,
         )
@@ -176,7 +177,7 @@ class Trainer:
         being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        with self._agreement.computing():
+        with self._agreement.computing(step):
             with timer("data"):
                 micro_batches = next(self._job.batches)
             with self._job.balancing.computing(step, timer):
@@ -237,17 +238,20 @@ class Trainer:
         self._means.add_loss(loss)
         return loss
 
-    def _local_flags(self) -> dict[str, float]:
-        """Return this rank's flags, of which ranks agree on the sums. Local."""
-        checkpointing = self._job.checkpointing
-        longest_s = self._longest_step_s * self._agreement.delay
-        near = self._job.deadline.near(longest_s, checkpointing.longest_s)
+    def _flags(self) -> Flags:
+        """Return functions of this rank's flags, of which ranks agree on the sums."""
+        signals, checkpointing = self._signals, self._job.checkpointing
         return {
-            "interrupted": float(self._signals.interrupted),
-            "preempted": float(self._signals.preempted or near),
-            "asked_to_stop": float(self._asked_to_stop is not None),
-            **checkpointing.local_flags(),
+            "interrupted": lambda: signals.interrupted,
+            "preempted": lambda: signals.preempted or self._near_deadline(),
+            "asked_to_stop": lambda: self._asked_to_stop is not None,
+            "save_due": lambda: checkpointing.local_flags()["save_due"],
+            "save_ready": lambda: checkpointing.local_flags()["save_ready"],
         }
+
+    def _near_deadline(self) -> bool:
+        longest_s = self._longest_step_s * self._agreement.delay
+        return self._job.deadline.near(longest_s, self._job.checkpointing.longest_s)
 
     def _update(self, step: int) -> StepResult:
         """Update the parameters and the learning rate, and clear the gradients. Collective."""

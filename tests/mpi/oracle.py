@@ -11,7 +11,7 @@ from torch.nn import functional
 from worlds import hosts
 
 import mntrain
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 
 ALGORITHMS = ["naive", "flat", "leader", "lanes"]
 EXACT = 1e-11  # in fp64, relative and absolute

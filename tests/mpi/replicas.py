@@ -6,7 +6,7 @@ from mpi4py import MPI
 from oracle import ADAMW, EXACT, init, loss_of, mine, samples
 from worlds import RANKS
 
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 
 RANK = MPI.COMM_WORLD.rank
 PER_NODE = 2 if RANKS == 4 else 1

@@ -25,7 +25,7 @@ from torch import nn
 from worlds import RANKS, refusal
 
 from mntrain.sync import DiLoCo, LocalSGD
-from mntrain.train.consensus import differing_ranks, model_digest
+from mntrain.train.model_digest import differing_ranks, model_digest
 from zero.norms import NonFiniteGradientError
 from zero.state import MASTER
 

@@ -8,9 +8,9 @@ from mpi4py import MPI
 
 import mntrain
 from mntrain.errors import TrainingStoppedError
-from mntrain.metrics import registry
 from mntrain.tasks import Max, Mean, Sum
-from mntrain.train.consensus import MeanAccumulator
+from mntrain.train.step_means import StepMeans
+from zero.step_message import StepMessage
 
 pytestmark = pytest.mark.mpi
 
@@ -43,15 +43,29 @@ def add(means, batch):
     )
 
 
-def test_metrics_are_those_of_all_items(group, monkeypatch):
-    monkeypatch.setitem(registry.METRICS, "longest", registry.Metric("max"))
-    means = MeanAccumulator(RANK)
+def test_a_message_has_sums_and_maxima_of_what_is_known_when_it_is_sent(group):
+    message, nan = StepMessage(), math.nan
+    known = []
+    message.put("flag", 1.0)
+    message.put("largest", lambda: known[0], "max")
+    message.put("nan", nan if RANK == 0 else 5.0, "max")
+    message.put("least", torch.tensor(-math.inf), "max")
+    message.put("tensor", lambda: torch.tensor([2.0]))
+    known.append(-1.0 - RANK)
+    assert not message.sent
+    message.send(group)
+    found = message.read()
+    assert math.isnan(found.pop("nan"))
+    assert found == {"flag": RANKS, "largest": -1.0, "least": -math.inf, "tensor": 2.0 * RANKS}
+
+
+def test_metrics_are_those_of_all_items(group):
+    means = StepMeans(RANK)
     for step in range(3):
         batches = range(step, step + 3)
         for batch in batches:
             add(means, batch)
-        values = {"flag": 1.0, "longest": -1.0 - RANK}
-        reduced = means.reduce(group, "in a step", values)
+        reduced = means.reduce(group, "in a step")
         every = torch.cat([items(rank, batch) for rank in range(RANKS) for batch in batches])
         assert reduced.loss == pytest.approx(every.mean().item(), rel=1e-12)
         assert reduced.count == len(every)
@@ -60,11 +74,10 @@ def test_metrics_are_those_of_all_items(group, monkeypatch):
         if len(marked):
             expected["marked"] = marked.mean().item()
         assert reduced.metrics == pytest.approx(expected, rel=1e-12)
-        assert reduced.values == {"flag": RANKS, "longest": -1.0}
 
 
 def test_a_metric_may_begin_late_and_on_one_rank_only(group):
-    means = MeanAccumulator(RANK)
+    means = StepMeans(RANK)
     found = []
     for step in range(4):
         metrics = {"loss": torch.tensor(2.0)}
@@ -78,7 +91,7 @@ def test_a_metric_may_begin_late_and_on_one_rank_only(group):
 
 
 def test_a_metric_that_ranks_reduce_in_two_ways_is_refused_on_all(group):
-    means = MeanAccumulator(RANK)
+    means = StepMeans(RANK)
     metric = Sum(1.0) if RANK == RANKS - 1 else Max(1.0)
     means.add(1, {"loss": torch.tensor(2.0), "odd": metric})
     if RANKS == 1:
@@ -89,17 +102,20 @@ def test_a_metric_that_ranks_reduce_in_two_ways_is_refused_on_all(group):
 
 
 def test_the_ranks_of_a_loss_that_is_not_finite_are_named(group):
-    means = MeanAccumulator(RANK)
+    means = StepMeans(RANK)
     means.add(1, {"loss": torch.tensor(math.nan if RANK == RANKS - 1 else 1.0)})
     assert means.reduce(group, "in step 1").nonfinite == f"nan on rank {RANKS - 1}"
 
 
 def test_a_group_without_items_has_no_loss_and_others_name_their_ranks_in_the_world():
     with mntrain.init(device="cpu", ranks_per_node=1) as world:
-        means = MeanAccumulator(RANK)
+        means = StepMeans(RANK)
         if RANK == 0 or RANKS == 1:
             means.add(1, {"loss": torch.tensor(math.nan)})
-        found = means.reduce(world.node_collectives, "in step 1", {"node_samples": 2.0}, [RANK])
+        message = StepMessage()
+        means.put(message, (RANK,))
+        message.send(world.node_collectives)
+        found = means.take(message, world.node_collectives, "in step 1", (RANK,))
         assert math.isnan(found.loss)
         assert found.nonfinite == ("nan on rank 0" if RANK == 0 else "")
-        assert (found.count, found.values) == (int(RANK == 0), {"node_samples": 2.0})
+        assert found.count == int(RANK == 0)

@@ -17,7 +17,7 @@ from mntrain.config import CheckpointConfig, RunConfig, ZeroConfig
 from mntrain.errors import TrainingStoppedError
 from mntrain.sync import SyncConfig
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 from mntrain.train.trainer import Trainer
 from zero.exchange import fragments, stale_rounds
 

@@ -10,7 +10,7 @@ from states import gather_slices
 from torch import nn
 
 import mntrain
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 from mntrain.train.optimization import weight_decay_groups
 from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
 

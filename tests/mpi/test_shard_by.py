@@ -39,7 +39,7 @@ from mntrain import checkpoint
 from mntrain.checkpoint import Manifest, Saver
 from mntrain.run import shard_sizes
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 from zero.layout import split_by_weight
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -26,7 +26,7 @@ from torch.nn import functional
 from worlds import RANKS, refusal
 
 from mntrain.comm.chunked import ChunkedCollective
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 from zero.gradients.unavailable import UnavailableGradient
 
 pytestmark = pytest.mark.mpi

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from worlds import RANKS
 
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 from zero import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi

@@ -28,7 +28,7 @@ from oracle import (
 from torch.optim import lr_scheduler
 from worlds import RANKS
 
-from mntrain.train.consensus import model_digest
+from mntrain.train.model_digest import model_digest
 from mntrain.train.optimization import weight_decay_groups
 
 pytestmark = pytest.mark.mpi

@@ -27,7 +27,7 @@ from replicas import (
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
-from mntrain.train.consensus import differing_ranks, model_digest
+from mntrain.train.model_digest import differing_ranks, model_digest
 from zero.comm_hooks.codes import ChunkCode
 from zero.exchange import stale_rounds
 from zero.exchange.local_sgd import EXCHANGED, DiLoCoSchedule, LocalSGDSchedule

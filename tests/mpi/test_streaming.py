@@ -28,7 +28,7 @@ from torch import nn
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
-from mntrain.train.consensus import differing_ranks, model_digest
+from mntrain.train.model_digest import differing_ranks, model_digest
 from zero.comm_hooks.codes import BlockCode, ChunkCode
 from zero.exchange.fragments import ARRIVING
 from zero.exchange.local_sgd import EXCHANGED, MOMENTUM

@@ -1,5 +1,6 @@
 """The order in which a training job communicates, and how it stops for one of its ranks."""
 
+import json
 import os
 import signal
 import time
@@ -7,13 +8,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 from mpi4py import MPI
 from small_jobs import Signalling, small, steps_taken, summary_of
+from torch import nn
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint import Saver
 from mntrain.checkpoint.reader import inspect, list_checkpoints
-from mntrain.config import CheckpointConfig
+from mntrain.comm.collectives import WorldCollectives
+from mntrain.config import CheckpointConfig, ZeroConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.trainer import Trainer
 
@@ -58,6 +62,62 @@ def test_nothing_queues_between_an_update_and_the_next_forward(world, tmp_path, 
         gathers = communicated.count("all_gather")
         assert gathers > 0
         assert communicated[-gathers:] == ["all_gather"] * gathers
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """The dtypes of all tensors that are summed over ranks."""
+    dtypes: list[torch.dtype] = []
+    all_reduce = WorldCollectives.all_reduce
+
+    def counted(self, tensor, wire=None):
+        dtypes.append(tensor.dtype)
+        return all_reduce(self, tensor, wire)
+
+    monkeypatch.setattr(WorldCollectives, "all_reduce", counted)
+    return dtypes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_of_a_job_has_one_small_message_and_its_norm(world, tmp_path, sums, stage):
+    config = small(tmp_path)
+    trainer = Trainer(world, replace(config, zero=ZeroConfig(stage=stage)))
+    for step in (1, 2):  # in which ranks learn the names of metrics
+        trainer.train_step(step)
+    micro_batches = len(next(trainer._job.batches))
+    sums.clear()
+    trainer.train_step(3)
+    announced = micro_batches if stage == 2 and RANKS > 1 else 0
+    assert sums.count(torch.float64) == 2 + announced
+    trainer._job.lock and trainer._job.lock.close()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_sums_of_an_own_loop_travel_with_the_gradients_of_an_only_optimizer(
+    world, tmp_path, sums, several
+):
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+    spare = world.optimizer(other, torch.optim.SGD, lr=0.1) if several else None
+    folder = tmp_path if world.master else None
+    run = world.gather(folder)[0] / "own"
+    with world.metrics(run) as log:
+        for step in range(1, 6):
+            model(torch.full((2, 3), float(RANK))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                sums.clear()
+            log.log(step, loss=float(RANK))
+            assert not world.stop_requested()
+        small_sums = sums.count(torch.float64)
+        assert small_sums == (2 * 2 + 3 * 2 if several else 2 * 2)
+    if spare:
+        spare.close()
+    if world.master:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        mean = sum(range(RANKS)) / RANKS
+        assert [(line["step"], line["loss"]) for line in lines] == [(n, mean) for n in range(1, 6)]
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,16 @@ from zero.layout import Bucket
 from zero.master_weights import OptimizerShard
 from zero.norms import FiniteCheck, global_norm
 from zero.precision import LossScale
+from zero.step_message import StepMessage
 
 
 class StepReduction:
     """The reduction of gradients: buckets, batch weights, and the consensus on them.
 
-    A small all-reduce of the ranks' weights ends a reduction. At stage 2 every micro-batch is
-    reduced by itself, and ranks may have different numbers of them. So a rank announces each one by
-    the same all-reduce, and ranks that have finished contribute zeros until every rank is done:
+    A `StepMessage` ends a reduction, with the ranks' weights and what others have put into it. At
+    stage 2 every micro-batch is reduced by itself, and ranks may have different numbers of them. So
+    a rank announces each one by the same message, and ranks that have finished contribute zeros
+    until every rank is done:
 
         rank 0   announce   buckets   announce   buckets   done
         rank 1   announce   buckets   done       zeros     done
@@ -60,6 +62,7 @@ class StepReduction:
         )
         self.finite = FiniteCheck(enabled=not alone)  # of this rank's gradients
         announce = self._announce if every_micro_batch else None
+        self._message = self._begin_message()
         self.buckets = GradientBuckets(
             self._gradients,
             self.weight,
@@ -95,6 +98,13 @@ class StepReduction:
     @property
     def _whole(self) -> bool:
         return self.group.size == self._world_size
+
+    @property
+    def message(self) -> StepMessage:
+        """The message that ends the current or coming reduction."""
+        if self._message.sent:
+            self._message = self._begin_message()
+        return self._message
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Add buckets of parameters by name. Collective, between steps."""
@@ -140,8 +150,9 @@ class StepReduction:
         self.weight.finish()
         self.buckets.begin()
         self.buckets.launch_remaining()
-        weight, divisor, missing, late = self._totals()
-        unused = self._unused() if missing else frozenset()
+        totals = self._totals()
+        weight, divisor = totals["weight"], totals["divisor"]
+        unused = self._unused() if totals["missing"] else frozenset()
         if self._levels is not None and self._levels.count > 1:
             # The hook also sends what it has not sent before.
             self.used |= self._parameters.keys() - unused
@@ -154,7 +165,8 @@ class StepReduction:
         self._left = self._gradients.exist
         if divisor > 0:
             self._hook.end_reduction(divisor)
-        self.buckets.end(again=bool(late))
+        late = bool(totals["late"])
+        self.buckets.end(again=late)
         if late:
             self._finish()
             return
@@ -262,37 +274,42 @@ class StepReduction:
         )
         return self._hook(bucket)
 
+    def _begin_message(self) -> StepMessage:
+        """Return a message with this rank's part of a reduction. Local."""
+        message, weight = StepMessage(), self.weight
+        message.put("running", 0.0)
+        message.put("weight", lambda: weight.weight)
+        message.put("divisor", lambda: weight.divisor)
+        message.put("missing", lambda: self.buckets.missing)
+        message.put("late", lambda: self.buckets.late)
+        message.put("checked", lambda: weight.has_digest)
+        message.put("digest", lambda: weight.digest)
+        message.put("squared digest", lambda: weight.digest**2)
+        return message
+
     def _announce(self) -> None:
         """Announce a micro-batch. Collective; does not wait."""
-        if self.group.size > 1:
-            self.group.all_reduce(torch.tensor([1.0, *[0.0] * 7], dtype=torch.float64))
+        self.message.announce(self.group, "running")
 
-    def _totals(self) -> tuple[float, float, float, float]:
-        """Wait until all ranks have finished, and return four sums over them. Collective.
+    def _totals(self) -> dict[str, float]:
+        """Wait until all ranks have finished, and return sums over them. Collective.
 
-        The samples, the divisor of the sum of gradients, the parameters without a gradient, and the
-        gradients that need another reduction.
+        Of the samples ("weight"), the divisors of the sum of gradients, the parameters without a
+        gradient ("missing"), and the gradients that need another reduction ("late").
         """
-        own_weight, digest = self.weight, float(self.weight.digest)
-        checked = float(own_weight.has_digest)
-        figures = [own_weight.weight, own_weight.divisor, self.buckets.missing, self.buckets.late]
-        if self.group.size == 1:
-            weight, divisor, missing, late = figures
-            return weight, divisor, missing, late
-        own = [0.0, *figures, checked, digest, digest * digest]
+        message = self.message
         while True:
-            counts = torch.tensor(own, dtype=torch.float64)
-            self.group.all_reduce(counts).wait()
-            running, weight, divisor, missing, late, ranks, total, squares = counts.tolist()
-            if running:
-                self.buckets.contribute_zeros()
-                continue
-            if ranks * squares != total * total:
-                raise RuntimeError(
-                    "the ranks drew different samples for one global batch: seed the sampler "
-                    "alike on all ranks"
-                )
-            return weight, divisor, missing, late
+            message.send(self.group)
+            totals = message.read()
+            if not totals["running"]:
+                break
+            self.buckets.contribute_zeros()
+        if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
+            raise RuntimeError(
+                "the ranks drew different samples for one global batch: seed the sampler alike on "
+                "all ranks"
+            )
+        return totals
 
     def _unused(self) -> frozenset[str]:
         """Return the names of parameters that no rank has used. Collective."""

@@ -8,6 +8,7 @@ import mntrain
 from mntrain.errors import AgreedError
 from mntrain.train import failed_step
 from mntrain.train.failed_step import FailedStep
+from zero.step_message import StepMessage
 
 
 class Waiting:
@@ -32,7 +33,7 @@ def test_a_failed_rank_that_waits_for_long_prints_its_error(world, capfd, monkey
     told = threading.Timer(0.5, optimizer.others.set)
     told.start()
     step = FailedStep(world, optimizer)
-    with step.caught():
+    with step.caught(StepMessage()):
         raise KeyError("a bug")
     told.join()
     assert step.flag
@@ -44,13 +45,13 @@ def test_a_failed_rank_that_waits_for_long_prints_its_error(world, capfd, monkey
 def test_one_that_does_not_wait_prints_nothing(world, capfd):
     optimizer = Waiting()
     optimizer.others.set()
-    with FailedStep(world, optimizer).caught():
+    with FailedStep(world, optimizer).caught(StepMessage()):
         raise KeyError("a bug")
     assert capfd.readouterr().err == ""
 
 
 def test_errors_that_all_ranks_know_are_raised_at_once(world):
     step = FailedStep(world, Waiting())
-    with pytest.raises(AgreedError), step.caught():
+    with pytest.raises(AgreedError), step.caught(StepMessage()):
         raise AgreedError("of all", 0)
     assert not step.flag

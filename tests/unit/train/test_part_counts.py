@@ -8,9 +8,9 @@ import torch
 from mntrain.config import Config
 from mntrain.metrics.registry import StepTimer
 from mntrain.tasks import Loss, Losses, Mean, Task
-from mntrain.train.consensus import MeanAccumulator
 from mntrain.train.evaluation import merge_sets
 from mntrain.train.part_counts import PartCounts
+from mntrain.train.step_means import StepMeans
 from zero import SingleProcessCollectives
 
 GROUP = SingleProcessCollectives()
@@ -124,7 +124,7 @@ def test_the_loss_of_several_validation_sets_is_that_of_their_items_together():
         "y": Losses({"a": Mean(torch.tensor(5.0), 1), "b": Mean(torch.tensor(0.0), 0)}),
     }
     by_set = {}
-    means = MeanAccumulator(0)
+    means = StepMeans(0)
     for name, losses in sets.items():
         means.add_loss(losses)
         by_set[name] = means.reduce(GROUP, "in evaluation")
@@ -135,7 +135,7 @@ def test_the_loss_of_several_validation_sets_is_that_of_their_items_together():
 
 
 def test_items_are_those_that_the_task_names_or_those_of_all_parts():
-    means = MeanAccumulator(0)
+    means = StepMeans(0)
     parts = {"a": Mean(torch.tensor(1.0), 3), "b": Mean(torch.tensor(7.0), 2)}
     for items, count in ((None, 5), (11, 11)):
         means.add_loss(Losses(parts, items=items))

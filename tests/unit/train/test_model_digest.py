@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from mntrain.errors import TrainingStoppedError
-from mntrain.train.consensus import MeanAccumulator, differing_ranks, model_digest
+from mntrain.train.model_digest import differing_ranks, model_digest
+from mntrain.train.step_means import StepMeans
 from zero import SingleProcessCollectives
 
 
@@ -98,7 +99,7 @@ def test_differing_ranks_are_those_without_the_most_common_digest(digests, diffe
 
 
 def test_means_start_anew_after_a_reduction_and_leave_out_empty_batches():
-    means = MeanAccumulator(0)
+    means = StepMeans(0)
     for accuracy in (0.5, 0.75):
         means.add(3, {"loss": torch.tensor(2.0), "accuracy": torch.tensor(accuracy)})
         means.add(1, {"loss": torch.tensor(4.0)})

@@ -1,0 +1,82 @@
+"""Numbers that the ranks of a step establish together, in one small message."""
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zero.collectives import Collectives, CompletedWork, Work
+
+Value: TypeAlias = float | Tensor | Callable[[], float | Tensor]
+
+
+class StepMessage:
+    """Numbers by name, each a sum or a maximum over ranks: one all-reduce in fp64.
+
+        put ... put -> send -> read
+
+    All ranks put the same names in the same order. A value may be a function, which is called when
+    the message is sent, or a tensor of one element, which is read then. A maximum is NaN if any
+    rank's value is: every rank has a place of its own in the sum.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[Value, bool]] = {}  # with True for a maximum
+        self._numbers = torch.zeros(0, dtype=torch.float64)  # on their way
+        self._work: Work = CompletedWork()
+        self._size = 0  # ranks that it was sent to; 0: not sent yet
+
+    @property
+    def sent(self) -> bool:
+        """True if the message was sent: no name may be put any more."""
+        return self._size > 0
+
+    def put(self, name: str, value: Value, reduce: Literal["sum", "max"] = "sum") -> None:
+        """Add a number. Local."""
+        assert not self.sent, f"{name} is put into a message that was sent"
+        assert name not in self._values, f"{name} is put twice"
+        self._values[name] = value, reduce == "max"
+
+    def announce(self, group: Collectives, name: str) -> None:
+        """Send 1 for a name and 0 for all others, where other ranks may send the whole message.
+
+        Collective; does not wait.
+        """
+        if group.size > 1:
+            group.all_reduce(self._pack(group, [float(name == other) for other in self._values]))
+
+    def send(self, group: Collectives) -> None:
+        """Send the numbers to the ranks of a group, once more if called again. Collective."""
+        asked = [value() if callable(value) else value for value, _ in self._values.values()]
+        tensors = [value.detach().double() for value in asked if isinstance(value, Tensor)]
+        on_device = iter(_read(tensors))
+        numbers = [next(on_device) if isinstance(v, Tensor) else float(v) for v in asked]
+        self._size, self._numbers = group.size, self._pack(group, numbers)
+        self._work = group.all_reduce(self._numbers) if group.size > 1 else CompletedWork()
+
+    def read(self) -> dict[str, float]:
+        """Return the reduced numbers by name. Waits for the ranks that it was sent to."""
+        assert self.sent, "the message was not sent"
+        self._work.wait()
+        widths = [self._size if maximum else 1 for _, maximum in self._values.values()]
+        parts = self._numbers.split(widths)
+        return {name: float(part.max()) for name, part in zip(self._values, parts, strict=True)}
+
+    def _pack(self, group: Collectives, numbers: list[float]) -> Tensor:
+        """Return what is summed: a maximum has a place for each rank."""
+        packed: list[float] = []
+        for number, (_, maximum) in zip(numbers, self._values.values(), strict=True):
+            places = [0.0] * (group.size if maximum else 1)
+            places[group.rank if maximum else 0] = number
+            packed += places
+        return torch.tensor(packed, dtype=torch.float64)
+
+
+def _read(tensors: list[Tensor]) -> list[float]:
+    """Return the values of tensors of one element. Waits for their device, once."""
+    if not tensors:
+        return []
+    device = tensors[0].device
+    values: list[float] = torch.stack([t.reshape(()).to(device) for t in tensors]).tolist()
+    return values
