@@ -20,8 +20,7 @@ from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.config import CommConfig
 from mntrain.config_types import takes_options
-from mntrain.data.loader import ShardedLoader
-from mntrain.data.shard_registry import ShardRegistry
+from mntrain.data.loader import ShardedLoader, ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import BatchNorms

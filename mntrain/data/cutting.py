@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero.layout import split
-
 Lists: TypeAlias = Literal["samples", "columns"] | None
 """Meaning of the lists of a batch when it is cut.
 
@@ -32,21 +30,6 @@ Lists: TypeAlias = Literal["samples", "columns"] | None
 None: samples if no entry is a tensor or array with dimensions; columns if some are, of unlike kinds
 (dtype or number of dimensions). A list of like tensors may be either, so it is refused.
 """
-
-Rows: TypeAlias = slice
-
-
-def share_of(
-    samples: int, rank: int, size: int, bounds: Sequence[int] | None = None
-) -> tuple[Rows, int]:
-    """Return a rank's rows of a batch, or the stand-in's, and the rank's number of samples.
-
-    `bounds` are those of the ranks' parts; None makes these equal to within one.
-    """
-    if samples == 0:
-        raise ValueError("the loader made a batch of no samples: leave it out")
-    start, stop = (bounds or split(samples, size))[rank : rank + 2]
-    return (slice(start, stop), stop - start) if start < stop else (slice(0, 1), 0)
 
 
 def length_of(batch: Any, lists: Lists = None) -> int:
@@ -70,7 +53,7 @@ def length_of(batch: Any, lists: Lists = None) -> int:
     return lengths.pop()
 
 
-def cut(batch: Any, rows: Rows, lists: Lists = None) -> Any:
+def cut(batch: Any, rows: slice, lists: Lists = None) -> Any:
     """Return the rows of a batch: views of its tensors and arrays, and new containers."""
     return map_columns(batch, itemgetter(rows), lists)
 
@@ -80,48 +63,43 @@ def join(parts: Sequence[Any]) -> Any:
 
     Lists and tuples of samples become lists; what is not cut comes from the first part.
     """
-    first = parts[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return torch.cat(list(parts))
-    if isinstance(first, np.ndarray) and first.ndim:
-        return np.concatenate(parts)
-    if isinstance(first, Mapping):
-        joined = copy.copy(first) if isinstance(first, MutableMapping) else {}
-        joined.update({key: join([part[key] for part in parts]) for key in first})
-        return joined
-    if isinstance(first, tuple | list):
-        if _is_column(first, None):
-            return [entry for part in parts for entry in part]
-        fields = [join(column) for column in zip(*parts, strict=True)]
-        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first) if field.init]
-        first = dataclasses.replace(
-            first, **{name: join([getattr(part, name) for part in parts]) for name in names}
-        )
-    return first
+    return map_columns(parts[0], _join_columns, None, *parts[1:])
 
 
-def map_columns(nest: Any, change: Callable[[Any], Any], lists: Lists) -> Any:
-    """Return a nested batch with all columns changed."""
+def _join_columns(*columns: Any) -> Any:
+    if isinstance(columns[0], Tensor):
+        return torch.cat(columns)
+    if isinstance(columns[0], np.ndarray):
+        return np.concatenate(columns)
+    return [entry for column in columns for entry in column]
+
+
+def map_columns(nest: Any, change: Callable[..., Any], lists: Lists, *others: Any) -> Any:
+    """Return a nested batch with all columns changed.
+
+    `change` gets those of `others`, nests of like structure, too.
+    """
     if isinstance(nest, Tensor | np.ndarray):
-        return change(nest) if nest.ndim else nest
+        return change(nest, *others) if nest.ndim else nest
     if nest is None or isinstance(nest, str | bytes | Number | np.generic):
         return nest
     if isinstance(nest, Mapping):
         changed = copy.copy(nest) if isinstance(nest, MutableMapping) else {}
-        changed.update({key: map_columns(value, change, lists) for key, value in nest.items()})
+        for key, value in nest.items():
+            changed[key] = map_columns(value, change, lists, *(other[key] for other in others))
         return changed
     if isinstance(nest, tuple | list):
         if _is_column(nest, lists):
-            return change(nest)
-        items = [map_columns(value, change, lists) for value in nest]
+            return change(nest, *others)
+        fields = zip(nest, *others, strict=True)
+        items = [map_columns(value, change, lists, *rest) for value, *rest in fields]
         return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        names = [field.name for field in dataclasses.fields(nest) if field.init]
-        return dataclasses.replace(
-            nest, **{name: map_columns(getattr(nest, name), change, lists) for name in names}
-        )
+        made = {}
+        for name in [field.name for field in dataclasses.fields(nest) if field.init]:
+            value, *rest = (getattr(one, name) for one in (nest, *others))
+            made[name] = map_columns(value, change, lists, *rest)
+        return dataclasses.replace(nest, **made)
     raise TypeError(
         f"a batch with a {type(nest).__name__} cannot be cut into samples: use tensors, arrays "
         "and lists of samples, in tuples, mappings or dataclasses"

@@ -7,86 +7,233 @@ Each batch of the loader is a global batch:
 
 The ranks see the same batches because the default generators of torch, Python and numpy, from
 which a loader draws its shuffling, are seeded by (seed, epoch) while it draws. Ranks compare the
-first batch of every new loader (`mntrain.data.first_batch`). Where the batches are made of indices,
-a digest of them goes to the optimizers, which compare it between ranks in each step.
+first batch of every new loader (`mntrain.data.sample_digest`). Where the batches are made of
+indices, a digest of them goes to the optimizers, which compare it between ranks in each step.
 """
 
 import copy
 import math
+import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, TypeVar, cast
-from weakref import finalize
+from typing import Any, Literal, Protocol, cast
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    default_collate,
+)
 
 from mntrain.data.cutting import Lists, cut, length_of
-from mntrain.data.divided import DividedSource
-from mntrain.data.first_batch import FirstBatch, of_batch, of_indices
-from mntrain.data.loader_balance import LoaderBalance
+from mntrain.data.loader_balance import LoaderBalance, OwnClock
 from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.source import Part, Pass, PassRecord, ShardContext, Source, rebuilt
+from mntrain.data.sample_digest import FirstBatch, ends, of_batch, of_samples, sizes_of
+from mntrain.data.shares import BatchNumber
+from mntrain.data.source import (
+    Feed,
+    Part,
+    Pass,
+    PassRecord,
+    Peers,
+    Source,
+    divided_parts,
+    rebuilt,
+    share_of,
+)
 from mntrain.data.streams import StreamSource
 from zero.gradients.weights import BatchSource
+from zero.optimizer import ZeroOptimizer
 
-T = TypeVar("T")
+
+class LoaderRanks(Protocol):
+    """The ranks of a job as its loaders see them: a `mntrain.world.World`."""
+
+    rank: int
+    size: int
+
+    @property
+    def waits(self) -> OwnClock:
+        """The clock of this rank, which stands still while it waits for others."""
+
+    def memory_room(self) -> float:
+        """Return the factor by which this rank's largest need of memory may grow. Local."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective."""
 
 
 @dataclass
 class Passes:
-    """The passes over one dataset: the epoch of the next one, and how the last one ended.
+    """The passes over one dataset, and whether ranks have compared a loader."""
 
-    And the ranks' speeds, if its batches are divided by them.
-    """
-
-    epoch: int = 0
-    left_early: bool = False
-    balance: LoaderBalance | None = None
+    epoch: int = 0  # of the next pass
+    left_early: bool = False  # the last one
+    balance: LoaderBalance | None = None  # if its batches are divided by the ranks' speeds
+    compared: bool = False
 
 
-@dataclass
-class Comparison:
-    """State of the comparison of a loader over ranks; `always` if it cannot be recognized later."""
+class PassesByOwner:
+    """The passes over datasets and loaders, for as long as these live."""
 
-    always: bool = True
-    done: bool = False
+    def __init__(self) -> None:
+        self._passes: dict[int, Passes] = {}
 
-
-class ByOwner(Generic[T]):
-    """Values by the object that they are about, for as long as it lives."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._values: dict[int, T] = {}
-
-    def of(self, *owners: Any) -> T | None:
-        """Return the value of the first object that takes weak references; None for lists, say."""
+    def of(self, *owners: Any) -> Passes | None:
+        """Return those over the first object that takes weak references; None for lists, say."""
         for owner in owners:
-            if id(owner) in self._values:
-                return self._values[id(owner)]
+            if id(owner) in self._passes:
+                return self._passes[id(owner)]
             try:
-                finalize(owner, self._values.pop, id(owner)).atexit = False
+                finalize(owner, self._passes.pop, id(owner)).atexit = False
             except TypeError:
                 continue
-            return self._values.setdefault(id(owner), self._make())
+            return self._passes.setdefault(id(owner), Passes())
         return None
 
 
-class PassesByDataset:
-    """The passes over every dataset that a world has sharded, for as long as the dataset lives."""
+class ShardRegistry:
+    """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
-    def __init__(self) -> None:
-        self._passes = ByOwner(Passes)
+    `ranks` may be a weak proxy of the world. Its methods are looked up when they are called: a
+    bound one would keep the world alive. Collective are `compare`, which raises an error on all
+    ranks if their loaders differ, and `length_of_divided`, which returns the number of batches of
+    the longest of the ranks' own loaders.
+    """
 
-    def of(self, loader: Any) -> Passes:
-        """Return the passes over a loader's dataset, or over the loader itself."""
-        return self._passes.of(getattr(loader, "dataset", None), loader) or Passes()
+    def __init__(
+        self,
+        ranks: LoaderRanks,
+        optimizers: Sequence[ZeroOptimizer],
+        compare: Callable[[LoaderRanks, FirstBatch], None],
+        length_of_divided: Callable[[LoaderRanks, Iterable[Any]], int | None],
+    ) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self.compare = partial(compare, ranks) if ranks.size > 1 else None
+        self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
+        self._ranks, self._optimizers = ranks, optimizers
+        self._length_of_divided = length_of_divided
+        self._passes = PassesByOwner()
+        # The batch of a pass in progress.
+        self._batch: tuple[float, int | None, BatchSource] | None = None
+        self._balances: list[LoaderBalance] = []
+        # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
+        self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
+
+    def shard(
+        self,
+        loader: Iterable[Any],
+        seed: int,
+        weight: Callable[[Any], float] | None,
+        lists: Literal["samples", "columns"] | None,
+        *,
+        balance: bool,
+        divided: bool,
+    ) -> "ShardedLoader":
+        """Return the shard of a loader. See `World.shard`."""
+        if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
+            raise ValueError(
+                f"loader is of type {type(loader).__name__}: give a torch DataLoader, or another "
+                "iterable of global batches"
+            )
+        if not isinstance(balance, bool):
+            raise ValueError(
+                f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
+                "(--balance.mode cadence), since a loop of one's own decides when to step"
+            )
+        dataset = getattr(loader, "dataset", None)
+        if balance and (divided or isinstance(dataset, IterableDataset)):
+            raise ValueError(
+                "balance=True divides global batches, and neither the parts of divided=True nor "
+                "the samples of an IterableDataset: leave one of the two out"
+            )
+        batches = self._length_of_divided(self._ranks, loader) if divided else None
+        key = id(loader), seed, id(weight), lists, balance, divided
+        shard = self._shards.get(key)
+        if shard is None:
+            passes = self._passes.of(dataset, loader) or Passes()
+            if balance and self.size > 1 and passes.balance is None:
+                passes.balance = self._next_balance()
+            shard = ShardedLoader(
+                loader,
+                self,
+                passes,
+                seed=seed,
+                weight=weight,
+                lists=lists,
+                known=self._passes.of(loader),
+                balance=passes.balance if balance else None,
+                divided=divided,
+                batches=batches,
+            )
+            self._shards[key] = shard
+        return shard
+
+    def _next_balance(self) -> LoaderBalance:
+        """Return the balance of a new dataset: that of one whose pass has ended, or a new one.
+
+        An epoch may have a dataset of its own, too short to measure speeds in it.
+        """
+        known = next((one for one in self._balances if one.hand_over()), None)
+        if known is None:
+            known = LoaderBalance(
+                self.size, self.gather, self._ranks.waits, self._memory_room, self._check_schedules
+            )
+            self._balances.append(known)
+        return known
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective."""
+        return self._ranks.gather(value)
+
+    def _memory_room(self) -> float:
+        return self._ranks.memory_room()
+
+    def expect(
+        self, own: float, total: int | None, digest: int | None, source: BatchSource
+    ) -> None:
+        """Tell the optimizers of a batch that is handed out; `total` is None if not in samples."""
+        self._batch = own, total, source
+        for optimizer in self._open():
+            optimizer.expect_batch(own, total, digest, source)
+
+    def forget(self, *, drawn: bool) -> None:
+        """Tell the optimizers that a pass has ended; `drawn`: to drop batches not used yet."""
+        self._batch = None
+        for optimizer in self._open():
+            optimizer.forget_batches(drawn=drawn)
+
+    def tell(self, optimizer: ZeroOptimizer) -> None:
+        """Tell an optimizer that was just made of the batch that was drawn before. Local."""
+        if self._batch is not None:
+            optimizer.assume_batch(*self._batch)
+
+    def _check_schedules(self) -> None:
+        """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
+        schedules = (one.schedule for one in self._open())
+        rare = [schedule for schedule in schedules if schedule.replicas > 1]
+        if not all(schedule.weighted for schedule in rare):
+            raise ValueError(
+                "balance=True with an optimizer that has sync=: each node counts the same in an "
+                "exchange, whatever its samples; add weighted=True to its description, such as "
+                "LocalSGD(every=50, weighted=True)"
+            )
+        if any(schedule.independent(sys.maxsize) for schedule in rare):
+            raise ValueError(
+                "balance=True with an optimizer that has max_staleness: its nodes do not wait for "
+                "each other, and to compare speeds ranks do; leave one of the two out"
+            )
+
+    def _open(self) -> Iterator[ZeroOptimizer]:
+        return (optimizer for optimizer in self._optimizers if not optimizer.closed)
 
 
 class ShardedLoader:
@@ -107,32 +254,32 @@ class ShardedLoader:
     no stand-ins are handed out, so each sample is seen once, and ranks may get unequal numbers of
     batches. The optimizers are told nothing.
 
-    With `balance` in the context, parts are in proportion to the ranks' speeds instead of equal.
+    With `balance`, parts are in proportion to the ranks' speeds instead of equal. `divided`: the
+    loader of each rank has the rank's own part of the data, and its batches are handed out whole;
+    together they are the global batches. A rank that has no more gets its last batch as a stand-in,
+    until no rank has any more. `batches` are those of the longest loader.
 
-    `divided`: the loader of each rank has the rank's own part of the data, and its batches are
-    handed out whole; together they are the global batches. A rank that has no more gets its last
-    batch as a stand-in, until no rank has any more. `batches` are those of the longest loader.
-
-    Local, but for the first pass over a loader, in which ranks compare it (`comparison`), for
-    training with `balance`, which is iterated by the training thread, and for training with
-    `divided` or on an IterableDataset with streams of its own for each worker. A source of
-    randomness other than the default generators, such as a sampler with its own generator, must be
-    seeded alike on all ranks by the caller. Raises ValueError for a loader with a
-    DistributedSampler, whose batches are sharded already; iterating, ValueError for an empty batch
-    and for a weight that is negative or not finite, TypeError for a batch that cannot be cut, and
-    what `compare` of the context raises.
+    Local, but for the first pass over a loader, in which ranks compare it (in each pass over one
+    that is not `known`), for training with `balance`, which is iterated by the training thread, and
+    for training with `divided` or on an IterableDataset with streams of its own for each worker. A
+    source of randomness other than the default generators, such as a sampler with its own
+    generator, must be seeded alike on all ranks by the caller. Raises ValueError for a loader with
+    a DistributedSampler, whose batches are sharded already; iterating, ValueError for an empty
+    batch and for a weight that is negative or not finite, TypeError for a batch that cannot be cut,
+    and what `compare` of the registry raises.
     """
 
     def __init__(
         self,
         loader: Iterable[Any],
-        context: ShardContext,
-        passes: Passes | None = None,
+        shards: ShardRegistry,
+        passes: Passes,
         *,
         seed: int = 0,
         weight: Callable[[Any], float] | None = None,
         lists: Lists = None,
-        comparison: Comparison | None = None,
+        known: Passes | None = None,
+        balance: LoaderBalance | None = None,
         divided: bool = False,
         batches: int | None = None,
     ) -> None:
@@ -144,15 +291,16 @@ class ShardedLoader:
                 "build it with shuffle=True or another sampler over all samples, or give "
                 "divided=True"
             )
-        self._loader, self._context, self._passes = loader, context, passes or Passes()
-        self._seed, self._weight = seed, weight
-        self._comparison = comparison or Comparison()
-        self._batches = batches
-        self._drawn = BatchSource(balanced=divided or context.balance is not None)
+        self._loader, self._shards, self._passes = loader, shards, passes
+        self._seed, self._weight, self._known = seed, weight, known
+        self._balance, self._batches = balance, batches
+        self._drawn = BatchSource(balanced=divided or balance is not None)
+        peers = Peers(shards.rank, shards.size, shards.gather)
         if divided:
-            self._source: Source = DividedSource(_source(loader, context.alone(), lists), context)
+            whole = _source(loader, Peers(0, 1, lambda value: [value]), lists, None)
+            self._source: Source = partial(divided_parts, whole, peers)
         else:
-            self._source = _source(loader, context, lists)
+            self._source = _source(loader, peers, lists, balance)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
@@ -180,17 +328,16 @@ class ShardedLoader:
         if training:  # an evaluation of the same data changes no order
             self._passes.epoch = state["epoch"] + 1
         seed = mixed_seed(self._seed, state["epoch"])
-        own_seed = mixed_seed(seed, self._context.rank)
-        balance = self._context.balance
-        number = balance.begin_pass() if training and balance else 0
-        due = self._comparison.always or not self._comparison.done
-        compare = self._compare if due and self._context.compare is not None else None
-        this = Pass(own_seed, seed, state["batches"], state["stream"], training, number, compare)
+        seeds = seed, mixed_seed(seed, self._shards.rank)
+        number = self._balance.begin_pass() if training and self._balance else 0
+        due = self._shards.compare is not None and not (self._known and self._known.compared)
+        compare = self._compare if due else None
+        this = Pass(*seeds, state["batches"], state["stream"], training, number, compare)
         if not training:
             return (part.batch for part in self._recorded(this))
         if self._passes.left_early:
             self._passes.left_early = False
-            self._context.forget(True)
+            self._shards.forget(drawn=True)
         self._state, self._resumes = state, False
         return self._train(this, state)
 
@@ -212,8 +359,7 @@ class ShardedLoader:
         without a `load_state_dict`, and of other iterables than DataLoaders.
         """
         self.epoch = state_dict["epoch"]
-        self._state = copy.deepcopy(state_dict)
-        self._resumes = True
+        self._state, self._resumes = copy.deepcopy(state_dict), True
 
     def _generator_state(self) -> str | None:
         if self._generator is None:
@@ -229,7 +375,7 @@ class ShardedLoader:
         # Batches that were drawn but not used yet keep their weight: a prefetcher trains them after
         # the end, and so may the caller of next(iter(...)). If the pass was left early, the next
         # one drops them.
-        balance = self._context.balance
+        balance = self._balance
         try:
             for part in self._recorded(this):
                 state["batches"] += 1
@@ -238,7 +384,7 @@ class ShardedLoader:
                 self._drawn.drawn += 1
                 self._drawn.plan, self._drawn.samples = part.plan, part.own
                 total = part.total if self._weight is None else None
-                self._context.expect(own, total, part.digest, self._drawn)
+                self._shards.expect(own, total, part.digest, self._drawn)
                 yield part.batch
                 if balance is not None:
                     balance.batch_done(part.own, part.total)
@@ -246,7 +392,7 @@ class ShardedLoader:
             self._passes.left_early = True
             raise
         finally:
-            self._context.forget(False)
+            self._shards.forget(drawn=False)
             if balance is not None:
                 balance.end_pass(this.number)
         if self._state is state:
@@ -254,19 +400,19 @@ class ShardedLoader:
 
     def _recorded(self, this: Pass) -> Iterator[Part]:
         """Yield the parts of a pass, and note which were handed out last."""
-        record = PassRecord()
-        self._context.note(record)
-        for part in self._source.parts(this):
-            record.batches.append((part.number, part.own, part.total))
-            self._context.note(record)
+        record: PassRecord = []
+        self._shards.latest = record
+        for part in self._source(this):
+            record.append((part.number, part.own, part.total))
+            self._shards.latest = record
             yield part
-        self._context.note(record)
+        self._shards.latest = record
 
     def _compare(self, first: FirstBatch) -> None:
-        """Compare the first batch with those of the other ranks. Collective."""
-        assert self._context.compare is not None
-        self._context.compare(first)
-        self._comparison.done = True
+        assert self._shards.compare is not None
+        self._shards.compare(first)
+        if self._known is not None:
+            self._known.compared = True
 
     def _own_weight(self, part: Part) -> float:
         if self._weight is None or not part.own:
@@ -277,101 +423,95 @@ class ShardedLoader:
         return weight
 
 
-def _source(loader: Any, context: ShardContext, lists: Lists) -> Source:
+def _source(loader: Any, peers: Peers, lists: Lists, balance: LoaderBalance | None) -> Source:
     """Return the cheapest source of a loader's batches."""
+    share = partial(_share, peers, balance)
     # A subclass with its own __iter__ cannot be rebuilt: its batches are cut instead.
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         if isinstance(loader.dataset, IterableDataset):
-            return StreamSource(loader, context, lists)
+            return StreamSource(loader, peers, lists).parts
         if loader.batch_sampler is not None:
-            return _IndexedSource(loader, context)
+            return _IndexedSource(loader, share).parts
     if lists is None and getattr(loader, "collate_fn", None) is default_collate:
         lists = "columns"
-    return _CutSource(loader, context, lists)
+    return partial(_cut_parts, loader, share, lists)
 
 
-class _CutSource:
-    """Any iterable of whole batches, which every rank cuts."""
+Share = Callable[[int, Pass, int], tuple[slice, Part]]
 
-    def __init__(self, loader: Iterable[Any], context: ShardContext, lists: Lists) -> None:
-        self._loader, self._context, self._lists = loader, context, lists
 
-    def parts(self, this: Pass) -> Iterator[Part]:
-        """Yield this rank's part of each batch of a pass."""
-        compare = this.compare
-        for index, batch in enumerate(_seeded(self._loader, this.seed)):
-            if index < this.done:
-                continue
-            total = length_of(batch, self._lists)
-            if compare is not None:
-                compare(of_batch(self._loader, batch, total, partial(self._anew, this)))
-                compare = None
-            share = self._context.part_of(total, this, index)
-            if share.own or this.stand_ins:
-                own_rows = cut(batch, share.rows, self._lists)
-                yield Part(own_rows, share.own, total, plan=share.plan, number=index)
+def _share(
+    peers: Peers, balance: LoaderBalance | None, samples: int, this: Pass, number: int
+) -> tuple[slice, Part]:
+    """Return this rank's rows of a batch of a pass, and its part, still without them."""
+    bounds, plan = None, 0
+    if balance is not None and this.stand_ins:
+        batch = BatchNumber(this.number, number)
+        bounds, plan = balance.bounds(samples, batch), balance.plan(batch)
+    rows, own = share_of(samples, peers.rank, peers.size, bounds)
+    return rows, Part(None, own, samples, plan=plan, number=number)
+
+
+def _cut_parts(loader: Iterable[Any], share: Share, lists: Lists, this: Pass) -> Iterator[Part]:
+    """Yield this rank's part of each batch of any iterable of whole batches, which it cuts."""
+
+    def again() -> Any:
+        return next(islice(_seeded(loader, this.seed), this.done, None), None)
+
+    compare = this.compare
+    for number, batch in enumerate(_seeded(loader, this.seed)):
+        if number < this.done:
+            continue
+        total = length_of(batch, lists)
         if compare is not None:
-            compare(of_batch(self._loader, None, 0, partial(self._anew, this)))
-
-    def _anew(self, this: Pass) -> Iterator[Any]:
-        """Iterate over the loader again, from the first batch of a pass on."""
-        return islice(_seeded(self._loader, this.seed), this.done, None)
+            compare(of_batch(loader, batch, total, again))
+            compare = None
+        rows, part = share(total, this, number)
+        if part.own or this.stand_ins:
+            yield part._replace(batch=cut(batch, rows, lists))
+    if compare is not None:
+        compare(of_batch(loader, None, 0, again))
 
 
 class _IndexedSource:
     """A DataLoader over a map-style dataset, rebuilt to load this rank's samples only."""
 
-    def __init__(self, loader: DataLoader[Any], context: ShardContext) -> None:
+    def __init__(self, loader: DataLoader[Any], share: Share) -> None:
+        self._given, self._share, self._feed = loader, share, Feed()
         self._generator = torch.Generator()  # seeds the workers: differently on each rank
-        self._sampler = _ShardSampler(loader, context)
-        self._loader = rebuilt(loader, batch_sampler=self._sampler, generator=self._generator)
+        self._loader = rebuilt(loader, batch_sampler=self._feed, generator=self._generator)
 
     def parts(self, this: Pass) -> Iterator[Part]:
         """Yield this rank's part of each batch of a pass."""
         self._generator.manual_seed(this.rank_seed)
         # Workers load ahead: each part is queued from sampling until its batch is yielded.
-        parts = self._sampler.begin(this)
+        parts = deque[Part]()
+        drawn = self._draw(this, parts)
+        # Ranks compare the first batch here, before the loader has started its workers.
+        self._feed.items = chain(list(islice(drawn, 1)), drawn)
         for batch in self._loader:
             yield parts.popleft()._replace(batch=batch)
 
-
-class _ShardSampler:
-    """This rank's part, or stand-in, of each index list of a loader's batch sampler."""
-
-    def __init__(self, loader: DataLoader[Any], context: ShardContext) -> None:
-        self._loader, self._context = loader, context
-        self._batches = cast(Iterable[Iterable[Any]], loader.batch_sampler)
-        self._drawn: Iterator[list[Any]] = iter(())
-
-    def begin(self, this: Pass) -> deque[Part]:
-        """Begin a pass, which is iterated once; return the queue to which it appends its parts.
-
-        Ranks compare the first batch here, before a loader has started its workers.
-        """
-        parts = deque[Part]()
-        drawn = self._draw(this, parts)
-        self._drawn = chain(list(islice(drawn, 1)), drawn)
-        return parts
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._drawn
-
     def _draw(self, this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
-        compare = this.compare
-        for number, batch in enumerate(_seeded(self._batches, this.seed, list)):
+        """Yield the indices of this rank's part, or stand-in, of each batch."""
+        compare, batches = this.compare, cast(Iterable[Any], self._given.batch_sampler)
+        for number, batch in enumerate(_seeded(batches, this.seed, list)):
             if number < this.done:
                 continue
             digest = _digest(batch)
             if compare is not None:
-                compare(of_indices(self._loader, batch, digest))
+                compare(self._describe(batch, digest))
                 compare = None
-            share = self._context.part_of(len(batch), this, number)
-            if share.own or this.stand_ins:
-                total, plan = len(batch), share.plan
-                parts.append(Part(None, share.own, total, digest, plan=plan, number=number))
-                yield batch[share.rows]
+            rows, part = self._share(len(batch), this, number)
+            if part.own or this.stand_ins:
+                parts.append(part._replace(digest=digest))
+                yield batch[rows]
         if compare is not None:
-            compare(of_indices(self._loader, [], None))
+            compare(self._describe([], None))
+
+    def _describe(self, batch: list[Any], digest: int | None) -> FirstBatch:
+        sizes = sizes_of(self._given, len(batch))
+        return of_samples(self._given.dataset, ends(batch), sizes, digest)
 
 
 def _digest(indices: list[Any]) -> int | None:

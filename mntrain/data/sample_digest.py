@@ -1,21 +1,23 @@
-"""Digests of samples, which ranks compare."""
+"""Digests of samples, and the first batch of a loader, by which ranks notice that data differ."""
 
 import copy
 import hashlib
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import PurePath
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from mntrain.data.randomness import SeededDraws
 
 _ELEMENTS = 1024  # read of a floating-point tensor
 _TOLERANCE = 1e-3  # of floating-point elements: processors and libraries round differently
@@ -38,9 +40,122 @@ class SampleDigest:  # noqa: PLW1641 - equality with a tolerance has no hash
         ours, theirs = np.asarray(self.elements), np.asarray(other.elements)
         if ours.shape != theirs.shape:
             return False
-        finite = np.abs(ours[np.isfinite(ours)])
-        most = float(finite.max()) if len(finite) else 0.0
+        most = np.abs(ours[np.isfinite(ours)]).max(initial=0.0)
         return np.allclose(ours, theirs, rtol=0, atol=_TOLERANCE * most, equal_nan=True)
+
+
+Content: TypeAlias = Mapping[str, list[SampleDigest]]
+"""Digests of some samples, by the name of the field (`fields_of`)."""
+
+
+@dataclass(frozen=True)
+class FirstBatch:
+    """The properties of a loader and its first batch, or of some samples, equal on all ranks.
+
+    `indices` is a digest of the samples' indices, if they have any. `again` reads the samples of
+    `content` once more, in the same states of the default generators: what changes is random. None
+    if that is impossible. Samples `may_be_random` altogether where their order cannot differ.
+    """
+
+    sizes: Mapping[str, object]
+    indices: int | None = None
+    content: Content = field(default_factory=dict)
+    again: Callable[[], Content] | None = None
+    may_be_random: bool = False
+
+
+def of_samples(
+    dataset: Dataset[Any],
+    indices: Sequence[Any],
+    sizes: Mapping[str, object] | None = None,
+    digest: int | None = None,
+) -> FirstBatch:
+    """Describe some samples of a map-style dataset, with a `digest` of a batch's indices. Local.
+
+    They are read from a copy of the dataset, so that files which it opens at the first access stay
+    closed. One that cannot be read counts as the type of its exception, and a dataset that cannot
+    be copied as one without samples.
+    """
+    try:
+        copied = detached(dataset)
+    except Exception:
+        return FirstBatch(sizes or {}, digest)
+
+    def read() -> Content:
+        return fields_of([_read(copied, index) for index in indices])
+
+    return FirstBatch(sizes or {}, digest, read(), read, may_be_random=True)
+
+
+def of_batch(loader: Any, batch: Any, samples: int, again: Callable[[], Any]) -> FirstBatch:
+    """Describe a batch of any loader; `again` makes the first one another time. Local."""
+
+    def read() -> Content:
+        return fields_of([again()])
+
+    once = hasattr(loader, "__next__")  # an iterator goes on
+    return FirstBatch(sizes_of(loader, samples), None, fields_of([batch]), None if once else read)
+
+
+def sizes_of(loader: Any, samples: int) -> dict[str, object]:
+    """Return the lengths of a loader and its dataset, if they have one, and of its first batch."""
+    sizes: dict[str, object] = {}
+    for name, owner in (
+        ("the number of the dataset's samples", getattr(loader, "dataset", None)),
+        ("the number of the loader's batches", loader),
+    ):
+        with suppress(TypeError, NotImplementedError):
+            sizes[name] = len(owner)  # type: ignore[arg-type]
+    return {**sizes, "the number of samples in a batch": samples}
+
+
+def ends(samples: list[Any]) -> list[Any]:
+    """Return the first and the last of some samples."""
+    return [*samples[:1], *samples[1:][-1:]]
+
+
+def can_be_read_again(dataset: Any) -> bool:
+    """Return True unless a dataset holds an iterator, such as a file, which would go on."""
+    held = list(vars(dataset).values()) if hasattr(dataset, "__dict__") else []
+    return not hasattr(dataset, "__next__") and not any(
+        hasattr(value, "__next__") or (isinstance(value, Dataset) and not can_be_read_again(value))
+        for value in held
+    )
+
+
+def _read(dataset: Any, index: Any) -> Any:
+    try:
+        with SeededDraws(0):
+            return dataset[index]
+    except Exception as error:
+        return type(error).__name__
+
+
+def detached(dataset: Any) -> Any:
+    """Return a shallow copy of a dataset, of those that it wraps, and of their generators."""
+    made = copy.copy(dataset)
+    for name, value in list(getattr(made, "__dict__", {}).items()):
+        if isinstance(value, Dataset):
+            made.__dict__[name] = detached(value)
+        elif isinstance(value, list | tuple) and any(isinstance(v, Dataset) for v in value):
+            made.__dict__[name] = [detached(v) for v in value]
+        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+            made.__dict__[name] = copy.deepcopy(value)
+        elif isinstance(value, torch.Generator):
+            made.__dict__[name] = torch.Generator(value.device).set_state(value.get_state())
+        elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | FunctionType):
+            with suppress(Exception):  # some objects cannot be copied, such as locks
+                made.__dict__[name] = copy.copy(value)  # a reader that opens its file later
+    return made
+
+
+def digest_of(*parts: bytes | str) -> str:
+    """Return a digest of parts, each with its length, as hexadecimal digits."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little") + data)
+    return total.hexdigest()[:_DIGITS]
 
 
 def digest_sample(sample: Any) -> SampleDigest:
@@ -85,10 +200,10 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _parts_of(value: Any, elements: list[float]) -> Iterator[bytes | str]:
     """Yield what identifies a value, and append sampled floating-point elements."""
     yield type(value).__qualname__
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(np.array(value))
     if isinstance(value, Tensor):
         yield from _parts_of_tensor(value, elements)
-    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        yield from _parts_of_tensor(torch.from_numpy(np.array(value)), elements)
     elif isinstance(value, float):
         elements.append(value)
     elif isinstance(value, str | PurePath):
@@ -97,14 +212,13 @@ def _parts_of(value: Any, elements: list[float]) -> Iterator[bytes | str]:
         yield bytes(value)
     elif isinstance(value, Number | None):
         yield repr(value)
-    elif isinstance(value, Mapping):
-        for pair in sorted(value.items(), key=lambda pair: str(pair[0])):
-            yield from _parts_of(pair, elements)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _parts_of(item, elements)
     elif isinstance(value, Set):
         yield from sorted(repr(digest_sample(item)) for item in value)
+    elif isinstance(value, Mapping | list | tuple):
+        if isinstance(value, Mapping):
+            value = sorted(value.items(), key=lambda pair: str(pair[0]))
+        for item in value:
+            yield from _parts_of(item, elements)
     elif hasattr(value, "__dataclass_fields__"):
         yield from _parts_of(vars(value), elements)
 
@@ -118,30 +232,3 @@ def _parts_of_tensor(tensor: Tensor, elements: list[float]) -> Iterator[bytes | 
         elements += flat[:: math.ceil(len(flat) / _ELEMENTS)].cpu().double().tolist()
     else:
         yield flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def detached(dataset: Any) -> Any:
-    """Return a shallow copy of a dataset, of those that it wraps, and of their generators."""
-    made = copy.copy(dataset)
-    for name, value in list(getattr(made, "__dict__", {}).items()):
-        if isinstance(value, Dataset):
-            made.__dict__[name] = detached(value)
-        elif isinstance(value, list | tuple) and any(isinstance(v, Dataset) for v in value):
-            made.__dict__[name] = [detached(v) for v in value]
-        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-            made.__dict__[name] = copy.deepcopy(value)
-        elif isinstance(value, torch.Generator):
-            made.__dict__[name] = torch.Generator(value.device).set_state(value.get_state())
-        elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | FunctionType):
-            with suppress(Exception):  # some objects cannot be copied, such as locks
-                made.__dict__[name] = copy.copy(value)  # a reader that opens its file later
-    return made
-
-
-def digest_of(*parts: bytes | str) -> str:
-    """Return a digest of parts, each with its length, as hexadecimal digits."""
-    total = hashlib.sha256()
-    for part in parts:
-        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
-        total.update(len(data).to_bytes(8, "little") + data)
-    return total.hexdigest()[:_DIGITS]

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from mntrain.data.permutation import permuted
+from mntrain.data.cadence import CountedParts
 from mntrain.data.phase_notes import name_samples, noted
-from mntrain.data.randomness import SeededDraws, mixed_seed, seed_all
-from mntrain.data.shares import BatchNumber
+from mntrain.data.randomness import SeededDraws, mixed_seed, permuted, seed_all
+from mntrain.data.shares import BatchNumber, Shares
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
@@ -44,13 +44,6 @@ class Position(NamedTuple):
 
 
 BEGIN = Position(0, 0, 0)
-
-
-class BatchParts(Protocol):
-    """The parts of the ranks in a batch, where they are not equal."""
-
-    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
-        """Return the bounds of the ranks' parts of a batch of so many samples."""
 
 
 class StepSamples(Protocol):
@@ -85,7 +78,7 @@ class SamplingPlan:
     order: Sequence[int] | None = None  # of the samples in every epoch; None: shuffled
     drop_last: bool = False
     origin: Position = BEGIN
-    shares: BatchParts | None = None  # None: equal
+    shares: Shares | CountedParts | None = None  # None: equal
 
     def __post_init__(self) -> None:
         if self.samples < 1:

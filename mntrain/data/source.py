@@ -1,79 +1,33 @@
-"""Common parts of the sources of a sharded loader: its context, a pass, and a part of a batch."""
+"""Parts of a loader's batches, which its sources yield pass by pass."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from mntrain.data.cutting import Rows, share_of
-from mntrain.data.first_batch import FirstBatch
-from mntrain.data.loader_balance import LoaderBalance
-from mntrain.data.shares import BatchNumber
-from zero.gradients.weights import BatchSource
+from mntrain.data.sample_digest import FirstBatch
+from zero.layout import split
 
 
-@dataclass(frozen=True)
-class ShardContext:
-    """The ranks that share a loader, and who learns of their batches.
-
-    expect(own, total, digest, source) is called before a batch is handed out, with a total of None
-    if own is not in samples; forget(drawn) when a pass ends, and with drawn=True to drop batches
-    that no backward followed (`ZeroOptimizer`). note(record) is called when a pass begins, before
-    each batch, and when it ends.
-    """
+class Peers(NamedTuple):
+    """The ranks that share a loader, and the place of this one."""
 
     rank: int
     size: int
     gather: Callable[[Any], list[Any]]  # collective: every rank's object, by rank
-    expect: Callable[[float, int | None, int | None, BatchSource], None]
-    forget: Callable[[bool], None]
-    balance: LoaderBalance | None = None  # None: equal parts
-    compare: Callable[[FirstBatch], None] | None = None  # collective; None: nothing is compared
-    note: Callable[["PassRecord"], None] = lambda record: None
-
-    def alone(self) -> "ShardContext":
-        """Return the context of a rank that takes the whole of every batch."""
-        return ShardContext(0, 1, lambda value: [value], self.expect, self.forget)
-
-    def part_of(self, samples: int, this: "Pass", number: int) -> "Share":
-        """Return this rank's part of a batch of a pass."""
-        bounds, plan = None, 0
-        if self.balance is not None and this.stand_ins:
-            batch = BatchNumber(this.number, number)
-            bounds, plan = self.balance.bounds(samples, batch), self.balance.plan(batch)
-        return Share(*share_of(samples, self.rank, self.size, bounds), plan)
 
 
 class Pass(NamedTuple):
     """One iteration over a loader, on one rank."""
 
+    seed: int  # the same on all ranks
     rank_seed: int  # differs between ranks
-    seed: int  # is the same on all
     done: int  # batches to skip, of a pass that was begun before
     stream: Any  # where a stream continues; None: behind `done` batches
-    stand_ins: bool  # whether a rank without samples gets some of another
+    stand_ins: bool = True  # whether a rank without samples gets some of another
     number: int = 0  # of the training passes of its loader
     compare: Callable[[FirstBatch], None] | None = None  # for the first batch; collective
-
-
-@dataclass(eq=False)
-class PassRecord:
-    """The batches that a pass has handed out on this rank, whose samples may be put in order.
-
-    Of each its number among the global batches, None where ranks have batches of their own; this
-    rank's samples in it, 0 for a stand-in; and those of all ranks.
-    """
-
-    batches: list[tuple[int | None, int, int]] = field(default_factory=list)
-
-
-class Share(NamedTuple):
-    """The place of this rank's part of a global batch, or of its stand-in."""
-
-    rows: Rows
-    own: int  # samples of this rank, 0 for a stand-in
-    plan: int  # number of the plan by which the batch is divided; 0: the first, or equal parts
 
 
 class Part(NamedTuple):
@@ -84,28 +38,91 @@ class Part(NamedTuple):
     total: int  # samples of the global batch
     digest: int | None = None  # 16 bits of the samples' indices; the same on all ranks
     stream: Any = None  # where a stream continues behind this batch
-    plan: int = 0  # `Share.plan`
+    plan: int = 0  # number of the plan by which the batch is divided; 0: the first, or equal parts
     number: int | None = None  # of the global batch in its pass; None: ranks have batches apart
 
 
-class Source(Protocol):
-    """A loader whose batches can be taken in parts."""
+Source: TypeAlias = Callable[[Pass], Iterator[Part]]
 
-    def parts(self, this: Pass) -> Iterator[Part]:
-        """Yield this rank's part of each batch of a pass."""
+PassRecord: TypeAlias = list[tuple[int | None, int, int]]
+"""The batches that a pass has handed out on this rank: number, own and total of each `Part`."""
+
+
+class Feed:
+    """The sampler of a rebuilt loader; each pass sets its items."""
+
+    items: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items
 
 
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a loader of the same dataset and settings, but for `changes` and its sampler."""
     kept = (
-        "dataset",
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "prefetch_factor",
-        "persistent_workers",
+        *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+        *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
     )
     return DataLoader(**{name: getattr(loader, name) for name in kept} | changes)
+
+
+def share_of(
+    samples: int, rank: int, size: int, bounds: Sequence[int] | None = None
+) -> tuple[slice, int]:
+    """Return a rank's rows of a batch, or the stand-in's, and the rank's number of samples.
+
+    `bounds` are those of the ranks' parts; None makes these equal to within one.
+    """
+    if samples == 0:
+        raise ValueError("the loader made a batch of no samples: leave it out")
+    start, stop = (bounds or split(samples, size))[rank : rank + 2]
+    return (slice(start, stop), stop - start) if start < stop else (slice(0, 1), 0)
+
+
+def until_all_end(parts: Iterator[Part], peers: Peers) -> Iterator[tuple[Part, list[Any]]]:
+    """Yield as many parts on every rank as the one with most has. Collective, by batch.
+
+    The batches of all ranks together are a global batch. A rank that has no more gets its last
+    batch as a stand-in, or that of another rank. With each part comes where the stream of each rank
+    continues, by rank; None if it has no more.
+    """
+    stand_in: Any = None
+    for number in count():
+        part = next(parts, None)
+        everyone = peers.gather(None if part is None else (part.own, part.stream))
+        if not any(everyone):
+            return
+        if number == 0 and not all(everyone):
+            donor = next(rank for rank, news in enumerate(everyone) if news)
+            batch = part.batch if part is not None and peers.rank == donor else None
+            stand_in = peers.gather(batch)[donor]
+        if part is not None:
+            stand_in = part.batch
+        total = sum(news[0] for news in everyone if news)
+        own = 0 if part is None else part.own
+        yield Part(stand_in, own, total), [news and news[1:] for news in everyone]
+
+
+def divided_parts(source: Source, peers: Peers, this: Pass) -> Iterator[Part]:
+    """Yield this rank's batches of a pass, where the loader of each rank has a part of the data.
+
+    `source` has this rank's batches whole. Training is collective, by batch. A position holds those
+    of all ranks, so a pass continues on as many.
+    """
+    streams: list[Any] = [None] * peers.size
+    if this.stream is not None or this.done:
+        streams = list((this.stream or {}).get("divided", []))
+    if len(streams) != peers.size:
+        before = f"on {len(streams)} ranks" if streams else "without divided=True"
+        raise ValueError(
+            f"the state was taken {before}, but each of {peers.size} ranks has data of its own "
+            "here: resume with as many ranks and the same option"
+        )
+    own = this._replace(seed=this.rank_seed, stream=streams[peers.rank], compare=None)
+    if not this.stand_ins:
+        for part in source(own):
+            yield part._replace(number=None)
+        return
+    for part, everyone in until_all_end(source(own), peers):
+        streams = [news[0] if news else old for news, old in zip(everyone, streams, strict=True)]
+        yield part._replace(stream={"divided": streams})

@@ -11,44 +11,48 @@ Every worker of every rank is a reader: it iterates over a copy of the dataset, 
                    batch on whether any has samples left.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count, islice, repeat, takewhile
+from itertools import chain, count, islice, pairwise, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 
-from mntrain.data.cutting import Lists, cut, length_of, share_of
-from mntrain.data.divided import until_all_end
-from mntrain.data.first_batch import Content, FirstBatch, can_be_read_again, ends
+from mntrain.data.cutting import Lists, cut, length_of
+from mntrain.data.phase_notes import noted
 from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.sample_digest import detached, fields_of
-from mntrain.data.source import Part, Pass, ShardContext, rebuilt
+from mntrain.data.sample_digest import (
+    Content,
+    FirstBatch,
+    can_be_read_again,
+    detached,
+    ends,
+    fields_of,
+)
+from mntrain.data.sampling import LoaderOptions, ignore_signals
+from mntrain.data.source import Feed, Part, Pass, Peers, rebuilt, share_of, until_all_end
+from zero.layout import split
 
 # Of a reader: {"samples": number read, "state": the dataset's `state_dict()`, if it has one}.
 Position: TypeAlias = dict[str, Any]
 
+# What a reader makes: this rank's part of a batch, with the position behind it, and a total of 0 at
+# the end; the reader; and digests of its first batch, if it is compared.
+Read: TypeAlias = tuple[Part, int, Content | None]
+
 _SKIPPED_AT_ONCE = 1000  # samples
 
 
-class _Item(NamedTuple):
-    """A batch that a reader has made for its rank, or the end of its stream."""
-
-    batch: Any
-    own: int  # samples of this rank in it, 0 for a stand-in
-    total: int  # samples of the global batch, 0 at the end; for an own stream as `own`
-    reader: int
-    own_stream: bool
-    position: Position  # behind this batch
-    number: int = 0  # of a whole stream's batch in its pass
-    content: Content | None = None  # of the reader's first batch, if it is compared
-
-
 class _Draw(NamedTuple):
-    """The request for a pass's next batch."""
+    """The request for a pass's next batch, which goes to a reader."""
 
     number: int  # of the pass
     seed: int
@@ -61,17 +65,16 @@ class _Draw(NamedTuple):
 class StreamSource:
     """A DataLoader over an IterableDataset, rebuilt so that each sample goes to one rank."""
 
-    def __init__(self, loader: DataLoader[Any], context: ShardContext, lists: Lists) -> None:
+    def __init__(self, loader: DataLoader[Any], peers: Peers, lists: Lists) -> None:
         init = loader.worker_init_fn
-        self._context, self._readers, self._number = context, max(1, loader.num_workers), 0
-        self._given, self._lists = loader, lists
-        self._draws = _Draws()
+        self._peers, self._readers, self._number = peers, max(1, loader.num_workers), 0
+        self._given, self._lists, self._feed = loader, lists, Feed()
         self._generator = torch.Generator()
         self._loader = rebuilt(
             loader,
-            dataset=_Readers(loader, context.rank, context.size, lists),
+            dataset=_Readers(loader, peers.rank, peers.size, lists),
             batch_size=None,
-            sampler=self._draws,
+            sampler=self._feed,
             collate_fn=_unchanged,
             worker_init_fn=partial(_init_worker, init) if init else None,
             generator=self._generator,
@@ -84,8 +87,8 @@ class StreamSource:
         """
         self._number += 1
         self._generator.manual_seed(this.rank_seed)
-        self._draws.draws = self._requests(this)
-        loaded: Iterator[_Item] = iter(self._loader)
+        self._feed.items = self._requests(this)
+        loaded: Iterator[Read] = iter(self._loader)
         head = next(loaded)
         if this.compare is not None:
             try:
@@ -94,94 +97,93 @@ class StreamSource:
                 del loaded  # ends its workers, which the frame of this error would keep
                 raise
         items = chain([head], loaded)
-        if head.own_stream:
-            own = self._until_all_end(items)
-            yield from self._agreed(own, this) if this.stand_ins else map(_own_part, own)
+        if head[0].number is None:
+            own = self._until_all_readers_end(items)
+            yield from self._agreed(own, this) if this.stand_ins else own
             return
-        for item in takewhile(lambda item: item.total, items):
-            if item.own or this.stand_ins:
-                yield _part(item)
+        for part, *_ in items:
+            if not part.total:
+                return
+            if part.own or this.stand_ins:
+                yield part
 
     def _requests(self, this: Pass) -> Iterator[_Draw]:
         """Yield draws without end; the first one of each reader says where it starts."""
-        first, start, done = 0, {}, this.done
-        if this.stream is None:
-            pass
-        elif "ranks" not in this.stream:
+        first, start = 0, {}
+        if this.stream is not None and "ranks" not in this.stream:
             start = dict.fromkeys(range(self._readers), this.stream)
-        else:
+        elif this.stream is not None:
             ranks = this.stream["ranks"]
-            if len(ranks) != self._context.size or len(ranks[0]["readers"]) != self._readers:
+            if len(ranks) != self._peers.size or len(ranks[0]["readers"]) != self._readers:
                 raise ValueError(
                     f"the state is of {len(ranks)} ranks with {len(ranks[0]['readers'])} readers "
-                    f"of a stream each, but here are {self._context.size} with {self._readers}: "
+                    f"of a stream each, but here are {self._peers.size} with {self._readers}: "
                     "resume with as many ranks and workers"
                 )
-            mine = ranks[self._context.rank]
+            mine = ranks[self._peers.rank]
             first = mine["next"]
             start = {i: place for i, place in enumerate(mine["readers"]) if place is not None}
-        draw = _Draw(self._number, this.seed, done, first, start, this.compare is not None)
+        draw = _Draw(self._number, this.seed, this.done, first, start, this.compare is not None)
         return chain(repeat(draw, self._readers), repeat(draw._replace(start={}, compared=False)))
 
-    def _first_batch(self, head: _Item, this: Pass) -> FirstBatch:
+    def _first_batch(self, head: Read, this: Pass) -> FirstBatch:
         """Describe what a reader has read first. Reads of a stream of its own the head again.
 
         It is then the stream of rank 0's first reader that is read, on every rank.
         """
-        kind = "samples of its own" if head.own_stream else "all samples"
-        sizes: dict[str, object] = {"what each reader yields": kind}
-        if not head.own_stream:
-            sizes["the number of samples in a batch"] = head.total
+        part, _, content = head
+        own_stream = part.number is None
+        sizes: dict[str, object] = {
+            "what each reader yields": "samples of its own" if own_stream else "all samples"
+        }
+        if not own_stream:
+            sizes["the number of samples in a batch"] = part.total
         again = partial(self._head, this.seed) if can_be_read_again(self._given.dataset) else None
-        content = head.content
-        if head.own_stream or this.done or this.stream is not None:
+        if own_stream or this.done or this.stream is not None:
             content = again() if again else None
-        return FirstBatch(sizes, None, content or {}, again, may_be_random=head.own_stream)
+        return FirstBatch(sizes, None, content or {}, again, may_be_random=own_stream)
 
     def _head(self, seed: int) -> Content:
         """Read the first batch of a copy of the stream as its only reader, from its beginning."""
         try:
-            readers = _Readers(self._given, 0, self._context.size, self._lists)
+            readers = _Readers(self._given, 0, self._peers.size, self._lists)
             readers.dataset = detached(readers.dataset)
-            draw = _Draw(1, seed, 0, 0, {}, compared=True)
-            return next(readers.read(draw)).content or {}
+            _, _, content = next(readers.read(_Draw(1, seed, 0, 0, {}, compared=True)))
+            return content or {}
         except Exception as error:
             return fields_of([type(error).__name__])
 
-    def _until_all_end(self, items: Iterator[_Item]) -> Iterator[_Item]:
+    def _until_all_readers_end(self, items: Iterator[Read]) -> Iterator[Part]:
+        """Yield parts with their positions, which name the reader."""
         ended = set()
-        for item in items:
-            if item.total:
-                yield item
+        for part, reader, _ in items:
+            if part.total:
+                yield part._replace(stream=(reader, part.stream))
                 continue
-            ended.add(item.reader)
+            ended.add(reader)
             if len(ended) == self._readers:
                 return
 
-    def _agreed(self, items: Iterator[_Item], this: Pass) -> Iterator[Part]:
+    def _agreed(self, parts: Iterator[Part], this: Pass) -> Iterator[Part]:
         """Yield as many parts on every rank as the longest streams have. Collective."""
         unread = {"next": 0, "readers": [None] * self._readers}
-        begin: list[Any] = [unread] * self._context.size
-        ranks = [copy.deepcopy(place) for place in (this.stream or {"ranks": begin})["ranks"]]
-        parts = (_own_part(i)._replace(stream=(i.reader, i.position)) for i in items)
-        for part, everyone in until_all_end(parts, self._context):
-            for place, news in zip(ranks, everyone, strict=True):
-                if news:
-                    _, (reader, place["readers"][reader]) = news
-                    place["next"] = (reader + 1) % self._readers
+        ranks: list[Any] = this.stream["ranks"] if this.stream else [unread] * self._peers.size
+        for part, everyone in until_all_end(parts, self._peers):
+            ranks = [_moved(place, news) for place, news in zip(ranks, everyone, strict=True)]
             yield part._replace(stream={"ranks": ranks})
 
 
-class _Draws:
-    """The sampler of the rebuilt loader."""
+def _moved(place: dict[str, Any], news: Any) -> dict[str, Any]:
+    """Return a rank's place behind a batch: a reader with its position, or None without a batch."""
+    if not news:
+        return place
+    [(reader, position)] = news
+    readers = [*place["readers"]]
+    readers[reader] = position
+    return {"next": (reader + 1) % len(readers), "readers": readers}
 
-    draws: Iterator[_Draw] = iter(())
 
-    def __iter__(self) -> Iterator[_Draw]:
-        return self.draws
-
-
-class _Readers(Dataset[_Item]):
+class _Readers(Dataset[Read]):
     """A map-style dataset whose item for a draw is the next batch of a stream.
 
     A DataLoader sends the draws to its workers in turn; each worker has a copy of this object.
@@ -193,117 +195,81 @@ class _Readers(Dataset[_Item]):
         self.rank, self.size, self._lists = rank, size, lists
         self.shards_itself = False  # in its worker_init_fn
         self._number = 0
-        self._items: Iterator[_Item] = iter(())
+        self._items: Iterator[Read] = iter(())
 
-    def __getitem__(self, draw: _Draw) -> _Item:
+    def __getitem__(self, draw: _Draw) -> Read:
         if draw.number < self._number:
             raise RuntimeError("another pass over this stream has begun: finish it before the next")
         if draw.number > self._number:
             self._number, self._items = draw.number, self.read(draw)
         return next(self._items)
 
-    def read(self, draw: _Draw) -> Iterator[_Item]:
+    def read(self, draw: _Draw) -> Iterator[Read]:
         """Yield the batches of this process's reader, and then its end without end."""
         worker = get_worker_info()
         turn, readers = (worker.id, worker.num_workers) if worker else (0, 1)
-        reader = turn if self.shards_itself else (turn + draw.first) % readers
-        info = _ReaderInfo(self, reader, readers, draw.seed)
-        stream = _Stream(self.dataset, info, draw)
-        head = stream.take(1)
-        own_stream = info.was_read
+        index = turn if self.shards_itself else (turn + draw.first) % readers
+        reader = _Reader(self, index, readers, draw.seed)
+        if index in draw.start:
+            reader.skip_to(draw.start[index])
+        head = reader.take(1)
+        own_stream = reader.was_asked
         size = self._batch_size or 1
         if own_stream:  # at least one sample of each batch is of this stream
             size = max(1, share_of(size, self.rank, self.size)[1])
         done = 0 if draw.start else draw.done
         compared = draw.compared
         for number in count(-done):
-            samples, head = head + stream.take(size - len(head)), []
+            samples, head = head + reader.take(size - len(head)), []
             if not samples or (self._drop_last and len(samples) < size):
                 break
             if own_stream or (number >= 0 and number % readers == turn):
-                batch, own, total = self._make(samples, whole=own_stream)
+                part = self._make(samples, whole=own_stream)
+                part = part._replace(
+                    stream=reader.position(), number=None if own_stream else number + done
+                )
                 content, compared = fields_of(ends(samples)) if compared else None, False
-                place = stream.position()
-                yield _Item(batch, own, total, reader, own_stream, place, number + done, content)
-        yield from repeat(_Item(None, 0, 0, reader, own_stream, {}))
+                yield part, index, content
+        yield from repeat((Part(None, 0, 0, number=None if own_stream else 0), index, None))
 
-    def _make(self, samples: list[Any], *, whole: bool) -> tuple[Any, int, int]:
-        """Return this rank's part of the batch or all of it, its samples, and their total."""
+    def _make(self, samples: list[Any], *, whole: bool) -> Part:
+        """Return this rank's part of the batch, or all of it."""
         batched = self._batch_size is not None
         total = len(samples) if batched else length_of(samples[0], self._lists)
         rows, own = (slice(0, total), total) if whole else share_of(total, self.rank, self.size)
-        part = samples[rows] if batched else cut(samples[0], rows, self._lists)
-        return self._collate(part), own, total
+        rows_of = samples[rows] if batched else cut(samples[0], rows, self._lists)
+        return Part(self._collate(rows_of), own, total)
 
 
-class _Stream:
-    """The samples of a reader, drawn with seeded generators."""
+class _Reader:
+    """A reader's stream, whose samples are drawn with seeded generators.
 
-    def __init__(self, dataset: Any, info: "_ReaderInfo", draw: _Draw) -> None:
-        self._dataset, self._info = dataset, info
-        self._draws = SeededDraws(draw.seed)
-        self._samples: Iterator[Any] | None = None
-        self._draws_own = False
-        self._read = 0  # samples
-        start = draw.start.get(info.reader)
-        if start is None:
-            return
-        if start["state"] is not None:
-            dataset.load_state_dict(start["state"])
-            self._read = start["samples"]
-        while self._read < start["samples"]:
-            at_once = _SKIPPED_AT_ONCE if self._read else 1
-            if not self.take(min(start["samples"] - self._read, at_once)):
-                return
-
-    def take(self, number: int) -> list[Any]:
-        """Return the next samples: fewer than `number` at the end only.
-
-        The first call takes one. Behind it, a stream of this reader's own draws with its own seed.
-        """
-        late = self._samples is not None and not self._info.was_read
-        with self._draws, self._info.shown():
-            self._samples = iter(self._dataset) if self._samples is None else self._samples
-            taken = list(islice(self._samples, number))
-        if late and self._info.was_read:
-            raise RuntimeError(
-                f"{type(self._dataset).__name__} read get_worker_info() after its first sample: "
-                "read it before, so that each sample goes to one rank"
-            )
-        if self._info.was_read and not self._draws_own:
-            self._draws, self._draws_own = SeededDraws(self._info.stream_seed), True
-        self._read += len(taken)
-        return taken
-
-    def position(self) -> Position:
-        """Return where the stream continues."""
-        state = getattr(self._dataset, "state_dict", None)
-        return {"samples": self._read, "state": state() if state else None}
-
-
-class _ReaderInfo:
-    """The result of `get_worker_info` in a reader: its place among those of all ranks."""
+    To its dataset, it is the result of `get_worker_info`: a place among the readers of all ranks.
+    """
 
     rng, worker_method = None, "multiprocessing"
 
-    def __init__(self, readers: _Readers, reader: int, of_rank: int, seed: int) -> None:
-        self.reader, self.dataset = reader, readers.dataset
+    def __init__(self, readers: _Readers, index: int, of_rank: int, seed: int) -> None:
+        self.dataset: Any = readers.dataset
         self.num_workers = readers.size * of_rank
-        self._id = readers.rank * of_rank + reader
+        self._id = readers.rank * of_rank + index
         self._seed = (seed + self._id) % (1 << 63)
-        self.stream_seed = mixed_seed(seed, readers.rank, reader)
-        self.was_read, self.id_was_read = readers.shards_itself, False
+        self.was_asked, self.id_was_asked = readers.shards_itself, False
+        self._draws = SeededDraws(seed)
+        self._own_draws = SeededDraws(mixed_seed(seed, readers.rank, index))
+        self._samples: Iterator[Any] | None = None
+        self._read = 0  # samples
 
     @property
     def id(self) -> int:
         """Place among the readers of all ranks."""
-        self.was_read = self.id_was_read = True
+        self.was_asked = self.id_was_asked = True
         return self._id
 
     @property
     def seed(self) -> int:
         """Seed that differs between readers."""
-        self.was_read = True
+        self.was_asked = True
         return self._seed
 
     @contextmanager
@@ -316,24 +282,144 @@ class _ReaderInfo:
         finally:
             module._worker_info = before
 
+    def skip_to(self, place: Position) -> None:
+        """Continue where `position` was taken."""
+        if place["state"] is not None:
+            self.dataset.load_state_dict(place["state"])
+            self._read = place["samples"]
+        while self._read < place["samples"]:
+            at_once = _SKIPPED_AT_ONCE if self._read else 1
+            if not self.take(min(place["samples"] - self._read, at_once)):
+                return
+
+    def take(self, number: int) -> list[Any]:
+        """Return the next samples: fewer than `number` at the end only.
+
+        The first call takes one. Behind it, a stream of this reader's own draws with its own seed.
+        """
+        late = self._samples is not None and not self.was_asked
+        with self._draws, self.shown():
+            self._samples = iter(self.dataset) if self._samples is None else self._samples
+            taken = list(islice(self._samples, number))
+        if late and self.was_asked:
+            raise RuntimeError(
+                f"{type(self.dataset).__name__} read get_worker_info() after its first sample: "
+                "read it before, so that each sample goes to one rank"
+            )
+        if self.was_asked:
+            self._draws = self._own_draws
+        self._read += len(taken)
+        return taken
+
+    def position(self) -> Position:
+        """Return where the stream continues."""
+        state = getattr(self.dataset, "state_dict", None)
+        return {"samples": self._read, "state": state() if state else None}
+
 
 def _init_worker(init: Callable[[int], None], worker: int) -> None:
     """Call the loader's own `worker_init_fn` for this reader's place among those of all ranks."""
     real: Any = get_worker_info()
     readers: _Readers = real.dataset
-    info = _ReaderInfo(readers, worker, real.num_workers, real.seed)
-    with info.shown():
+    reader = _Reader(readers, worker, real.num_workers, real.seed)
+    with reader.shown():
         init(readers.rank * real.num_workers + worker)
-    readers.shards_itself = info.id_was_read  # its seed tells nothing of what is read
+    readers.shards_itself = reader.id_was_asked  # its seed tells nothing of what is read
 
 
-def _part(item: _Item) -> Part:
-    return Part(item.batch, item.own, item.total, stream=item.position, number=item.number)
-
-
-def _own_part(item: _Item) -> Part:
-    return Part(item.batch, item.own, item.total, stream=item.position)
-
-
-def _unchanged(item: _Item) -> _Item:
+def _unchanged(item: Any) -> Any:
     return item
+
+
+class StreamBatches:
+    """The global batches of a job's stream, step by step, over any number of epochs.
+
+    Checkpoints hold its state, which is that behind the step that `settle` has named. `gather` is
+    collective: every rank's object, by rank.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        options: LoaderOptions,
+        batch_size: int,
+        seed: int,
+        *,
+        drop_last: bool,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            num_workers=options.workers,
+            multiprocessing_context=options.start_method if options.workers else None,
+            persistent_workers=options.workers > 0,  # over the epochs
+            collate_fn=partial(_micro_batches, options),
+            worker_init_fn=ignore_signals,
+        )
+        self._source = StreamSource(loader, Peers(options.rank, options.size, gather), None)
+        self._seed, self._rank = seed, options.rank
+        self._begin: dict[str, Any] = {"epoch": 0, "batches": 0, "stream": None}
+        self._settled = self._begin
+        # The state behind each of the last two steps, of which the last one may fail, and the
+        # samples of the step, over all ranks and of this rank.
+        self._steps: dict[int, tuple[dict[str, Any], int, int]] = {}
+
+    def batches(self, steps: range) -> Iterator[list[Any]]:
+        """Yield this rank's micro-batches of each step, which are none if its share is empty.
+
+        Collective for streams of which each reader has its own. Raises ValueError for an epoch
+        without a sample.
+        """
+        parts = self._parts()
+        for step in steps:
+            with noted(self._rank, f"reading the training stream in step {step}"):
+                part, state = next(parts)
+            before = self._steps.get(step - 1, (self._begin, 0, 0))
+            self._steps = {step - 1: before, step: (state, part.total, part.own)}
+            yield part.batch if part.own else []
+
+    def _parts(self) -> Iterator[tuple[Part, dict[str, Any]]]:
+        done, stream = self._begin["batches"], self._begin["stream"]
+        for epoch in count(self._begin["epoch"]):
+            seed = mixed_seed(self._seed, epoch)
+            this = Pass(seed, mixed_seed(seed, self._rank), done, stream)
+            for part in self._source.parts(this):
+                done += 1
+                yield part, {"epoch": epoch, "batches": done, "stream": part.stream}
+            if not done:
+                raise ValueError("the training stream has no samples: give at least one")
+            done, stream = 0, None
+
+    def length(self, step: int) -> int:
+        """Return the number of samples of one of the last two steps, over all ranks."""
+        return self._steps[step][1]
+
+    def own_length(self, step: int) -> int:
+        """Return the number of samples of this rank in one of the last two steps."""
+        return self._steps[step][2]
+
+    def settle(self, step: int) -> tuple[int, int]:
+        """Let the state be that behind one of the last two steps; return its epoch and batches."""
+        self._settled = self._steps[step][0] if step in self._steps else self._begin
+        return self._settled["epoch"], self._settled["batches"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state behind the settled step."""
+        return dict(self._settled)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin behind the step of a state, on any number of ranks and workers.
+
+        Unless each reader has a stream of its own: then on as many.
+        """
+        self._begin = self._settled = dict(state)
+
+
+def _micro_batches(options: LoaderOptions, samples: list[Any]) -> list[Any]:
+    """Return samples as the fewest collated micro-batches."""
+    bounds = split(len(samples), -(-len(samples) // options.micro_batch_size))
+    with noted(options.rank, f"collating {len(samples)} samples of the training stream"):
+        collate = options.collate or default_collate
+        return [collate(samples[low:high]) for low, high in pairwise(bounds)]

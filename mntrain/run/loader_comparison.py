@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from mntrain.checks.finding import naming
-from mntrain.data.first_batch import Content, FirstBatch
+from mntrain.data.sample_digest import Content, FirstBatch
 from mntrain.equal_values import expect_same, same_digests
 from mntrain.errors import AgreedError
 

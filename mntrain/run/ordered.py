@@ -42,12 +42,12 @@ def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, in
             "world.gather_in_order follows a pass over world.shard, whose order it restores: "
             "iterate over one, or call world.gather"
         )
-    if any(number is None for number, *_ in record.batches):
+    if any(number is None for number, *_ in record):
         raise ValueError(
             "the last pass over world.shard was over data that ranks read apart (divided=True, or "
             "a stream that reads get_worker_info), which have no common order: call world.gather"
         )
-    own = [(number, own, total) for number, own, total in record.batches]
+    own = [(number, own, total) for number, own, total in record]
     if not isinstance(predictions, list):
         if not all(count for _, count, _ in own):
             raise ValueError(

@@ -14,7 +14,7 @@ from mntrain.data.cadence import Cadence
 from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.phase_notes import name_samples
 from mntrain.data.sample_digest import detached
-from mntrain.data.stream_batches import StreamBatches
+from mntrain.data.streams import StreamBatches
 from mntrain.train.division import (
     check_rank_clipping,
     choose_cadence,

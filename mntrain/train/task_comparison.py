@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset
 
-from mntrain.data.first_batch import of_samples
-from mntrain.data.sample_digest import digest_of
+from mntrain.data.sample_digest import digest_of, of_samples
 from mntrain.equal_values import Given, compare
 from mntrain.run.comparison import FIX
 from mntrain.run.loader_comparison import compare_samples

@@ -4,12 +4,17 @@ import threading
 
 import torch
 
-from mntrain.data.loader import ShardedLoader
-from mntrain.data.source import ShardContext
+from mntrain.data.loader import Passes, ShardedLoader
+
+
+def alone(value):
+    return [value]
 
 
 class Log:
-    """What a sharded loader tells the optimizers."""
+    """A registry of shards that notes what a sharded loader tells the optimizers."""
+
+    compare = latest = None
 
     def __init__(self):
         self.expected, self.forgotten, self.ended = [], 0, 0
@@ -17,7 +22,7 @@ class Log:
     def expect(self, own, total, digest, source):
         self.expected.append((own, total, digest))
 
-    def forget(self, drawn):
+    def forget(self, *, drawn):
         self.forgotten += drawn
         self.ended += not drawn
 
@@ -26,14 +31,10 @@ class Log:
         return [own for own, _, _ in self.expected]
 
 
-def alone(value):
-    return [value]
-
-
 def sharded(loader, rank=0, size=1, log=None, *, passes=None, gather=alone, **options):
     log = log or Log()
-    context = ShardContext(rank, size, gather, log.expect, log.forget)
-    return ShardedLoader(loader, context, passes, **options)
+    log.rank, log.size, log.gather = rank, size, gather
+    return ShardedLoader(loader, log, passes or Passes(), **options)
 
 
 def epoch_of(loader, rank, size, epoch=0, **options):

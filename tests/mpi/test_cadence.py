@@ -19,7 +19,7 @@ from worlds import RANKS, refusal
 import mntrain
 from mntrain.balance_config import BalanceConfig
 from mntrain.config import CheckpointConfig, Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
-from mntrain.data.permutation import permuted
+from mntrain.data.randomness import permuted
 from mntrain.tasks import Loss, Task
 from mntrain.train.own_time import OwnInterval, OwnTime
 from mntrain.train.trainer import Trainer

@@ -171,9 +171,7 @@ def test_equal_data_are_not_refused_whatever_is_random_in_them(world, name):
 @pytest.mark.mpi(min_size=2)
 def test_each_new_loader_is_compared_once(world, monkeypatch):
     compared = []
-    monkeypatch.setattr(
-        world._shards, "_compare_first", lambda ranks, first: compared.append(first.sizes)
-    )
+    monkeypatch.setattr(world._shards, "compare", lambda first: compared.append(first.sizes))
     loader = DataLoader(WHOLE, batch_size=4)
     for _ in range(3):
         list(world.shard(loader))
@@ -243,7 +241,7 @@ def test_divided_loaders_train_as_one_process_on_all_parts(world, make, stage, k
     for _ in range(2):
         before = len(seen)
         for batch in world.shard(loader, divided=True):
-            own = world._shards.latest.batches[-1][1]
+            own = world._shards.latest[-1][1]
             assert own in (0, len(batch[0]))
             own_seen += own
             whole = together(world, batch, own)
@@ -296,7 +294,7 @@ def test_a_divided_pass_is_resumed_on_as_many_ranks(world, kind):
         resumed.load_state_dict(state)
         rest, weights = [], []
         for batch in resumed:
-            weights.append(world._shards.latest.batches[-1][1])
+            weights.append(world._shards.latest[-1][1])
             rest.append(batch[0].tolist())
         assert len(rest) == len(whole) - done
         own = [batch for batch, weight in zip(rest, weights, strict=True) if weight]

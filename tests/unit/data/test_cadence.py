@@ -16,7 +16,7 @@ from mntrain.data.cadence import (
     tuned_anchor,
 )
 from mntrain.data.cadence_sampling import CadenceSampling
-from mntrain.data.permutation import permuted
+from mntrain.data.randomness import permuted
 from mntrain.data.sampling import BEGIN, Position
 from mntrain.data.shares import INTERVAL, REVISION, BatchNumber, Pace
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from mntrain.data.loader import PassesByDataset
+from mntrain.data.loader import PassesByOwner
 
 WORKERS = [(0, "spawn"), (2, "fork")]
 SPAWNED = (1, "spawn")  # seconds each: a spawned worker imports torch
@@ -224,28 +224,28 @@ def test_epochs_advance_also_with_a_new_shard_or_loader_for_each_pass():
     expected = [drawn(parts) for _ in range(4)]
     assert len({str(epoch) for epoch in expected}) == 4
 
-    passes = PassesByDataset()
-    got = [drawn(sharded(loader, passes=passes.of(loader))) for _ in range(2)]
+    passes = PassesByOwner()
+    got = [drawn(sharded(loader, passes=passes.of(loader.dataset, loader))) for _ in range(2)]
     for _ in range(2):
         another = DataLoader(data, batch_size=20, shuffle=True)
-        got.append(drawn(sharded(another, passes=passes.of(another))))
+        got.append(drawn(sharded(another, passes=passes.of(another.dataset, another))))
     assert got == expected
     parts.epoch = 1
     assert drawn(parts) == expected[1]
 
 
 def test_the_passes_over_a_dataset_are_forgotten_with_it():
-    passes = PassesByDataset()
+    passes = PassesByOwner()
     for _ in range(3):
         loader = DataLoader(Numbers(4), shuffle=True)
-        assert passes.of(loader).epoch == 0
-        drawn(sharded(loader, passes=passes.of(loader)))
-        assert passes.of(loader).epoch == 1
+        assert passes.of(loader.dataset, loader).epoch == 0
+        drawn(sharded(loader, passes=passes.of(loader.dataset, loader)))
+        assert passes.of(loader.dataset, loader).epoch == 1
         del loader
-    assert not passes._passes._values
+    assert not passes._passes
     listed = DataLoader([1, 2], batch_size=2)  # a list takes no weak references
-    assert passes.of(listed) is passes.of(listed)
-    assert passes.of([1]).epoch == 0
+    assert passes.of(listed.dataset, listed) is passes.of(listed)
+    assert passes.of([1]) is None
 
 
 class Augmented(Numbers):

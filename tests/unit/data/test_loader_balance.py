@@ -7,12 +7,10 @@ from itertools import chain
 
 import pytest
 import torch
-from sharding import Log, in_turns
+from sharding import Log, in_turns, sharded
 from torch.utils.data import DataLoader, TensorDataset
 
-from mntrain.data.loader import ShardedLoader
 from mntrain.data.loader_balance import LoaderBalance
-from mntrain.data.source import ShardContext
 
 SAMPLES, BATCH = 150, 6
 
@@ -63,8 +61,10 @@ def parts_by_rank(
         clock, log = Clock(), Log()
         room = (lambda: rooms[rank]) if rooms else no_limit
         plan = LoaderBalance(len(costs), gather, clock, room, int) if balance else None
-        context = ShardContext(rank, len(costs), gather, log.expect, log.forget, plan)
-        parts, taken = ShardedLoader(loader(kind, workers), context), []
+        parts, taken = (
+            sharded(loader(kind, workers), rank, len(costs), log, gather=gather, balance=plan),
+            [],
+        )
         for _ in range(passes):
             taken.append([])
             for (batch,) in parts:
@@ -141,9 +141,7 @@ def test_a_pass_that_has_ended_leaves_no_mark():
     def body(rank, gather):
         plan = LoaderBalance(1, gather, Marks(), no_limit, int)
         log = Log()
-        parts = ShardedLoader(
-            loader("cut"), ShardContext(rank, 1, gather, log.expect, log.forget, plan)
-        )
+        parts = sharded(loader("cut"), rank, 1, log, gather=gather, balance=plan)
         first = iter(parts)
         next(first)
         list(parts)
@@ -161,8 +159,7 @@ def test_ranks_that_begin_other_passes_are_told_so():
     def body(rank, gather):
         log = Log()
         plan = LoaderBalance(2, gather, Clock(), no_limit, int)
-        context = ShardContext(rank, 2, gather, log.expect, log.forget, plan)
-        parts = ShardedLoader(loader("cut"), context)
+        parts = sharded(loader("cut"), rank, 2, log, gather=gather, balance=plan)
         if rank == 0:
             next(iter(parts))  # to look at a batch
         with pytest.raises(RuntimeError, match=r"other passes .*rank 0: pass 2, rank 1: pass 1"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.data.permutation import permuted
+from mntrain.data.randomness import permuted
 
 
 @given(st.integers(1, 20_000), st.integers(0, 2**32 - 1), st.integers(0, 50))

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from mntrain.data.phase_notes import name_samples, noted
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches, validation_batches
-from mntrain.data.stream_batches import StreamBatches
+from mntrain.data.streams import StreamBatches
 
 BROKEN = 7
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from mntrain.data.first_batch import of_samples
-from mntrain.data.sample_digest import digest_sample
+from mntrain.data.sample_digest import digest_sample, of_samples
 
 FLOATS = torch.linspace(-1, 1, 3000)
 

@@ -180,8 +180,8 @@ def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent
         return
 
     def two_epochs(parts, log):
-        random.seed(parts._context.rank)
-        torch.manual_seed(parts._context.rank)
+        random.seed(parts._shards.rank)
+        torch.manual_seed(parts._shards.rank)
         before = torch.get_rng_state()
         epochs = epoch(parts, log), epoch(parts, log)
         assert torch.equal(torch.get_rng_state(), before) or workers
