@@ -40,10 +40,9 @@ from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
 from mntrain.kernels import DeviceKernels
 from mntrain.rank_info import Place, Usage, device_memory, find_place, memory_room, peak_memory
-from mntrain.recorder.events import Recorder, pid_namespace
-from mntrain.watchdog.inquiry import Member
+from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS
-from mntrain.watchdog.side_channel import SideChannel, address_towards, listen, own_addresses
+from mntrain.watchdog.side_channel import SideChannel, address_towards, own_addresses
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 from mntrain.watchdog.thread import Watchdog
 from zero.comm_hooks.node_levels import NodeLevels
@@ -202,23 +201,24 @@ class Ranks:
     def _start_engine(self) -> None:
         """Start the communication thread, which makes all MPI calls from here on."""
         rank, comm = self.rank, self._comm
-        member = Member(self._watch.host, self._hosts[rank], os.getpid(), pid_namespace())
-        own = member, own_addresses(), secrets.token_bytes(32)
-        members, interfaces, keys = zip(*comm.gather_objects(own), strict=True)
+        own = own_addresses(), secrets.token_bytes(32)
+        interfaces, keys = zip(*comm.gather_objects(own), strict=True)
         listener, address = None, None
         if rank in MONITORS and rank < comm.size - 1:
             others = {
                 host: found
                 for host, found in zip(self._hosts, interfaces, strict=True)
-                if host != member.host_key
+                if host != self._hosts[rank]
             }
-            listener, address = listen(address_towards(others.values()))
+            towards = address_towards(others.values())
+            listener = socket.create_server((towards, 0), backlog=1024)
+            address = listener.getsockname()
         monitors = {r: a for r, a in enumerate(comm.gather_objects(address)) if a is not None}
         engine = self._engine = ProgressEngine()
         engine.main.observer = self.recorder
         self.watchdog = self._watch.others = Watchdog(
             rank,
-            members,
+            self.facts,
             engine,
             timeout=self.settings.timeout,
             warn_after=self.settings.warn_after,

@@ -13,6 +13,7 @@ from mntrain._version import __version__
 from mntrain.checks import host as host_checks
 from mntrain.checks import launcher
 from mntrain.checks.finding import Finding
+from mntrain.recorder.events import pid_namespace
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PACKAGES = ("mntrain", "zero")
@@ -32,6 +33,8 @@ class RankFacts:
     versions: dict[str, str]  # of Python and of packages
     clock: tuple[float, float]  # see `all_ranks.clocks`
     findings: dict[str, Finding]  # of the checks of its host, by name
+    pid: int = 0  # in its pid_namespace
+    pid_namespace: str = ""
 
 
 def collect(
@@ -64,6 +67,8 @@ def collect(
             "open files": host_checks.open_files(size),
             "locked memory": host_checks.locked_memory(),
         },
+        pid=os.getpid(),
+        pid_namespace=pid_namespace(),
     )
 
 

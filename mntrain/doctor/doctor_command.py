@@ -20,7 +20,7 @@ from mntrain.doctor.link_findings import BETWEEN, WITHIN
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
 from mntrain.run.lock import SILENT_S
-from mntrain.watchdog.network_watch import network_watched
+from mntrain.watchdog.start_timer import network_watched
 from mntrain.world import World
 
 _LINKS_S = 2.0  # for all pairs between nodes, and for all within

@@ -5,20 +5,25 @@ bad input.
 """
 
 import argparse
+import json
+import socket
+import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from mntrain.checks.finding import alike
-from mntrain.recorder.autopsy_diagnosis import Diagnosis, diagnose
-from mntrain.recorder.autopsy_ends import Facts, RankEnd
-from mntrain.recorder.autopsy_facts import gather_facts
-from mntrain.recorder.recording import Event, Kind, Recording, read, recordings
+from mntrain.recorder.autopsy_diagnosis import Autopsy, Process
+from mntrain.recorder.events import boot_id, pid_namespace, process_start, read_oom_kills
+from mntrain.recorder.recording import Event, Header, Kind, Recording, read, recordings
+from mntrain.recorder.waits import name_ranks
 
 _MAX_GROUPS = 6  # of ranks that are shown
-_WIDTH = 10  # of labels
+_SLURM_TIMEOUT_S = 5.0
 
 
 def run(words: Sequence[str]) -> int:
@@ -46,11 +51,10 @@ def run(words: Sequence[str]) -> int:
     except ValueError as error:
         print(f"mntrain: error: {error}", file=sys.stderr)
         return 2
-    facts = gather_facts(options.run_dir, [recording.header for recording in found])
-    diagnosis = diagnose(found, facts)
-    lines = [*describe(diagnosis, facts), *(_line("note", note) for note in notes)]
+    autopsy = examine(options.run_dir, found)
+    lines = [*describe(autopsy), *(_line("note", note) for note in notes)]
     print("\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines))
-    return 0 if diagnosis.state == "ended well" else 1
+    return 0 if autopsy.state == "ended well" else 1
 
 
 def find_recordings(
@@ -60,7 +64,12 @@ def find_recordings(
 
     Raises ValueError if there is none.
     """
-    places = [recordings(run_dir), recordings(run_dir, _local_folder(run_dir)), run_dir, *folders]
+    try:  # the --run.recorder of the run
+        named = tomllib.loads((run_dir / "config.toml").read_text())["run"]["recorder"]
+        local = None if named == "none" else Path(named)
+    except (OSError, ValueError, KeyError, TypeError):
+        local = None
+    places = [recordings(run_dir), recordings(run_dir, local), run_dir, *folders]
     paths = sorted({path.resolve() for place in places for path in place.glob("rank-*.bin")})
     found, notes = [], []
     for path in paths:
@@ -82,131 +91,158 @@ def find_recordings(
     return [own[rank] for rank in sorted(own)], notes
 
 
-def describe(diagnosis: Diagnosis, facts: Facts) -> list[str]:
-    """Return the diagnosis in lines of text, at most a screen."""
-    ends = diagnosis.ends
-    header = next(iter(ends.values())).header
-    hosts = len({end.header.host for end in ends.values()})
+def examine(run_dir: Path, found: Sequence[Recording]) -> Autopsy:
+    """Return the end of a job, with what this host, the run's directory and Slurm know of it."""
+    headers = [recording.header for recording in found]
+    # Whose processes this one sees.
+    place = socket.gethostname(), boot_id(), pid_namespace()
+    here = [h for h in headers if (h.host, h.boot, h.pid_namespace) == place and h.boot]
+    return Autopsy(
+        {recording.header.rank: recording for recording in found},
+        processes={header.rank: _process(header) for header in here},
+        oom_kills={header.rank: kills for header in here if (kills := _new_oom_kills(header))},
+        summary=_summary(run_dir / "summary.json", min(header.wall for header in headers)),
+        scheduler=_slurm_state(headers[0].jobs),
+        now=time.time(),
+    )
+
+
+def _process(header: Header) -> Process:
+    if not header.process_start or process_start(header.pid) != header.process_start:
+        return "gone"
+    try:
+        state = Path(f"/proc/{header.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return "stopped" if state in "Tt" else "runs"
+
+
+def _new_oom_kills(header: Header) -> int:
+    """Return the out-of-memory kills in a rank's cgroup since it began to record."""
+    found = read_oom_kills(Path(header.oom_file)) if header.oom_file else None
+    if found is None or found[0] != header.oom_inode:  # it is gone, or another one of that name
+        return 0
+    return found[1] - header.oom_kills
+
+
+def _summary(path: Path, start: float) -> dict[str, Any]:
+    """Return summary.json, unless an earlier job has left it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        of_this_job = path.stat().st_mtime >= start - 1
+    except (OSError, ValueError):
+        return {}
+    return content if of_this_job and isinstance(content, dict) else {}
+
+
+def _slurm_state(jobs: dict[str, str]) -> str:
+    """Return the state of the job's step or allocation in Slurm, "" if it is not known."""
+    if not (job := jobs.get("SLURM_JOB_ID")):
+        return ""
+    output = _ask("sacct", "--parsable2", "--noheader", "--format=JobID,State", f"--jobs={job}")
+    states = dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
+    state = states.get(f"{job}.{jobs.get('SLURM_STEP_ID')}") or states.get(job)
+    if not state:
+        fields = _ask("scontrol", "--oneliner", "show", "job", job).split()
+        state = dict(word.split("=", 1) for word in fields if "=" in word).get("JobState", "")
+    return state.partition(" ")[0]  # "CANCELLED by 0"
+
+
+def _ask(*command: str) -> str:
+    """Return the output of a command of Slurm, "" if it is missing, fails or takes too long."""
+    try:
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=_SLURM_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def describe(autopsy: Autopsy) -> list[str]:
+    """Return the end of a job in lines of text, at most a screen."""
+    ends, first = autopsy.recordings, autopsy.first
+    hosts = {rank: end.header.host for rank, end in ends.items()}
+    header, count = next(iter(ends.values())).header, len(set(hosts.values()))
     began = datetime.fromtimestamp(header.wall, UTC)
     lines = [
-        f"{header.size} rank{'s' * (header.size > 1)} on {hosts} host{'s' * (hosts > 1)}, "
+        f"{header.size} rank{'s' * (header.size > 1)} on {count} host{'s' * (count > 1)}, "
         f"began {began:%Y-%m-%d %H:%M:%S} UTC"
     ]
-    if diagnosis.state == "ended well":
-        lines.append(f"The job ended well: {facts.summary.get('status', 'all ranks closed')}.")
-    elif diagnosis.state == "runs":
-        behind = f"; {_name(diagnosis.first, ends)} behind" if diagnosis.first else ""
+    if autopsy.state == "ended well":
+        lines.append(f"The job ended well: {autopsy.summary.get('status', 'all ranks closed')}.")
+    elif autopsy.state == "runs":
+        behind = f"; {name_ranks(first, hosts)} behind" if first else ""
         lines.append(f"The job still runs, as far as can be seen from here{behind}.")
-    elif diagnosis.first:
-        certain = "" if diagnosis.sure else "probably "
-        lines.append(f"{_name(diagnosis.first, ends)} {certain}stopped first.")
+    elif first:
+        certain = "" if autopsy.sure else "probably "
+        lines.append(f"{name_ranks(first, hosts)} {certain}stopped first.")
     else:
         lines.append("The job failed; no rank stopped first.")
-    shown = diagnosis.first or (() if diagnosis.state == "ended well" else tuple(ends))
-    lines += _states({rank: ends[rank] for rank in shown if rank in ends}, facts)
-    lines += _waits(diagnosis)
-    if diagnosis.missing:
-        lines.append(_line("missing", f"no recording of {_name(diagnosis.missing, ends)}"))
-    known = {key: facts.summary.get(key) for key in ("status", "reason", "error")}
-    said = "; ".join(f"{key} {value}" for key, value in known.items() if value)
+    shown = first or (() if autopsy.state == "ended well" else tuple(ends))
+    doing = {rank: _doing(ends[rank]) for rank in shown if rank in ends}
+    for text, ranks in alike(doing)[:_MAX_GROUPS]:
+        lines.append(_line("was", f"{name_ranks(ranks, hosts)} {text}" if len(doing) > 1 else text))
+        lines += _last_facts(autopsy, ranks[0])
+    waits = {rank: found[0][0] for rank, found in autopsy.waits.items() if rank not in first}
+    calls = {rank: f"{wait}{_at(wait.site)}" for rank, wait in waits.items()}
+    for _, ranks in alike(calls)[:_MAX_GROUPS]:
+        wait, times = waits[ranks[0]], [max(0.0, waits[rank].seconds) for rank in ranks]
+        seconds = " to ".join(dict.fromkeys(f"{end:.0f}" for end in (min(times), max(times))))
+        text = f"{name_ranks(ranks, hosts)} in {wait}, for {seconds} s{_at(wait.site)}"
+        lines.append(_line("waiting", text))
+    if autopsy.missing:
+        lines.append(_line("missing", f"no recording of {name_ranks(autopsy.missing, hosts)}"))
+    known = {key: autopsy.summary.get(key) for key in ("status", "reason", "error")}
     labelled = {
-        "summary": said,
-        "Slurm": facts.scheduler,
-        "cause": diagnosis.cause,
-        "fix": diagnosis.fix,
+        "summary": "; ".join(f"{key} {value}" for key, value in known.items() if value),
+        "Slurm": autopsy.scheduler,
+        "cause": autopsy.cause,
+        "fix": autopsy.fix,
     }
     return lines + [_line(label, text) for label, text in labelled.items() if text]
 
 
-def _waits(diagnosis: Diagnosis) -> list[str]:
-    """Return what ranks waited for, those in the same call together."""
-    ends, waiting, lines = diagnosis.ends, diagnosis.waiting, []
-    calls = {rank: _name_of(event) + _at(event.site) for rank, event in waiting.items()}
-    for _, ranks in alike(calls)[:_MAX_GROUPS]:
-        event = waiting[ranks[0]]
-        waits = [max(0.0, ends[rank].last_seen - waiting[rank].time) for rank in ranks]
-        seconds = " to ".join(dict.fromkeys(f"{end:.0f}" for end in (min(waits), max(waits))))
-        text = f"{_name(ranks, ends)} in {_name_of(event)}, for {seconds} s{_at(event.site)}"
-        lines.append(_line("waiting", text))
+def _last_facts(autopsy: Autopsy, rank: int) -> list[str]:
+    """Return lines about the end of a rank."""
+    end = autopsy.recordings[rank]
+    seen = datetime.fromtimestamp(end.header.wall + end.last_seen, UTC)
+    lines = [_line("last seen", f"{seen:%H:%M:%S} UTC, {end.last_seen:.1f} s after the start")]
+    if end.signals:
+        lines.append(_line("signals", ", ".join(end.signals)))
+    if state := autopsy.processes.get(rank):
+        lines.append(_line("process", f"{end.header.pid} {'is ' * (state != 'runs')}{state}"))
+    if kills := autopsy.oom_kills.get(rank):
+        killed = f"{kills} out-of-memory kill{'s' * (kills > 1)}"
+        lines.append(_line("kernel", f"{killed}, says {end.header.oom_file}"))
     return lines
 
 
-def _states(ends: Mapping[int, RankEnd], facts: Facts) -> list[str]:
-    """Return where ranks were, those that differ by the time alone together."""
-    lines = []
-    for text, ranks in alike({rank: _doing(end) for rank, end in ends.items()})[:_MAX_GROUPS]:
-        lines.append(_line("was", (f"{_name(ranks, ends)} " if len(ends) > 1 else "") + text))
-        end = ends[ranks[0]]
-        seen = datetime.fromtimestamp(end.header.wall + end.last_seen, UTC)
-        lines.append(
-            _line("last seen", f"{seen:%H:%M:%S} UTC, {end.last_seen:.1f} s after the start")
-        )
-        if end.signals:
-            lines.append(_line("signals", ", ".join(end.signals)))
-        state = facts.processes.get(ranks[0])
-        if state:
-            lines.append(_line("process", f"{end.header.pid} {'is ' * (state != 'runs')}{state}"))
-        if kills := facts.oom_kills.get(ranks[0]):
-            lines.append(
-                _line(
-                    "kernel",
-                    f"{kills} out-of-memory kill{'s' * (kills > 1)}, says {end.header.oom_file}",
-                )
-            )
-    return lines
-
-
-def _doing(end: RankEnd) -> str:
+def _doing(end: Recording) -> str:
     """Return what a rank did at its end, and where."""
     if end.error:
-        where = f"in {_phase(end.phase)}: " if end.phase else ""
+        where = f"in {_name_phase(end.phase)}: " if end.phase else ""
         return f"{where}{end.error.text}{_at(end.error.site)}"
     if end.ended:
         return "at the end of its program"
-    parts = [f"in {_phase(end.phase)}"] if end.phase else []
-    if end.waiting:
-        parts.append(f"in {_name_of(end.waiting[0])}{_at(end.waiting[0].site)}")
+    parts = [f"in {_name_phase(end.phase)}"] if end.phase else []
+    if end.waits:
+        parts.append(f"in {end.waits[0]}{_at(end.waits[0].site)}")
     elif not parts:
-        begun = [e for e in end.recording.events if e.kind == Kind.COLLECTIVE_BEGINS]
-        last = f" since {_name_of(begun[-1])}{_at(begun[-1].site)}" if begun else ""
-        parts.append(f"in no collective{last}")
-    if end.recording.sign and end.recording.sign.site:
-        parts.append(f"at {end.recording.sign.site}")
+        begun = [e for e in end.events if e.kind == Kind.COLLECTIVE_BEGINS]
+        last = [f" since {wait}{_at(wait.site)}" for wait in map(end.wait_of, begun[-1:])]
+        parts.append(f"in no collective{''.join(last)}")
+    if end.sign and end.sign.site:
+        parts.append(f"at {end.sign.site}")
     return ", ".join(parts)
 
 
-def _phase(event: Event | None) -> str:
-    if event is None:
-        return ""
+def _name_phase(event: Event) -> str:
     return f"{event.name} of step {event.number}" if event.number else event.name
-
-
-def _name_of(event: Event) -> str:
-    return f"{event.text} (collective {event.number} of {event.name})"
 
 
 def _at(site: str) -> str:
     return f", at {site}" if site else ""
 
 
-def _name(ranks: Sequence[int], ends: Mapping[int, RankEnd]) -> str:
-    """Return ranks with their hosts, as far as these are known."""
-    by_host: dict[str, list[str]] = {}
-    for rank in ranks:
-        host = f" on {ends[rank].header.host}" if rank in ends else ""
-        by_host.setdefault(host, []).append(str(rank))
-    text = ", ".join(", ".join(group) + host for host, group in by_host.items())
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
-
-
 def _line(label: str, text: str) -> str:
-    return f"  {label:<{_WIDTH}}{text}"
-
-
-def _local_folder(run_dir: Path) -> Path | None:
-    """Return the --run.recorder of a run, None if it had none."""
-    try:
-        local = tomllib.loads((run_dir / "config.toml").read_text())["run"]["recorder"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return Path(local) if isinstance(local, str) and local != "none" else None
+    return f"  {label:<10}{text}"

@@ -1,159 +1,247 @@
-"""Diagnosis of a job's end from the recordings of its ranks: pure functions.
+"""Diagnosis of a job's end from the recordings of its ranks: pure.
 
 A rank stopped first if others wait in a collective that it has not begun, and it waits for nobody
 itself. Where no rank is behind, the times of the last signs of life decide, and where these are
 alike too, the rank whose process others saw end before they ended themselves; else nobody is named.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from mntrain.recorder.autopsy_causes import explain
-from mntrain.recorder.autopsy_ends import APART_S, Facts, RankEnd, Waits, end_of
-from mntrain.recorder.recording import ALL_RANKS, GROUP, Event, Kind, Recording
+from mntrain.recorder.recording import GROUP, Event, Kind, Recording
+from mntrain.recorder.waits import Wait, find_culprits, late_ranks
 
+APART_S = 3.0  # between what happened together and what did not; a sign of life comes each second
 RECENT_S = 60.0  # a file on another node may arrive that late
 _TERMINATING = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"}
 _GOOD_ENDS = ("completed", "stopped", "preempted", "interrupted")
 
+_OUTPUT = (
+    "look for a signal or exit code in the output of mpirun or srun, and in the kernel's log of "
+    "its host (dmesg); python -X faulthandler shows where native code crashes"
+)
+_SAME_CALLS = "look for a call, a continue after an exception, or a loop that differs between ranks"
+_SAME_STEPS = (
+    "let every rank take the same number of steps: look for a break, return or exit in a branch "
+    "that differs between ranks"
+)
+_LESS_MEMORY = (
+    "use less memory: a smaller --train.micro-batch-size, --zero.stage 2, fewer data-loader "
+    "workers; or ask the scheduler for more"
+)
+_LONGER_GRACE = (
+    "run the same command again to resume; give the job more time between the signal and the kill, "
+    "or end it in time with --run.max-minutes"
+)
+_MISSING = "give the folder with its file as a further argument, or read the output of mpirun"
+_SCHEDULER = {
+    "OUT_OF_MEMORY": _LESS_MEMORY,
+    "TIMEOUT": "ask for more time, or let the job end in time with --run.max-minutes",
+    "CANCELLED": "somebody or the scheduler cancelled it; run the same command again to resume",
+    "PREEMPTED": "run the same command again to resume",
+    "NODE_FAIL": "a node was lost: run the same command again to resume, without that node",
+}
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """The end of a job, or its state. `first` stopped first, if that is known.
+Process = Literal["gone", "stopped", "runs"]
 
+
+@dataclass
+class Autopsy:
+    """The end of a job, from the recordings of its ranks, at least one, and other facts.
+
+    A rank without a process is unknown. `first` are the ranks that stopped first, if known, and
     `sure` says whether that is certain. If the job still runs, `first` are ranks for which others
-    have waited a while. `waiting` has the collective in which each other rank waits.
+    have waited a while.
     """
 
-    state: Literal["ended well", "runs", "failed"]
-    ends: Mapping[int, RankEnd]
-    missing: tuple[int, ...] = ()  # ranks without a recording
-    first: tuple[int, ...] = ()
-    sure: bool = True
-    waiting: Mapping[int, Event] = field(default_factory=dict)
-    cause: str = ""
-    fix: str = ""
+    recordings: Mapping[int, Recording]  # by rank
+    processes: Mapping[int, Process] = field(default_factory=dict)
+    oom_kills: Mapping[int, int] = field(default_factory=dict)  # in its cgroup since the start
+    summary: Mapping[str, Any] = field(default_factory=dict)  # summary.json
+    scheduler: str = ""  # state of the job, such as OUT_OF_MEMORY
+    now: float = math.inf  # seconds since the epoch
+    state: Literal["ended well", "runs", "failed"] = field(init=False, default="failed")
+    first: Sequence[int] = field(init=False, default=())
+    sure: bool = field(init=False, default=True)
+    cause: str = field(init=False, default="")
+    fix: str = field(init=False, default="")
 
+    def __post_init__(self) -> None:
+        ends = self.recordings
+        size = next(iter(ends.values())).header.size
+        self.missing = [rank for rank in range(size) if rank not in ends]
+        # The collectives in which each rank waits for others, and the ranks that are late.
+        self.waits = self._find_waits()
+        errors = {rank: end.error for rank, end in ends.items() if end.error}
+        own = {r: e.time for r, e in errors.items() if e.kind in (Kind.ERROR, Kind.CRASH)}
+        well = self.summary.get("status", "completed") in _GOOD_ENDS
+        if well and not (errors or self.missing) and all(end.ended for end in ends.values()):
+            self.state = "ended well"
+            return
+        if own:
+            self.first = [rank for rank, time in own.items() if time == min(own.values())]
+        elif len(errors) < len(ends) or self.missing:
+            self.first, self.sure = self._find_first()
+        else:
+            self.sure = False  # all have the same error
+        if not (errors or self.missing) and all(self._may_run(end) for end in ends.values()):
+            self.state = "runs"
+            if not (self.first and self.sure):
+                self.first, self.sure, self.waits = (), True, {}
+                return
+        self.cause, self.fix = self._explain()
 
-def diagnose(recordings: Iterable[Recording], facts: Facts) -> Diagnosis:
-    """Return how a job ended, from the recordings of its ranks, at least one. Pure."""
-    ends = {end.header.rank: end for end in map(end_of, recordings)}
-    size = next(iter(ends.values())).header.size
-    missing = tuple(rank for rank in range(size) if rank not in ends)
-    waits = _waits(ends)
-    failed_alone = [rank for rank, end in ends.items() if _is(end, Kind.ERROR, Kind.CRASH)]
-    failed = [rank for rank, end in ends.items() if end.error]
-    bad_summary = facts.summary.get("status", "completed") not in _GOOD_ENDS
-    if not failed and not missing and all(end.ended for end in ends.values()) and not bad_summary:
-        return Diagnosis("ended well", ends)
-    sure = True
-    if failed_alone:
-        start = min(_error_time(ends[rank]) for rank in failed_alone)
-        first = [rank for rank in failed_alone if _error_time(ends[rank]) == start]
-    else:
-        first, sure = _find_first(ends, waits, missing, facts)
-        if len(failed) == len(ends) and not missing:
-            first = []
-    runs = not (failed or missing) and all(_may_run(end, facts) for end in ends.values())
-    if runs and not (first and sure):
-        return Diagnosis("runs", ends)
-    cause, fix = explain(first, ends, waits, facts, sure=sure)
-    shown = {rank: events[0][0] for rank, events in waits.items() if rank not in first}
-    state: Literal["runs", "failed"] = "runs" if runs else "failed"
-    return Diagnosis(state, ends, missing, tuple(first), sure, shown, cause, fix)
-
-
-def _waits(ends: Mapping[int, RankEnd]) -> Waits:
-    """Return the collectives in which each rank waits for ranks that have not begun them."""
-    waits: dict[int, list[tuple[Event, Collection[int]]]] = {}
-    for rank, end in ends.items():
-        for event in end.waiting:
-            late = {
-                other
-                for other, its in ends.items()
-                if other != rank and event.awaited in (ALL_RANKS, GROUP, other)
-                if _not_begun(its, event)
-            }
+    def _find_waits(self) -> dict[int, list[tuple[Wait, set[int]]]]:
+        ends, waits = self.recordings, {}
+        unfinished = [event for end in ends.values() for event in end.unfinished.values()]
+        shared = {event.name for event in unfinished if event.awaited != GROUP}
+        # A rank has not begun a collective of a stream that it has not used, if all is known of it.
+        begun = {
+            rank: {**dict.fromkeys(shared if end.complete else (), 0), **end.begun}
+            for rank, end in ends.items()
+        }
+        for rank, end in ends.items():
+            late = [(wait, ranks) for wait in end.waits if (ranks := late_ranks(wait, begun))]
             if late and not end.ended:
-                waits.setdefault(rank, []).append((event, late))
-    return waits
+                waits[rank] = late
+        return waits
+
+    def _find_first(self) -> tuple[list[int], bool]:
+        """Return the ranks that stopped first, and whether that is certain."""
+        ends = self.recordings
+        awaited = {r: {late for _, ranks in w for late in ranks} for r, w in self.waits.items()}
+        behind, silent = sorted(find_culprits(awaited)), self._earliest()
+        if behind:
+            behind = [rank for rank in behind if rank in silent] or behind
+            return behind, any(map(self._is_stalled, behind))
+        if self.missing:
+            return self.missing, False
+        unended = [rank for rank, end in ends.items() if not end.ended]
+        if len(unended) < len(ends):
+            return unended, True
+        if 0 < len(silent) < len(ends):
+            return silent, False
+        seen = [e for end in ends.values() for e in end.events if e.kind == Kind.PEER_ENDED]
+        return [min(seen, key=lambda event: event.time).number] if seen else [], False
+
+    def _earliest(self) -> list[int]:
+        """Return the ranks without a clean end that are known to have stopped before others."""
+        seen = {rank: end.last_seen for rank, end in self.recordings.items() if not end.ended}
+        for state, later in (("gone", {"runs", "stopped"}), ("stopped", {"runs"})):
+            found = [rank for rank in seen if self.processes.get(rank) == state]
+            if found and later & {self.processes.get(rank) for rank in seen}:
+                return found
+        latest = max(seen.values(), default=0.0)
+        early = {rank: time for rank, time in seen.items() if time < latest - APART_S}
+        earliest = min(early.values(), default=0.0)
+        return [rank for rank, time in early.items() if time < earliest + APART_S]
+
+    def _is_stalled(self, late: int) -> bool:
+        """Return False if a rank may be behind only because all ranks were ended at one time."""
+        end, process = self.recordings[late], self.processes.get(late)
+        for rank, waits in self.waits.items():
+            other = self.recordings[rank]
+            seconds = max((wait.seconds for wait, ranks in waits if late in ranks), default=None)
+            if seconds is None:
+                continue
+            told = _TERMINATING & {*other.signals} and not _TERMINATING & {*end.signals}
+            if (
+                end.ended
+                or told
+                or process == "stopped"
+                or (process == "gone" and self.processes.get(rank) in ("runs", "stopped"))
+                or seconds > APART_S
+                or other.last_seen - end.last_seen > APART_S
+            ):
+                return True
+        return False
+
+    def _may_run(self, end: Recording) -> bool:
+        process = self.processes.get(end.header.rank)
+        recent = self.now - end.header.wall - end.last_seen < RECENT_S
+        return process == "runs" or (process is None and recent and not end.ended)
+
+    def _explain(self) -> tuple[str, str]:  # noqa: PLR0911 - one return for each cause
+        """Return the likely cause, and what to do."""
+        first, ends = self.first, self.recordings
+        known = [ends[rank] for rank in first if rank in ends]
+        if errors := [end.error for end in known or ends.values() if end.error]:
+            return _explain_error(errors[0])
+        if killed := [str(rank) for rank in first or ends if self.oom_kills.get(rank)]:
+            ranks = ", ".join(killed)
+            cause = f"the kernel killed for lack of memory in the cgroup of rank {ranks}"
+            return cause, _LESS_MEMORY
+        if self.scheduler in _SCHEDULER:
+            return f"the scheduler ended the job: {self.scheduler}", _SCHEDULER[self.scheduler]
+        if not first:
+            if said := self.summary.get("error") or self.summary.get("reason"):
+                return str(said), _OUTPUT
+            if signals := sorted({name for end in ends.values() for name in end.signals}):
+                return f"the job was killed after {', '.join(signals)}", _LONGER_GRACE
+            cause = "all ranks stopped at about the same time: the job was killed as a whole"
+            return cause, _OUTPUT
+        if set(first) <= self.waits.keys():
+            return "ranks wait for each other in different collectives", _SAME_CALLS
+        if not known:
+            cause = "this rank ended before it could record, or its file is on another node"
+            return cause, _MISSING
+        if any(end.ended for end in known):
+            return "it ended its program while other ranks still waited for it", _SAME_STEPS
+        return self._explain_silence(known)
+
+    def _explain_silence(self, known: Sequence[Recording]) -> tuple[str, str]:
+        """Return the likely cause of an end that left no word."""
+        header, processes = known[0].header, {self.processes.get(rank) for rank in self.first}
+        if "stopped" in processes:
+            return (
+                "its process is stopped, by SIGSTOP or a debugger",
+                f"on {header.host}: kill -CONT {header.pid}",
+            )
+        if "runs" in processes:
+            return (
+                "it runs, but has not called what the others wait for: it is slow, hangs, or took "
+                "another branch",
+                f"on {header.host}: py-spy dump --pid {header.pid}; {_SAME_CALLS}",
+            )
+        ends = self.recordings.items()
+        others = max((end.last_seen for rank, end in ends if rank not in self.first), default=0.0)
+        together = others - max(end.last_seen for end in known) < APART_S
+        if together and not self.sure:
+            return (
+                "it was killed (SIGKILL) or crashed, and the launcher ended the others; or the job "
+                "was killed as a whole",
+                _OUTPUT,
+            )
+        told = any(end.signals for _, end in ends) and not any(end.signals for end in known)
+        if together and self.waits and not told:
+            return (
+                "it ran on, but did not call what the others waited for: it was slow, hung, or "
+                "took another branch, until the job was killed; or it was killed or crashed "
+                "itself, and the launcher ended the others",
+                f"{_SAME_CALLS}; {_OUTPUT}",
+            )
+        return (
+            "its process was killed (SIGKILL), crashed or hung in native code, or was stopped "
+            "(SIGSTOP), or its node was lost: it noted no exception and no signal",
+            _OUTPUT,
+        )
 
 
-def _not_begun(end: RankEnd, event: Event) -> bool:
-    """Return True if a rank has certainly not begun a collective."""
-    number = end.begun.get(event.name)
-    if number is None:  # it has not used the stream; or not lately; or is not one of its ranks
-        return end.recording.complete and event.awaited != GROUP
-    return number < event.number
-
-
-def _find_first(
-    ends: Mapping[int, RankEnd], waits: Waits, missing: Sequence[int], facts: Facts
-) -> tuple[list[int], bool]:
-    """Return the ranks that stopped first, and whether that is certain."""
-    awaited = {late for events in waits.values() for _, ranks in events for late in ranks}
-    behind = sorted(awaited - waits.keys()) or sorted(awaited)
-    if behind:
-        silent = _earliest(ends, facts)
-        both = [rank for rank in behind if rank in silent]
-        certain = any(_is_stalled(ends, rank, waits, facts) for rank in both or behind)
-        return both or behind, certain
-    if missing:
-        return list(missing), False
-    unended = [rank for rank, end in ends.items() if not end.ended]
-    if len(unended) < len(ends):
-        return unended, True
-    silent = _earliest(ends, facts)
-    if 0 < len(silent) < len(ends):
-        return silent, False
-    seen = [e for end in ends.values() for e in end.recording.events if e.kind == Kind.PEER_ENDED]
-    return [min(seen, key=lambda event: event.time).number] if seen else [], False
-
-
-def _earliest(ends: Mapping[int, RankEnd], facts: Facts) -> list[int]:
-    """Return the ranks without a clean end that are known to have stopped before others."""
-    open_ = {rank: end for rank, end in ends.items() if not end.ended}
-    for state, later in (("gone", {"runs", "stopped"}), ("stopped", {"runs"})):
-        found = [rank for rank in open_ if facts.processes.get(rank) == state]
-        if found and later & {facts.processes.get(rank) for rank in open_}:
-            return found
-    latest = max((end.last_seen for end in open_.values()), default=0.0)
-    early = {rank: end.last_seen for rank, end in open_.items() if end.last_seen < latest - APART_S}
-    earliest = min(early.values(), default=0.0)
-    return [rank for rank, seen in early.items() if seen < earliest + APART_S]
-
-
-def _is_stalled(ends: Mapping[int, RankEnd], late: int, waits: Waits, facts: Facts) -> bool:
-    """Return False if a rank may be behind only because all ranks were ended at one time."""
-    end, process = ends[late], facts.processes.get(late)
-    for rank, events in waits.items():
-        other = ends[rank]
-        since = min((event.time for event, ranks in events if late in ranks), default=None)
-        if since is None:
-            continue
-        told = _TERMINATING & set(other.signals) and not _TERMINATING & set(end.signals)
-        if (
-            end.ended
-            or told
-            or process == "stopped"
-            or (process == "gone" and facts.processes.get(rank) in ("runs", "stopped"))
-            or other.last_seen - since > APART_S
-            or other.last_seen - end.last_seen > APART_S
-        ):
-            return True
-    return False
-
-
-def _may_run(end: RankEnd, facts: Facts) -> bool:
-    process = facts.processes.get(end.header.rank)
-    recent = facts.now - end.header.wall - end.last_seen < RECENT_S
-    return process == "runs" or (process is None and recent and not end.ended)
-
-
-def _is(end: RankEnd, *kinds: Kind) -> bool:
-    return end.error is not None and end.error.kind in kinds
-
-
-def _error_time(end: RankEnd) -> float:
-    return end.error.time if end.error else 0.0
+def _explain_error(error: Event) -> tuple[str, str]:
+    if error.kind == Kind.SHARED_ERROR:
+        return error.text, "the whole message stands in the job's output, and says what to do"
+    if error.kind == Kind.CRASH:
+        return f"native code crashed: {error.text}", (
+            f"look at what is called at {error.site or 'the last line'}: update the library, or "
+            "report the crash to its authors"
+        )
+    if error.text.startswith("KeyboardInterrupt"):
+        return "it was interrupted by Ctrl-C", "run the same command again to resume"
+    if error.text.startswith("SystemExit"):
+        return f"the script left the job by {error.text}", _SAME_STEPS
+    return (
+        f"an exception on one rank: {error.text}",
+        f"correct what raises it at {error.site}; the traceback stands in the job's output",
+    )

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from signal import Signals
@@ -40,10 +39,8 @@ from mntrain.recorder.recording import (
 
 SIGN_S = 1.0  # between two signs of life
 _MAX_PATH = 400  # of the counter of out-of-memory kills, so that the header fits
-_BEGINS, _ENDS = int(Kind.COLLECTIVE_BEGINS), int(Kind.COLLECTIVE_ENDS)
 _SHARED_ERRORS = {"AgreedError", "RemoteRankError"}  # raised by several ranks together
-# Variables in which schedulers name a job, or a part of one.
-_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 class Recorder:
@@ -79,7 +76,7 @@ class Recorder:
                 file = opened.enter_context(temporary.open("x+b"))  # follows no link
                 os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # or a full disk means SIGBUS
                 mapped = mmap.mmap(file.fileno(), FILE_BYTES)
-                mapped[:HEADER_BYTES] = _header(self.rank, self.size, job).to_bytes()
+                mapped[:HEADER_BYTES] = self._header(job).to_bytes()
                 mapped[HEADER_BYTES:] = self._map[HEADER_BYTES:]
                 os.replace(temporary, path)
                 if not faulthandler.is_enabled():  # as the user has it: then on stderr
@@ -98,51 +95,66 @@ class Recorder:
         atexit.register(lambda: (method := end()) and method())
         return ""
 
+    def _header(self, job: str) -> Header:
+        pid = os.getpid()
+        oom_file, inode, kills = own_oom_kills()
+        return Header(
+            self.rank,
+            self.size,
+            job,
+            host=socket.gethostname(),
+            pid=pid,
+            process_start=process_start(pid),
+            boot=boot_id(),
+            pid_namespace=pid_namespace(),
+            wall=time.time(),
+            monotonic=time.monotonic(),
+            oom_file=oom_file,
+            oom_inode=inode,
+            oom_kills=kills,
+            jobs={name: os.environ[name][:40] for name in _JOB_VARIABLES if name in os.environ},
+        )
+
     def collective_begins(
         self, stream: str, number: int, text: str, site: str, awaited: int = ALL_RANKS
     ) -> None:
         """Record that a collective of a stream begins."""
-        self._write((number, awaited, _BEGINS), stream, text, site)
+        self._write(Kind.COLLECTIVE_BEGINS, (number, awaited), stream, text, site)
 
     def collective_ends(self, stream: str, number: int) -> None:
         """Record that a collective of a stream is done."""
-        self._write((number, ALL_RANKS, _ENDS), stream)
+        self._write(Kind.COLLECTIVE_ENDS, (number, ALL_RANKS), stream)
 
     def begin_phase(self, name: str, step: int = 0) -> None:
         """Record that a phase begins; step 0 is none."""
-        self._write((step, ALL_RANKS, Kind.PHASE_BEGINS), name)
-
-    def end_phase(self, name: str) -> None:
-        """Record that a phase ends."""
-        self._write((0, ALL_RANKS, Kind.PHASE_ENDS), name)
+        self._write(Kind.PHASE_BEGINS, (step, ALL_RANKS), name)
 
     @contextmanager
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
         """Record the begin of a phase, and its end unless the block raises."""
         self.begin_phase(name, step)
         yield
-        self.end_phase(name)
+        self._write(Kind.PHASE_ENDS, (0, ALL_RANKS), name)
 
     def signal_arrived(self, number: int) -> None:
         """Record a signal."""
-        self._write((number, ALL_RANKS, Kind.SIGNAL), text=Signals(number).name)
+        self._write(Kind.SIGNAL, (number, ALL_RANKS), "", Signals(number).name)
 
     def error_raised(self, error: BaseException) -> None:
         """Record an exception that ends the world, with the user's innermost line."""
         shared = not _SHARED_ERRORS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
         frames = reversed(traceback.extract_tb(error.__traceback__))
         site = self._site((frame.filename, frame.lineno) for frame in frames)
-        text = f"{type(error).__name__}: {error}"
         kind = Kind.SHARED_ERROR if shared else Kind.ERROR
-        self._write((0, ALL_RANKS, kind), text=text, site=site)
+        self._write(kind, (0, ALL_RANKS), "", f"{type(error).__name__}: {error}", site)
 
     def peer_ended(self, rank: int) -> None:
         """Record that the process of another rank was seen to end without a word."""
-        self._write((rank, ALL_RANKS, Kind.PEER_ENDED))
+        self._write(Kind.PEER_ENDED, (rank, ALL_RANKS))
 
     def close(self) -> None:
         """Record a clean end, and record nothing after it."""
-        self._write((0, ALL_RANKS, Kind.END))
+        self._write(Kind.END, (0, ALL_RANKS))
         self._recording = False
         self._closed.set()
         self._crashes.close()
@@ -153,33 +165,33 @@ class Recorder:
         self._recording = False
         self._crashes.close()
 
-    def _write(
-        self, numbers: tuple[int, int, int], name: str = "", text: str = "", site: str = ""
-    ) -> None:
+    def _write(self, kind: Kind, numbers: tuple[int, int], *texts: str) -> None:
+        """Write an event, with a number and the awaited rank; name, text and site."""
         if self._recording:
             event = next(self._numbers)
-            self._put(event % CAPACITY, event, numbers, (name, text, site))
+            self._put(event % CAPACITY, event, kind, numbers, texts)
 
     def _put(
-        self, slot: int, event: int, numbers: tuple[int, int, int], texts: tuple[str, str, str]
+        self, slot: int, event: int, kind: Kind, numbers: tuple[int, int], texts: tuple[str, ...]
     ) -> None:
         """Write a record: its number is 0 until the rest is written."""
         at, memory = HEADER_BYTES + slot * RECORD_BYTES, self._map
-        name, text, site = map(_encode, texts)  # struct cuts their ends
-        RECORD.pack_into(memory, at, 0, time.monotonic(), *numbers, name, text, site[-SITE:])
+        name, text, site = [value.encode(errors="replace") for value in (*texts, "", "", "")[:3]]
+        record = 0, time.monotonic(), *numbers, kind, name, text, site[-SITE:]
+        RECORD.pack_into(memory, at, *record)  # cuts the ends of texts
         NUMBER.pack_into(memory, at, event)
 
     def _give_signs(self) -> None:
         """Write the line at which the training thread is, once in a while."""
         while not self._closed.wait(SIGN_S):
-            frame, stack = sys._current_frames().get(self._thread), []
-            while frame is not None:
-                stack.append((frame.f_code.co_filename, frame.f_lineno))
-                frame = frame.f_back
+            if (frame := sys._current_frames().get(self._thread)) is not None:
+                stack = traceback.walk_stack(frame)
+                site = self._site((frame.f_code.co_filename, line) for frame, line in stack)
+            else:  # it has ended
+                site = ""
             number = next(self._sign_numbers)
             slot = CAPACITY + number % SIGNS
-            kind, texts = Kind.SIGN_OF_LIFE, ("", "", self._site(stack))
-            self._put(slot, number, (0, ALL_RANKS, kind), texts)
+            self._put(slot, number, Kind.SIGN_OF_LIFE, (0, ALL_RANKS), ("", "", site))
 
     def _site(self, stack: Iterable[tuple[str, int | None]]) -> str:
         """Return file:line of the first frame outside of libraries, or of the first one at all."""
@@ -189,32 +201,6 @@ class Recorder:
                 if not file.startswith(beginnings):
                     return f"{file}:{line}"
         return "{}:{}".format(*frames[0]) if frames else ""
-
-
-@lru_cache(maxsize=256)
-def _encode(text: str) -> bytes:
-    return text.encode(errors="replace")
-
-
-def _header(rank: int, size: int, job: str) -> Header:
-    pid = os.getpid()
-    oom_file, inode, kills = own_oom_kills()
-    return Header(
-        rank=rank,
-        size=size,
-        job=job,
-        host=socket.gethostname(),
-        pid=pid,
-        process_start=process_start(pid),
-        boot=boot_id(),
-        pid_namespace=pid_namespace(),
-        wall=time.time(),
-        monotonic=time.monotonic(),
-        oom_file=oom_file,
-        oom_inode=inode,
-        oom_kills=kills,
-        jobs={name: os.environ[name][:40] for name in _JOB_VARIABLES if name in os.environ},
-    )
 
 
 def boot_id() -> str:

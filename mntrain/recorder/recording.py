@@ -13,10 +13,11 @@ record that is torn by the end of the process. All numbers are little-endian.
 import json
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
+
+from mntrain.recorder.waits import Wait
 
 MAGIC = b"mntrain recording 1\n"
 HEADER_BYTES, CAPACITY, SIGNS = 4096, 1000, 2
@@ -84,9 +85,9 @@ class Event:
     site: str = ""  # file:line
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recording:
-    """The last events of one rank, the oldest first.
+    """The last events of one rank, the oldest first, and the state in which they end.
 
     `complete`: no event was overwritten. `sign`: the last sign of life, if any.
     """
@@ -95,6 +96,45 @@ class Recording:
     events: tuple[Event, ...]
     complete: bool = True
     sign: Event | None = None
+
+    def __post_init__(self) -> None:
+        self.begun: dict[str, int] = {}  # number of collectives by stream
+        self.signals: list[str] = []
+        self.error: Event | None = None
+        self.phase: Event | None = None  # the innermost; after an error, that of the error
+        self.unfinished: dict[tuple[str, int], Event] = {}  # collectives
+        self.ended = bool(self.events) and self.events[-1].kind == Kind.END  # cleanly
+        last = [*self.events[-1:], *([self.sign] if self.sign else [])]
+        self.last_seen = max((event.time for event in last), default=0.0)
+        phases: list[Event] = []
+        for event in self.events:
+            key = event.name, event.number
+            if event.kind in (Kind.COLLECTIVE_BEGINS, Kind.COLLECTIVE_ENDS):
+                self.begun[event.name] = max(event.number + 1, self.begun.get(event.name, 0))
+                self.unfinished.pop(key, None)
+                if event.kind == Kind.COLLECTIVE_BEGINS:
+                    self.unfinished[key] = event
+            elif event.kind == Kind.PHASE_BEGINS:
+                phases.append(event)
+            elif event.kind == Kind.PHASE_ENDS and event.name in [phase.name for phase in phases]:
+                while phases.pop().name != event.name:
+                    pass
+            elif event.kind == Kind.SIGNAL:
+                self.signals.append(event.text)
+            elif event.kind in (Kind.ERROR, Kind.SHARED_ERROR, Kind.CRASH) and not self.error:
+                self.error = event
+            if not self.error or event is self.error:
+                self.phase = phases[-1] if phases else None
+
+    @property
+    def waits(self) -> list[Wait]:
+        """The collectives that have begun and are not done, the oldest first."""
+        return list(map(self.wait_of, self.unfinished.values()))
+
+    def wait_of(self, event: Event) -> Wait:
+        """Return a collective that has begun, and the time since then."""
+        seconds, root = self.last_seen - event.time, event.awaited if event.awaited >= 0 else None
+        return Wait(event.name, event.number, event.text, event.site, seconds, root)
 
 
 def recordings(run_dir: Path, local: Path | None = None) -> Path:
@@ -119,42 +159,32 @@ def read(path: Path) -> Recording:
         header = Header(**{item.name: content[item.name] for item in fields(Header)})
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} has a damaged header: {error}") from None
-    records = dict(_records(data, again, header.monotonic))
-    ring = {n: event for (slot, n), event in records.items() if slot == n % CAPACITY < CAPACITY}
-    signs = {n: event for (slot, n), event in records.items() if slot >= CAPACITY}
-    events = [ring[number] for number in sorted(ring)]
+    ring, signs, kinds = {}, {}, set(Kind)
+    for slot in range(CAPACITY + SIGNS):
+        place = slice(HEADER_BYTES + slot * RECORD_BYTES, HEADER_BYTES + (slot + 1) * RECORD_BYTES)
+        number, seconds, count, awaited, kind, *texts = RECORD.unpack(data[place])
+        if number and data[place] == again[place] and kind in kinds:
+            name, text, site = (value.rstrip(b"\0").decode(errors="replace") for value in texts)
+            event = Event(seconds - header.monotonic, Kind(kind), count, awaited, name, text, site)
+            if slot >= CAPACITY:
+                signs[number] = event
+            elif slot == number % CAPACITY:
+                ring[number] = event
     sign = signs[max(signs)] if signs else None
-    crash = _crash(data[FILE_BYTES:].decode(errors="replace"), [*events, *([sign] if sign else [])])
-    return Recording(
-        header,
-        (*events, *([crash] if crash else [])),
-        complete=max(ring, default=0) < CAPACITY,
-        sign=sign,
-    )
+    events = [ring[number] for number in sorted(ring)]
+    last = max((event.time for event in [*events, *signs.values()]), default=0.0)
+    events += _crash(data[FILE_BYTES:].decode(errors="replace"), last)
+    return Recording(header, tuple(events), complete=max(ring, default=0) < CAPACITY, sign=sign)
 
 
-def _crash(text: str, events: list[Event]) -> Event | None:
-    """Return the crash of native code that faulthandler's text tells of, after the last event.
+def _crash(text: str, time: float) -> list[Event]:
+    """Return the crash of native code that faulthandler's text tells of, if any.
 
     Its site is the innermost line outside of installed libraries, if there is one.
     """
     if (kind := re.search(r"^Fatal Python error: (.*)", text, re.MULTILINE)) is None:
-        return None
+        return []
     frames = re.findall(r'^  File "(.*)", line (\d+) in ', text, re.MULTILINE)
     own = [frame for frame in frames if not re.search(r"/(site|dist)-packages/|/lib/py", frame[0])]
     site = ":".join((own or frames)[0]) if frames else ""
-    time = max((event.time for event in events), default=0.0)
-    return Event(time, Kind.CRASH, text=kind[1].strip(), site=site)
-
-
-def _records(data: bytes, again: bytes, start: float) -> Iterator[tuple[tuple[int, int], Event]]:
-    """Yield the whole records, by slot and number."""
-    kinds = set(Kind)
-    for slot in range(CAPACITY + SIGNS):
-        place = slice(HEADER_BYTES + slot * RECORD_BYTES, HEADER_BYTES + (slot + 1) * RECORD_BYTES)
-        number, seconds, count, awaited, kind, *texts = RECORD.unpack(data[place])
-        if number == 0 or data[place] != again[place] or kind not in kinds:
-            continue
-        name, text, site = (value.rstrip(b"\0").decode(errors="replace") for value in texts)
-        event = Event(seconds - start, Kind(kind), count, awaited, name, text, site)
-        yield (slot, number), event
+    return [Event(time, Kind.CRASH, text=kind[1].strip(), site=site)]

@@ -1,52 +1,176 @@
 """The part of the watchdog on ranks 0 and 1: finds out who waits for whom, and who was lost."""
 
 import math
-import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from mntrain.watchdog import diagnosis
-from mntrain.watchdog.inquiry import Inquiry, Member
-from mntrain.watchdog.rank_status import STACK_SIGNAL, RankStatus, process_state
-from mntrain.watchdog.side_channel import Closed, Message, SideChannel
+from mntrain.checks.facts import RankFacts
+from mntrain.checks.finding import alike
+from mntrain.recorder.waits import Wait, find_culprits, late_ranks, name_ranks
+from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
+from mntrain.watchdog.side_channel import Message, SideChannel
 
 MONITORS = (0, 1)
+ANSWER_S = 3.0  # for the ranks to answer
+UNCONNECTED = "there is no connection to it"
 TAKE_OVER_S = 5.0  # until rank 1 acts in the place of rank 0
 CONNECT_S = 60.0  # until ranks without a connection are named, which try several times
 EXIT_S = 5.0  # at the exit, for ranks without a connection
 ANSWERED_S = 1.0  # a message of rank 0 may arrive this much before one that it has answered
 
 
-class EndJob(Protocol):
-    """Ends the job after the report was printed. Does not return."""
+def same_processes(one: RankFacts, other: RankFacts) -> bool:
+    """Return whether the number of a rank's process is the same for another rank."""
+    return (one.host_key, one.pid_namespace) == (other.host_key, other.pid_namespace)
 
-    def __call__(self, report: str, *, reason: str, status: str, code: int) -> None:
-        """`reason` and `status` are for the summary."""
+
+@dataclass
+class Inquiry:
+    """One question, asked at a time `at` on the monotonic clock.
+
+    `ends`: the job ends with the answers, by exit code `code`. `reason` is empty if it is asked for
+    the time that ranks have waited. `left` are ranks that have left the world or ended their
+    script.
+    """
+
+    facts: Sequence[RankFacts]
+    left: Collection[int]
+    at: float
+    ends: bool = False
+    reason: str = ""
+    code: int = 1
+    asked: set[int] | None = None
+    statuses: dict[int, RankStatus] = field(default_factory=dict)  # the answers
+    silent: dict[int, str] = field(default_factory=dict)  # ranks without an answer, and why
+
+    def over(self, now: float) -> bool:
+        """Return whether all have answered, or the time is over."""
+        return self.asked is not None and (
+            self.asked <= self.statuses.keys() or now > self.at + ANSWER_S
+        )
+
+    def close(self, monitor: int, acknowledged: Callable[[int], bool]) -> None:
+        """Note the ranks that have not answered, and why, as far as `monitor` knows.
+
+        `acknowledged` tells whether the node of a rank has acknowledged the question by now.
+        """
+        asked = self.asked or set()
+        for rank, facts in enumerate(self.facts):
+            if rank in self.statuses or (rank in self.left and rank not in asked):
+                continue
+            if same_processes(self.facts[monitor], facts):
+                why = process_state(facts.pid)
+            elif rank not in asked:
+                why = UNCONNECTED
+            elif not acknowledged(rank):
+                why = "nor does its node: the link to it may be down, or the node lost"
+            else:
+                why = "its node does, so its process is stopped, or held in C code"
+            self.silent[rank] = why
+
+    @property
+    def networks(self) -> list[str]:
+        """Sentences on nodes that do not answer others, with the fix, each once."""
+        found = (self.statuses[rank].network for rank in sorted(self.statuses))
+        return list(dict.fromkeys(filter(None, found)))
+
+    @property
+    def waits(self) -> Mapping[int, Wait]:
+        """The waits of ranks. One at the exit counts only if there is no other."""
+        waits = {rank: s.wait for rank, s in self.statuses.items() if s.wait is not None}
+        return {r: wait for r, wait in waits.items() if wait.stream != EXIT} or waits
+
+    @property
+    def culprits(self) -> set[int]:
+        """The ranks for which the others wait in the end.
+
+        There are none where every rank has begun what it waits for: then messages do not arrive. At
+        the exit, those are waited for that have left the world and run on.
+        """
+        begun = {rank: status.begun for rank, status in self.statuses.items()}
+        absent = set(self.silent) | (set() if self.at_exit else set(self.left))
+        late = {rank: late_ranks(wait, begun, absent) for rank, wait in self.waits.items()}
+        return find_culprits(late, {r for r, why in self.silent.items() if why == UNCONNECTED})
+
+    @property
+    def at_exit(self) -> bool:
+        """True if the ranks that wait are at the exit."""
+        return any(wait.stream == EXIT for wait in self.waits.values())
+
+    def name(self, ranks: Collection[int]) -> str:
+        """Return ranks with their hosts in words."""
+        return name_ranks(ranks, {rank: facts.host for rank, facts in enumerate(self.facts)})
+
+    def headline(self) -> str:
+        """Return who waits for whom in one line."""
+        waits, culprits = self.waits, self.culprits
+        seconds = max((wait.seconds for wait in waits.values()), default=0.0)
+        have = f"{self.name(waits)} {'have' if len(waits) > 1 else 'has'} waited {seconds:.0f} s"
+        if self.at_exit:
+            have += f" at the exit for {self.name(culprits)}, which "
+            have += f"{'have' if len(culprits) > 1 else 'has'} not reached the end of the job"
+        elif culprits:
+            have += f" for {self.name(culprits)}"
+        else:
+            have += " in what all ranks have begun: messages between them do not arrive"
+        return "; ".join([have, *self.networks[:1]])
+
+    def details(self) -> str:
+        """Return in what ranks wait, and where those are that they wait for, in several lines."""
+        words = {
+            rank: f"in {wait}" + (f", called at {wait.site}" if wait.site else "")
+            for rank, wait in self.waits.items()
+            if wait.stream != EXIT
+        }
+        lines = [f"  {self.name(group)}: {text}" for text, group in alike(words)]
+        for rank in sorted(self.culprits - self.waits.keys()):
+            lines += [f"  {line}" for line in self._describe(rank)]
+        lines += [f"  {text}" for text in self.networks[1:]]
+        return "\n".join(lines)
+
+    def _describe(self, rank: int) -> list[str]:
+        """Return lines about a rank for which others wait."""
+        name = self.name([rank])
+        if rank in self.left and not self.at_exit:
+            return [f"{name}: has left the world, or ended its script"]
+        if rank in self.silent:
+            why = "" if self.networks else f": {self.silent[rank]}"  # an answer may be lost
+            return [f"{name}: does not answer{why}"]
+        status, pid = self.statuses[rank], self.facts[rank].pid
+        held = ", in a debugger" if status.debugged else ""
+        lines = [f"{name} (process {pid}): in no collective{held}, at {status.place}"]
+        return lines + [f"  {line}" for line in status.stack.rstrip().splitlines()]
+
+    def stacks(self) -> str:
+        """Return the stacks of the training threads of ranks that wait, equal ones once."""
+        texts = {rank: self.statuses[rank].stack.rstrip() for rank in self.waits}
+        parts = [f"stack of {self.name(group)}:\n{text}" for text, group in alike(texts)]
+        return "\n".join(parts)
 
 
 class Monitor:
     """A monitor of a world. Rank 0 acts; rank 1 does if rank 0 is gone, or does not answer.
 
     Used by one thread. `limit` and `warning_limit` are seconds without progress; without `limit`, a
-    job that hangs is not ended. `own_status` returns this rank's, `warn` prints a warning.
+    job that hangs is not ended. `own_status` returns this rank's, `warn` prints a warning, and
+    `end_job` prints a report and ends the job with a reason and a status for the summary and an
+    exit code.
     """
 
     def __init__(
         self,
         rank: int,
-        members: Sequence[Member],
+        facts: Sequence[RankFacts],
         channel: SideChannel,
         *,
         limit: float | None,
         warning_limit: float,
         own_status: Callable[[], RankStatus],
         warn: Callable[[str], None],
-        end_job: EndJob,
+        end_job: Callable[[str, str, str, int], None],
     ) -> None:
-        self._rank, self._members, self._channel = rank, members, channel
+        self._rank, self._facts, self._channel = rank, facts, channel
         self._limit, self._warning_limit = limit, warning_limit
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
@@ -59,27 +183,24 @@ class Monitor:
         self._exit_since: float | None = None  # when this rank came there
         self.all_at_exit: Message | None = None
         """The message to ranks at the exit once no more are waited for."""
-        self._inquiry: Inquiry | None = None
-        self._take_over: _TakeOver | None = None  # on rank 1, while rank 0 owes an answer
-        self._answered_at = {"waiting": -math.inf, "late": -math.inf}  # by rank 0
+        self._inquiry: Inquiry | None = None  # on rank 1 also one that rank 0 has to make
+        self._answered_at = -math.inf  # by rank 0
         self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
-        self._name_unconnected_at: float | None = time.monotonic() + CONNECT_S
+        self._name_unconnected_at = time.monotonic() + CONNECT_S
 
     def look(self, now: float) -> None:
         """Act on what is due by the clock."""
         self._connected |= set(self._channel.peers)
-        if self._connected.issuperset(range(self._rank + 1, len(self._members))):
+        if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
-        if self._take_over is not None and now > self._take_over.at:
-            due, self._take_over = self._take_over, None
-            self._ask(ends=due.ends, reason=due.reason, code=due.code)
-        if self._inquiry is not None:
-            self._inquiry.note_acknowledged(self._acknowledged(self._inquiry), now)
-        if self._inquiry is not None and self._inquiry.over(now):
-            inquiry, self._inquiry = self._inquiry, None
-            self._conclude(inquiry)
-        if self._name_unconnected_at is not None and now > self._name_unconnected_at:
-            self._name_unconnected_at = None
+        if (inquiry := self._inquiry) is not None:
+            if inquiry.asked is None and now > inquiry.at:
+                self._ask(inquiry)
+            if inquiry.over(now):
+                self._inquiry = None
+                self._conclude(inquiry)
+        if now > self._name_unconnected_at:
+            self._name_unconnected_at = math.inf
             self._name_unconnected()
         if self._rank in self._at_exit and self.all_at_exit is None:
             self._look_at_exit(now)
@@ -87,20 +208,21 @@ class Monitor:
     def on_message(self, peer: int, message: Message) -> None:
         """Act on a message of a rank, which may be this one."""
         match message["kind"]:
-            case "waiting" | "late" as kind:
-                self._on_request(kind, message)
+            case "waiting":
+                self._on_waiting(message)
             case "answered":
-                self._answered_at[message["what"]] = time.monotonic()
-                self._take_over = None
+                if not message["reason"]:
+                    self._answered_at = time.monotonic()
+                if self._inquiry is not None and self._inquiry.asked is None:
+                    self._inquiry = None
             case "status" if self._inquiry is not None:
                 self._inquiry.statuses[peer] = RankStatus.from_message(message["status"])
-            case "left":
-                self._on_left(peer)
-            case "at exit" | "closed" as kind:
+            case "left" | "at exit" | "closed" as kind:
                 if kind == "closed":
                     self._closed.add(peer)
                     self._elsewhere |= {peer} - self._at_exit
-                self._at_exit.add(peer)
+                if kind != "left":
+                    self._at_exit.add(peer)
                 self._on_left(peer)
             case "failed" if peer == message["report"]["rank"]:
                 self._failed.add(peer)
@@ -108,7 +230,7 @@ class Monitor:
                     self._channel.send(other, message)
                 self._on_left(peer)  # which the others may have done before
 
-    def on_closed(self, peer: int, closed: Closed) -> None:
+    def on_disconnected(self, peer: int, error: str | None) -> None:
         """End the job if a rank was lost; without a limit, only warn.
 
         After a failure ranks end one after the other: the one that failed ends the job.
@@ -117,27 +239,25 @@ class Monitor:
             self._gone.add(peer)
         if self._failed or peer in self.left or not (self._acts or peer == 0):
             return
-        keys = [member.host_key for member in self._members]
-        if closed.error is None:
-            lost, how = [peer], "its process has ended without a word (was it killed?)"
+        if error is None:
+            self._lose([peer], "its process has ended without a word (was it killed?)")
         else:
-            lost = [r for r, key in enumerate(keys) if key == keys[peer] and r not in self.left]
-            how = f"the node, or the network to it, does not answer ({closed.error.strerror})"
-        self._lose(lost, how)
+            keys = {rank: facts.host_key for rank, facts in enumerate(self._facts)}
+            lost = [r for r, key in keys.items() if key == keys[peer] and r not in self.left]
+            self._lose(lost, f"the node, or the network to it, does not answer ({error})")
 
     def _lose(self, lost: Sequence[int], how: str) -> None:
-        hosts = [member.host for member in self._members]
-        verb = "is" if len(lost) == 1 else "are"
-        reason = f"{diagnosis.name(lost, hosts)} {verb} lost: {how}"
+        hosts = {rank: facts.host for rank, facts in enumerate(self._facts)}
+        reason = f"{name_ranks(lost, hosts)} {'is' if len(lost) == 1 else 'are'} lost: {how}"
         if self._limit is None:
             self._warn(reason)
-            return
-        self._end_job(reason, reason=reason, status="lost", code=1)
+        else:
+            self._end_job(reason, reason, "lost", 1)
 
     def _look_at_exit(self, now: float) -> None:
         """Let the ranks at the exit go on once no other is waited for."""
         self._exit_since = now if self._exit_since is None else self._exit_since
-        missing = set(range(len(self._members))) - self._at_exit - self._gone
+        missing = set(range(len(self._facts))) - self._at_exit - self._gone
         if missing & self._connected or (missing and now < self._exit_since + EXIT_S):
             return
         if self._gone and self._acts:
@@ -152,105 +272,82 @@ class Monitor:
         gone = 0 in self._connected and 0 not in self._channel.peers
         return self._rank == 0 or gone
 
-    def _on_request(self, kind: str, message: Message) -> None:
-        """Act if it is this rank's turn; else prepare to act unless rank 0 answers."""
-        now = time.monotonic()
-        if self._acts:
-            if self._rank == 0:
-                self._channel.send(1, {"kind": "answered", "what": kind})
-            if kind == "late":
-                self._ask(ends=True, reason=message["reason"], code=int(message["code"]))
-            elif message["ends"] or now > self._quiet_until:
-                self._ask(ends=bool(message["ends"]))
-        elif now > max(self._answered_at[kind] + ANSWERED_S, self._quiet_until):
-            due = self._take_over or _TakeOver(now + TAKE_OVER_S)
-            due.ends |= kind == "late" or bool(message["ends"])
-            if kind == "late":
-                due.reason, due.code = message["reason"], int(message["code"])
-            self._take_over = due
+    def _on_waiting(self, message: Message) -> None:
+        """Ask all ranks if it is this rank's turn; else prepare to ask unless rank 0 answers.
 
-    def _ask(self, *, ends: bool, reason: str = "", code: int = 1) -> None:
-        """Ask all ranks for their status; if they are being asked, let the answers count for it."""
-        if self._inquiry is not None:
-            if reason or (ends and not self._inquiry.ends):
-                self._inquiry.ends, self._inquiry.code = True, code
-                self._inquiry.reason = reason or self._inquiry.reason
+        If they are being asked, the answers count for it.
+        """
+        now, ends, reason = time.monotonic(), bool(message["ends"]), message["reason"]
+        if self._rank == 0:
+            self._channel.send(1, {"kind": "answered", "reason": reason})
+        if not self._acts and not reason and now <= self._answered_at + ANSWERED_S:
             return
-        self._inquiry = Inquiry(ends, reason, code, set(self._channel.peers), time.monotonic())
-        self._inquiry.statuses[self._rank] = self._own_status()
+        if now <= self._quiet_until and not (reason or (ends and self._acts)):
+            return
+        if (inquiry := self._inquiry) is None:
+            at = now if self._acts else now + TAKE_OVER_S
+            inquiry = self._inquiry = Inquiry(self._facts, self.left, at)
+        if reason or (ends and not inquiry.ends):
+            inquiry.ends, inquiry.code = True, int(message["code"])
+            inquiry.reason = reason or inquiry.reason
+        if self._acts and inquiry.asked is None:
+            self._ask(inquiry)
+
+    def _ask(self, inquiry: Inquiry) -> None:
+        """Ask all ranks for their status."""
+        inquiry.asked, inquiry.at = set(self._channel.peers), time.monotonic()
+        inquiry.statuses[self._rank] = self._own_status()
         for peer in self._channel.peers:
             self._channel.send(peer, {"kind": "ask"})
 
     def _conclude(self, inquiry: Inquiry) -> None:
         """Report what the answers say, and end the job if it is to end."""
         inquiry.statuses[self._rank] = self._own_status()  # it may have gone on
-        acknowledged = self._acknowledged(inquiry)
-        evidence = inquiry.evidence(self._rank, self._members, self.left, acknowledged)
-        headline, details = diagnosis.headline(evidence), diagnosis.details(evidence)
+        inquiry.close(self._rank, self._channel.acknowledged)
+        headline, details = inquiry.headline(), inquiry.details()
         limit = self._limit if inquiry.ends else self._warning_limit
         waited = [s.wait.seconds for s in inquiry.statuses.values() if s.wait is not None]
         if inquiry.reason:
             headline = f"{inquiry.reason}; {headline}" if waited else inquiry.reason
-        elif evidence.networks and waited and not inquiry.ends:
+        elif inquiry.at_exit and not inquiry.culprits:
+            return  # all have come meanwhile
+        elif inquiry.networks and waited and not inquiry.ends:
             pass  # told early
         elif limit is None or max(waited, default=0.0) < limit:
             return  # it has gone on meanwhile
-        at_exit = diagnosis.at_exit(evidence)
-        if at_exit and not diagnosis.find_culprits(evidence)[1] and not inquiry.reason:
-            return  # all have come meanwhile
         debugged = any(status.debugged for status in inquiry.statuses.values())
         if not inquiry.ends or (debugged and not inquiry.reason):
             end = ""
-            if self._limit and not at_exit:
+            if self._limit and not inquiry.at_exit:
                 end = f"\n  the job ends after {self._limit:g} s (--comm.timeout)"
             self._warn(f"{headline}\n{details}{end}")
             self._quiet_until = time.monotonic() + self._warning_limit
             return
         self._print_stacks_of_held(inquiry)
-        report = f"{headline}\n{details}\n{diagnosis.stacks(evidence)}"
-        self._end_job(report, reason=headline, status="stalled", code=inquiry.code)
-
-    def _acknowledged(self, inquiry: Inquiry) -> set[int]:
-        return {rank for rank in inquiry.asked if self._channel.acknowledged(rank)}
+        report = f"{headline}\n{details}\n{inquiry.stacks()}"
+        self._end_job(report, headline, "stalled", inquiry.code)
 
     def _print_stacks_of_held(self, inquiry: Inquiry) -> None:
         """Let ranks that run but do not answer print their stacks, on order of a neighbour."""
-        for rank in inquiry.asked - inquiry.statuses.keys():
-            member = self._members[rank]
-            near = [r for r in inquiry.statuses if self._members[r].sees(member)]
+        for rank in (inquiry.asked or set()) - inquiry.statuses.keys():
+            facts = self._facts[rank]
+            near = [r for r in inquiry.statuses if same_processes(self._facts[r], facts)]
             if self._rank in near:
-                print_stack(member.pid)
+                print_stack(facts.pid)
             elif near:
-                self._channel.send(near[0], {"kind": "stack", "pid": member.pid})
+                self._channel.send(near[0], {"kind": "stack", "pid": facts.pid})
 
     def _on_left(self, peer: int) -> None:
         self.left.add(peer)
-        if len(self.left) == len(self._members):
+        if len(self.left) == len(self._facts):
             for failed in self._failed:
                 self._channel.send(failed, {"kind": "others left"})
 
     def _name_unconnected(self) -> None:
-        missing = set(range(1, len(self._members))) - self._connected - self.left
+        missing = set(range(1, len(self._facts))) - self._connected - self.left
         if self._rank == 0 and missing:
-            hosts = sorted({self._members[rank].host for rank in missing})
+            hosts = sorted({self._facts[rank].host for rank in missing})
             self._warn(
                 f"{len(missing)} ranks on {', '.join(hosts)} have no TCP connection to rank 0: a "
                 "hang or a loss there will not be explained; allow TCP between the hosts of the job"
             )
-
-
-@dataclass
-class _TakeOver:
-    """The question that rank 1 asks in the place of rank 0, and when."""
-
-    at: float
-    ends: bool = False
-    reason: str = ""
-    code: int = 1
-
-
-def print_stack(pid: int) -> None:
-    """Let a rank of this host print its stack, if it runs: a stopped one would do so later."""
-    if process_state(pid).startswith("running"):
-        with suppress(OSError):
-            os.kill(pid, STACK_SIGNAL)

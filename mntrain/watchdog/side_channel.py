@@ -14,9 +14,8 @@ job (HMAC-SHA256), which the ranks exchange over MPI:
     monitor     {"proof": of C, "challenge": D}
     rank        {"proof": of D}     only now the monitor counts the rank as connected
 
-Without a token, the peer is a stranger. Strangers cost no descriptor that the job could use: a
-monitor keeps STRANGERS of them at most, in descriptors that it has reserved, and the oldest gives
-way. Once all ranks are connected, the monitor stops listening.
+Without a token, the peer is a stranger, of which a monitor keeps STRANGERS at most: the oldest
+gives way. Once all ranks are connected, the monitor stops listening.
 """
 
 import fcntl
@@ -27,15 +26,17 @@ import resource
 import secrets
 import selectors
 import socket
-import struct
 import termios
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
+
+from mntrain.watchdog.unanswered import interfaces
 
 Message = dict[str, Any]
+Address = tuple[str, int]  # at which a monitor listens: IPv4 address and port
 
 LOST_S = 20.0  # the default, until a node that does not acknowledge counts as lost
 CONNECT_S = 3.0  # per address
@@ -45,24 +46,15 @@ _TOKEN_S = 2.0  # for the token, after which a stranger is dropped in any case
 _GREETING_S = 10.0  # for the rest of the greeting, which a busy host takes long for
 _MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
 _PROBE_S, _MAX_PROBES, _MAX_S = 5, 127, 1e6  # of keep-alive; the last one bounds a time limit
-_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 _LOOPBACK = "127.0.0.1"
 # In which users name the interfaces of MPI.
 _INTERFACE_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
-
-Address = tuple[str, int]  # at which a monitor listens: IPv4 address and port
-
-
-class Closed(NamedTuple):
-    """The end of a connection: None for one whose process has ended, else the error."""
-
-    error: OSError | None
 
 
 class SideChannel:
     """The connections of one rank. Used by one thread.
 
-    `own_listener` is the socket of `listen` if this rank is a monitor. `secret` is the job's. A
+    `listener` is a socket that listens if this rank is a monitor. `secret` is the job's. A
     connection ends with an error once the other node has acknowledged nothing for `lost_after`
     seconds.
     """
@@ -71,28 +63,24 @@ class SideChannel:
         self,
         rank: int,
         secret: bytes,
-        own_listener: socket.socket | None,
+        listener: socket.socket | None,
         *,
         lost_after: float = LOST_S,
     ) -> None:
+        self._rank, self._secret, self._listener = rank, secret, listener
         self._lost_after = lost_after
-        self._rank, self._secret, self._listener = rank, secret, own_listener
         self._connections: dict[int, _Connection] = {}
-        self._strangers: deque[_Connection] = deque()  # without a token, the oldest first
-        self._joining: list[_Connection] = []  # with one
-        self._reserve: list[int] = []  # descriptors
+        self._greeting: list[_Connection] = []  # that are not connected yet, the oldest first
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._places = STRANGERS if soft < 0 else max(1, min(STRANGERS, soft // 16))
+        self._accepted: deque[float] = deque(maxlen=self._places)  # times of strangers
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for waker in (self._wake_reader, self._wake_writer):
-            waker.setblocking(False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        if own_listener is not None:
-            own_listener.setblocking(False)
-            self._selector.register(own_listener, selectors.EVENT_READ)
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            for _ in range(STRANGERS if soft < 0 else min(STRANGERS, soft // 16)):
-                self._reserve_one()
-        self._accepted: deque[float] = deque(maxlen=len(self._reserve) or 1)  # times of strangers
+        self._wake_writer.setblocking(False)
+        for own in (self._wake_reader, listener):
+            if own is not None:
+                own.setblocking(False)
+                self._selector.register(own, selectors.EVENT_READ)
 
     @property
     def peers(self) -> list[int]:
@@ -109,82 +97,6 @@ class SideChannel:
 
         Raises OSError if it does not answer as such; then it may be tried again.
         """
-        connection = self._connect(monitor, where)
-        connection.rank = monitor
-        connection.socket.setblocking(False)
-        self._connections[monitor] = connection
-        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-
-    def send(self, peer: int, message: Message) -> None:
-        """Send a message to a connected rank; do nothing if it is not connected. Never blocks."""
-        if connection := self._connections.get(peer):
-            connection.send(message)
-
-    def send_to_all(self, message: Message) -> None:
-        """Send a message to all ranks, those included that are about to join. Never blocks."""
-        for connection in [*self._connections.values(), *self._joining]:
-            connection.send(message)
-
-    def acknowledged(self, peer: int) -> bool:
-        """Return False if the node of a connected rank has not acknowledged what was sent to it."""
-        connection = self._connections.get(peer)
-        return connection is None or connection.acknowledged()
-
-    def poll(self, seconds: float) -> Iterator[tuple[int, Message | Closed]]:
-        """Wait up to some seconds for messages, and yield each with the rank that it comes from."""
-        for connection in self._connections.values():
-            connection.flush()
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._wake_reader:
-                for number in self._read_wakes():
-                    yield self._rank, {"kind": "signal", "number": number}
-            elif key.data.socket.fileno() >= 0:  # not replaced a moment ago
-                yield from self._receive(key.data)
-        now = time.monotonic()
-        for stranger in [s for s in self._strangers if s.since < now - _TOKEN_S]:
-            self._drop(stranger)
-        for joining in [j for j in self._joining if j.since < now - _GREETING_S]:
-            self._drop(joining)
-
-    def stop_listening(self) -> None:
-        """Close the port, and the connections of strangers, since all ranks are connected."""
-        if self._listener is None:
-            return
-        for connection in [*self._strangers, *self._joining]:
-            self._drop(connection)
-        self._selector.unregister(self._listener)
-        self._close_port()
-
-    def wake(self) -> None:
-        """End the current `poll`. Safe from any thread and from a signal handler."""
-        with suppress(OSError):
-            self._wake_writer.send(b"\0")
-
-    def close(self, *, in_child: bool = False) -> None:
-        """Close all connections; in a forked child, without a word to the peers."""
-        connections = [*self._connections.values(), *self._strangers, *self._joining]
-        for connection in connections:
-            if not in_child:
-                connection.flush()
-            connection.socket.close()
-        self._connections.clear()
-        self._strangers.clear()
-        self._joining.clear()
-        self._close_port()
-        for own in (self._wake_reader, self._wake_writer):
-            own.close()
-        self._selector.close()
-
-    def _close_port(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        while self._reserve:
-            os.close(self._reserve.pop())
-
-    def _connect(self, monitor: int, where: Address) -> "_Connection":
         own = socket.create_connection(where, CONNECT_S)
         try:
             connection = _Connection(own, _MAX_LINE, self._lost_after)
@@ -194,82 +106,136 @@ class SideChannel:
             answer = connection.read_line(_GREETING_S)
             if not _equal(answer["proof"], self._proof("monitor", monitor, challenge)):
                 raise ValueError("another secret")
-            proof = self._proof("rank", self._rank, answer["challenge"])
-            connection.send({"proof": proof})
+            connection.send({"proof": self._proof("rank", self._rank, answer["challenge"])})
         except (KeyError, ValueError) as error:
             own.close()
             raise OSError(f"{where} is no monitor of this job") from error
         except OSError:
             own.close()
             raise
-        return connection
+        own.setblocking(False)
+        connection.rank, self._connections[monitor] = monitor, connection
+        self._selector.register(own, selectors.EVENT_READ, connection)
+
+    def send(self, peer: int, message: Message) -> None:
+        """Send a message to a connected rank; do nothing if it is not connected. Never blocks."""
+        if connection := self._connections.get(peer):
+            connection.send(message)
+
+    def send_to_all(self, message: Message) -> None:
+        """Send a message to all ranks, those included that are about to join. Never blocks."""
+        for connection in [*self._connections.values(), *self._greeting]:
+            if connection.claimed is not None or connection.rank is not None:
+                connection.send(message)
+
+    def acknowledged(self, peer: int) -> bool:
+        """Return False if the node of a connected rank has not acknowledged what was sent to it."""
+        connection = self._connections.get(peer)
+        return connection is None or connection.acknowledged()
+
+    def poll(self, seconds: float) -> Iterator[tuple[int, Message]]:
+        """Wait up to some seconds for messages, and yield each with the rank that it comes from.
+
+        The end of a connection is a message "disconnected" with the error, which is None for a
+        process that has ended; a signal, one of this rank.
+        """
+        for connection in self._connections.values():
+            connection.flush()
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_reader:
+                with suppress(OSError):
+                    for number in filter(None, self._wake_reader.recv(4096)):  # `wake` sends zeros
+                        yield self._rank, {"kind": "signal", "number": number}
+            elif key.data.socket.fileno() >= 0:  # not replaced a moment ago
+                yield from self._receive(key.data)
+        now = time.monotonic()
+        for connection in [*self._greeting]:
+            limit = _TOKEN_S if connection.claimed is None else _GREETING_S
+            if connection.since < now - limit:
+                self._drop(connection)
+
+    def stop_listening(self) -> None:
+        """Close the port, and the connections of strangers, since all ranks are connected."""
+        if self._listener is not None:
+            for connection in [*self._greeting]:
+                self._drop(connection)
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def wake(self) -> None:
+        """End the current `poll`. Safe from any thread and from a signal handler."""
+        with suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def close(self, *, in_child: bool = False) -> None:
+        """Close all connections; in a forked child, without a word to the peers."""
+        for connection in [*self._connections.values(), *self._greeting]:
+            if not in_child:
+                connection.flush()
+            connection.socket.close()
+        self._connections.clear()
+        self._greeting.clear()
+        for own in (self._wake_reader, self._wake_writer, self._listener):
+            if own is not None:
+                own.close()
+        self._listener = None
+        self._selector.close()
 
     def _accept(self) -> None:
         """Accept what waits at the port; of strangers no more than there is a place for."""
         assert self._listener is not None
-        while self._may_accept():
-            if not self._reserve and self._strangers:
-                self._drop(self._strangers[0])
-            if self._reserve:
-                os.close(self._reserve.pop())
+        # The oldest stranger, which may have to give way, must have had its time.
+        while len(self._accepted) < self._places or (
+            self._accepted[0] < time.monotonic() - _STRANGE_S
+        ):
+            strangers = [connection for connection in self._greeting if connection.claimed is None]
+            if len(strangers) == self._places:
+                self._drop(strangers[0])
             try:
                 own, _ = self._listener.accept()
             except BlockingIOError:
-                self._reserve_one()
                 return
             except OSError:  # the peer has gone, or no descriptor is free
-                self._reserve_one()
                 break
             own.setblocking(False)
             connection = _Connection(own, _MAX_GREETING, self._lost_after)
-            self._strangers.append(connection)
+            self._greeting.append(connection)
             self._accepted.append(connection.since)
             self._selector.register(own, selectors.EVENT_READ, connection)
         time.sleep(0.01)
 
-    def _may_accept(self) -> bool:
-        """Return whether the oldest stranger, which may have to give way, has had its time."""
-        full = len(self._accepted) == self._accepted.maxlen
-        return not full or self._accepted[0] < time.monotonic() - _STRANGE_S
-
-    def _receive(self, connection: "_Connection") -> Iterator[tuple[int, Message | Closed]]:
-        messages, closed = connection.receive()
+    def _receive(self, connection: "_Connection") -> Iterator[tuple[int, Message]]:
+        messages, closed, error = connection.receive()
         for message in messages:
             if connection.rank is not None:
                 yield connection.rank, message
             elif not self._greet(connection, message):
-                closed = Closed(None)
+                closed = True
                 break
-        if closed is not None:
+        if closed:
             self._drop(connection)
             if connection.rank is not None:
-                yield connection.rank, closed
+                yield connection.rank, {"kind": "disconnected", "error": error}
 
     def _drop(self, connection: "_Connection") -> None:
         """Close one connection."""
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        if connection.rank is not None:
-            del self._connections[connection.rank]
-        elif connection in self._joining:
-            self._joining.remove(connection)
+        if connection.rank is None:
+            self._greeting.remove(connection)
         else:
-            self._strangers.remove(connection)
-            self._reserve_one()
-
-    def _reserve_one(self) -> None:
-        """Reserve a descriptor for a stranger, if one is free."""
-        with suppress(OSError):
-            self._reserve.append(os.dup(self._wake_reader.fileno()))
+            del self._connections[connection.rank]
 
     def _greet(self, connection: "_Connection", message: Message) -> bool:
         """Go on with the greeting of a peer; return False if it does not know the secret."""
-        if connection in self._joining:
-            peer = connection.claimed
+        if (peer := connection.claimed) is not None:
             expected = self._proof("rank", peer, connection.challenge)
             if not _equal(message.get("proof"), expected):
                 return False
-            self._joining.remove(connection)
+            self._greeting.remove(connection)
             if replaced := self._connections.get(peer):  # which the rank gave up
                 self._drop(replaced)
             connection.rank, connection.limit = peer, _MAX_LINE
@@ -280,13 +246,10 @@ class SideChannel:
             return False
         if not _equal(message.get("token"), self._proof("token", claimed)):
             return False
-        for earlier in [joining for joining in self._joining if joining.claimed == claimed]:
+        for earlier in [other for other in self._greeting if other.claimed == claimed]:
             self._drop(earlier)
-        self._strangers.remove(connection)
-        self._reserve_one()
-        with suppress(ValueError):
+        with suppress(ValueError):  # it is no stranger
             self._accepted.remove(connection.since)
-        self._joining.append(connection)
         connection.claimed, connection.challenge = claimed, secrets.token_hex(16)
         proof = self._proof("monitor", self._rank, challenge)
         connection.send({"proof": proof, "challenge": connection.challenge})
@@ -296,13 +259,6 @@ class SideChannel:
         text = f"{role} {rank} {challenge}".encode(errors="replace")
         return hmac.new(self._secret, text, "sha256").hexdigest()
 
-    def _read_wakes(self) -> list[int]:
-        """Return the numbers of the signals that have arrived, without the bytes of `wake`."""
-        try:
-            return [number for number in self._wake_reader.recv(4096) if number]
-        except OSError:
-            return []
-
 
 class _Connection:
     """A socket that carries lines of `limit` bytes at most."""
@@ -310,11 +266,10 @@ class _Connection:
     def __init__(self, own: socket.socket, limit: int, lost_after: float) -> None:
         self.socket, self.limit = own, limit
         self.since = time.monotonic()
-        self.claimed = -1  # the peer's rank, by its token
+        self.claimed: int | None = None  # the peer's rank, by its token
         self.challenge = ""  # that the peer must answer
         self.rank: int | None = None  # the peer's, once it has joined
-        self._received = b""
-        self._unsent = b""
+        self._received = self._unsent = b""
         seconds = min(lost_after, _MAX_S)
         probe = max(1, min(_PROBE_S, int(seconds / 4)))
         options = {
@@ -348,26 +303,26 @@ class _Connection:
             return True
         return not self._unsent and not any(queued)
 
-    def receive(self) -> tuple[list[Message], Closed | None]:
-        """Return the messages that have arrived, and the end of the connection if it has come."""
-        closed = None
+    def receive(self) -> tuple[list[Message], bool, str | None]:
+        """Return the messages that have arrived, whether the connection has ended, and the error.
+
+        There is none if the peer's process has ended, or has sent what is no message.
+        """
+        closed, error = False, None
         try:
             data = self.socket.recv(min(self.limit, 1 << 16))
-            closed = None if data else Closed(None)
+            closed = not data
         except BlockingIOError:
             data = b""
-        except ConnectionResetError:
-            data, closed = b"", Closed(None)
-        except OSError as error:
-            data, closed = b"", Closed(error)
+        except OSError as raised:
+            data, closed = b"", True
+            error = None if isinstance(raised, ConnectionResetError) else str(raised.strerror)
         *lines, self._received = (self._received + data).split(b"\n")
         try:
             messages = [_parse(line) for line in lines]
         except ValueError:
-            return [], Closed(None)
-        if len(self._received) >= self.limit:
-            closed = Closed(None)
-        return messages, closed
+            return [], True, None
+        return messages, closed or len(self._received) >= self.limit, error
 
     def read_line(self, seconds: float) -> Message:
         """Block until a line has arrived. Raises OSError, or ValueError for no message."""
@@ -384,24 +339,9 @@ class _Connection:
         return _parse(line)
 
 
-def listen(address: str) -> tuple[socket.socket, Address]:
-    """Return a socket that listens on a free port of an address of this host, and both.
-
-    Raises OSError.
-    """
-    listener = socket.create_server((address, 0), backlog=1024)
-    return listener, (address, listener.getsockname()[1])
-
-
 def own_addresses() -> dict[str, str]:
     """Return the IPv4 addresses of this host's interfaces, by name, without loopback."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name[:15].encode())
-            with suppress(OSError):  # an interface without an address, or no Linux
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(reply[20:24])
+    found = {name: address for name, (address, _) in interfaces().items()}
     if not found:
         with suppress(OSError):
             found = {"": socket.gethostbyname(socket.gethostname())}

@@ -19,22 +19,20 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
+from mntrain.checks.facts import RankFacts
 from mntrain.comm import mpi
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.forked import call_in_child
-from mntrain.watchdog.grace import Grace
-from mntrain.watchdog.inquiry import Member
-from mntrain.watchdog.monitor import MONITORS, Monitor, print_stack
-from mntrain.watchdog.rank_status import EXIT, STACK_SIGNAL, RankStatus, own_status
-from mntrain.watchdog.side_channel import Address, Closed, Message, SideChannel
+from mntrain.watchdog.monitor import MONITORS, Monitor
+from mntrain.watchdog.rank_status import EXIT, STACK_SIGNAL, RankStatus, own_status, print_stack
+from mntrain.watchdog.side_channel import Address, Message, SideChannel
 from mntrain.watchdog.start_timer import limited_end
-from mntrain.watchdog.unanswered import SURE_S, Connection, Unanswered, describe
+from mntrain.watchdog.unanswered import SURE_S, Connection, Unanswered, call_for, describe
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
 PRINT_S = 2.0  # for the report and the summary, of which a hung file system keeps neither back
@@ -43,6 +41,8 @@ ATTEMPTS = 4
 MAX_TICK_S = 1.0
 REPEAT_S = 10.0  # until the end of a job that hangs is asked for again
 DRAIN_S = 5.0  # at the exit, for collectives in flight
+_SENDERS_S = 1.0  # in which a launcher and a scheduler may both pass on one signal
+_ENDING = (signal.SIGINT, signal.SIGTERM)  # one of these ends a job that has had a signal
 _of_process = WeakSet["Watchdog"]()  # those that are not closed
 
 
@@ -59,7 +59,7 @@ class Watchdog:
     def __init__(
         self,
         rank: int,
-        members: Sequence[Member],
+        facts: Sequence[RankFacts],
         engine: ProgressEngine,
         *,
         timeout: float | None,
@@ -69,7 +69,7 @@ class Watchdog:
         fail: Callable[[Mapping[str, Any]], None],
         note_end: Callable[[int], None],
     ) -> None:
-        self._rank, self._size, self._engine = rank, len(members), engine
+        self._rank, self._size, self._engine = rank, len(facts), engine
         self._channel, self._monitors, self._fail = channel, monitors, fail
         self._timeout, self._warn_after, self._note_end = timeout, warn_after, note_end
         self.at_end: list[Callable[[str, str], None]] = []
@@ -80,16 +80,15 @@ class Watchdog:
         if rank in MONITORS:
             self._monitor = Monitor(
                 rank,
-                members,
+                facts,
                 channel,
                 limit=timeout,
                 warning_limit=warn_after,
                 own_status=self._own_status,
-                warn=lambda text: _call_for(PRINT_S, lambda: _print(f"warning: {text}")),
+                warn=lambda text: call_for(PRINT_S, lambda: _print(f"warning: {text}")),
                 end_job=self._end_job,
             )
         self._connect_at, self._attempts = -math.inf, 0
-        self._untried: deque[tuple[int, Address]] = deque()  # monitors
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
         self._left: set[int] = set()  # peers
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
@@ -102,7 +101,9 @@ class Watchdog:
         self._none_unknown = False  # all other ranks are known to be at the exit
         self._closed = False
         self._ending = threading.Lock()  # taken by the first that says how the run ends
-        self._grace = Grace()
+        self._signals: Collection[int] = ()  # that are expected
+        self._signalled_at: float | None = None  # the first of them
+        self._late: tuple[float, str, int] | None = None  # when the job ends for one, why, its code
         self._looked_at = time.monotonic()
         self._tick = min(MAX_TICK_S, warn_after / 8, (timeout or warn_after) / 8)
         if hasattr(faulthandler, "register"):
@@ -199,14 +200,15 @@ class Watchdog:
         if previous != -1:
             signal.set_wakeup_fd(previous)
             return False
-        self._grace = Grace(frozenset(numbers), grace_s, second_ends=not self.alone, option=option)
+        self._grace_s, self._grace_option = grace_s, option
+        self._signals, self._signalled_at, self._late = numbers, None, None
         return True
 
     def ignore_signals(self) -> None:
         """End what `expect_signals` has begun. Local."""
-        if self._grace.numbers:
+        if self._signals:
             signal.set_wakeup_fd(-1)
-        self._grace = Grace()
+        self._signals, self._late = (), None
 
     def _tell(self, message: Message) -> None:
         """Let the thread send a message to the monitors."""
@@ -220,48 +222,40 @@ class Watchdog:
         try:
             while not self._closed:
                 self._connect(time.monotonic())
-                for peer, message in channel.poll(0 if self._untried else self._tick):
-                    if isinstance(message, Closed):
-                        self._on_closed(peer, message)
-                    else:
-                        self._on_message(peer, message)
+                for peer, message in channel.poll(self._tick):
+                    self._on_message(peer, message)
                 left = self._left_world
                 while not self._outbox.empty():
                     self._tell_monitors(self._outbox.get())
                 if left:
                     self._leave_told.set()
                 self._look(time.monotonic())
-                if self._at_exit and not (self._monitor or self._untried or channel.peers):
+                if self._at_exit and not (self._monitor or channel.peers):
                     self._all_at_exit.set()  # nobody can tell
             channel.send_to_all({"kind": "closed"})
         finally:
             channel.close()
 
     def _connect(self, now: float) -> None:
-        """Connect to the next monitor below this rank that is missing, in a few rounds."""
-        if not self._untried:
-            missing = [m for m in self._monitors if m < self._rank and m not in self._channel.peers]
-            if not missing or self._attempts == ATTEMPTS or now < self._connect_at:
-                return
-            self._attempts += 1
-            self._untried += [(m, self._monitors[m]) for m in missing]
-        if self._untried:
-            monitor, where = self._untried.popleft()
-            if monitor not in self._channel.peers:
-                with suppress(OSError):  # rank 0 names those that it does not hear of
-                    self._channel.connect(monitor, where)
-                    for kind, so_far in (("left", self._left_world), ("at exit", self._at_exit)):
-                        if so_far:
-                            self._channel.send(monitor, {"kind": kind})
+        """Connect to the monitors below this rank that are missing, a few times."""
+        missing = [m for m in self._monitors if m < self._rank and m not in self._channel.peers]
+        if not missing or self._attempts == ATTEMPTS or now < self._connect_at:
+            return
+        self._attempts += 1
+        for monitor in missing:
+            with suppress(OSError):  # rank 0 names those that it does not hear of
+                self._channel.connect(monitor, self._monitors[monitor])
+                for kind, so_far in (("left", self._left_world), ("at exit", self._at_exit)):
+                    if so_far:
+                        self._channel.send(monitor, {"kind": kind})
         self._connect_at = time.monotonic() + RECONNECT_S
 
     def _look(self, now: float) -> None:
         """Compare the times with their limits."""
         self._look_at_own_wait(now)
-        if self._grace.over(now):
-            reason, self._grace.deadline = self._grace.reason, None
-            code = 130 if self._grace.interrupt else 1
-            self._tell_monitors({"kind": "late", "reason": reason, "code": code})
+        if (late := self._late) is not None and now >= late[0]:
+            self._late = None
+            self._tell_waiting(ends=True, reason=late[1], code=late[2])
         if self._monitor is not None:
             self._monitor.look(now)
             if self._monitor.all_at_exit is not None:
@@ -293,22 +287,18 @@ class Watchdog:
         level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else warns
         if level > self._told:
             self._told = level
-            self._tell_monitors({"kind": "waiting", "ends": level > 1})
+            self._tell_waiting(ends=level > 1)
 
     def _lost_connections(self) -> Sequence[Connection]:
         """Return the connections without which this rank cannot go on, as far as it knows."""
         return self._unanswered.lasting() if self._stalled_s >= SURE_S else ()
 
     def _own_status(self) -> RankStatus:
-        network = describe(self._lost_connections())
-        return own_status(
-            self._rank,
-            self._engine,
-            self._thread_of_training,
-            self._stalled_s,
-            network,
-            at_exit=self._at_exit,
-        )
+        network, thread = describe(self._lost_connections()), self._thread_of_training
+        return own_status(self._engine, thread, self._stalled_s, network, at_exit=self._at_exit)
+
+    def _tell_waiting(self, *, ends: bool, reason: str = "", code: int = 1) -> None:
+        self._tell_monitors({"kind": "waiting", "ends": ends, "reason": reason, "code": code})
 
     def _tell_monitors(self, message: Message) -> None:
         for monitor in MONITORS:
@@ -319,16 +309,18 @@ class Watchdog:
 
     def _on_message(self, peer: int, message: Message) -> None:
         match message.get("kind"):
+            case "disconnected":
+                self._on_disconnected(peer, message["error"])
             case "signal":
-                self._grace.arrived(int(message["number"]), self._rank)
+                self._on_signal(int(message["number"]))
             case "ask":
-                status = self._own_status().to_message()
+                status = self._own_status()._asdict()
                 self._channel.send(peer, {"kind": "status", "status": status})
             case "failed" if message["report"]["rank"] != self._rank:
                 self._fail(message["report"])
                 reason = "rank {rank} on {host} failed with {kind}: {message}"
                 reason = reason.format(**message["report"]).partition("\n")[0]
-                _call_for(PRINT_S, lambda: self.end_run("crashed", reason))
+                call_for(PRINT_S, lambda: self.end_run("crashed", reason))
             case "others left":
                 self._others_left.set()
             case "stack":
@@ -337,7 +329,7 @@ class Watchdog:
                 self._leave_job(int(message["code"]), aborts=False)
             case "lost directory" if peer == self._rank:
                 reason = str(message["reason"])
-                self._end_job(reason, reason=reason, status="lost", code=1)
+                self._end_job(reason, reason, "lost", 1)
             case "left" | "at exit" | "closed":
                 self._left.add(peer)
             case "all at exit":
@@ -346,56 +338,58 @@ class Watchdog:
         if self._monitor is not None and "kind" in message:
             self._monitor.on_message(peer, message)
 
-    def _on_closed(self, peer: int, closed: Closed) -> None:
+    def _on_disconnected(self, peer: int, error: str | None) -> None:
         if self._closed:
             return
-        if closed.error is None and peer not in self._left:
+        if error is None and peer not in self._left:
             self._note_end(peer)
         if self._monitor is not None:
-            self._monitor.on_closed(peer, closed)
+            self._monitor.on_disconnected(peer, error)
         elif peer not in self._left and not (self._channel.peers or self._left_world):
             reason = f"rank {self._rank} has lost its connections to ranks 0 and 1"
             if self._timeout is None:
                 _print(f"warning: {reason}")
             else:
-                self._end_job(reason, reason=reason, status="lost", code=1)
+                self._end_job(reason, reason, "lost", 1)
 
-    def _end_job(self, report: str, *, reason: str, status: str, code: int) -> None:
+    def _on_signal(self, number: int) -> None:
+        """End the job some time after the first signal, or at a second one in a larger world."""
+        now = time.monotonic()
+        if number not in self._signals:
+            return
+        name, code = signal.Signals(number).name, 130 if number == signal.SIGINT else 1
+        if self._signalled_at is None:
+            self._signalled_at = now
+            reason = (
+                f"{name} on rank {self._rank}: the step has not ended within {self._grace_s:g} s "
+                f"({self._grace_option})"
+            )
+            self._late = now + self._grace_s, reason, code
+        elif not self.alone and number in _ENDING and now > self._signalled_at + _SENDERS_S:
+            code = self._late[2] if self._late else code
+            reason = f"a second signal, {name} on rank {self._rank}, ends the job at once"
+            self._late = now, reason, code
+
+    def _end_job(self, report: str, reason: str, status: str, code: int) -> None:
         """Print a report, and end the job."""
         self._channel.send_to_all({"kind": "end", "code": code})
-        _call_for(PRINT_S, lambda: _print(f"error: {report}"))
-        _call_for(PRINT_S, lambda: self.end_run(status, reason))
+        call_for(PRINT_S, lambda: _print(f"error: {report}"))
+        call_for(PRINT_S, lambda: self.end_run(status, reason))
         self._leave_job(code, aborts=True)
 
     def _leave_job(self, code: int, *, aborts: bool) -> None:
         """Abort, or be aborted; end this process if nothing else does. Does not return."""
-        _call_for(PRINT_S, sys.stdout.flush)
-        _call_for(ABORT_S, lambda: mpi.abort(code) if aborts else time.sleep(ABORT_S))
+        call_for(PRINT_S, sys.stdout.flush)
+        call_for(ABORT_S, lambda: mpi.abort(code) if aborts else time.sleep(ABORT_S))
         os._exit(code)
 
     def _leave_to_parent(self) -> None:
         """Close the sockets in a forked child, whose signals are its own."""
-        if self._grace.numbers:
+        if self._signals:
             with suppress(ValueError):
                 signal.set_wakeup_fd(-1)
         self._closed = True
         self._channel.close(in_child=True)
-
-
-def _call_for(seconds: float, function: Callable[[], object]) -> None:
-    """Call a function in a thread of its own, and wait for some seconds at most."""
-
-    def call() -> None:
-        with suppress(Exception):
-            function()
-
-    thread = threading.Thread(target=call, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter is about to end
-        call()
-    else:
-        thread.join(seconds)
 
 
 def _print(text: str) -> None:

@@ -6,7 +6,7 @@ acknowledges. A firewall that drops packets, a wrong interface, a smaller MTU on
 that is down do.
 
 MPI_Init keeps the interpreter of a rank, so during the start this file runs as a program of its own
-beside the ranks of a node (`mntrain.watchdog.network_watch`). It needs the standard library alone.
+beside the ranks of a node (`start_timer.network_watched`). It needs the standard library alone.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -40,41 +40,33 @@ INTERFACES = (
 
 
 class Connection(NamedTuple):
-    """A TCP connection in the kernel's table."""
+    """A TCP connection in the kernel's table. `opened`: the other node has answered at first."""
 
     local: str  # address
     local_port: int
     remote: str
     port: int
-    inode: str
-    opened: bool  # whether the other node has answered at first
-    unanswered: bool  # whether the same was sent several times since the last answer
+    opened: bool
 
 
-def read_table(text: str) -> Iterator[Connection]:
-    """Yield the connections between hosts in a text like /proc/net/tcp or tcp6. Pure."""
+def read_table(text: str) -> Iterator[tuple[Connection, str, bool]]:
+    """Yield the connections between hosts in a text like /proc/net/tcp or tcp6. Pure.
+
+    With each its inode, and whether the same was sent several times since the last answer.
+    """
     for line in text.splitlines()[1:]:
         words = line.split()
         state, timer = words[3], words[5].partition(":")[0]
-        if state not in (_SYN_SENT, _ESTABLISHED):
-            continue
         local, _, local_port = words[1].partition(":")
         remote, _, port = words[2].partition(":")
-        if local == remote:
+        if state not in (_SYN_SENT, _ESTABLISHED) or local == remote:
             continue
         opened = state == _ESTABLISHED
         resent, probed = int(words[6], 16), int(words[8])
         resends = timer == _RESENDING and resent >= 1 + opened
         probes = timer == _PROBING and probed >= 2 and not words[4].startswith("00000000:")
-        yield Connection(
-            _address(local),
-            int(local_port, 16),
-            _address(remote),
-            int(port, 16),
-            words[9],
-            opened,
-            resends or probes,
-        )
+        ends = _address(local), int(local_port, 16), _address(remote), int(port, 16)
+        yield Connection(*ends, opened), words[9], resends or probes
 
 
 def _address(digits: str) -> str:
@@ -97,21 +89,17 @@ class Unanswered:
         """Read the tables. Takes about 0.1 ms, and 10 ms with some thousand connections."""
         own: set[str] | None = None
         for name in ("tcp", "tcp6"):
-            try:
-                text = Path(f"/proc/self/net/{name}").read_text()
-            except OSError:
-                continue
-            for connection in read_table(text):
-                key = connection._replace(inode="", opened=True, unanswered=True)
-                opened = connection.opened
-                if not connection.unanswered:
-                    self._found.pop(key._replace(opened=opened), None)
-                    continue
-                own = _sockets(self._pids) if own is None else own
-                if connection.inode in own:
-                    key = key._replace(opened=opened)
-                    first, _ = self._found.get(key, (now, now))
-                    self._found[key] = first, now
+            with suppress(OSError):
+                for connection, inode, unanswered in read_table(
+                    Path(f"/proc/self/net/{name}").read_text()
+                ):
+                    if not unanswered:
+                        self._found.pop(connection, None)
+                        continue
+                    own = _sockets(self._pids) if own is None else own
+                    if inode in own:
+                        first, _ = self._found.get(connection, (now, now))
+                        self._found[connection] = first, now
 
     def lasting(self, seconds: float = LASTING_S) -> list[Connection]:
         """Return those that were unanswered for some seconds, also if they are closed by now."""
@@ -141,8 +129,9 @@ def describe(found: Sequence[Connection]) -> str:
         return ""
     here, first = socket.gethostname(), shown[0]
     names = _names(list(dict.fromkeys(connection.remote for connection in shown)))
-    interface, mtu = _interface(first.local)
-    via = f" from {interface or 'address'} ({first.local}, MTU {mtu or 'unknown'})"
+    own = [(name, mtu) for name, (address, mtu) in interfaces().items() if address == first.local]
+    interface, mtu = own[0] if own else ("address", 0)
+    via = f" from {interface} ({first.local}, MTU {mtu or 'unknown'})"
     if unopened:
         return (
             f"{here} cannot connect to {names}: nothing answers what it sends{via} to TCP port "
@@ -161,36 +150,48 @@ def describe(found: Sequence[Connection]) -> str:
 
 def _names(addresses: Sequence[str]) -> str:
     """Return the hosts of some addresses in words."""
-    known: dict[str, str] = {}
+    names: dict[str, str] = {}
 
     def ask() -> None:
         for address in addresses[:_MOST_NAMES]:
             with suppress(OSError):
-                known[address] = socket.gethostbyaddr(address)[0].partition(".")[0]
+                names[address] = socket.gethostbyaddr(address)[0].partition(".")[0]
 
-    thread = threading.Thread(target=ask, daemon=True)
-    with suppress(RuntimeError):  # the interpreter is about to end
-        thread.start()
-        thread.join(_NAME_S)
-    words = []
-    for address in addresses[:_MOST_NAMES]:
-        name = known.get(address)
-        words.append(f"{name} ({address})" if name else address)
+    call_for(_NAME_S, ask)
+    shown = addresses[:_MOST_NAMES]
+    words = [f"{names[address]} ({address})" if address in names else address for address in shown]
     more = len(addresses) - _MOST_NAMES
     return ", ".join(words) + (f" and {more} more" if more > 0 else "")
 
 
-def _interface(address: str) -> tuple[str, int]:
-    """Return the name and the MTU of the interface with an IPv4 address; "" and 0 if unknown."""
+def interfaces() -> dict[str, tuple[str, int]]:
+    """Return the IPv4 address and the MTU of each interface of this host that has one, by name."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name[:15].encode())
-            with suppress(OSError):  # an interface without an address
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFMTU, request)
-                    return name, int(struct.unpack_from("=i", reply, 16)[0])
-    return "", 0
+            with suppress(OSError):  # an interface without an address, or no Linux
+                address = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFMTU, request)
+                mtu = int(struct.unpack_from("=i", reply, 16)[0])
+                found[name] = socket.inet_ntoa(address), mtu
+    return found
+
+
+def call_for(seconds: float, function: Callable[[], object]) -> None:
+    """Call a function in a thread of its own, and wait for some seconds at most."""
+
+    def call() -> None:
+        with suppress(Exception):
+            function()
+
+    thread = threading.Thread(target=call, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is about to end
+        call()
+    else:
+        thread.join(seconds)
 
 
 def _siblings(pid: int) -> list[int]:
@@ -208,13 +209,13 @@ def main(words: Sequence[str]) -> None:
     """Watch the start of the ranks of this node until stdin ends; a line there tells of progress.
 
     The words are the process and number of a rank, the number of ranks on other nodes, and the
-    seconds without progress after which the rank is killed, or "none". If the rank ends without the
+    seconds without progress after which the rank is killed, or "inf". If the rank ends without the
     line "end", MPI may have ended it since a node does not answer.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the rank ends this process
     pid, rank, others = map(int, words[:3])
-    limit = math.inf if words[3] == "none" else float(words[3])
+    limit = float(words[3])
     apart = _APART_S * min(rank, _APART)
     sure = SURE_S if limit == math.inf else min(SURE_S - 2, limit) + apart
     siblings = _siblings(pid)

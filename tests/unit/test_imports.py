@@ -20,6 +20,7 @@ LAYERS = [
         "mntrain.optim",
         "mntrain.recorder.events",
         "mntrain.recorder.recording",
+        "mntrain.recorder.waits",
     },
     {"mntrain.checks", "mntrain.config_types"},
     {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mntrain.recorder import autopsy, autopsy_facts
+from mntrain.recorder import autopsy
 from mntrain.recorder.events import Recorder, own_oom_kills
-from mntrain.recorder.recording import read, recordings
+from mntrain.recorder.recording import Recording, read, recordings
 
 
 def write(folder, ranks, job="job", size=None):
@@ -21,6 +21,11 @@ def write(folder, ranks, job="job", size=None):
         recorder = Recorder(rank, size or len(ranks))
         assert recorder.open(folder, job) == ""
         recorder.close()
+
+
+def examine(folder, header):
+    """The autopsy of a job with one rank."""
+    return autopsy.examine(folder, [Recording(header, ())])
 
 
 def test_a_folder_without_recordings_is_bad_input(tmp_path, capsys):
@@ -102,7 +107,7 @@ def slurm_header(tmp_path, monkeypatch):
 
 def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(tmp_path, slurm_header):
     def state():
-        return autopsy_facts.gather_facts(tmp_path, [slurm_header]).scheduler
+        return examine(tmp_path, slurm_header).scheduler
 
     program(tmp_path / "bin", "sacct", "echo '17|RUNNING'; echo '17.2|OUT_OF_MEMORY'")
     program(tmp_path / "bin", "scontrol", "echo 'JobId=17 JobState=TIMEOUT Reason=None'")
@@ -116,10 +121,10 @@ def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(tmp_path, slurm_
 
 
 def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path, slurm_header, monkeypatch):
-    monkeypatch.setattr(autopsy_facts, "_SLURM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(autopsy, "_SLURM_TIMEOUT_S", 0.2)
     for name in ("sacct", "scontrol"):
         program(tmp_path / "bin", name, "exec sleep 600")
-    assert autopsy_facts.gather_facts(tmp_path, [slurm_header]).scheduler == ""
+    assert examine(tmp_path, slurm_header).scheduler == ""
 
 
 def test_kills_in_the_cgroup_count_since_the_start_and_of_the_same_cgroup_only(tmp_path):
@@ -133,9 +138,9 @@ def test_kills_in_the_cgroup_count_since_the_start_and_of_the_same_cgroup_only(t
         oom_inode=inode,
         oom_kills=3,
     )
-    assert autopsy_facts.gather_facts(tmp_path, [header]).oom_kills == {0: 2}
+    assert examine(tmp_path, header).oom_kills == {0: 2}
     for other in (replace(header, oom_inode=inode + 1), replace(header, host="another")):
-        assert autopsy_facts.gather_facts(tmp_path, [other]).oom_kills == {}
+        assert examine(tmp_path, other).oom_kills == {}
 
 
 TOO_LARGE = """
@@ -181,11 +186,11 @@ def test_an_out_of_memory_kill_is_told(tmp_path, small_cgroup, capsys):
 def test_processes_are_judged_on_their_own_host_and_boot_only(tmp_path):
     write(tmp_path, [0])
     own = read(tmp_path / "rank-00000.bin").header
-    assert autopsy_facts.gather_facts(tmp_path, [own]).processes == {0: "runs"}
+    assert examine(tmp_path, own).processes == {0: "runs"}
     reused = replace(own, process_start="1")  # another process has the number now
-    assert autopsy_facts.gather_facts(tmp_path, [reused]).processes == {0: "gone"}
+    assert examine(tmp_path, reused).processes == {0: "gone"}
     for other in (replace(own, boot="another"), replace(own, pid_namespace="another")):
-        assert autopsy_facts.gather_facts(tmp_path, [other]).processes == {}
+        assert examine(tmp_path, other).processes == {}
 
 
 def test_the_summary_of_an_earlier_job_does_not_count(tmp_path):
@@ -193,6 +198,6 @@ def test_the_summary_of_an_earlier_job_does_not_count(tmp_path):
     header = read(tmp_path / "rank-00000.bin").header
     summary = tmp_path / "summary.json"
     summary.write_text('{"status": "failed"}')
-    assert autopsy_facts.gather_facts(tmp_path, [header]).summary == {"status": "failed"}
+    assert examine(tmp_path, header).summary == {"status": "failed"}
     os.utime(summary, (header.wall - 100, header.wall - 100))
-    assert autopsy_facts.gather_facts(tmp_path, [header]).summary == {}
+    assert examine(tmp_path, header).summary == {}

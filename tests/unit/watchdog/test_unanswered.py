@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from mntrain.watchdog import unanswered
-from mntrain.watchdog.network_watch import network_watched
+from mntrain.watchdog.start_timer import network_watched
 from mntrain.watchdog.unanswered import Connection, Unanswered, describe, read_table
 
 HEADER = (
@@ -58,20 +58,19 @@ def table(*names):
     ],
 )
 def test_what_the_kernel_sends_again_in_vain_is_unanswered(name, found):
-    (connection,) = read_table(table(name))
-    assert connection.unanswered == found
+    ((_, _, unanswered),) = read_table(table(name))
+    assert unanswered == found
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="the lines are of a little-endian machine")
 def test_addresses_are_read_and_connections_of_one_host_left_out():
-    (connection,) = read_table(table("within the host", "listening", "a packet filter drops SYNs"))
-    assert connection == Connection(
-        "10.185.114.1", 0x90CF, "10.185.114.2", 0x9661, "111", opened=False, unanswered=True
-    )
+    (found,) = read_table(table("within the host", "listening", "a packet filter drops SYNs"))
+    connection = Connection("10.185.114.1", 0x90CF, "10.185.114.2", 0x9661, opened=False)
+    assert found == (connection, "111", True)
     six = (
         "0000000000000000FFFF0000010200C0:0400 0000000000000000FFFF0000020200C0:8827 01 0:0 00:0 0"
     )
-    (mapped,) = read_table(f"{HEADER} 0: {six} 0 0 7 1\n")
+    ((mapped, _, _),) = read_table(f"{HEADER} 0: {six} 0 0 7 1\n")
     assert (mapped.local, mapped.remote) == ("192.0.2.1", "192.0.2.2")
 
 
@@ -110,7 +109,7 @@ def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
     folder = os.path.dirname(__file__)
     with ExitStack() as stack:
         ranks, watches = {}, {}
-        for kind, limit in (("stuck", "4"), ("waits", "4"), ("ends", "none")):
+        for kind, limit in (("stuck", "4"), ("waits", "4"), ("ends", "inf")):
             words = [sys.executable, "-c", RANK, folder, kind]
             # A shell of its own, as the ranks' launcher: watches look at all processes of it.
             rank = subprocess.Popen(
@@ -170,7 +169,7 @@ def count_a_lasting_one():
 
 
 def test_the_sentence_names_nodes_and_what_to_check():
-    node = Connection("127.0.0.1", 1, "127.0.0.2", 7, "", opened=False, unanswered=True)
+    node = Connection("127.0.0.1", 1, "127.0.0.2", 7, opened=False)
     others = [node._replace(remote=f"127.0.0.{i}") for i in range(3, 13)]
     assert describe([]) == ""
     text = describe([node, *others])
@@ -211,6 +210,6 @@ def test_a_start_that_ends_well_is_silent(monkeypatch, capfd):
     monkeypatch.setenv("MPI_LOCALRANKID", "0")
     with network_watched(60.0) as moved, network_watched():
         moved()
-    with pytest.raises(KeyError), network_watched(None):
+    with pytest.raises(KeyError), network_watched():
         raise KeyError
     assert capfd.readouterr() == ("", "")

@@ -1,6 +1,8 @@
 """Watchdogs of three ranks in one process, over real connections."""
 
 import os
+import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -8,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.watchdog import thread as watchdogs
-from mntrain.watchdog.inquiry import Member
-from mntrain.watchdog.side_channel import SideChannel, listen
+from mntrain.watchdog.side_channel import SideChannel
 from mntrain.watchdog.thread import Watchdog
 
 SECRET = b"s" * 32
@@ -20,19 +21,20 @@ class Job:
     """The watchdogs by rank, and the reports of failures that each has heard of."""
 
     def __init__(self, *, timeout=100.0, addresses=lambda found: found):
-        listeners = {rank: listen("127.0.0.1") for rank in (0, 1)}
-        members = [Member("a", 0, os.getpid(), "") for _ in range(3)]
-        monitors = {rank: addresses(address) for rank, (_, address) in listeners.items()}
+        listeners = {rank: socket.create_server(("127.0.0.1", 0)) for rank in (0, 1)}
+        own = SimpleNamespace(host="a", host_key=0, pid=os.getpid(), pid_namespace="")
+        facts = [own] * 3
+        monitors = {rank: addresses(own.getsockname()) for rank, own in listeners.items()}
         engine = SimpleNamespace(awaited=lambda: None, streams=[], idle=True, abandoned=False)
         engine.progress = lambda futures: None
         self.heard = {rank: [] for rank in range(3)}
         self.ranks, self.seen = [], {rank: [] for rank in range(3)}
         for rank in range(3):
-            channel = SideChannel(rank, SECRET, listeners[rank][0] if rank in listeners else None)
+            channel = SideChannel(rank, SECRET, listeners.get(rank))
             options = {"channel": channel, "monitors": monitors, "fail": self.heard[rank].append}
             options["note_end"] = self.seen[rank].append
             self.ranks.append(
-                Watchdog(rank, members, engine, timeout=timeout, warn_after=1.0, **options)
+                Watchdog(rank, facts, engine, timeout=timeout, warn_after=1.0, **options)
             )
 
     def connected(self):
@@ -162,3 +164,29 @@ def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_
     finally:
         first.close()
         second.close()
+
+
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
+def test_a_job_ends_some_time_after_a_signal_or_at_a_second_one(job, monkeypatch, ending, code):
+    rank, now = job.ranks[2], time.monotonic()
+    assert rank.expect_signals(SIGNALS, 1000.0, "--run.grace")
+    try:
+        rank._on_signal(signal.SIGHUP)
+        assert rank._late is None
+        rank._on_signal(ending)
+        name = signal.Signals(ending).name
+        said = f"{name} on rank 2: the step has not ended within 1000 s (--run.grace)"
+        assert rank._late[1:] == (said, code)
+        rank._on_signal(ending)  # passed on by a launcher and a scheduler
+        assert rank._late[0] >= now + 1000
+        monkeypatch.setattr(watchdogs, "_SENDERS_S", 0.0)
+        rank._on_signal(signal.SIGUSR1)
+        assert rank._late[0] >= now + 1000
+        monkeypatch.setattr(rank, "_tell_waiting", lambda **how: None)
+        rank._on_signal(signal.SIGINT)
+        wait_for(lambda: rank._late is None)  # at once
+    finally:
+        rank.ignore_signals()
