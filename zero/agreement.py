@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, gather_objects
 from zero.layout import Bucket
-from zero.master_weights import OptimizerShard, ParamGroup
+from zero.shard import OptimizerShard, ParamGroup
 
 DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
 SAMPLED = 16  # elements of a parameter, in each step others

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives, gather_objects
-from zero.master_weights import ParamGroup
+from zero.shard import ParamGroup
 from zero.state import MASTER, SYNC, StateSlice
 
 Shape = tuple[int, ...]

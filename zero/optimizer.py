@@ -2,9 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,23 +14,42 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from zero.agreement import StepAgreement, plain_numbers
-from zero.averaging import AveragingOptimizer
+from zero.agreement import StepAgreement, agree, plain_numbers
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.node_levels import NodeLevels
-from zero.exchange.schedule import EveryStep, Exchanged, SyncSchedule, check_replicas
+from zero.exchange.schedule import EveryStep, SyncSchedule, check_replicas
 from zero.full_state import PartOfState, from_plain, to_plain, whole_tensors
 from zero.gradients.reduction import StepReduction
+from zero.gradients.weights import BatchSource
 from zero.kernels import Kernels, order
-from zero.layout import MIB, Bucket
-from zero.master_weights import OptimizerShard
-from zero.memory import Memory
-from zero.norms import NonFiniteGradientError, NonFiniteReplicaError, find_non_finite
-from zero.param_groups import Named, check_shard_weights, check_sharding
-from zero.parameter_watch import ParameterWatch
+from zero.layout import MIB, ParameterSpec, plan_buckets
+from zero.memory import Memory, predict, state_bytes
+from zero.norms import (
+    NonFiniteGradientError,
+    NonFiniteReplicaError,
+    find_non_finite,
+    global_norm,
+)
+from zero.param_groups import (
+    GroupNames,
+    Named,
+    as_groups,
+    by_name,
+    check_shard_weights,
+    check_sharding,
+    check_trainable,
+    hyperparameters,
+    unnamed,
+)
+from zero.parameter_watch import check_free, finish_gathers, take_over
+from zero.partition_trial import check_drivable, check_partition
 from zero.precision import LossScale, check_travel_dtype, is_positive
-from zero.state import StateSlice, check_groups
+from zero.replicas import Replicas
+from zero.shard import OptimizerShard
+from zero.state import StateSlice, check_groups, load_slices, own_slices
+from zero.step_message import StepMessage
+from zero.sync_batchnorm import layers_below
 
 
 class StepResult(NamedTuple):
@@ -42,7 +63,7 @@ class StepResult(NamedTuple):
     loss: Any = None  # what the closure of `step` returned; differs between ranks
 
 
-class ZeroOptimizer(AveragingOptimizer):
+class ZeroOptimizer(torch.optim.Optimizer):
     """Any torch optimizer over gradients that are reduced across ranks, at a ZeRO stage.
 
     `parameters` are pairs (name, parameter), as `model.named_parameters()` yields, or parameter
@@ -101,6 +122,10 @@ class ZeroOptimizer(AveragingOptimizer):
     which rank updates what (`zero.partition_trial`).
     """
 
+    closed = False  # whether `close` was called
+    _constructed = False
+    _given_up = ""  # name of a parameter that another optimizer trains, for which this was closed
+
     def __init__(
         self,
         parameters: Iterable[Named] | Iterable[dict[str, Any]],
@@ -139,12 +164,12 @@ class ZeroOptimizer(AveragingOptimizer):
         self._norm_type = float(norm_type)
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
-        self._buffers, self._model, watch = buffers, model, ParameterWatch(model)
+        self._buffers, self._model = buffers, model
         self._warned_of_sparse = False
         self._hook = make_hook(comm_hook, wire_dtype)
         self.schedule: SyncSchedule = schedule or EveryStep(collectives)
         check_replicas(self.schedule, collectives)
-        alone, sharding = collectives.size == 1, self.schedule.sharding
+        sharding = self.schedule.sharding
         check_shard_weights(shard_weights, sharding.size)
         self._levels = bind_hook(
             self._hook,
@@ -152,30 +177,45 @@ class ZeroOptimizer(AveragingOptimizer):
             size=collectives.size,
             scheduled=not isinstance(self.schedule, EveryStep),
         )
-        gather_dtype, own_stage = gather_dtype if stage else None, stage if sharding.size > 1 else 0
-        waiting = model if overlap_forward else None
-        owned = OptimizerShard(own_stage, sharding, waiting, gather_dtype, alone=alone)
-        self._agreement = StepAgreement(owned, collectives.rank, self.schedule.replica)
+        self._shard = OptimizerShard(
+            stage if sharding.size > 1 else 0,
+            sharding,
+            model,
+            gather_dtype if stage else None,
+            overlap_forward=overlap_forward,
+            alone=collectives.size == 1,
+        )
+        self._replicas = Replicas(self.schedule, self._shard, collectives, buffers)
+        self._agreement = StepAgreement(self._shard, collectives.rank, self.schedule.replica)
         self._reduction = StepReduction(
-            owned,
+            self._shard,
             self._hook,
             self.schedule,
             self._levels,
             self._scale,
             world_size=collectives.size,
-            check=partial(_check_backward, watch, self._scale),
         )
-        super().__init__(
-            parameters,
-            partial(optimizer_class, **kwargs),
-            owned,
-            watch,
-            order=order,
-            bucket_bytes=bucket_bytes,
-            partition=partition,
-            shard_weights=shard_weights,
-            may_shard=stage > 0,
-        )
+        self._make_inner = partial(optimizer_class, **kwargs)
+        self._may_shard, self._partition = stage > 0, partition
+        self._bucket_bytes = bucket_bytes
+        self._shard_weights = None if shard_weights is None else tuple(shard_weights)
+        self._names = GroupNames()
+        groups = self._check(parameters)
+        named = by_name(groups)
+        if order is not None:
+            named = {name: named[name] for name in order if name in named}
+        self._add_parameters(named)
+        plain_groups = [unnamed(group) for group in groups]
+        try:
+            self._inner = self._make_inner(self._shard.groups(plain_groups))
+            check_drivable(self._inner)
+            super().__init__(plain_groups, self._inner.defaults)
+            take_over(self, named)
+        except BaseException:
+            self.close()
+            raise
+        self._take_groups()
+        self._constructed = True
 
     def start(self) -> None:
         """Overwrite parameters, frozen ones too, and buffers with rank 0's. Collective."""
@@ -185,7 +225,7 @@ class ZeroOptimizer(AveragingOptimizer):
             others = [*frozen.values(), *self._model.buffers()]
             self._agreement.add_untrained(frozen)
         broadcast_from_rank_0(self._collectives, [*self._named.values(), *others])
-        self._owned.copy_from_parameters()
+        self._shard.copy_from_parameters()
 
     @_disable_dynamo
     @torch.no_grad()
@@ -201,34 +241,360 @@ class ZeroOptimizer(AveragingOptimizer):
         In a step in which replicas do not wait for each other, one of them alone raises
         NonFiniteReplicaError, and weights are not compared.
         """
-        self._check_open()
-        self._check_not_averaging()
-        loss = _evaluate(closure)
-        unused = self._prepare()
+        loss = self._evaluate(closure)
+        unused = self._means()
         self._warn_of_sparse()
-        self._owned.parameters.wait()
-        self._owned.sync_from_parameters()
-        self._owned.set_gradients(unused)  # before the norm, for which the host waits
-        try:
-            norm = self._agreed_norm(self._norm_type, unused)
-            finite = math.isfinite(norm)
-            coef = min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
-            steps = self._reduction.steps
-            self.schedule.before_update(steps, self._updated_tensors(), equal=self.in_sync)
-            if finite:
-                self._update(coef / self._scale.value, unused)
+        self._shard.take_changes()
+        with self._shard.gradients_set(unused) as sums:  # before the norm: then the host waits
+            norm, coef = self._clip(unused)
+            self.schedule.before_update(self.steps_taken, self._shard.tensors, equal=self.in_sync)
+            if finite := math.isfinite(norm):
+                self._update(sums, coef / self._scale.value, unused)
             else:
                 self._skip_or_raise(norm)
-        finally:
-            self._owned.restore_gradients()
+        weight = self._publish(updated=finite)
+        clipped = norm * coef if finite else 0.0
+        return StepResult(norm, coef, clipped, weight, skipped=not finite, loss=loss)
+
+    # Gradients: what backward leaves, and changes of it.
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks over which the current step is averaged."""
+        return self._reduction.group
+
+    @property
+    def steps_taken(self) -> int:
+        """The number of the current step: steps so far, skipped ones included."""
+        return self._reduction.steps
+
+    @property
+    def step_message(self) -> StepMessage:
+        """The message that ends the current or coming reduction, to put more numbers into.
+
+        If it `announces`, before the first backward of a step.
+        """
+        return self._reduction.message
+
+    @property
+    def announces(self) -> bool:
+        """True if ranks announce each micro-batch to each other, as at stage 2."""
+        return self._shard.stage == 2
+
+    @property
+    def loss_weight(self) -> float:
+        """The weight of this rank's loss in the running or coming backward, beside other ranks'.
+
+        1 for a loss that was multiplied by its weight, 0 where this rank has no sample. Local.
+        """
+        return self._reduction.loss_weight
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """True if this rank's samples weigh 0, by `weight` of their loader. Local."""
+        return self._reduction.weight.lacks_tokens
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far in which backward and `step` finished reductions of gradients."""
+        return self._reduction.waited_s
+
+    def call_after_backward(self, action: Callable[[], None] | None) -> None:
+        """Call `action` whenever backward has computed all gradients, before it waits for others.
+
+        Local. None: no longer.
+        """
+        self._reduction.before_finish = action
+
+    def share(self, count: float | None) -> None:
+        """State that the gradient of the coming backward is a mean over `count` samples. Local.
+
+        A count of 0 makes this rank's gradient zero, whatever its values. None takes back a
+        statement that no backward has followed. The shares of accumulated micro-batches must be
+        equal, or backward raises RuntimeError; `backward` takes any weights.
+        """
+        self._check_open()
+        self._reduction.weight.state(count)
+
+    def expect_batch(
+        self,
+        own: float,
+        total: float | None,
+        digest: int | None = None,
+        source: BatchSource | None = None,
+    ) -> None:
+        """State that a batch was drawn, of which this rank has `own` of `total` samples. Local.
+
+        A `total` of None is not known to this rank.
+        It weighs the backward passes that follow, until one follows the next batch. An `own` of 0
+        is a stand-in, which counts nothing. `share` and `backward` state another weight. If batches
+        that differ were drawn ahead, backward raises RuntimeError. `digest`: of the samples of the
+        whole batch, in 16 bits; ranks with different ones raise RuntimeError. A `source` tells
+        several optimizers of its batches, and counts them in `drawn` before.
+        """
+        weight = self._reduction.weight
+        weight.expect(own, total, digest, source)
+        if weight.may_change:
+            self._reduction.buckets.weigh_arrivals()
+
+    def assume_batch(self, own: float, total: float | None, source: BatchSource) -> None:
+        """State what the backward passes up to the next batch use. Local.
+
+        For an optimizer that is made when the latest batch of a source has been drawn, and may have
+        been used by other optimizers.
+        """
+        self._reduction.weight.assume(own, total, source)
+
+    def forget_batches(self, *, drawn: bool = True) -> None:
+        """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""
+        self._reduction.weight.forget(drawn=drawn)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss times the loss scale, for a call of its `backward`. Local."""
+        self._scale.applied = True
+        return loss if self._scale.value == 1.0 else loss * self._scale.value
+
+    @_disable_dynamo
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Run backward of a loss that is a mean over `weight` samples or tokens, scaled if needed.
+
+        Collective outside of `no_sync`. Called once a micro-batch, all but the last under
+        `no_sync`. A rank without samples in a step calls `share(0)` instead. The loss is multiplied
+        by a factor, for other optimizers too; if it trains several, call `share` of each.
+        """
+        self._check_open()
+        self._scale.applied = True
+        self._reduction.begin_weighted()
+        factor = self._reduction.weight.add(weight)
+        layers, zeros = ([], []) if factor else layers_below(loss)
+        if not factor and not layers:
+            self._reduction.pass_backward()  # the mean over no samples is NaN, and 0 * NaN is NaN
+            return
         try:
-            self._publish(updated=finite)
-        finally:
-            weight = self._reduction.end_step(taken=finite)
-        if finite and self._scale.scales:
-            self.zero_grad()  # they are without the scale now, which later gradients have again
-        norms = (norm, coef, norm * coef if finite else 0.0)
-        return StepResult(*norms, weight, skipped=not finite, loss=loss)
+            if factor:
+                self.scale(loss * factor).backward()
+            else:  # only what lies below layers in which other ranks wait
+                torch.autograd.backward(layers, zeros)
+        except BaseException:
+            self._reduction.buckets.interrupt()
+            raise
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Enclose the backward passes of an accumulation but the last.
+
+        Gradients only accumulate; at stage 2 they are reduced, and their owners accumulate them.
+        """
+        self._check_open()
+        return self._reduction.buckets.no_sync()
+
+    @_disable_dynamo
+    def synchronize(self) -> None:
+        """Make sure that the gradients are means over ranks. Collective.
+
+        Backward has done so, except on a rank that had none since the last step. Such a rank calls
+        this, or `step`, while the others run backward.
+        """
+        self._check_open()
+        self._reduction.synchronize()
+
+    def finish_interrupted(self) -> None:
+        """Let other ranks end the backward that raised an exception on this one. Collective.
+
+        Takes part in its remaining collectives, outside of `no_sync`. All ranks must discard the
+        gradients afterwards: no sum has a meaning.
+        """
+        self._reduction.finish_interrupted()
+
+    def clip_each_rank(self, max_norm: float | None, norm_type: float = 2.0) -> None:
+        """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
+
+        Local; between steps, and with the same limit on all ranks. None: no longer. The norm is
+        known when the last backward of a step ends: gradients are sent then, not during backward.
+        Raises ValueError for a limit that is not above 0, and at stage 2, where ranks reduce the
+        gradient of each micro-batch by itself.
+        """
+        self._check_open()
+        if max_norm is None:
+            self._reduction.buckets.before_launch = None
+            return
+        if not is_positive(max_norm):
+            raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
+        if self._shard.stage == 2:
+            raise ValueError(
+                "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
+                "use stage 0 or 1"
+            )
+        clip = partial(self._reduction.clip_own, float(max_norm), float(norm_type), self._kernels)
+        self._reduction.buckets.before_launch = clip
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradient in place so that its norm is at most `max_norm`. Collective.
+
+        Returns the norm before, of the whole model, as a 0-dim fp64 tensor on the CPU. The same as
+        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm is {max_norm!r}: give 0 or a number above")
+        self._means()
+        norm = self._agreed_norm(norm_type)
+        if max_norm < norm < math.inf:  # otherwise `step` stops or skips
+            self._shard.gradients.scale_(max_norm / (norm + 1e-6))
+        return torch.tensor(norm, dtype=torch.float64)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def scale_gradients_(self, factor: float) -> None:
+        """Multiply the gradient in place. Collective, with the same factor on every rank."""
+        self._means()
+        self._shard.gradients.scale_(factor)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return a copy of a parameter's whole gradient, the same on every rank. Collective.
+
+        In the parameter's shape, in fp32 or wider, without the loss scale. None if it has none.
+        Raises ValueError for a parameter that this optimizer does not train.
+        """
+        name = next((name for name, p in self._named.items() if p is parameter), None)
+        if name is None:
+            raise ValueError("the tensor is no parameter of this optimizer")
+        if name in self._means():
+            return None
+        return self._shard.full_gradient(name, parameter).div_(self._scale.value)
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard all gradients: those of parameters become None, or zeros without `set_to_none`.
+
+        None stays None; from stage 1 on, only `full_gradient` shows the zeros. Without a call, the
+        next backward adds to what `step` has used, as in torch. Local; waits for reductions in
+        flight. A closed optimizer does what those of torch do.
+        """
+        if self.closed:
+            super().zero_grad(set_to_none)
+        else:
+            self._reduction.clear(set_to_none)
+
+    # Parameters.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters, of layers that were frozen, say. Collective, between steps.
+
+        "params" are pairs (name, parameter), whose values are taken from rank 0. Raises ValueError
+        as construction does, and closes optimizers as it does.
+        """
+        if not self._constructed:  # called by torch's constructor
+            super().add_param_group(param_group)
+            return
+        self._check_open()
+        (group,) = self._check([param_group])
+        self.wait_for_parameters()
+        if group["params"]:
+            broadcast_from_rank_0(self._collectives, (p for _, p in group["params"]))
+            self._agreement.begin_anew()
+            self._add_parameters(by_name([group]))
+        self._give_groups()
+        plain_group = unnamed(group)
+        super().add_param_group(plain_group)
+        self._inner.add_param_group(self._shard.groups([plain_group])[0])
+        self._take_groups()
+        take_over(self, by_name([group]))
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters hold the last update. Local.
+
+        The modules of `model` do so by themselves. Code that reads parameters in other ways,
+        from `param_groups` or a list made before, calls it first. Raises RuntimeError if parameters
+        of the model were moved, converted or replaced since the optimizer was made.
+        """
+        self._shard.wait()
+
+    @property
+    def in_sync(self) -> bool:
+        """True if all ranks hold the same parameters: False from a step of a group to an exchange.
+
+        An exchange of a part of the parameters leaves it False. Also True in a block of `averaged`.
+        Local; the same on all ranks.
+        """
+        return self._replicas.in_sync
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange parameters and buffers now, if they may differ between ranks. Collective.
+
+        Between steps, for example after the last one. It changes the course of the training, but
+        not after which steps the sync schedule exchanges. Raises RuntimeError in a block of
+        `averaged`.
+        """
+        self._check_open()
+        self._replicas.exchange(self._reduction.steps)
+
+    def averaged(self) -> AbstractContextManager[bool]:
+        """Return a context in which all ranks hold the means of their parameters. Collective.
+
+        Buffers are rank 0's in it. At its end every rank gets back its own. Yields whether they
+        differ; if the sync schedule has just exchanged them, nothing happens. For evaluation and
+        saving: parameters must not be changed in it.
+        """
+        return self._replicas.averaged()
+
+    @torch.no_grad()
+    def publish_loaded(self) -> None:
+        """Send parameters that `load_state_dict` has restored to where they are read. Collective.
+
+        Nothing at stage 0. Needed only for a state that was made in a block of `averaged`.
+        """
+        self._shard.publish()
+        self._shard.wait()
+
+    def close(self) -> None:
+        """Remove the hooks from the model, and wait for parameters in flight. Local.
+
+        The model can be trained by any other optimizer then. What `p.grad` holds stays; where it is
+        sharded, or of an accumulation that has not ended, it raises RuntimeError until it is set to
+        None.
+        """
+        if not self.closed:
+            self._reduction.buckets.close()
+        self.closed = True
+        self._shard.parameters.close()
+
+    def finish_gathers(self) -> None:
+        """Wait for parameters in flight. Local."""
+        self._shard.parameters.wait()
+
+    def give_up(self, name: str) -> None:
+        """Close, since another optimizer trains the parameter of a name from now on. Local."""
+        self._given_up = name
+        self.close()
+
+    # State.
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the torch optimizer, by tensor that it updates here. May be replaced."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        if self._constructed:  # torch's constructor assigns an empty one
+            self._inner.state = state
+
+    @property
+    def sharded(self) -> bool:
+        """True if a rank holds the state of some elements only."""
+        return self._shard.sharded
+
+    @property
+    def hook_state(self) -> HookState:
+        """The state of the communication hook on this rank, with what it depends on."""
+        orders = {name: order(parameter) for name, parameter in self._named.items()}
+        own = self._shard.plan, self._levels
+        used = self._reduction.used
+        return HookState(self._hook, self.schedule.sharding, *own, orders=orders, used=used)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices, the hyperparameters and the rest of the state.
@@ -240,15 +606,15 @@ class ZeroOptimizer(AveragingOptimizer):
         2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
         `full_state_dict`.
         """
-        self._settle()
+        self._replicas.settle()
         slices = [piece._asdict() for piece in self.slices()]
         return {
             "slices": PartOfState(slices) if self.sharded else slices,
-            "param_groups": self._named_groups(),
+            "param_groups": self._names.of(self.param_groups),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.hook_state.state_dict(),
             "steps": self._reduction.steps,
-            "in_sync": self._in_sync,
+            "in_sync": self._replicas.equal,
             "sync_weights": self.schedule.weights(),
         }
 
@@ -263,16 +629,21 @@ class ZeroOptimizer(AveragingOptimizer):
         for a state that does not fit.
         """
         self._check_open()
+        own_groups = self._names.of(self.param_groups)
         if "state" in state_dict and "slices" not in state_dict:
-            state_dict = self._from_plain(state_dict)
-        groups = check_groups(state_dict, self._named_groups())
+            given = self._names.given(self.param_groups)
+            trained = [group["params"] for group in own_groups]
+            slices, groups = from_plain(state_dict, given, trained, self._shapes())
+            usual = {"loss_scale": self._scale.state_dict()} | state_dict
+            state_dict = usual | {"slices": [s._asdict() for s in slices], "param_groups": groups}
+        groups = check_groups(state_dict, own_groups)
         self.load_slices((StateSlice(**piece) for piece in state_dict["slices"]), groups)
         self._agreement.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
         self._reduction.resume(state_dict.get("steps", self._reduction.steps))
         self.schedule.load_weights(state_dict.get("sync_weights", ()))
-        self._in_sync = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
+        self._replicas.equal = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
@@ -289,48 +660,288 @@ class ZeroOptimizer(AveragingOptimizer):
                 "world.checkpoints"
             )
         self.wait_for_parameters()
-        self._owned.sync_from_parameters()
-        sharding, slices = self._owned.sharding, self.slices()
+        self._shard.take_changes()
+        sharding, slices = self._shard.sharding, self.slices()
         states = whole_tensors(sharding, self._named, slices, sharded=self.sharded)
+        given = self._names.given(self.param_groups)
         groups = [
             {**group, "params": names}
-            for group, names in zip(self._named_groups(), self._given_names(), strict=True)
+            for group, names in zip(self.param_groups, given, strict=True)
         ]
         plain = to_plain(states, groups)
         return {**plain, "loss_scale": self._scale.state_dict(), "steps": self._reduction.steps}
 
+    def slices(self) -> Iterator[StateSlice]:
+        """Yield the state of what this rank owns. Local; tensors are not copied.
+
+        What a sync schedule has in flight is lacking: `schedule.settle()` waits for it. Raises
+        RuntimeError as `wait_for_parameters`.
+        """
+        if not self.closed:  # later, parameters are those of another optimizer
+            self._shard.watch.check()
+        return own_slices(self._shard, self._inner.state, self._replicas.state)
+
+    def load_slices(
+        self, slices: Iterable[StateSlice], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Load the state of what this rank owns from slices of any extent, in any order. Local.
+
+        And the hyperparameters of `groups`, if given, as the torch optimizer loads them.
+
+        Raises ValueError, before anything is changed, if they are of another model or do not cover
+        what this rank owns, and RuntimeError as `wait_for_parameters`.
+        """
+        self._shard.watch.check()
+        options = [hyperparameters(group) for group in groups or self.param_groups]
+        load_sync = self.schedule.load_state
+        load_slices(self._shard, self._inner, slices, self._shapes(), load_sync, options=options)
+        self._take_groups()
+
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
-        return replace(super().memory(), hook=self._hook.nbytes())
+        gradients = self._shard.gradients
+        return Memory(
+            parameters=sum(parameter.nbytes for parameter in self._named.values()),
+            gradients=gradients.peak_bytes,
+            buckets=gradients.working_bytes + self._shard.parameters.gather_bytes,
+            master=self._shard.master_bytes,
+            state=state_bytes(self._inner.state.values()) + self.schedule.nbytes(),
+            hook=self._hook.nbytes(),
+        )
 
     def expected_memory(self) -> Memory:
-        """Return what `memory` will be after a step, from the plan alone. Local."""
-        nbytes = self._hook.expected_nbytes(self._owned.plan, self._levels)
-        return replace(super().expected_memory(), hook=nbytes)
+        """Return what `memory` will be after a step, from the plan alone. Local.
+
+        With a sync schedule, after each of its exchanges has begun.
+        """
+        groups, shard = self._names.of(self.param_groups), self._shard
+        options = {name: hyperparameters(group) for group in groups for name in group["params"]}
+        memory = predict(
+            shard.plan,
+            self._make_inner,
+            shard.stage,
+            shard.slot,
+            options,
+            gather_dtype=shard.gather_dtype,
+        )
+        kept = self.schedule.expected_nbytes(shard.tensors)
+        hook = self._hook.expected_nbytes(shard.plan, self._levels)
+        return replace(memory, state=memory.state + kept, hook=hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise TypeError: copies and pickles would have no ranks."""
+        raise TypeError(
+            "this optimizer is bound to its ranks, and neither copied nor pickled: copy its "
+            "full_state_dict(), and load that into another optimizer, of the copied model"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that only the torch optimizer's class has, such as `train`.
+
+        Its methods run under this optimizer's hyperparameters. Raises AttributeError also where the
+        torch optimizer updates other memory than that of the parameters: shards, master weights.
+        """
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("_") or not hasattr(inner, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        if self.sharded or any(owned.has_master for owned in self._shard.pieces):
+            raise AttributeError(
+                f"{name} of {type(inner).__name__} is of use with whole parameters alone, and this "
+                "optimizer updates shards or master weights: use stage=0 and parameters of 32 bits"
+            )
+        value = getattr(inner, name)
+        if not callable(value):
+            return value
+
+        @wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._check_open()
+            self._give_groups()
+            result = value(*args, **kwargs)
+            self._take_groups()
+            return result
+
+        return call
+
+    # Phases of a step.
+
+    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        """Return what a closure returns, which may run backward; None without one."""
+        self._check_open()
+        self._replicas.check_not_averaging()
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _means(self) -> frozenset[str]:
+        """Make sure that the gradients are means, with the user's changes. Collective.
+
+        Returns the names of parameters without a gradient.
+        """
+        self._check_open()
+        self._names.check_unchanged(self.param_groups)
+        self._reduction.synchronize()
+        self._shard.watch.check()
+        return self._shard.gradients.collect()
+
+    def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
+        """Return the norm of the mean gradient, and the factor that clips it. Collective."""
+        norm = self._agreed_norm(self._norm_type, unused)
+        finite = math.isfinite(norm)
+        return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
+
+    def _update(self, sums: Sequence[Tensor], factor: float, unused: frozenset[str]) -> None:
+        """Let the torch optimizer update this rank's slices by means times `factor`.
+
+        Local, unless the torch optimizer counts steps by group (`StepAgreement.after_update`).
+        """
+        self._shard.scale_gradients(sums, factor, unused, self._kernels)
+        groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
+        self._give_groups()
+        self._inner.step()
+        self._warn_of_unfrozen()
+        for group, inner in zip(groups, self._inner.param_groups, strict=True):
+            group.update(hyperparameters(inner))
+        if self._shard.sharding.size > 1:
+            self._agreement.after_update(groups, before, unused, self._named)
+        self._scale.note_good_step()
+
+    def _skip_or_raise(self, norm: float) -> None:
+        """Reduce the loss scale, skip the update, or raise for what is not finite. Collective."""
+        if not self._scale.shrink() and not self._skips:
+            alone = self.schedule.independent(self._reduction.steps)
+            ranks = self.group if alone else self._collectives
+            shards, finite = self._shard.shards(), self._reduction.finite
+            where = find_non_finite(ranks, shards, self._named, finite, self._collectives.rank)
+            self._reduction.end_step(taken=False)
+            error = NonFiniteReplicaError if alone else NonFiniteGradientError
+            raise error(f"the gradient's norm is {norm}: {where}")
+
+    def _publish(self, *, updated: bool) -> float:
+        """End the step: exchange what is due, and send updated shards to other ranks. Collective.
+
+        Returns the weight of its mean.
+        """
+        step, weight = self._reduction.steps, self._reduction.finished_weight
+        try:
+            self._replicas.end_step(step, weight, updated=updated)
+        finally:
+            self._reduction.end_step(taken=updated)
+        if updated and self._scale.scales:
+            self.zero_grad()  # they are without the scale now, which later gradients have again
+        return weight
+
+    def _agreed_norm(self, norm_type: float, without: frozenset[str] | None = None) -> float:
+        """Return the norm of the mean gradient of this rank's group. Collective.
+
+        Not finite if that of any group is not, so that all ranks skip or stop together. Raises
+        ValueError on all ranks if no group has a sample. Neither if groups are independent. If the
+        names of parameters `without` a gradient are given, a step begins: raises RuntimeError
+        unless ranks have the same hyperparameters and update the same.
+        """
+        shards = [shard for _, shard in self._shard.shards()]
+        sharding = self._shard.sharding  # each of the group's has the whole mean
+        step, groups = self._reduction.steps, self.param_groups
+        figures = None
+        if without is not None and sharding.size > 1:
+            figures = self._agreement.figures(groups, without, step)
+        norm = global_norm(sharding, shards, norm_type, self._kernels, figures) / self._scale.value
+        differ = figures is not None and not agree(figures)
+        alone = self.schedule.independent(step) or self.group.size == self._collectives.size
+        if alone and differ:
+            self._agreement.compare(sharding, groups, without or frozenset(), step)
+        if alone:
+            return norm
+        totals = torch.tensor(
+            [norm, self._reduction.finished_weight, float(differ)], dtype=torch.float64
+        )
+        if without is not None:
+            totals = torch.cat([totals, self._agreement.figures_of_replica(groups, step)])
+        self._collectives.all_reduce(totals).wait()
+        total, weight, differing = totals[:3].tolist()
+        if without is not None and (differing or not agree(totals[3:])):
+            self._agreement.compare(self._collectives, groups, without, step)
+        if not weight > 0:
+            self._reduction.refuse_weight(weight)
+        return norm if math.isfinite(total) else total
+
+    # Parameter groups, whose hyperparameters the torch optimizer has, too.
+
+    def _give_groups(self) -> None:
+        """Give the torch optimizer this optimizer's hyperparameters, which schedulers change."""
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(hyperparameters(group))
+
+    def _take_groups(self) -> None:
+        """Take the hyperparameters that the torch optimizer has given its groups.
+
+        Raises ValueError if it has made other groups.
+        """
+        groups, made = self.param_groups, self._inner.param_groups
+        if _placement(made) != _placement(self._shard.groups(groups)):
+            raise ValueError(
+                f"{type(self._inner).__name__} makes {len(made)} parameter groups of the "
+                f"{len(groups)} that it is given, or puts parameters elsewhere: give it the "
+                "groups as it makes them (groups=), or a class that leaves them"
+            )
+        self._names.place(groups)
+        for group, inner in zip(groups, made, strict=True):
+            for key in () if self._constructed else [key for key in group if key not in inner]:
+                del group[key]
+            group.update(hyperparameters(inner))
+
+    def _check_open(self) -> None:
+        """Raise RuntimeError if this optimizer was closed."""
+        if self._given_up:
+            raise RuntimeError(
+                f"this optimizer was closed when another one was made that trains "
+                f"{self._given_up}, since a parameter has one optimizer at a time: use the new "
+                "one, or give each optimizer parameters of its own"
+            )
+        if self.closed:
+            raise RuntimeError(
+                "this optimizer was closed by close(), or since its world was closed or abandoned: "
+                "make another one"
+            )
+
+    def _check(
+        self, parameters: Iterable[Named] | Iterable[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return groups of those parameters that require a gradient. Raises ValueError."""
+        given = as_groups(parameters)
+        groups = check_trainable(given, sharded=self._may_shard, known=self._named)
+        check_free(by_name(groups))
+        if self._may_shard:
+            known = self._names.named(self.param_groups) if self._constructed else []
+            check_partition(self._make_inner, [*known, *groups], self._partition)
+        self._names.give(given)
+        return groups
+
+    def _add_parameters(self, named: dict[str, Parameter]) -> None:
+        """Plan buckets of parameters, own this rank's part of them, and watch their gradients."""
+        finish_gathers(named)
+        specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
+        size, plan = self._shard.sharding.size, self._shard.plan
+        whole = self._partition == "parameter"
+        loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
+        added = plan_buckets(
+            specs, self._bucket_bytes, size, loads if whole else None, self._shard_weights
+        )
+        self._shard.add(added, named)
+        self._named.update(named)
+        tensors = {owned.piece.spec.name: owned.tensor for owned in self._shard.pieces}
+        self.schedule.add({name: p.numel() for name, p in named.items()}, tensors)
+        self._agreement.add(named)
+        self._reduction.add(added, named)
 
     @property
-    def hook_state(self) -> HookState:
-        """The state of the communication hook on this rank, with what it depends on."""
-        orders = {name: order(parameter) for name, parameter in self._named.items()}
-        own = self._owned.plan, self._levels
-        used = self._reduction.used
-        return HookState(self._hook, self.schedule.sharding, *own, orders=orders, used=used)
+    def _named(self) -> dict[str, Parameter]:
+        """The parameters that are trained, by name."""
+        return self._names.trained
 
-    def close(self) -> None:
-        """Close, as `ShardedOptimizer.close`. Local."""
-        if not self.closed:
-            self._reduction.buckets.close()
-        super().close()
-
-    def _from_plain(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return a state in torch's form as `state_dict` returns it."""
-        trained = [group["params"] for group in self._named_groups()]
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._named.items()}
-        slices, groups = from_plain(plain, self._given_names(), trained, shapes)
-        scale = plain.get("loss_scale", self._scale.state_dict())
-        steps = plain.get("steps", self._reduction.steps)
-        named = [piece._asdict() for piece in slices]
-        return {"slices": named, "param_groups": groups, "loss_scale": scale, "steps": steps}
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._named.items()}
 
     def _warn_of_sparse(self) -> None:
         """Warn, once and on rank 0, of sparse gradients."""
@@ -343,69 +954,17 @@ class ZeroOptimizer(AveragingOptimizer):
                 stacklevel=7,
             )
 
-    def _update(self, factor: float, unused: frozenset[str]) -> None:
-        """Let the torch optimizer update this rank's slices by means times `factor`.
-
-        Local, unless the torch optimizer counts steps by group (`StepAgreement.after_update`).
-        """
-        self._owned.scale_gradients(factor, unused, self._kernels)
-        groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
-        self._inner_step()
-        if self._owned.sharding.size > 1:
-            self._agreement.after_update(groups, before, unused, self._named)
-        self._scale.note_good_step()
-
-    def _skip_or_raise(self, norm: float) -> None:
-        """Reduce the loss scale, skip the update, or raise for what is not finite. Collective."""
-        if not self._scale.shrink() and not self._skips:
-            alone = self.schedule.independent(self._reduction.steps)
-            ranks = self.group if alone else self._collectives
-            shards, finite = self._owned.shards(), self._reduction.finite
-            where = find_non_finite(ranks, shards, self._named, finite, self._collectives.rank)
-            self._reduction.end_step(taken=False)
-            error = NonFiniteReplicaError if alone else NonFiniteGradientError
-            raise error(f"the gradient's norm is {norm}: {where}")
-
-    def _publish(self, *, updated: bool) -> None:
-        """Exchange what the schedule asks for, and send updated shards to other ranks. Collective.
-
-        The all-gathers are still in flight on return.
-        """
-        whole = self.group.size == self._collectives.size
-        self._in_sync = self._in_sync and whole
-        weight = self._reduction.finished_weight if updated else 0.0
-        self.schedule.note_weight(self._reduction.steps, weight)
-        try:
-            exchanged = self.schedule.after_update(self._reduction.steps, self._updated_tensors())
-        except NonFiniteGradientError:  # on all ranks, which keep what they have updated
-            self._publish_parameters()
-            raise
-        nothing = exchanged is Exchanged.NOTHING
-        of_replica = nothing or self.schedule.independent(self._reduction.steps)
-        broadcast_from_rank_0(self.group if of_replica else self._collectives, self._buffers)
-        self._in_sync = self._in_sync or exchanged is Exchanged.ALL
-        if updated or not nothing:
-            self._publish_parameters()
-
-    def _add_parameters(self, named: dict[str, Parameter]) -> Sequence[Bucket]:
-        """Plan buckets of parameters, and watch their gradients."""
-        if self._constructed:
-            broadcast_from_rank_0(self._collectives, named.values())
-            self._agreement.begin_anew()
-        plan = super()._add_parameters(named)
-        self._agreement.add(named)
-        self._reduction.add(plan, named)
-        return plan
+    def _warn_of_unfrozen(self) -> None:
+        """Warn, once and on rank 0, of given parameters that require a gradient only now."""
+        names = self._names.unfrozen()
+        if names and self._shard.sharding.rank == 0:
+            warnings.warn(
+                f"not trained: {', '.join(names)}, which required no gradient when the optimizer "
+                "was made, and do now: on all ranks, call "
+                f'optimizer.add_param_group({{"params": [("{names[0]}", ...), ...]}})',
+                stacklevel=8,
+            )
 
 
-def _check_backward(watch: ParameterWatch, scale: LossScale) -> None:
-    watch.check_kinds()
-    scale.check_applied()
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    """Return what a closure returns, which may run backward; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
+    return [[id(tensor) for tensor in group["params"]] for group in groups]

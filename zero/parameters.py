@@ -11,6 +11,8 @@ A parameter must not be read before its all-gather has finished. Three things wa
                               if it is scripted or was given others by torch.func
 """
 
+import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,12 +24,24 @@ from torch.nn import Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.arriving import compiles, depart, land
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
 from zero.kernels import own_view
 from zero.layout import Bucket
 from zero.precision import narrower
+
+# They read no values. Not `size` or `dim`, after which torch.vmap reads values without asking.
+_PROPERTIES = ("grad", "requires_grad", "is_leaf", "shape", "dtype", "device")
+_GRAD: Any = Tensor.grad
+_METADATA = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+        _GRAD.__set__,
+        _GRAD.__delete__,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+    ]
+)
 
 
 class FlatParameters:
@@ -223,3 +237,73 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         """Copy and pickle as a plain dictionary."""
         return dict, (dict(self),)
+
+
+class ArrivingParameter(Parameter):
+    """The class of a parameter while it is in flight: operations in Python call `arrive` first.
+
+    Also those on references that were kept from before, as in lists and parameter groups. C++ code
+    that is handed the tensor reads it without asking: a scripted module, the transforms of
+    torch.func, extensions.
+    """
+
+    arrive: Callable[[], None]  # waits, and gives the parameter its own class back
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Wait for all that are among the arguments, and call the function."""
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        arriving = list(_among([args, kwargs or {}]))
+        if not arriving:
+            raise RuntimeError(
+                f"{func} reads parameters that are in flight (overlap_forward=True): call "
+                "optimizer.wait_for_parameters() before"
+            )
+        for parameter in arriving:
+            arrive = parameter.__dict__.get("arrive")  # None: it came with another one, or thread
+            if arrive is not None:
+                arrive()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        """Copy as a parameter that has arrived."""
+        self.arrive()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a parameter that has arrived."""
+        self.arrive()
+        return self.__reduce_ex__(protocol)
+
+
+def depart(parameter: Parameter, arrive: Callable[[], None]) -> None:
+    """Make operations on a parameter call `arrive`, until `land`. Not for classes of the user's."""
+    if type(parameter) is Parameter:
+        parameter.__class__ = ArrivingParameter
+        parameter.arrive = arrive  # type: ignore[attr-defined]
+
+
+def land(parameter: Parameter) -> None:
+    """Give a parameter its own class back."""
+    if type(parameter) is ArrivingParameter:
+        parameter.__class__ = Parameter  # type: ignore[assignment]
+        del parameter.arrive
+
+
+def compiles() -> bool:
+    """Return whether torch.compile was called, whose code reads parameters without asking."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return any(map(callable, getattr(compiler, "cached_backends", {}).values()))
+
+
+def _among(value: Any) -> Iterator[ArrivingParameter]:
+    """Yield the parameters in flight among arguments, also within containers."""
+    if type(value) is ArrivingParameter:
+        yield value
+    elif isinstance(value, dict):
+        yield from _among(list(value.values()))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _among(item)

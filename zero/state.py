@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero.kernels import order
-from zero.master_weights import OptimizerShard, OwnedSlice, ParamGroup
+from zero.shard import OptimizerShard, OwnedSlice, ParamGroup
 
 MASTER = "master"  # the key of the master weights
 SYNC = "sync."  # the beginning of keys of the sync schedule

@@ -30,9 +30,9 @@ from zero.param_groups import (
     describe_optimizer,
     name_parameters,
 )
+from zero.parameter_watch import check_free
 from zero.partition_trial import check_partition
 from zero.sync_batchnorm import SyncBatchNorm
-from zero.trained_by import check_free
 
 
 def make_optimizer(

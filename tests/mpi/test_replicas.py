@@ -95,7 +95,7 @@ def test_buckets_leave_during_backward_whatever_the_groups():
     model = net()
     with init() as world:
         optimizer = world.optimizer(model, ADAMW, groups=weight_decay_groups(model, 0.1))
-        gradients = optimizer._owned.gradients
+        gradients = optimizer._shard.gradients
         launch = gradients.launched
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(

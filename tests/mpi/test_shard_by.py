@@ -98,7 +98,7 @@ def test_unequal_shards_equal_one_process(worlds, mode, where, free):
     for numel, weight in zip(held, by_rank, strict=True):
         if mode["partition"] == "element":  # within an element of each bucket
             part = sum(held) * weight / sum(weights)
-            assert abs(numel - part) <= len(optimizer._owned.plan)
+            assert abs(numel - part) <= len(optimizer._shard.plan)
         assert weight or not numel
 
 
@@ -202,7 +202,7 @@ def test_nodes_that_exchange_rarely_have_equal_bounds(worlds, sync, stage):
         optimizer.wait_for_parameters()
         models.append(model)
         if RANKS == 4 and options:
-            bounds = [bucket.bounds for bucket in optimizer._owned.plan]
+            bounds = [bucket.bounds for bucket in optimizer._shard.plan]
             weights = shard_sizes.weigh(
                 [30, 7], [optimizer.schedule.sharding.slot(r) for r in (0, 1)]
             )
@@ -237,7 +237,7 @@ def test_parameters_that_are_added_are_divided_alike(worlds):
         params = list(alone.model[0].parameters())
         alone.optimizer.add_param_group({"params": params, "lr": 0.05})
         train(world, own, optimizer, alone, range(1, 4))
-        plan = optimizer._owned.plan
+        plan = optimizer._shard.plan
         optimizer.close()
         assert_parity(world, own, alone)
         for bucket in plan:
@@ -348,6 +348,6 @@ def test_ranks_of_one_host_have_equal_shards(worlds):
     world = worlds("lanes", 2)
     optimizer = world.optimizer(net(), SGD, stage=1, shard_by="memory")
     equal = world.optimizer(net(), SGD, stage=1)
-    assert optimizer._owned.plan == equal._owned.plan
+    assert optimizer._shard.plan == equal._shard.plan
     optimizer.close()
     equal.close()

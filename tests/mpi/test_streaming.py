@@ -156,13 +156,13 @@ def kept(optimizer, *keys):
 
 def exchanged(optimizer):
     """Copies of the parameters after the last exchange, without waiting for what is in flight."""
-    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._owned.pieces]
+    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._shard.pieces]
     return [state[EXCHANGED].clone() for state in outer if state]
 
 
 def residuals(optimizer):
     """Copies of what codes have lost or not sent, without waiting for what is in flight."""
-    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._owned.pieces]
+    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._shard.pieces]
     return [state[k].clone() for state in outer for k in (ERROR, UNSENT) if k in state]
 
 

@@ -28,7 +28,7 @@ from zero.gradients.sums import Gradients
 from zero.gradients.weights import BatchWeight
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck
-from zero.trained_by import accumulation_node
+from zero.parameter_watch import accumulation_node
 
 INTERRUPTED = (
     "the last backward through this optimizer's parameters did not end: it raised an exception, "

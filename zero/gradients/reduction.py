@@ -17,9 +17,10 @@ from zero.gradients.buckets import GradientBuckets
 from zero.gradients.weights import BatchWeight
 from zero.kernels import Kernels, rescale
 from zero.layout import Bucket
-from zero.master_weights import OptimizerShard
 from zero.norms import FiniteCheck, global_norm
+from zero.parameter_watch import ParameterWatch
 from zero.precision import LossScale
+from zero.shard import OptimizerShard
 from zero.step_message import StepMessage
 
 
@@ -33,8 +34,6 @@ class StepReduction:
 
         rank 0   announce   buckets   announce   buckets   done
         rank 1   announce   buckets   done       zeros     done
-
-    `check` is called when a backward begins, and raises if the parameters cannot be trained.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class StepReduction:
         scale: LossScale,
         *,
         world_size: int,
-        check: Callable[[], None],
     ) -> None:
         self._gradients, self._hook, self._schedule = owned.gradients, hook, schedule
         self._levels, self._scale = levels, scale
@@ -70,7 +68,7 @@ class StepReduction:
             reduce=self._reduce,
             announce=announce,
             finish=self.finish,
-            check=check,
+            check=partial(_check_backward, owned.watch, scale),
             dropped=partial(hook.end_step, taken=False),
         )
         self._parameters: dict[str, Parameter] = {}
@@ -320,3 +318,8 @@ class StepReduction:
             self.group.all_reduce(flags).wait()
         by_name = zip(self._parameters, flags.tolist(), strict=True)
         return frozenset(name for name, ranks in by_name if not ranks)
+
+
+def _check_backward(watch: ParameterWatch, scale: LossScale) -> None:
+    watch.check_kinds()
+    scale.check_applied()

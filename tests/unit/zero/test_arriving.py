@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from zero import ZeroOptimizer
-from zero.arriving import ArrivingParameter
+from zero.parameters import ArrivingParameter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning"),

@@ -13,6 +13,7 @@ SC 2020 (arXiv 1910.02054).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from zero.gradients.sharded import ShardedGradients
 from zero.gradients.sums import Gradients
 from zero.kernels import Kernels, rescale, view
 from zero.layout import Bucket, ParameterSlice
+from zero.parameter_watch import ParameterWatch
 from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
 
@@ -83,6 +85,7 @@ class OptimizerShard:
         model: nn.Module | None,
         gather_dtype: torch.dtype | None,
         *,
+        overlap_forward: bool,
         alone: bool,
     ) -> None:
         self.stage, self.sharding = stage, sharding
@@ -95,16 +98,21 @@ class OptimizerShard:
             self.gradients = ShardedGradients(sharding)
         else:
             self.gradients = FlatGradients(sharding, stage)
-        self.parameters = FlatParameters(sharding, model, gather_dtype)  # empty at stage 0
+        waiting = model if overlap_forward else None
+        self.parameters = FlatParameters(sharding, waiting, gather_dtype)  # empty at stage 0
+        self.watch = ParameterWatch(model)
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
-        self._user_gradients: list[Tensor | None] = []  # which `set_gradients` replaced
-        self._in_place: list[Tensor] = []  # sums that `set_gradients` has set, of fp32 or wider
 
     @property
     def sharded(self) -> bool:
         """True if a rank owns some elements only."""
         return self.stage > 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the torch optimizer updates on this rank."""
+        return [owned.tensor for owned in self.pieces]
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Own this rank's part of more buckets, of parameters by name. Collective.
@@ -116,6 +124,7 @@ class OptimizerShard:
             flats = self.parameters.add(buckets, parameters)
         for bucket, flat in zip(buckets, flats, strict=True):
             self._own(bucket, parameters, flat)
+        self.watch.add(parameters, flat=self.sharded)
 
     def groups(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
         """Return groups of parameters as groups of the tensors that this rank updates."""
@@ -162,6 +171,11 @@ class OptimizerShard:
             flat = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
         return view(flat, 0, parameter)
 
+    def wait(self) -> None:
+        """Wait for parameters in flight. Raises RuntimeError if any was changed or replaced."""
+        self.parameters.wait()
+        self.watch.check()
+
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
         """Overwrite the master weights with the parameters."""
@@ -169,11 +183,12 @@ class OptimizerShard:
             owned.tensor.copy_(owned.home)
 
     @torch.no_grad()
-    def sync_from_parameters(self) -> None:
-        """Copy parameters that were changed since `copy_to_parameters` to the master weights.
+    def take_changes(self) -> None:
+        """Copy parameters that were changed since `publish`, by a load, say, to master weights.
 
-        They were loaded or clamped, for example. If there are master weights, waits for the device.
+        Waits for parameters in flight, and if there are master weights, for the device.
         """
+        self.parameters.wait()
         with_master = self._with_master()
         changed = [owned.home != owned.rounded() for owned in with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
@@ -182,46 +197,48 @@ class OptimizerShard:
                 owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
 
     @torch.no_grad()
-    def set_gradients(self, unused: Collection[str]) -> None:
-        """Point the `grad` of every tensor at its sum, if that is of fp32 or wider.
+    def publish(self) -> None:
+        """Round the master weights into the parameters, and send shards to other ranks. Collective.
 
-        Slices of parameters in `unused` get None, so that the torch optimizer skips them. Launches
-        nothing on a device, so it costs no time while the device still computes the sums.
+        The all-gathers are in flight on return.
         """
-        self._user_gradients = [owned.tensor.grad for owned in self.pieces]
-        self._in_place.clear()
+        for owned in self._with_master():
+            exact = owned.published == owned.home.dtype
+            owned.home.copy_(owned.tensor if exact else owned.rounded())
+        self.parameters.launch()
+
+    @contextmanager
+    def gradients_set(self, unused: Collection[str]) -> Iterator[list[Tensor]]:
+        """Return a context in which the `grad` of every tensor is its sum, if of fp32 or wider.
+
+        Slices of parameters in `unused` have None, so that the torch optimizer skips them. Yields
+        the sums. Launches nothing on a device, which may still compute them.
+        """
+        before = [owned.tensor.grad for owned in self.pieces]
+        sums = []
         for owned in self.pieces:
             if not is_16_bit(owned.piece.spec.dtype):
-                part = self.gradients.reduced(owned.index, owned.piece)
-                self._in_place.append(part)
-                self._set_gradient(owned, part, unused)
+                sums.append(self.gradients.reduced(owned.index, owned.piece))
+                self._set(owned, sums[-1], unused)
+        try:
+            yield sums
+        finally:
+            for owned, gradient in zip(self.pieces, before, strict=True):
+                owned.tensor.grad = gradient
 
     @torch.no_grad()
-    def scale_gradients(self, factor: float, unused: Collection[str], kernels: Kernels) -> None:
-        """Multiply what `set_gradients` has set by a factor; widen 16-bit sums, and set these."""
-        rescale(self._in_place, factor)
+    def scale_gradients(
+        self, sums: Sequence[Tensor], factor: float, unused: Collection[str], kernels: Kernels
+    ) -> None:
+        """Multiply the sums of `gradients_set` by a factor; widen 16-bit ones, and set these."""
+        rescale(sums, factor)
         wide: dict[int, Tensor] = {}
         for owned in self.pieces:
             if is_16_bit(owned.piece.spec.dtype):
                 if owned.index not in wide:
                     wide[owned.index] = self.gradients.widened(owned.index, factor, kernels)
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
-                self._set_gradient(owned, part, unused)
-
-    @torch.no_grad()
-    def restore_gradients(self) -> None:
-        """Undo what `set_gradients` and `scale_gradients` did to `grad`."""
-        for owned, gradient in zip(self.pieces, self._user_gradients, strict=True):
-            owned.tensor.grad = gradient
-        self._user_gradients.clear()
-        self._in_place.clear()
-
-    @torch.no_grad()
-    def copy_to_parameters(self) -> None:
-        """Round the master weights into the parameters."""
-        for owned in self._with_master():
-            exact = owned.published == owned.home.dtype
-            owned.home.copy_(owned.tensor if exact else owned.rounded())
+                self._set(owned, part, unused)
 
     @property
     def master_bytes(self) -> int:
@@ -255,7 +272,7 @@ class OptimizerShard:
             self.pieces.append(owned)
         self.plan.append(bucket)
 
-    def _set_gradient(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
+    def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
         owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
 
     def _with_master(self) -> list[OwnedSlice]:
