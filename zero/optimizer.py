@@ -43,13 +43,13 @@ from zero.param_groups import (
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, take_over
-from zero.partition_trial import check_drivable, check_partition
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.replicas import Replicas
 from zero.shard import OptimizerShard
 from zero.state import StateSlice, check_groups, load_slices, own_slices
 from zero.step_message import StepMessage
 from zero.sync_batchnorm import layers_below
+from zero.trials import check_drivable, check_partition
 
 
 class StepResult(NamedTuple):
@@ -119,7 +119,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
     for a schedule whose replicas are not all ranks, and for an optimizer that cannot be driven
     here, or not at this stage and partition: its results in a trial on small tensors depend on
-    which rank updates what (`zero.partition_trial`).
+    which rank updates what (`zero.trials`).
     """
 
     closed = False  # whether `close` was called

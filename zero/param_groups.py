@@ -191,7 +191,7 @@ def unnamed(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "params": [parameter for _, parameter in group["params"]]}
 
 
-def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 

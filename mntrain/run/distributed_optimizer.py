@@ -19,7 +19,6 @@ from mntrain.run.other_trainers import check_model, lone_accelerator
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
-from zero.argument_trial import check_arguments
 from zero.comm_hooks import CommHook, make_hook
 from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
@@ -31,8 +30,8 @@ from zero.param_groups import (
     name_parameters,
 )
 from zero.parameter_watch import check_free
-from zero.partition_trial import check_partition
 from zero.sync_batchnorm import SyncBatchNorm
+from zero.trials import check_arguments, check_partition
 
 
 def make_optimizer(

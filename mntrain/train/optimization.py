@@ -22,8 +22,8 @@ from mntrain.config import OptimConfig
 from mntrain.optim import Muon, muon_groups
 from mntrain.tasks import Task
 from mntrain.tasks.importing import import_class
-from zero.argument_trial import check_arguments
 from zero.optimizer import ZeroOptimizer
+from zero.trials import check_arguments
 
 # Optimizers of torch.optim that a training step cannot drive, and the reason.
 UNSUPPORTED = {

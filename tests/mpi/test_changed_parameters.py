@@ -105,6 +105,7 @@ def test_a_change_that_an_update_cannot_follow_is_refused(world, make, stage, tr
     if trained:
         loss_of(model, *mine(world, batch(0))).backward()
         optimizer.step()
+        optimizer.zero_grad()
     change(model)
     for use in (optimizer.step, partial(optimizer.clip_grad_norm_, 1.0), optimizer.state_dict):
         with pytest.raises(RuntimeError, match=CHANGES[change]):

@@ -44,7 +44,7 @@ BY_PARAMETER = {
 TOLERANCES = {"Muon": 1e-2, "Muon of mntrain": 1e-5}
 
 
-# tests/unit/zero/test_partition_trial.py tries every one of them.
+# tests/unit/zero/test_trials.py tries every one of them.
 QUICK = ("Adam amsgrad", "AdamW fused", "Adagrad", "SGD nesterov", "Lion")
 
 

@@ -10,7 +10,7 @@ from handmade import DAdapting, Decaying, Lamb, Lion, Normalized
 from torch import nn, optim
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.partition_trial import check_partition
+from zero.trials import check_partition
 
 ELEMENTWISE = {
     **{
