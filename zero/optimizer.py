@@ -781,8 +781,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self._names.check_unchanged(self.param_groups)
-        self._reduction.synchronize()
         self._shard.watch.check()
+        self._reduction.synchronize()
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
