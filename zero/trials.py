@@ -40,8 +40,6 @@ SmallGroup = tuple[tuple[tuple[str, Any], ...], tuple[Kind, ...]]  # options, ki
 Piece = tuple[int, int, int]  # the number of a tensor, and the elements (from, to) of it
 Results = dict[tuple[str, int], Tensor]  # flat, by description and number of the tensor or group
 
-_known: dict[Hashable, str] = {}  # the outcome of each trial
-
 
 def check_drivable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer that needs a closure or sparse gradients. Local."""
@@ -138,15 +136,21 @@ def check_partition(make: Factory, groups: Iterable[dict[str, Any]], partition: 
     key = called, arguments, small, partition
     try:
         kept = isinstance(called, type)  # what a function does may depend on more
-        problem = _known.get(key) if kept else None
+        problem = _outcomes().get(key) if kept else None
     except TypeError:  # of an option without a hash
         kept, problem = False, None
     if problem is None:
         problem = _problem(make, small, partition)
         if kept:
-            _known[key] = problem
+            _outcomes()[key] = problem
     if problem:
         raise ValueError(problem)
+
+
+@functools.cache
+def _outcomes() -> dict[Hashable, str]:
+    """Return the problem that each trial so far has found."""
+    return {}
 
 
 def _unwrapped(make: Factory) -> tuple[Hashable, Hashable]:
