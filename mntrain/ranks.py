@@ -28,10 +28,9 @@ from mntrain.comm import mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.disagreement import DisagreementWatch
-from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.links import measure
-from mntrain.comm.pending import Future
 from mntrain.comm.ticket import INTERNAL
 from mntrain.comm.topology import Topology
 from mntrain.config import CommConfig
@@ -244,7 +243,7 @@ class Ranks:
             selected = transport.select_transport(self.settings.transport, context)
         except transport.TransportError as error:
             raise AgreedError(str(error), self.rank) from None
-        self._resources.callback(selected.close)
+        self._resources.enter_context(selected.resources)
         warning = self._devices.copier.warning if self._devices else ""
         self.transport: str = selected.name
         self.transport_line = "; ".join(filter(None, [selected.line, warning]))

@@ -6,7 +6,7 @@ no dtype rounds.
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mntrain.comm.backoff import pause
 from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.waits import pause
 from zero.layout import split
 
 NATIVE = {
@@ -50,17 +50,20 @@ class Pattern:
 
 def fill(part: Part, tile: Tensor) -> None:
     """Fill a part of the whole tensor with the repeated tile."""
-    tensor, start = part
-    shifted = tile.roll(-start)
-    for piece in tensor.split(_TILE):
-        piece.copy_(shifted[: piece.numel()])
+    for piece, content in _tiles(part, tile):
+        piece.copy_(content)
 
 
 def matches(part: Part, tile: Tensor) -> bool:
     """Return whether a part holds what `fill` would write. Bitwise."""
+    return all(torch.equal(piece, content) for piece, content in _tiles(part, tile))
+
+
+def _tiles(part: Part, tile: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     tensor, start = part
     shifted = tile.roll(-start)
-    return all(torch.equal(piece, shifted[: piece.numel()]) for piece in tensor.split(_TILE))
+    for piece in tensor.split(_TILE):
+        yield piece, shifted[: piece.numel()]
 
 
 def source_and_target(verb: str, whole: Part, shard: Part, *, is_root: bool) -> tuple[Part, Part]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mntrain.bench.bench_options import VERBS
 from mntrain.comm.mpi import Communicator, Requests
@@ -87,38 +86,34 @@ def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
     until about `seconds` have passed, and the better of the last two counts, because
     buffers make short rounds too fast. The result is the same on every rank.
     """
-    memory = np.ones((2, PIECES_IN_FLIGHT, PIECE_BYTES), dtype=np.uint8)
-    _round(comm, topology, 1, memory)  # opens the connections
+    node, lane = topology.node(comm.rank), topology.local_rank(comm.rank)
+    outgoing, incoming = np.ones((2, PIECES_IN_FLIGHT, PIECE_BYTES), dtype=np.uint8)
+
+    def exchange(pieces: int) -> float:
+        """Send and receive pieces as one lane of the ring; return the seconds that it takes."""
+        if lane >= topology.smallest_node:
+            return 0.0
+        following = topology.nodes[(node + 1) % len(topology.nodes)][lane]
+        preceding = topology.nodes[node - 1][lane]
+        start = time.perf_counter()
+        in_flight: deque[Requests] = deque()
+        for index in range(pieces):
+            slot = index % PIECES_IN_FLIGHT
+            if index >= PIECES_IN_FLIGHT:
+                in_flight.popleft().wait()
+            receive = comm.receive(preceding, incoming[slot])
+            in_flight.append(Requests.of(receive, comm.send(following, outgoing[slot])))
+        for requests in in_flight:
+            requests.wait()
+        return time.perf_counter() - start
+
+    exchange(1)  # opens the connections
     pieces, passed_s, took_s = 1, 0.0, 0.0
     speeds: list[float] = []
     while passed_s + 2 * took_s < seconds:
         comm.gather_objects(None)
-        took_s = max(comm.gather_objects(_round(comm, topology, pieces, memory)))
+        took_s = max(comm.gather_objects(exchange(pieces)))
         passed_s += took_s
         speeds.append(topology.smallest_node * pieces * PIECE_BYTES / took_s)
         pieces *= 2
     return max(speeds[-2:])
-
-
-def _round(comm: Communicator, topology: Topology, pieces: int, memory: NDArray[np.uint8]) -> float:
-    """Send and receive pieces as one lane of the ring, and return the seconds that it takes.
-
-    Other ranks return 0. `memory` holds the pieces to send and to receive.
-    """
-    node, lane = topology.node(comm.rank), topology.local_rank(comm.rank)
-    if lane >= topology.smallest_node:
-        return 0.0
-    following = topology.nodes[(node + 1) % len(topology.nodes)][lane]
-    preceding = topology.nodes[node - 1][lane]
-    outgoing, incoming = memory
-    start = time.perf_counter()
-    in_flight: deque[Requests] = deque()
-    for index in range(pieces):
-        slot = index % PIECES_IN_FLIGHT
-        if index >= PIECES_IN_FLIGHT:
-            in_flight.popleft().wait()
-        receive = comm.receive(preceding, incoming[slot])
-        in_flight.append(Requests.of(receive, comm.send(following, outgoing[slot])))
-    for requests in in_flight:
-        requests.wait()
-    return time.perf_counter() - start

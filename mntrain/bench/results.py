@@ -1,4 +1,4 @@
-"""The results of a benchmark run, on the terminal and as a plot."""
+"""The results of a benchmark run, as tables and a plot, and what they advise for training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.bench.bench_options import size_label
+from mntrain.bench.bench_options import ALGORITHMS, size_label
+from mntrain.config import CommConfig
 from mntrain.metrics.registry import short_time
+from zero.layout import MIB
+
+_PARAMETERS = 100_000_000  # of the example
+_SIMILAR = 1.05  # algorithms whose times differ by less are about equally fast
+# Gradients are rounded on the way if their bytes take this many times as long on the link as in
+# memory.
+_LINK_BOUND = 4.0
 
 # By whether the limit is that of the link between nodes.
 _ABOVE_LIMIT = {
@@ -72,14 +80,13 @@ def show(facts: Mapping[str, Any], cases: Sequence[BenchCase], console: Console)
     speeds = f"memcpy {facts['copy'][-1]['bytes_per_s'] / 1e9:.3g} GB/s a rank, all ranks at once"
     if link := facts["link_bytes_per_s"]:
         speeds = f"link {link / 1e9:.3g} GB/s each way, {speeds}"
-    lines = [
+    for line in (
         f"{facts['topology']}, {facts['library']}",
         f"{versions}; {facts['date']}",
         speeds,
         f"{facts['dtype']}; median time, and the speed as a percentage of the limit's",
         f"limit: {facts['limit']}",
-    ]
-    for line in lines:
+    ):
         console.print(Text(line), soft_wrap=True)
     for verb in dict.fromkeys(case.verb for case in cases):
         console.print()
@@ -140,3 +147,44 @@ def plot(facts: Mapping[str, Any], cases: Sequence[BenchCase], path: Path) -> No
         axes.legend()
     figure.suptitle(f"{facts['topology']}, {facts['library']}")
     figure.savefig(path, dpi=160)
+
+
+def advice(facts: Mapping[str, Any], cases: Sequence[BenchCase]) -> str:
+    """Return which options suit this cluster, and what a step costs; "" without evidence.
+
+    The evidence is the all-reduce of the largest size, at least 1 MiB: that is how large buckets of
+    gradients are. Smaller ones measure latency.
+    """
+    timed = [c for c in cases if c.timed and c.verb == "all_reduce" and c.algorithm in ALGORITHMS]
+    largest = max((case.size_bytes for case in timed), default=0)
+    if largest < MIB:
+        return ""
+    rivals = sorted((c for c in timed if c.size_bytes == largest), key=lambda c: c.median_s)
+    best, text = rivals[0], ""
+    if len(rivals) > 1:
+        similar = [c.algorithm for c in rivals if c.median_s < _SIMILAR * best.median_s]
+        default = CommConfig().algorithm
+        text = (
+            f"At {size_label(largest)}, {' and '.join(similar)} "
+            + ("are the fastest algorithms" if len(similar) > 1 else "is the fastest algorithm")
+            + " of all_reduce measured here: --comm.algorithm "
+            + (f"{default}, the default. " if default in similar else f"{similar[0]}. ")
+        )
+    nbytes = 4 * _PARAMETERS
+    step_s = best.median_s / largest * nbytes
+    text += (
+        f"Per step, the gradients of {_PARAMETERS // 10**6} million fp32 parameters "
+        f"({nbytes // 10**6} MB) take about {short_time(step_s)} by {best.algorithm}, part of "
+        "which is hidden behind backward"
+    )
+    copy_s = best.size_bytes / facts["copy"][-1]["bytes_per_s"]
+    if facts["link_bytes_per_s"] and best.dtype == "fp32" and best.limit_s >= _LINK_BOUND * copy_s:
+        # int8 has a quarter of the bytes. A step that computes for less than that hides none of
+        # it, so rare exchanges are what is left.
+        text += (
+            f"; --comm.wire-dtype bf16 sends half the bytes between nodes, and takes about "
+            f"{short_time(step_s / 2)}, and --comm.compress int8 {short_time(step_s / 4)}; where a "
+            "step computes for less than that, --sync.mode sparseloco --sync.every 20 exchanges "
+            "parameters rarely instead"
+        )
+    return f"{text}."

@@ -1,6 +1,7 @@
 """The command `bench`: probe the hardware, measure the collectives, publish the results."""
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -11,17 +12,16 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
 
 from mntrain._version import __version__
 from mntrain.bench import candidates
-from mntrain.bench.advice import advice
 from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, link_speed
-from mntrain.bench.results import BenchCase, plot, show
-from mntrain.bench.time_plan import TimePlan
+from mntrain.bench.results import BenchCase, advice, plot, show
 from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.errors import AgreedError
@@ -35,8 +35,9 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-
 _LONG_S = 0.25  # a collective that takes longer at the hardware's limit is measured without warm-up
+# The hardware limit is a lower bound. Collectives also wait for each other and are verified.
+_MARGIN = 1.25
 
 
 def run(options: BenchOptions, words: Sequence[str]) -> int:
@@ -62,10 +63,14 @@ def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     # before `free` ends the job.
     comm, _ = mpi.start()
     limits = _limits(world, comm, options)
-    plan = make_plan(options, limits)
+    rounds_s = {  # the least time of one round of all collectives, by size
+        nbytes: (len(options.algorithms) + 1)
+        * sum(limits.seconds(verb, nbytes) for verb in options.verbs)
+        for nbytes in options.sizes
+    }
     prepared_s = time.perf_counter() - start
     cases: list[BenchCase] = []
-    for group in measure(world, comm.as_mpi4py, options, limits, plan, start=start):
+    for group in measure(world, comm.as_mpi4py, options, limits, rounds_s, start=start):
         cases += group
         if world.master and group[0].times_s:
             _log(f"measured {group[0].verb} {size_label(group[0].size_bytes)}")
@@ -73,10 +78,31 @@ def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     if world.master:
         facts = _facts(world, options, limits, words)
         spent_s = time.perf_counter() - start
-        enough_s = plan.enough_s(prepared_s, spent_s, options.seconds)
-        facts |= {"seconds": spent_s, "enough_s": enough_s}
+        enough = enough_s(sum(rounds_s.values()), prepared_s, spent_s, options.seconds)
+        facts |= {"seconds": spent_s, "enough_s": enough}
         _publish(options, facts | {"advice": advice(facts, cases)}, cases)
     return 1 if any(case.wrong_ranks for case in cases) else 0
+
+
+def time_budget_s(rounds_s: Sequence[float], left_s: float) -> float | None:
+    """Return the seconds to spend on a size if `left_s` are left for it and all larger ones.
+
+    `rounds_s` are their least times of a round. An equal part of the time that remains when one
+    round of each size that fits has been set aside; None if not even the first one fits.
+    """
+    fitting = list(takewhile(lambda end_s: end_s <= left_s, accumulate(rounds_s)))
+    return rounds_s[0] + (left_s - fitting[-1]) / len(fitting) if fitting else None
+
+
+def enough_s(rounds_s: float, prepared_s: float, spent_s: float, given_s: float) -> int:
+    """Return a time limit within which every size fits, in a run like one that has ended.
+
+    A round of all sizes takes at least `rounds_s`. The run was to take `given_s`, and took
+    `spent_s`, of which `prepared_s` for preparations.
+    """
+    limits = [10 * math.ceil(_MARGIN * (s + rounds_s) / 10) for s in (prepared_s, spent_s)]
+    # Otherwise collectives are so slow that what they have taken tells more than the hardware.
+    return limits[0] if limits[0] > given_s else limits[1]
 
 
 def files_problem(options: BenchOptions) -> str:
@@ -100,23 +126,12 @@ def _limits(world: World, comm: mpi.Communicator, options: BenchOptions) -> Hard
     return HardwareLimits(ranks, link, copy)
 
 
-def make_plan(options: BenchOptions, limits: HardwareLimits) -> TimePlan:
-    """Return the least time that one round of all collectives takes at each size. Local."""
-    rivals = len(options.algorithms) + 1
-    return TimePlan(
-        {
-            nbytes: rivals * sum(limits.seconds(verb, nbytes) for verb in options.verbs)
-            for nbytes in options.sizes
-        }
-    )
-
-
 def measure(
     world: World,
     comm: Any,
     options: BenchOptions,
     limits: HardwareLimits,
-    plan: TimePlan,
+    rounds_s: dict[int, float],
     *,
     start: float,
 ) -> Iterator[list[BenchCase]]:
@@ -134,10 +149,10 @@ def measure(
     by_algorithm = {
         name: world.collectives.replace(choice=AlgorithmChoice(name)) for name in options.algorithms
     }
-    for nbytes in options.sizes:
-        first = nbytes == options.sizes[0]
+    for number, nbytes in enumerate(options.sizes):
+        first = number == 0
         left_s = comm.bcast(options.seconds - (time.perf_counter() - start))
-        budget_s = plan.budget_s(nbytes, left_s)
+        budget_s = time_budget_s(list(rounds_s.values())[number:], left_s)
         groups = [_unmeasured(options, limits, verb, nbytes) for verb in options.verbs]
         if budget_s is None and not first:
             yield from groups
@@ -157,7 +172,13 @@ def measure(
             samples = candidates.take_turns(
                 comm, rivals, rounds, (budget_s or 0.0) / len(groups), warm_up=warm_up
             )
-            yield [_with(case, found) for case, found in zip(cases, samples, strict=True)]
+            for index, by_round in enumerate(samples):
+                wrong = {rank for turn in by_round for rank, (_, ok) in enumerate(turn) if not ok}
+                times = tuple(max(seconds for seconds, _ in turn) for turn in by_round)
+                cases[index] = replace(
+                    cases[index], times_s=times, wrong_ranks=tuple(sorted(wrong))
+                )
+            yield cases
 
 
 def _unmeasured(
@@ -169,13 +190,6 @@ def _unmeasured(
         *(BenchCase(verb, name, nbytes, options.dtype, limit_s) for name in options.algorithms),
         BenchCase(verb, candidates.NATIVE[verb], nbytes, "fp32", limit_s),
     ]
-
-
-def _with(case: BenchCase, samples: Sequence[Sequence[candidates.Sample]]) -> BenchCase:
-    """Return the case with the samples of all rounds and ranks."""
-    wrong = {rank for turn in samples for rank, (_, correct) in enumerate(turn) if not correct}
-    times = tuple(max(seconds for seconds, _ in turn) for turn in samples)
-    return replace(case, times_s=times, wrong_ranks=tuple(sorted(wrong)))
 
 
 def _facts(
@@ -207,10 +221,11 @@ def _publish(options: BenchOptions, facts: dict[str, Any], cases: Sequence[Bench
     """Print the results, and write the requested files."""
     show(facts, cases, stdout())
     if options.json is not None:
-        skipped = [case.to_json() for case in cases if not (case.timed or case.wrong_ranks)]
-        wrong = [case.to_json() for case in cases if case.wrong_ranks]
-        timed = [case.to_json() for case in cases if case.timed]
-        document = {**facts, "results": timed, "skipped": skipped, "wrong": wrong}
+        kinds: dict[str, list[dict[str, Any]]] = {"results": [], "skipped": [], "wrong": []}
+        for case in cases:
+            kind = "wrong" if case.wrong_ranks else "results" if case.timed else "skipped"
+            kinds[kind].append(case.to_json())
+        document = {**facts, **kinds}
         text = json.dumps(document, indent=1) + "\n"
         options.json.write_text(text, encoding="utf-8")
         _log(f"wrote {options.json}")

@@ -66,7 +66,7 @@ from mntrain.checkpoint.objects import (
 )
 from mntrain.checkpoint.reader import best_of, checkpoint_name, is_shared, list_checkpoints, scores
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
-from mntrain.comm.pending import Future as CommFuture
+from mntrain.comm.engine import Future as CommFuture
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import Ranks
 from zero.layout import split

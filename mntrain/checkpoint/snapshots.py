@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mntrain.comm.device_copy import pin
+from mntrain.comm.staging import pin
 
 _ALIGNMENT = 64  # bytes, of a tensor in a snapshot
 _PYTHON = struct.Struct("<?d")  # whether random.gauss has a cached value, and the value

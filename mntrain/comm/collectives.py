@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
@@ -13,28 +11,15 @@ from torch import Tensor
 
 from mntrain.comm import algorithms, small_messages
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.buffers import BufferPool
-from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext, Verb
-from mntrain.comm.device_copy import DeviceCopy
-from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.engine import Future, ProgressEngine, Steps, Stream
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
-from mntrain.comm.pending import Future, Steps
+from mntrain.comm.resources import Algorithm, BufferPool, CommContext, TensorAccess
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
-from mntrain.comm.staging import (
-    SLOT_BYTES,
-    DeviceAccess,
-    StagedAccess,
-    Staging,
-    TensorAccess,
-    chunks,
-    fence,
-    run_on_side_stream,
-)
-from mntrain.comm.stream import Stream
-from mntrain.comm.ticket import Signature, Ticket, call_site
+from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, chunks
+from mntrain.comm.ticket import Signature, Ticket, Verb, call_site
 from mntrain.comm.topology import Topology
-from zero.collectives import CompletedWork, Work
+from zero.collectives import Bounds, CompletedWork, Work
 from zero.kernels import Kernels
 from zero.layout import split
 
@@ -47,32 +32,19 @@ SMALL_MESSAGE_BYTES = 64 << 10
 NO_WAKE_BYTES = 128 << 10
 
 Transport = Literal["host", "cuda-aware", "nccl"]
-Part = tuple[CollectiveCall, TensorAccess, CommContext]
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The GPU of a rank, with its copies and kernels."""
-
-    device: torch.device
-    copier: DeviceCopy
-    kernels: Kernels
-    slot_bytes: int = SLOT_BYTES
+Part = tuple[Ticket, TensorAccess, CommContext]
 
 
 class CollectiveWork:
-    """The work of one call: its collectives on the engine, and their last part on the device.
-
-    `others` are works that do not use the engine.
-    """
+    """The work of one call: its collectives on the engine, and their last part on the device."""
 
     def __init__(
         self,
         engine: ProgressEngine,
-        futures: Sequence[Future[Work]] = (),
-        others: Sequence[Work] = (),
+        futures: Sequence[Future[Work]],
+        last_parts: Sequence[Work] = (),
     ) -> None:
-        self._engine, self._futures, self._last_parts = engine, futures, others
+        self._engine, self._futures, self._last_parts = engine, futures, last_parts
 
     def done(self) -> bool:
         """Return whether the collectives have finished, and let them progress; see `Work.done`."""
@@ -141,8 +113,8 @@ class WorldCollectives:
                 self._host,
                 buffers=BufferPool(devices.device),
                 add=devices.kernels.add,
-                fence=partial(fence, devices.copier),
-                run=partial(run_on_side_stream, devices.copier),
+                fence=devices.fence,
+                run=devices.run_on_side_stream,
             )
 
     def replace(self, **options: Any) -> "WorldCollectives":
@@ -185,7 +157,8 @@ class WorldCollectives:
         """
 
         def steps(ticket: Ticket) -> Steps[T]:
-            yield from small_messages.barrier(self._host.comm, self._tag(ticket))
+            comm = self._host.comm
+            yield from small_messages.barrier(comm, comm.tag(ticket.digest))
             return function()
 
         return self._submit(steps, what)
@@ -197,7 +170,7 @@ class WorldCollectives:
         """
 
         def steps(ticket: Ticket) -> Steps[list[T]]:
-            tag = self._tag(ticket)
+            tag = self._host.comm.tag(ticket.digest)
             return (yield from small_messages.gather_objects(self._host.comm, value, tag))
 
         return self._submit(steps, what)
@@ -239,10 +212,7 @@ class WorldCollectives:
         return self._start("all_reduce", tensor, (0, tensor.numel()), wire=wire)
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        bounds: Sequence[int] | None = None,
-        wire: torch.dtype | None = None,
+        self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
         """Start to sum over all ranks, in place; only this rank's shard is valid then. Collective.
 
@@ -250,7 +220,7 @@ class WorldCollectives:
         """
         return self._start("reduce_scatter", tensor, self._shard_bounds(bounds, tensor), wire=wire)
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
         """Start to copy this rank's shard to all ranks, in place. Collective.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
@@ -286,19 +256,17 @@ class WorldCollectives:
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
         wake = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
-        choice = self.choice
-        signature = Signature(verb, self.label, tensor.dtype, bounds, root, wire, choice, small)
-        ticket = Ticket(signature, call_site())
-        call = CollectiveCall(verb, choice, bounds, root, wire, small, ticket)
-        algorithm, host_only = self._algorithm()
-        devices, parts = self._devices, iter([(call, TensorAccess(tensor), self._host)])
-        if devices is not None and devices.copier.owns(tensor):
-            node_first = None if host_only else self._start_node_first(call, tensor)
-            if node_first is not None:
-                return CollectiveWork(engine, others=[node_first])
-            parts = self._device_parts(call, tensor, devices, host_only=host_only)
+        call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
+        ticket, (algorithm, host_only) = Ticket(call, call_site()), self._algorithm()
+        parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
+        if self._devices is not None and self._devices.copier.owns(tensor):
+            if self.transport == "nccl" and self.node_first is not None and not host_only:
+                work = self.node_first.start(verb, tensor, bounds, wire)
+                if work is not None:
+                    return CollectiveWork(engine, (), [work])
+            parts = self._device_parts(ticket, tensor, self._devices, host_only=host_only)
         futures = [
-            engine.submit(algorithm(*part), wake=wake, stream=self._stream, ticket=part[0].ticket)
+            engine.submit(algorithm(*part), wake=wake, stream=self._stream, ticket=part[0])
             for part in parts
         ]
         return CollectiveWork(engine, futures)
@@ -306,9 +274,6 @@ class WorldCollectives:
     def _submit(self, steps: Callable[[Ticket], Steps[T]], what: str) -> Future[T]:
         ticket = Ticket(Signature(what), call_site())
         return self._engine.submit(steps(ticket), stream=self._stream, ticket=ticket)
-
-    def _tag(self, ticket: Ticket) -> int:
-        return self._host.comm.tags(ticket.digest, 1).of(0)
 
     def _algorithm(self) -> tuple[Algorithm, bool]:
         """Return the chosen algorithm, and whether it needs host memory."""
@@ -319,50 +284,31 @@ class WorldCollectives:
         return self._algorithms[name]
 
     def _device_parts(
-        self, call: CollectiveCall, tensor: Tensor, devices: Devices, *, host_only: bool
+        self, ticket: Ticket, tensor: Tensor, devices: Devices, *, host_only: bool
     ) -> Iterator[Part]:
         """Yield the collectives that a call on a device tensor is made of, the same on all ranks.
 
         MPI takes it where it lies, or it is staged in host memory, in several chunks if it is long.
         """
-        ready = devices.copier.record_event()
+        call, ready = ticket.signature, devices.copier.record_event()
         if self.transport == "cuda-aware" and not host_only:
-            # Non-blocking MPI collectives on device memory crash in Open MPI.
-            direct = call._replace(small=False)
-            yield direct, DeviceAccess(tensor, devices.copier, ready), self._device
+            access = DeviceAccess(tensor, call.bounds, devices.copier, ready)
+            yield ticket, access, self._device
             return
-        whole = call.verb in ("all_reduce", "broadcast")
-        goes, comes = self._staged_shards(call)
+        goes: Sequence[int] | None = None  # the slots to copy to host memory; None: all
+        comes: Sequence[int] | None = None  # those to copy back
+        own, whole = self.slot(self.rank), call.verb in ("all_reduce", "broadcast")
+        if call.verb == "reduce_scatter":
+            comes = [own]
+        elif call.verb == "all_gather":
+            goes, comes = [own], [slot for slot in range(self.size) if slot != own]
+        elif call.verb == "broadcast":
+            goes, comes = (None, []) if call.root == self.rank else ([], None)
         for spans in chunks(call.bounds, tensor.element_size(), devices.slot_bytes, whole=whole):
-            access = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
-            part = call._replace(bounds=access.bounds, ticket=call.ticket.copy())
-            yield part, access, self._host
+            staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
+            yield ticket.copy(), staged, self._host
 
-    def _staged_shards(
-        self, call: CollectiveCall
-    ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
-        """Return the slots to copy to host memory and those to copy back; None: all."""
-        own = self.slot(self.rank)
-        if call.verb == "reduce_scatter":
-            return None, [own]
-        if call.verb == "all_gather":
-            return [own], [slot for slot in range(self.size) if slot != own]
-        if call.verb == "broadcast":
-            return (None, []) if call.root == self.rank else ([], None)
-        return None, None
-
-    def _start_node_first(self, call: CollectiveCall, tensor: Tensor) -> Work | None:
-        """Start a collective by transport nccl; None where another transport is to be used."""
-        first = self.node_first
-        if self.transport != "nccl" or first is None or call.verb not in first.verbs:
-            return None
-        if call.verb == "all_reduce":
-            return first.all_reduce(tensor, call.wire)
-        if call.verb == "reduce_scatter":
-            return first.reduce_scatter(tensor, call.bounds, call.wire)
-        return first.all_gather(tensor, call.bounds)
-
-    def _shard_bounds(self, bounds: Sequence[int] | None, tensor: Tensor) -> tuple[int, ...]:
+    def _shard_bounds(self, bounds: Bounds, tensor: Tensor) -> tuple[int, ...]:
         """Return a copy of the caller's bounds, or those of equal shards. Raises ValueError."""
         numel, size = tensor.numel(), self.size
         if bounds is None:

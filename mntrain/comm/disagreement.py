@@ -16,11 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mntrain.comm import small_messages
-from mntrain.comm.backoff import pause
+from mntrain.comm.engine import Steps, Stream
 from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.pending import Steps
-from mntrain.comm.stream import Stream
 from mntrain.comm.ticket import Ticket
+from mntrain.comm.waits import pause
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,29 +29,16 @@ GATHER_S = 1.0  # at most, to receive the reports of further ranks for the error
 SEND_S = 5.0  # at most, to hand the error to MPI
 
 
-class Entry(NamedTuple):
-    """A ticket in a report."""
-
-    digest: int
-    text: str
-    details: str
-    site: str
-
-
-class Wait(NamedTuple):
-    """The collective for which a rank waits, and does nothing else until other ranks call it."""
-
-    stream: str
-    number: int
-    awaited_rank: int | None  # None: it waits for all ranks
-
-
 class Report(NamedTuple):
-    """The calls of one rank so far, by the name of the stream."""
+    """The calls of one rank so far, by the name of the stream.
 
-    entries: Mapping[str, Mapping[int, Entry]]  # the latest tickets, by number
+    `wait` is the collective for which the rank waits, and does nothing else until other ranks call
+    it: its stream, its number, and the rank that it waits for, or None for all ranks.
+    """
+
+    tickets: Mapping[str, Sequence[Ticket]]  # the latest ones
     submitted: Mapping[str, int]  # the number of tickets
-    wait: Wait | None
+    wait: tuple[str, int, int | None] | None
 
 
 class DisagreementWatch:
@@ -95,7 +81,7 @@ class DisagreementWatch:
 
     def close(self, ticket: Ticket) -> Steps[None]:
         """Wait for all ranks, and receive the reports that are on their way. Collective."""
-        tag = self._comm.tags(ticket.digest, 1).of(0)
+        tag = self._comm.tag(ticket.digest)
         yield from small_messages.barrier(self._comm, tag)
         self._closing = True  # from here on, this rank reports no more
         yield self._report_received
@@ -140,44 +126,44 @@ class DisagreementWatch:
 
 def make_report(streams: Sequence[Stream], waits_in: str) -> Report:
     """Return what this rank has called. `waits_in`: see `DisagreementWatch.look`."""
-    entries, wait = {}, None
+    wait = None
     for stream in streams:
-        entries[stream.name] = {
-            ticket.number: Entry(
-                ticket.digest, str(ticket.signature), ticket.signature.details, ticket.site
-            )
-            for ticket in stream.history
-        }
         if stream.name == waits_in and (oldest := stream.oldest) is not None:
-            wait = Wait(stream.name, oldest.number, stream.awaited_rank(oldest))
-    return Report(entries, {stream.name: stream.submitted for stream in streams}, wait)
+            wait = stream.name, oldest.number, stream.awaited_rank(oldest)
+    return Report(
+        {stream.name: list(stream.history) for stream in streams},
+        {stream.name: stream.submitted for stream in streams},
+        wait,
+    )
 
 
 def find_disagreement(reports: Mapping[int, Report]) -> str | None:
     """Return how the ranks that have reported disagree; None if they do not. Pure.
 
     Either they call unequal collectives at one number of a stream, of which the first counts, since
-    the digests of all later ones differ too; or
-    some wait for each other, each for a collective that another one has not called.
+    the digests of all later ones differ too; or some wait for each other, each for a collective
+    that another one has not called.
     """
-    for name in sorted({name for report in reports.values() for name in report.entries}):
-        entries: dict[int, dict[int, Entry]] = {}  # by number, then by rank
+    for name in sorted({name for report in reports.values() for name in report.tickets}):
+        calls: dict[int, dict[int, Ticket]] = {}  # by number, then by rank
         for rank in sorted(reports):
-            for number, entry in reports[rank].entries.get(name, {}).items():
-                entries.setdefault(number, {})[rank] = entry
-        for number in sorted(entries):
-            if len({entry.digest for entry in entries[number].values()}) > 1:
+            for ticket in reports[rank].tickets.get(name, ()):
+                calls.setdefault(ticket.number, {})[rank] = ticket
+        for number in sorted(calls):
+            if len({ticket.digest for ticket in calls[number].values()}) > 1:
                 title = f"ranks disagree about collective {number} of {name}:"
-                return _explain(title, entries[number])
-    stuck: dict[int, Entry] = {}
+                return _explain(title, {rank: (t, "") for rank, t in calls[number].items()})
+    stuck = {}
     for rank, (name, number, _) in _waiting_for_each_other(reports).items():
-        entry = reports[rank].entries[name][number]
-        stuck[rank] = entry._replace(text=f"{entry.text} (collective {number} of {name})")
+        ticket = next(t for t in reports[rank].tickets[name] if t.number == number)
+        stuck[rank] = ticket, f" (collective {number} of {name})"
     title = "ranks wait for each other, each in a collective that another one does not call:"
     return _explain(title, stuck) if stuck else None
 
 
-def _waiting_for_each_other(reports: Mapping[int, Report]) -> dict[int, Wait]:
+def _waiting_for_each_other(
+    reports: Mapping[int, Report],
+) -> dict[int, tuple[str, int, int | None]]:
     """Return the ranks that wait for one among them, with what they wait for.
 
     None of them can ever go on: the first that did would need a call of one that does nothing else
@@ -186,12 +172,12 @@ def _waiting_for_each_other(reports: Mapping[int, Report]) -> dict[int, Wait]:
     waits = {rank: report.wait for rank, report in sorted(reports.items()) if report.wait}
     while True:
         stuck = {
-            rank: wait
-            for rank, wait in waits.items()
+            rank: (name, number, awaited)
+            for rank, (name, number, awaited) in waits.items()
             if any(
-                reports[other].submitted.get(wait.stream, wait.number + 1) <= wait.number
+                reports[other].submitted.get(name, number + 1) <= number
                 for other in waits
-                if wait.awaited_rank in (None, other)
+                if awaited in (None, other)
             )
         }
         if len(stuck) == len(waits):
@@ -199,18 +185,19 @@ def _waiting_for_each_other(reports: Mapping[int, Report]) -> dict[int, Wait]:
         waits = stuck
 
 
-def _explain(title: str, entries: Mapping[int, Entry]) -> str:
-    """Return the text of an error about what each rank calls."""
+def _explain(title: str, calls: Mapping[int, tuple[Ticket, str]]) -> str:
+    """Return the text of an error about what each rank calls, each with further words."""
     ranks: dict[int, list[int]] = {}  # by digest
-    for rank, entry in entries.items():
-        ranks.setdefault(entry.digest, []).append(rank)
-    several = [entries[group[0]] for group in ranks.values()]
-    alike = len({entry.text for entry in several}) < len(several)
+    for rank, (ticket, _) in calls.items():
+        ranks.setdefault(ticket.digest, []).append(rank)
+    several = [calls[group[0]] for group in ranks.values()]
+    texts = [f"{ticket.signature}{words}" for ticket, words in several]
+    alike = len(set(texts)) < len(texts)
     lines = [title]
-    for group, entry in zip(ranks.values(), several, strict=True):
-        line = f"  rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}: {entry.text}"
-        line += f" [{entry.details}]" if alike else ""
-        lines.append(line + (f", called at {entry.site}" if entry.site else ""))
+    for group, text, (ticket, _) in zip(ranks.values(), texts, several, strict=True):
+        line = f"  rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}: {text}"
+        line += f" [{ticket.signature.details}]" if alike else ""
+        lines.append(line + (f", called at {ticket.site}" if ticket.site else ""))
     lines.append(
         "All ranks must make the same calls in the same order: look for a call in a branch or a "
         "loop that differs between ranks"

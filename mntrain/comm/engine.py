@@ -1,52 +1,322 @@
 """The progress engine: the streams of a world, driven by one thread at a time.
 
-Chunks and steps are generators that yield a test and continue when the test returns True. One
-thread at a time tests those of all streams in turn, and sleeps after a round without progress,
-since other ranks may need the core.
+A stream has the collectives of one communicator, which all ranks call in one order:
+
+    queue        as submitted
+    active       up to DEPTH pipelined collectives, in this order; or one that runs alone
+    in flight    a few of their chunks, started in one order: the first collective's first
+
+The steps of a collective are a generator that yields a test and continues when the test returns
+True; so are those of each chunk. A pipelined collective passes its n-th test after the one before
+it has, and a chunk waits only for the same chunk on other ranks. So the oldest unfinished chunk can
+always continue, and no circle of waiting ranks arises. Streams do not wait for each other: the
+order between them may differ between ranks.
+
+Each collective has a ticket, which is numbered when the collective begins. Ranks whose tickets of
+one number have unequal digests receive no messages from each other.
+
+`ProgressEngine._round` runs the tests of all streams in turn, and `_rest` sleeps after a round
+without progress, since other ranks may need the core.
 """
 
 import atexit
+import math
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from mntrain.comm.backoff import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
-from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.forked import call_in_child
-from mntrain.comm.pending import Future, Operation, PendingCollective, Steps, steps_of
-from mntrain.comm.stream import Stream
-from mntrain.comm.ticket import Ticket
-from mntrain.comm.waits import Waits
+from mntrain.comm.mpi import CHUNK_TAGS
+from mntrain.comm.shared_memory import DEPTH
+from mntrain.comm.ticket import Ticket, digest_of, text_of
+from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, Waits, pause
+
+if TYPE_CHECKING:
+    from mntrain.comm.disagreement import DisagreementWatch
 
 T = TypeVar("T")
+Test = Callable[[], bool]
+Steps = Generator[Test, None, T]
+NumberedChunk = tuple[int, Steps[None]]  # its number among all chunks of the communicator
+
+HISTORY = 64  # tickets that a stream keeps; only the root of broadcasts can be further ahead
 STALL_S = 2.0  # without progress, until ranks compare what they call
 TURN_S = 1e-3  # between two looks of a caller at its future while another caller has the turn
 ABANDON_S = 1.0  # to wait for the thread's current round; a thread that blocks in MPI is left
 _caller = threading.local()  # its `engine` is the one that the calling thread used last
 
 
-class WakeEvent:
-    """An event for one listening thread. `threading.Event` would allocate a lock for each wait."""
+class Pipelined(NamedTuple):
+    """A collective that runs among others of its stream.
 
-    def __init__(self) -> None:
-        self._unset = threading.Lock()
-        self._unset.acquire()
+    Where `steps` yield an iterator of chunks instead of a test, the engine starts the chunks, in
+    turns with those of other collectives, and continues when all have ended.
+    """
 
-    def set(self) -> None:
-        """End the current wait, or the next one."""
-        with suppress(RuntimeError):  # it is set already
-            self._unset.release()
+    steps: Generator[Test | Iterator[NumberedChunk], None, Any]
+    max_in_flight: int  # no chunk starts while so many are in flight, of all collectives
+    latency_bound: bool  # True: its caller waits for nothing else, so polling may be eager
 
-    def wait(self, seconds: float = -1) -> None:
-        """Wait until the event is set or time is up, and clear it."""
-        self._unset.acquire(timeout=seconds)
 
-    def clear(self) -> None:
-        """Unset the event."""
-        self._unset.acquire(blocking=False)
+class Future(Generic[T]):
+    """A collective or function in a stream, and its result.
+
+    `wakes_thread`: whether the engine's thread runs it while no caller waits. `ticket`: of a
+    collective that ranks compare. `stream`: its name.
+    """
+
+    wakes_thread = True
+    ticket: Ticket | None = None
+    stream = ""
+
+    def __init__(
+        self, work: Steps[T] | Pipelined, drive_until: Callable[["Future[Any]"], None]
+    ) -> None:
+        self.alone = not isinstance(work, Pipelined)
+        if isinstance(work, Pipelined):
+            self._steps, self._max_in_flight, self.latency_bound = work
+        else:
+            self._steps, self._max_in_flight, self.latency_bound = work, 0, True
+        self._drive_until = drive_until
+        self._test: Test | None = None
+        self.passed = 0  # tests so far
+        self._unstarted: Iterator[NumberedChunk] = iter(())
+        self._next: NumberedChunk | None = None  # the first unstarted chunk
+        self._first = True  # no chunk has started yet
+        self.all_started = self.alone
+        # Chunks in flight and the test that each waits for, in the order of their numbers.
+        self.in_flight: list[tuple[NumberedChunk, Test]] = []
+        self.done = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> T:
+        """Block until the steps have run; return their result or raise their error. Repeatable."""
+        self._drive_until(self)
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # T may itself be None
+
+    @property
+    def failed(self) -> bool:
+        """True if `wait` raises an error."""
+        return self._error is not None
+
+    @property
+    def oldest(self) -> int | None:
+        """The lowest number of a chunk in flight."""
+        return self.in_flight[0][0][0] if self.in_flight else None
+
+    def advance(self, limit: float = math.inf) -> bool:
+        """Pass tests that succeed, up to `limit` in all; return whether anything happened."""
+        moved = False
+        try:
+            while self._test is None or (self.passed < limit and self._test()):
+                moved = True
+                self.passed += self._test is not None
+                step = next(self._steps)
+                if callable(step):
+                    self._test = step
+                else:
+                    self._unstarted, self._next = step, next(step, None)
+                    self.all_started = self._next is None
+                    self._test = self._chunks_ended
+        except StopIteration as end:
+            self._result, self.done = end.value, True
+        return moved
+
+    def start_chunks(self, others: int, oldest: int | None) -> bool:
+        """Start chunks as far as allowed; return whether any has started.
+
+        `others` is the number of other collectives' chunks in flight, `oldest` the lowest number
+        among them. No chunk starts while another one with the same tag is in flight. The first
+        chunk starts alone: other ranks on this core send their first one before this rank goes on.
+        """
+        moved = False
+        while self._next and others + len(self.in_flight) < self._max_in_flight:
+            lowest = self.oldest if oldest is None else oldest
+            if lowest is not None and self._next[0] - lowest >= CHUNK_TAGS:
+                break
+            self._continue(self._next)
+            self._next, moved = next(self._unstarted, None), True
+            self.all_started = self._next is None
+            if self._first:
+                self._first = False
+                break
+        return moved
+
+    def advance_chunks(self) -> bool:
+        """Continue every chunk whose test succeeds; return whether any did."""
+        for first, (_, test) in enumerate(self.in_flight):  # noqa: B007 - used below
+            if test():
+                break
+        else:
+            return False
+        self.in_flight, rest = self.in_flight[:first], self.in_flight[first:]
+        self._continue(rest[0][0])
+        for chunk, test in rest[1:]:
+            if test():
+                self._continue(chunk)
+            else:
+                self.in_flight.append((chunk, test))
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Make `wait` raise an error, and release what the steps and chunks in flight hold."""
+        for (_, steps), _ in self.in_flight:
+            steps.close()
+        self.in_flight.clear()
+        self._steps.close()
+        self._error, self.done = error, True
+
+    def _chunks_ended(self) -> bool:
+        return self.all_started and not self.in_flight
+
+    def _continue(self, chunk: NumberedChunk) -> None:
+        try:
+            for test in chunk[1]:
+                if not test():
+                    self.in_flight.append((chunk, test))
+                    return
+        except BaseException:
+            chunk[1].close()
+            raise
+
+
+def steps_of(function: Callable[[], T]) -> Steps[T]:
+    """Return steps that call a function and return its result."""
+    yield from ()
+    return function()
+
+
+class Stream:
+    """The collectives of one communicator on this rank, driven by a `ProgressEngine`.
+
+    `name` is the same on all ranks of the communicator, and no other stream of theirs has it.
+    `ranks`, if given, maps the communicator's ranks to the world's. The `observer`, a
+    `recorder.events.Recorder`, is told when a collective begins and ends.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int] | None = None) -> None:
+        self.name, self.ranks = name, None if ranks is None else tuple(ranks)
+        self.queue: deque[Future[Any]] = deque()
+        self.active: deque[Future[Any]] = deque()
+        self.begun = 0
+        self._digest = digest_of(name)  # of the collective that began last
+        self.history: deque[Ticket] = deque(maxlen=HISTORY)
+        self.observer: Any = None
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is queued or active."""
+        return not (self.queue or self.active)
+
+    @property
+    def submitted(self) -> int:
+        """The number of tickets that have begun or are queued."""
+        return self.begun + sum(task.ticket is not None for task in self.queue)
+
+    @property
+    def oldest(self) -> Ticket | None:
+        """The ticket of the oldest collective that has begun and not finished. Thread-safe."""
+        try:
+            return self.active[0].ticket
+        except IndexError:
+            return None
+
+    def awaited_rank(self, ticket: Ticket) -> int | None:
+        """Return the only rank of the world that a collective waits for; None if it is all."""
+        signature = ticket.signature
+        if signature.verb != "broadcast":
+            return None
+        return signature.root if self.ranks is None else self.ranks[signature.root]
+
+    def begin(self, ticket: Ticket) -> None:
+        """Number a collective that begins."""
+        ticket.begin(self.begun, self._digest)
+        self.begun, self._digest = self.begun + 1, ticket.digest
+        self.history.append(ticket)
+        if self.observer is not None:
+            awaited = self.awaited_rank(ticket)
+            if awaited is None:
+                awaited = -1 if self.ranks is None else -2  # all; all of the group
+            text = text_of(ticket.signature)
+            self.observer.collective_begins(self.name, ticket.number, text, ticket.site, awaited)
+
+    def progress(self) -> bool:
+        """Progress everything once; return whether anything moved.
+
+        Raises only an interrupt, such as KeyboardInterrupt: it is of the thread that drives.
+        """
+        try:
+            began = self._begin_tasks()
+            return self._advance() or began
+        except BaseException as error:  # nothing is known of those behind it, either
+            while self.active:
+                self.active.popleft().fail(error)
+            if _is_interrupt(error):
+                raise
+            return True
+
+    def _begin_tasks(self) -> bool:
+        """Begin what may begin; return whether anything did."""
+        active, queue, began = self.active, self.queue, False
+        while queue and len(active) < DEPTH:
+            if active and (active[0].alone or queue[0].alone):
+                break
+            task = queue[0]
+            if task.ticket is not None:
+                self.begin(task.ticket)
+            active.append(queue.popleft())
+            began = True
+            if not task.alone:
+                task.advance(0)
+        return began
+
+    def _advance(self) -> bool:
+        """Advance every active collective as far as it can go; return whether any did."""
+        active, moved, may_start, oldest = self.active, False, True, None
+        limit = math.inf  # tests that the collective before has passed
+        in_flight = sum([len(task.in_flight) for task in active])
+        for task in active:
+            before = len(task.in_flight)
+            if before:
+                moved = task.advance_chunks() or moved
+            moved = task.advance(limit) or moved
+            if may_start and not task.all_started:
+                moved = task.start_chunks(in_flight - before, oldest) or moved
+                task.advance(limit)
+            may_start = may_start and task.all_started
+            oldest = task.oldest if oldest is None else oldest
+            in_flight += len(task.in_flight) - before
+            limit = math.inf if task.done else task.passed
+        while active and active[0].done:
+            done = active.popleft()
+            if self.observer is not None and done.ticket is not None:
+                self.observer.collective_ends(self.name, done.ticket.number)
+        return moved
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Return whether an error is none of the code that it ended: a signal handler has raised it.
+
+    Python runs handlers between any two instructions of the main thread. KeyboardInterrupt is the
+    common one; that of torch raises a RuntimeError when a process of a DataLoader has died.
+    """
+    if not isinstance(error, Exception):
+        return True
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 class ProgressEngine:
@@ -62,11 +332,11 @@ class ProgressEngine:
         self.main = Stream("the world")
         self.streams = [self.main]
         self.watch: DisagreementWatch | None = None
+        self.waits = Waits()  # of callers
+        self.error: Exception | None = None  # by which `stop` ended all communication
         self._backoff = Backoff()
         self._closed: Exception | None = None  # why nothing more is accepted
         self._abandoned = False
-        self.error: Exception | None = None  # by which `stop` ended all communication
-        self.waits = Waits()  # of callers
         self._busy_before_s = 0.0  # the part of `busy_s` before `_busy_since`
         self._busy_since: float | None = None
         self._turn = threading.Lock()  # held by the thread that progresses the collectives
@@ -75,7 +345,10 @@ class ProgressEngine:
         self._moved_at = 0.0  # when anything last made progress
         self._callers: set[int] = set()  # the threads that have submitted something
         self._first: Callable[[], object] | None = None
-        self._wake = WakeEvent()  # set on submissions, and by callers that want the turn
+        # Released to wake the thread, on submissions and by callers that want the turn. (An Event
+        # would allocate a lock for each wait.)
+        self._sleep = threading.Lock()
+        self._sleep.acquire()
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
         call_in_child(self._refuse_in_child)
@@ -89,7 +362,7 @@ class ProgressEngine:
 
     def submit(
         self,
-        operation: Operation[T] | Steps[T],
+        work: Steps[T] | Pipelined,
         *,
         wake: bool = True,
         stream: Stream | None = None,
@@ -97,8 +370,8 @@ class ProgressEngine:
     ) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
-        Operations run in chunks, several at a time; steps run when nothing of their stream is
-        active. What has no `ticket` is local, or a collective that is not compared.
+        Steps run when nothing else of their stream is active. What has no `ticket` is local, or a
+        collective that is not compared.
 
         Without `wake`, the collective progresses, in the order of the queue, when a caller waits
         for any future of this engine, or when a later submission or `call` wakes the thread. Until
@@ -109,17 +382,13 @@ class ProgressEngine:
         """
         self.check_open()
         self._turn_to()
-        task: Future[T]
-        if isinstance(operation, Generator):
-            task = Future(operation, self.drive_until)
-        else:
-            task = PendingCollective(operation, self.drive_until)
+        task: Future[T] = Future(work, self.drive_until)
         stream = stream or self.main
         task.wakes_thread, task.ticket, task.stream = wake, ticket, stream.name
         self._callers.add(threading.get_ident())
         stream.queue.append(task)
         if wake:
-            self._wake.set()
+            self._wake()
         return task
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -136,13 +405,13 @@ class ProgressEngine:
         self._waiters.append(waiter)
         try:
             if self._turn.locked():
-                self._wake.set()
+                self._wake()
             while not self._turn.acquire(timeout=TURN_S):
                 self._check_not_abandoned()
                 if future.done:  # by another caller, which still waits for its own
                     return
             try:
-                self._wake.clear()
+                self._sleep.acquire(blocking=False)
                 while not future.done:
                     self._check_not_abandoned()
                     moved = self._round()
@@ -154,13 +423,13 @@ class ProgressEngine:
             self._waiters.remove(waiter)
             tasks = (task for s in self.streams for task in (*s.active, *s.queue))
             if any(task.wakes_thread for task in tasks):
-                self._wake.set()
+                self._wake()
 
     def progress(self, futures: Iterable[Future[Any]]) -> None:
         """Let the engine's thread progress futures while nobody waits for them. Local."""
         for future in futures:
             future.wakes_thread = True
-        self._wake.set()
+        self._wake()
 
     def prepare(self, function: Callable[[], object]) -> None:
         """Run a function once on the engine's own thread, before anything else runs there."""
@@ -186,7 +455,7 @@ class ProgressEngine:
             self._closed = RuntimeError(
                 "this world is closed: no communication after its `with` block"
             )
-        self._wake.set()
+        self._wake()
         self._thread.join(ABANDON_S if self._abandoned else None)
 
     def abandon(self) -> None:
@@ -223,7 +492,7 @@ class ProgressEngine:
     def awaited(self) -> tuple[Stream, float] | None:
         """Return the stream for which a caller waits, and when the wait began or anything moved.
 
-        None if no caller waits. Safe from any thread.
+        None if no caller waits. Thread-safe.
         """
         waiters = list(self._waiters)
         if not waiters:
@@ -238,20 +507,24 @@ class ProgressEngine:
         since = self._busy_since
         return self._busy_before_s + (time.perf_counter() - since if since is not None else 0.0)
 
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # it is woken already
+            self._sleep.release()
+
     def _turn_to(self) -> None:
         """Wake the thread of the engine that the calling thread leaves for this one."""
         last = getattr(_caller, "engine", None)
         if last is not self:
             _caller.engine = self
             if last is not None:
-                last._wake.set()
+                last._wake()
 
     def _halt(self, error: Exception) -> None:
         """Refuse all uses, and keep the tensors of pending collectives until the process ends."""
         self._closed = self._closed or error
         self._abandoned = True
         atexit.register(lambda *kept: None, *self.streams)
-        self._wake.set()
+        self._wake()
 
     def _refuse_in_child(self) -> None:
         self._abandoned = True
@@ -267,9 +540,9 @@ class ProgressEngine:
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait()
+            self._sleep.acquire()
             with self._turn:
-                self._wake.clear()
+                self._sleep.acquire(blocking=False)
                 if self._first is not None:
                     self._first()
                     self._first = None
@@ -285,7 +558,11 @@ class ProgressEngine:
             if stream.queue or stream.active:
                 moved = stream.progress() or moved
         if moved:
-            self._update_clock()
+            now, busy = time.perf_counter(), any(stream.active for stream in self.streams)
+            if busy and self._busy_since is None:
+                self._busy_since = now
+            elif not busy and self._busy_since is not None:
+                self._busy_before_s, self._busy_since = self.busy_s, None
             self._backoff.reset()
             self._moved_at = time.monotonic()
         elif self.watch is not None and self._backoff.waited_s > STALL_S:
@@ -301,22 +578,13 @@ class ProgressEngine:
 
     def _rest(self, *, moved: bool) -> None:
         """Give up the core: for a moment after progress, else until the next test is due."""
-        active = [pending for stream in self.streams for pending in stream.active]
-        if moved and not active:
-            return  # steps that run alone have started, and may be done already
+        active = [task for stream in self.streams for task in stream.active]
         if moved:
-            pause(0)
+            if not all(task.alone for task in active):
+                pause(0)
         elif not self._waiters:
-            self._wake.wait(self._backoff.delay(BACKGROUND))
-        elif all(pending.operation.latency_bound for pending in active):
+            self._sleep.acquire(timeout=self._backoff.delay(BACKGROUND))
+        elif all(task.latency_bound for task in active):
             pause(self._backoff.delay(LATENCY_BOUND))
         else:
             pause(self._backoff.delay(BANDWIDTH_BOUND))
-
-    def _update_clock(self) -> None:
-        """Start or stop the clock of `busy_s`."""
-        busy = any(stream.busy for stream in self.streams)
-        if busy and self._busy_since is None:
-            self._busy_since = time.perf_counter()
-        elif not busy and self._busy_since is not None:
-            self._busy_before_s, self._busy_since = self.busy_s, None

@@ -8,7 +8,6 @@ the circle method (Kirkman, 1847).
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -21,11 +20,12 @@ from mntrain.comm.mpi import Communicator
 _TRIPS = 20, 300  # round trips of a small message, at least and at most: 3 % loss show in 300
 _ALL_TRIPS = 6000  # of a rank with all others, where there are many
 _TRIPS_S = 2.0  # for those of a pair, which a link that loses messages takes long for
-_SLOW_S, _SLOW = 0.1, 20  # of a slow round trip: seconds, and times the median
 _WARM_BYTES = 64 << 10  # of a first message, which opens what large ones need
 _FIRST_BYTES, _MOST_BYTES = 256 << 10, 4 << 20  # of messages for the bandwidth, which double
 _LARGEST, _LEAST = 3, 3  # messages of the most bytes, and of all in a direction
 _ROUND_S = 0.2  # the most for one round
+_ANSWER_BYTES = 16
+_STOP, _COUNT = -1, -2  # orders, in place of a number of bytes
 
 T = TypeVar("T")
 
@@ -39,8 +39,6 @@ class LinkSpeed:
     latency_us: float  # half of a round trip of 16 bytes, the median
     mb_per_s_there: float  # from one to the other
     mb_per_s_back: float
-    trips: int = 0  # round trips of a small message
-    slow_trips: int = 0  # of these, those that took far longer than the median
     segments: int = 0  # TCP segments that both hosts have sent meanwhile; 0 if unknown
     resent: int = 0  # of these, those that were sent again, since they were lost
 
@@ -85,126 +83,85 @@ def measure(
         for one, other in (sorted(pair) for pair in pairs):
             if comm.rank == one:
                 trips = max(_TRIPS[0], min(_TRIPS[1], _ALL_TRIPS // count))
-                lead = _Lead(comm, other, most_bytes)
-                found.append(lead.measure(trips, min(_ROUND_S, seconds / count)))
+                round_s = min(_ROUND_S, seconds / count)
+                found.append(_lead(comm, other, trips, most_bytes, round_s))
             elif comm.rank == other:
                 _follow(comm, one)
     gathered = [link for links in comm.gather_objects(found) for link in links]
     return sorted(gathered, key=lambda link: (link.one, link.other))
 
 
-class _Order(IntEnum):
-    """Orders of the lower rank of a pair to the other one."""
+def _lead(
+    comm: Communicator, peer: int, most_trips: int, most_bytes: int, seconds: float
+) -> LinkSpeed:
+    """Measure the latency to a rank that runs `_follow`, and each direction for half the time."""
+    data = np.ones(max(most_bytes, _WARM_BYTES), np.uint8)
+    answer = np.zeros(2, np.int64)
 
-    STOP = 0
-    ANSWER = 1  # with a small message
-    RECEIVE = 2  # some bytes, and answer
-    SEND = 3  # some bytes
-    COUNT = 4  # the TCP segments since the first order
+    def transfer(there: int, back: int) -> float:
+        """Send bytes and receive others; return the seconds that it takes."""
+        start = time.perf_counter()
+        comm.send(peer, _numbers(there, back).view(np.uint8), counted=False).wait()
+        if there > 0:
+            comm.send(peer, data[:there], counted=False).wait()
+        received = answer.view(np.uint8) if back == _ANSWER_BYTES else data[:back]
+        comm.receive(peer, received).wait()
+        return time.perf_counter() - start
 
-
-class _Lead:
-    """The lower rank of a pair, which measures the link to one that runs `_follow`."""
-
-    def __init__(self, comm: Communicator, peer: int, most_bytes: int) -> None:
-        self._comm, self._peer, self._most_bytes = comm, peer, most_bytes
-        self._data = np.ones(max(most_bytes, _WARM_BYTES), np.uint8)
-
-    def measure(self, most_trips: int, seconds: float) -> LinkSpeed:
-        """Measure the latency, then each direction for half of the seconds."""
-        before, start = tcp_segments(), time.perf_counter()
-        times = [self._trip()]  # which may connect
-        while len(times) <= most_trips and time.perf_counter() < start + _TRIPS_S:
-            times.append(self._trip())
-        after = tcp_segments()
-        theirs = self._ask(_Order.COUNT)
-        usual = median(times[1:] or times)
-        there = self._rate(self._send, usual, seconds / 2)
-        back = self._rate(self._receive, usual, seconds / 2)
-        self._order(_Order.STOP)
-        return LinkSpeed(
-            self._comm.rank,
-            self._peer,
-            usual / 2 * 1e6,
-            there,
-            back,
-            trips=len(times) - 1,
-            slow_trips=sum(took > max(_SLOW_S, _SLOW * usual) for took in times[1:]),
-            segments=after[0] - before[0] + theirs[0],
-            resent=after[1] - before[1] + theirs[1],
-        )
-
-    def _rate(self, transfer: Callable[[int], None], trip_s: float, seconds: float) -> float:
-        """Return the MB/s of transfers in one direction."""
+    def rate(time_of: Callable[[int], float]) -> float:
+        """Return the MB/s in one direction."""
         speeds: list[float] = []
         start, nbytes, largest = time.perf_counter(), _WARM_BYTES, 0
         while largest < _LARGEST:
-            before = time.perf_counter()
-            transfer(nbytes)
-            took_s = time.perf_counter() - before
+            took_s = time_of(nbytes)
             # A message that takes as long as is allowed is long enough; another program may have
             # held up a single one.
-            enough = took_s > seconds
+            enough = took_s > seconds / 2
             if nbytes > _WARM_BYTES or enough:
                 speeds.append(nbytes / max(took_s - trip_s, took_s / 2) / 1e6)
-            left_s = seconds - (time.perf_counter() - start)
+            left_s = seconds / 2 - (time.perf_counter() - start)
             if left_s < 2 * took_s and len(speeds) >= _LEAST:
                 break
-            largest += nbytes == self._most_bytes
+            largest += nbytes == most_bytes
             if not enough:
-                nbytes = min(max(2 * nbytes, _FIRST_BYTES), self._most_bytes)
+                nbytes = min(max(2 * nbytes, _FIRST_BYTES), most_bytes)
         return max(speeds[-_LEAST + 1 :])
 
-    def _send(self, nbytes: int) -> None:
-        self._order(_Order.RECEIVE, nbytes)
-        self._comm.send(self._peer, self._data[:nbytes], counted=False).wait()
-        self._comm.receive(self._peer, _numbers().view(np.uint8)).wait()
-
-    def _receive(self, nbytes: int) -> None:
-        self._order(_Order.SEND, nbytes)
-        self._comm.receive(self._peer, self._data[:nbytes]).wait()
-
-    def _trip(self) -> float:
-        start = time.perf_counter()
-        self._ask(_Order.ANSWER)
-        return time.perf_counter() - start
-
-    def _ask(self, order: _Order) -> tuple[int, int]:
-        self._order(order)
-        numbers = _numbers()
-        self._comm.receive(self._peer, numbers.view(np.uint8)).wait()
-        return int(numbers[0]), int(numbers[1])
-
-    def _order(self, order: _Order, nbytes: int = 0) -> None:
-        self._comm.send(self._peer, _numbers(order, nbytes).view(np.uint8), counted=False).wait()
+    before, start = tcp_segments(), time.perf_counter()
+    times = [transfer(0, _ANSWER_BYTES)]  # which may connect
+    while len(times) <= most_trips and time.perf_counter() < start + _TRIPS_S:
+        times.append(transfer(0, _ANSWER_BYTES))
+    after = tcp_segments()
+    transfer(_COUNT, _ANSWER_BYTES)
+    segments, resent = (int(x - y + z) for x, y, z in zip(after, before, answer, strict=True))
+    trip_s = median(times[1:] or times)
+    there = rate(lambda nbytes: transfer(nbytes, _ANSWER_BYTES))
+    back = rate(lambda nbytes: transfer(0, nbytes))
+    comm.send(peer, _numbers(_STOP, 0).view(np.uint8), counted=False).wait()
+    return LinkSpeed(comm.rank, peer, trip_s / 2 * 1e6, there, back, segments, resent)
 
 
 def _follow(comm: Communicator, peer: int) -> None:
-    """Follow the orders of the peer until it stops."""
-    segments, resent = tcp_segments()
-    data = np.ones(_WARM_BYTES, np.uint8)
+    """Receive as many bytes as the peer says, and send as many as it asks for, until it stops."""
+    before, data = tcp_segments(), np.ones(_WARM_BYTES, np.uint8)
+    numbers = _numbers(0, 0)
     while True:
-        numbers = _numbers()
         comm.receive(peer, numbers.view(np.uint8)).wait()
-        order, nbytes = _Order(int(numbers[0])), int(numbers[1])
-        answer = _numbers()
-        if nbytes > data.nbytes:
-            data = np.ones(nbytes, np.uint8)
-        match order:
-            case _Order.STOP:
-                return
-            case _Order.SEND:
-                comm.send(peer, data[:nbytes], counted=False).wait()
-                continue
-            case _Order.RECEIVE:
-                comm.receive(peer, data[:nbytes]).wait()
-            case _Order.COUNT:
-                now = tcp_segments()
-                answer = _numbers(now[0] - segments, now[1] - resent)
-        comm.send(peer, answer.view(np.uint8), counted=False).wait()
+        there, back = numbers.tolist()
+        if there == _STOP:
+            return
+        if max(there, back) > len(data):
+            data = np.ones(max(there, back), np.uint8)
+        sent = data[:back]
+        if there == _COUNT:
+            now = tcp_segments()
+            sent = _numbers(now[0] - before[0], now[1] - before[1]).view(np.uint8)
+        elif there:
+            comm.receive(peer, data[:there]).wait()
+        comm.send(peer, sent, counted=False).wait()
 
 
-def _numbers(first: int = 0, second: int = 0) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _numbers(first: int, second: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     return np.array([first, second], np.int64)
 
 

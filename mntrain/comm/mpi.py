@@ -18,11 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mntrain.checks import launcher
 from mntrain.checks.before_mpi import check_before_mpi, expect, library_missing
-from mntrain.comm.backoff import Backoff, pause
+from mntrain.comm.waits import Backoff, pause
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,15 +99,22 @@ class Communicator:
         gathered = bytearray(sum(lengths))
         return Requests([self._comm.Iallgatherv(own, (gathered, lengths))]), gathered
 
-    def tags(self, digest: int, chunks: int) -> Tags:
+    def tags(self, digest: int, chunks: int) -> tuple[int, list[int]]:
         """Reserve the tags of a collective's chunks, in one order on all ranks.
 
-        `digest` has 63 bits. Collectives of unequal digests do not receive each other's messages,
-        but for the 1 in 2^19 (MPICH), 2^21 (Open MPI) or at worst 2^5 that have the same prefix.
+        Return the number of the first chunk among all of this communicator, and the tags. No two
+        chunks in flight have the same one. `digest` has 63 bits. Collectives of unequal digests do
+        not receive each other's messages, but for the 1 in 2^19 (MPICH), 2^21 (Open MPI) or at
+        worst 2^5 that have the same prefix.
         """
+        first = self._chunks
         self._chunks += chunks
-        prefix = max(1, self._tag_count // CHUNK_TAGS * digest >> 63)
-        return Tags(prefix * CHUNK_TAGS, self._chunks - chunks)
+        prefix = max(1, self._tag_count // CHUNK_TAGS * digest >> 63) * CHUNK_TAGS
+        return first, [prefix + number % CHUNK_TAGS for number in range(first, self._chunks)]
+
+    def tag(self, digest: int) -> int:
+        """Reserve the tag of a collective in one piece; see `tags`."""
+        return self.tags(digest, 1)[1][0]
 
     def gather_objects(self, local: Any) -> list[Any]:
         """Return every rank's picklable object, by rank, on every rank. Collective, blocking."""
@@ -149,17 +156,6 @@ class Communicator:
         for copy in self._duplicates:
             copy.free()
         self._comm.Free()
-
-
-class Tags(NamedTuple):
-    """The tags of the messages of a collective's chunks."""
-
-    prefix: int
-    first: int  # number of its first chunk among all of the communicator
-
-    def of(self, index: int) -> int:
-        """Return the tag of a chunk. No two chunks in flight have the same one."""
-        return self.prefix + (self.first + index) % CHUNK_TAGS
 
 
 class Requests:

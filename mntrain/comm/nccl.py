@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mntrain.comm.device_copy import DeviceCopy, StreamOrderedWork
 from mntrain.comm.mpi import Communicator
+from mntrain.comm.staging import DeviceCopy, StreamOrderedWork
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.kernels import Kernels
 from zero.layout import split
@@ -40,7 +40,7 @@ class NodeFirstCollectives:
 
     `group` is torch's process group of the node's devices; of its methods, `rank`, `size` and
     `alltoall` of lists of tensors are used. `cross` are the collectives of the ranks with this
-    local rank, ordered by node. The verbs take flat contiguous tensors of any dtype, in place.
+    local rank, ordered by node. Tensors are flat and contiguous, of any dtype; in place.
     """
 
     def __init__(
@@ -50,37 +50,33 @@ class NodeFirstCollectives:
         self._copier, self._kernels = copier, kernels
         self._rank, self._size = group.rank(), group.size()
         self._one_node = cross.size == 1
-        self.verbs = {"all_reduce", "reduce_scatter"} | (
-            {"all_gather"} if self._one_node else set()
-        )
 
-    def all_reduce(self, tensor: Tensor, wire: torch.dtype | None) -> Work:
-        """Sum a tensor over all ranks."""
+    def start(
+        self, verb: str, tensor: Tensor, bounds: Sequence[int], wire: torch.dtype | None
+    ) -> Work | None:
+        """Start a collective, or return None where it goes through host memory.
 
-        def exchange(lane: Tensor) -> Work:
-            return self._cross.all_reduce(lane, wire)
-
-        return self._start(tensor, split(len(tensor), self._size), exchange, gather=True)
-
-    def reduce_scatter(
-        self, tensor: Tensor, bounds: Sequence[int], wire: torch.dtype | None
-    ) -> Work:
-        """Sum this rank's shard over all ranks. The other shards are overwritten.
-
-        Slots are ordered by local rank, then by node: the shards of a lane are contiguous.
+        Of a reduce-scatter, the other ranks' shards are overwritten. Slots are ordered by local
+        rank, then by node: the shards of a lane are contiguous.
         """
         nodes = self._cross.size
-        first = self._rank * nodes
-        shards = [bound - bounds[first] for bound in bounds[first : first + nodes + 1]]
-
-        def exchange(lane: Tensor) -> Work:
-            return self._cross.reduce_scatter(lane, shards, wire)
-
-        return self._start(tensor, bounds[::nodes], exchange, gather=False)
-
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """Collect every rank's shard, on one node."""
-        return self._start(tensor, bounds, None, gather=True)
+        if verb == "all_reduce":
+            lanes = split(len(tensor), self._size)
+            return self._start(
+                tensor, lanes, lambda lane: self._cross.all_reduce(lane, wire), gather=True
+            )
+        if verb == "reduce_scatter":
+            first = self._rank * nodes
+            shards = [bound - bounds[first] for bound in bounds[first : first + nodes + 1]]
+            return self._start(
+                tensor,
+                bounds[::nodes],
+                lambda lane: self._cross.reduce_scatter(lane, shards, wire),
+                gather=False,
+            )
+        if verb == "all_gather" and self._one_node:
+            return self._start(tensor, bounds, None, gather=True)
+        return None
 
     def _start(
         self,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from mntrain.comm.engine import Steps
 from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.pending import Steps
 
 if TYPE_CHECKING:
     from mntrain.comm.mpi import Bytes

@@ -1,4 +1,4 @@
-"""Access to tensors for collectives: host tensors in place, device tensors staged or by MPI itself.
+"""Tensors of a GPU in collectives: staged in pinned host memory, or used by MPI itself.
 
 A staged tensor travels in chunks through slots of pinned host memory that the node's ranks share,
 so that sums within the node are made there as for host tensors. Each chunk is a collective of its
@@ -15,47 +15,173 @@ and an all-gather copies only that shard to the host.
 A CUDA-aware MPI reads and writes device memory. The steps are those of host tensors, and all
 messages are point to point: non-blocking collectives of device memory crash in Open MPI. Sums are
 made on the device, in fp32 or wider, on a side stream. The host does not wait for the device: where
-MPI is to read a computed result, or to overwrite memory that a kernel reads, a step polls an event.
+MPI is to read a computed result, or to overwrite memory that a kernel reads, a step polls an event,
+a point in the work of the device.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mntrain.comm.chunk_plan import Span
-from mntrain.comm.device_copy import DeviceCopy, StreamOrderedWork
-from mntrain.comm.pending import Steps
+from mntrain.comm.engine import Steps
+from mntrain.comm.resources import TensorAccess
 from mntrain.comm.shared_memory import DEPTH, NodeSharedMemory
-from zero.collectives import CompletedWork, Work
+from zero.collectives import Work
+from zero.kernels import Kernels
 from zero.layout import split
 
 SLOT_BYTES = 4 << 20  # large enough for a copy at full speed, small enough to overlap
+Copies = Iterable[tuple[Tensor, Tensor]]  # (target, source)
 
 
-class TensorAccess:
-    """A tensor as one collective accesses it, on the communication thread: a host tensor, in place.
+class DeviceCopy:
+    """Asynchronous copies of a GPU, with a stream for each direction and one for computation.
 
-    `host` is the memory that the collective works on, valid after `begin`.
+    caller's stream    backward | e0            | ...
+    copy to host                  wait e0, copy | e1
+    side stream                                   wait e1, add | e2
+    copy to device                                               wait e2, copy
+
+    One thread at a time uses it. `warning` is the reason why copies are slower than they could be.
     """
 
-    reachable = True  # whether the node's other ranks may access `host` if it is shared memory
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.warning = ""
+        self._to_host, self._to_device, self._side = (torch.cuda.Stream(device) for _ in range(3))
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.host = tensor
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True if a tensor lies on the device."""
+        return tensor.device == self._device
 
-    def begin(self) -> None:
-        """Start to copy the content to `host`, in the order of the collectives. Does not wait."""
+    def record_event(self) -> torch.cuda.Event:
+        """Return the point that the caller's current stream reaches next."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
-    def here(self) -> bool:
-        """Return True when `host` holds the content."""
-        return True
+    def record_time(self) -> torch.cuda.Event:
+        """Return the point that the caller's current stream reaches next, with its time."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-    def give_back(self) -> Work:
-        """Start to copy the result back. The caller's thread waits for the returned work."""
-        return CompletedWork()
+    def wait_on_stream(self, event: torch.cuda.Event) -> None:
+        """Make later work on the caller's current stream wait; the host does not wait."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which the stream for computation is the current one."""
+        return torch.cuda.stream(self._side)
+
+    def record_stream(self, tensor: Tensor) -> None:
+        """Keep the tensor's memory from reuse until the current stream has finished with it."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    def pin(self, memory: Tensor) -> Callable[[], object]:
+        """Page-lock host memory, as the function `pin` does, and return what unlocks it.
+
+        If the driver refuses, copies still work, but are slower, and `warning` says so.
+        """
+        unpin, self.warning = pin(memory, self._device)
+
+        def unpin_when_idle() -> None:
+            self._to_host.synchronize()
+            self._to_device.synchronize()
+            unpin()
+
+        return unpin_when_idle
+
+    def copy_to_host(self, copies: Copies, *after: torch.cuda.Event) -> torch.cuda.Event:
+        """Start to copy tensors of the device to the host, after events; return the end."""
+        return self._copy(self._to_host, copies, after)
+
+    def copy_to_device(self, copies: Copies) -> torch.cuda.Event:
+        """Start to copy host memory to tensors of the device; return the end."""
+        return self._copy(self._to_device, copies, ())
+
+    def _copy(
+        self, stream: torch.cuda.Stream, copies: Copies, after: Iterable[torch.cuda.Event]
+    ) -> torch.cuda.Event:
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+                on_device = target if target.is_cuda else source
+                on_device.record_stream(stream)
+            return self.record_event()
+
+
+def pin(memory: Tensor, device: torch.device) -> tuple[Callable[[], object], str]:
+    """Page-lock host memory in place, for a GPU. Local.
+
+    Return the function that unlocks it and keeps the memory alive until then, and the reason if
+    the driver refuses. torch's own pinned memory is not used: it comes in powers of two and is
+    never given back.
+    """
+    runtime: Any = torch.cuda.cudart()
+    nbytes = memory.numel() * memory.element_size()
+    with torch.cuda.device(device):
+        refused = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        if not refused:
+            return lambda: runtime.cudaHostUnregister(memory.data_ptr()), ""
+        with suppress(RuntimeError):  # clear the error, which the next launch would report
+            torch.ones(1, device=device)
+    return lambda: None, f"the driver does not pin {nbytes} bytes of host memory (error {refused})"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPU of a rank, with its copies and kernels."""
+
+    device: torch.device
+    copier: DeviceCopy
+    kernels: Kernels
+    slot_bytes: int = SLOT_BYTES
+
+    def fence(self) -> Steps[None]:
+        """Wait until the work given to the device's current stream so far is done."""
+        yield self.copier.record_event().query
+
+    def run_on_side_stream(self, steps: Steps[None]) -> Steps[None]:
+        """Run each of the steps with the device's side stream as the current one."""
+        while True:
+            with self.copier.side_stream():
+                condition = next(steps, None)
+            if condition is None:
+                return
+            yield condition
+
+
+class StreamOrderedWork:
+    """Work whose result is ordered for the caller's stream, but may not be ready for the host.
+
+    `end` returns the event of its end. Each `wait` calls it, and others may call it before. It
+    waits for the work `before`, if there is one.
+    """
+
+    def __init__(
+        self,
+        copier: DeviceCopy,
+        end: Callable[[], torch.cuda.Event],
+        before: Work | None = None,
+    ) -> None:
+        self._copier, self._end, self._before = copier, end, before
+
+    def done(self) -> bool:
+        """Return whether the device has come to the end. Local."""
+        return (self._before is None or self._before.done()) and bool(self._end().query())
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for the end."""
+        self._copier.wait_on_stream(self._end())
 
 
 class DeviceAccess(TensorAccess):
@@ -63,8 +189,10 @@ class DeviceAccess(TensorAccess):
 
     reachable = False
 
-    def __init__(self, tensor: Tensor, copier: DeviceCopy, ready: torch.cuda.Event) -> None:
-        super().__init__(tensor)
+    def __init__(
+        self, tensor: Tensor, bounds: tuple[int, ...], copier: DeviceCopy, ready: torch.cuda.Event
+    ) -> None:
+        super().__init__(tensor, bounds)
         self._copier, self._ready = copier, ready
 
     def here(self) -> bool:
@@ -76,21 +204,6 @@ class DeviceAccess(TensorAccess):
         with self._copier.side_stream():
             end = self._copier.record_event()
         return StreamOrderedWork(self._copier, lambda: end)
-
-
-def fence(copier: DeviceCopy) -> Steps[None]:
-    """Wait until the work given to the device's current stream so far is done."""
-    yield copier.record_event().query
-
-
-def run_on_side_stream(copier: DeviceCopy, steps: Steps[None]) -> Steps[None]:
-    """Run each of the steps with the device's side stream as the current one."""
-    while True:
-        with copier.side_stream():
-            condition = next(steps, None)
-        if condition is None:
-            return
-        yield condition
 
 
 def chunks(
@@ -121,15 +234,11 @@ class Staging:
     ) -> None:
         self.copier, self.slot_bytes = copier, slot_bytes
         self._memory = memory.allocate(DEPTH * slot_bytes)
+        self.nbytes = len(self._memory)
         # By slot: the events after which it is free.
         self.free_after: list[list[torch.cuda.Event]] = [[] for _ in range(DEPTH)]
         self._count = 0
         weakref.finalize(self, copier.pin(self._memory))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return len(self._memory)
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         """Return the next slot, as a tensor of `numel` elements, and its index."""

@@ -5,7 +5,7 @@ import hashlib
 import sys
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -27,18 +27,20 @@ INTERNAL = tuple(
     )
 )
 
+Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+
 
 class Signature(NamedTuple):
     """The properties of a call that all ranks must share. `label` says what it is for: a bucket."""
 
-    verb: str
+    verb: str  # a `Verb`, or words for a call that takes no tensor
     label: str = ""
     dtype: torch.dtype | None = None
-    bounds: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()  # of the shards; of the tensor if the verb has no shards
     root: int = 0
-    wire: torch.dtype | None = None
+    wire: torch.dtype | None = None  # None: the tensor's own
     choice: AlgorithmChoice | None = None
-    small: bool = False  # whether every rank gathers the tensors of all ranks
+    small: bool = False  # whether every rank may gather the tensors of all ranks
 
     def __str__(self) -> str:
         """Return the call in words: "bucket 3: all_reduce of 1024 float32"."""

@@ -24,10 +24,10 @@ import torch
 
 from mntrain.comm import mpi, nccl
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.buffers import as_bytes
-from mntrain.comm.collectives import Devices, Transport, WorldCollectives
-from mntrain.comm.device_copy import DeviceCopy
+from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.resources import as_bytes
+from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.topology import Topology
 from zero.kernels import Kernels
 
@@ -53,10 +53,7 @@ class TransportError(ValueError):
 def probe_device_memory(
     device: str, command: Sequence[str] = PROBE, timeout_s: float = PROBE_S
 ) -> str:
-    """Return why the MPI of this rank cannot use memory of a device; "" if it can. Local.
-
-    Takes some seconds, for the start of torch and MPI in a child process.
-    """
+    """Return why the MPI of this rank cannot use memory of a device; "" if it can. Local."""
     try:
         child = subprocess.run(
             [*command, device],
@@ -128,27 +125,25 @@ class TransportContext:
         """Call a function on the communication thread and return its result."""
         return self.progress.call(function).wait()
 
-    def first_reason(self, reason: str) -> str:
-        """Return the first rank's non-empty reason, with the rank, or "". Collective."""
-        reasons = self.run(lambda: self.world.gather_objects(reason))
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
+    def agree(self, reason: str) -> None:
+        """Raise TransportError with the first non-empty reason of a rank. Collective."""
+        for rank, text in enumerate(self.run(lambda: self.world.gather_objects(reason))):
+            if text:
+                raise TransportError(f"rank {rank}: {text}")
 
 
 @dataclass(frozen=True)
 class SelectedTransport:
     """The transport of a world, with a one-line explanation; "" where there is nothing to choose.
 
-    `node_first` is set for nccl. The owner calls `close`.
+    `node_first` is set for nccl. The owner closes `resources`: NCCL's group and the communicators
+    between nodes. Collective.
     """
 
     name: Transport | Literal[""] = ""
     line: str = ""
     node_first: nccl.NodeFirstCollectives | None = None
     resources: ExitStack = field(default_factory=ExitStack)
-
-    def close(self) -> None:
-        """Free NCCL's group and the communicators between nodes. Collective."""
-        self.resources.close()
 
 
 def make_devices(
@@ -166,20 +161,23 @@ def select_transport(requested: str, context: TransportContext) -> SelectedTrans
 
     Raises TransportError, the same on all ranks, if the requested transport cannot work here.
     """
-    if context.devices is None and requested in ("cuda-aware", "nccl"):
+    devices = context.devices
+    if devices is None and requested in ("cuda-aware", "nccl"):
         raise TransportError(
             f"transport {requested}: no rank of this job has a GPU; choose auto or host"
         )
-    if context.devices is None or context.world.size == 1:
+    if devices is None or context.world.size == 1:
         return SelectedTransport()
     if requested == "host":
         return SelectedTransport("host", "host: as requested")
     try:
         if requested == "cuda-aware":
-            _expect_cuda_aware(context, context.devices)
+            # The leaders probe for their nodes, whose ranks have the same MPI.
+            leader = context.topology.local_rank(context.world.rank) == 0
+            context.agree(context.probe(str(devices.device)) if leader else "")
             return SelectedTransport("cuda-aware", "cuda-aware: as requested")
         resources = ExitStack()
-        node_first = _connect_nccl(context, context.devices, resources)
+        node_first = _connect_nccl(context, devices, resources)
     except TransportError as error:
         if requested == "auto":
             return SelectedTransport("host", f"host; not nccl: {error}")
@@ -202,14 +200,6 @@ def why_not_nccl(topology: Topology, gpus: Sequence[str]) -> str:
     return ""
 
 
-def _expect_cuda_aware(context: TransportContext, devices: Devices) -> None:
-    """Raise TransportError on all ranks if MPI cannot use device memory on any. Collective."""
-    # The leaders probe for their nodes, whose ranks have the same MPI.
-    leader = context.topology.local_rank(context.world.rank) == 0
-    if reason := context.first_reason(context.probe(str(devices.device)) if leader else ""):
-        raise TransportError(reason)
-
-
 def _connect_nccl(
     context: TransportContext, devices: Devices, resources: ExitStack
 ) -> nccl.NodeFirstCollectives:
@@ -226,29 +216,32 @@ def _connect_nccl(
         resources.callback(nccl.close, group)
     except Exception as error:  # NCCL and its loader raise various types; all ranks must learn
         reason = str(error) or type(error).__name__
-    if reason := context.first_reason(reason):
+    try:
+        context.agree(reason)
+    except TransportError:
         resources.close()
-        raise TransportError(reason)
+        raise
+    local = topology.local_rank(rank)
 
-    def split() -> tuple[mpi.Communicator, mpi.Communicator]:
-        cross = world.split(topology.local_rank(rank), topology.node(rank), "cross")
+    def make() -> WorldCollectives:
+        cross, alone = (
+            world.split(local, topology.node(rank), "cross"),
+            world.split(rank, 0, "alone"),
+        )
         cross.traffic = world.traffic
-        return cross, world.split(rank, 0, "alone")
-
-    cross, alone = context.run(split)
-    resources.callback(lambda: context.run(cross.free))
-    resources.callback(lambda: context.run(alone.free))
-    nodes = Topology(tuple((node,) for node in range(len(topology.nodes))))
-    choice, local = AlgorithmChoice("flat"), topology.local_rank(rank)
-    # Ranks of unequal local ranks sum lanes of unequal lengths: their calls are not compared.
-    ranks = [node[local] for node in topology.nodes]
-    stream = context.progress.add_stream(f"the ranks with local rank {local}", ranks)
-    collectives = context.run(
-        lambda: WorldCollectives(
+        for comm in (cross, alone):
+            resources.callback(context.run, comm.free)
+        # Ranks of unequal local ranks sum lanes of unequal lengths: their calls are not compared.
+        stream = context.progress.add_stream(
+            f"the ranks with local rank {local}", [node[local] for node in topology.nodes]
+        )
+        nodes = Topology(tuple((node,) for node in range(len(topology.nodes))))
+        choice = AlgorithmChoice("flat")
+        return WorldCollectives(
             cross, alone, nodes, context.progress, devices, stream=stream, choice=choice
         )
-    )
-    return nccl.NodeFirstCollectives(group, collectives, devices.copier, devices.kernels)
+
+    return nccl.NodeFirstCollectives(group, context.run(make), devices.copier, devices.kernels)
 
 
 if __name__ == "__main__":

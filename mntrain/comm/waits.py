@@ -1,38 +1,88 @@
-"""The time in which a rank waits for others, and its own time without that.
+"""Waits for other ranks: how long a thread sleeps between two tests, and the time that waits take.
 
-On a GPU the host runs ahead of the device, so own time is measured on the device's current stream:
+Own time of a rank is that without waits. On a GPU the host runs ahead of the device, so it is
+measured on the device's current stream:
 
     host      queue batch 1 | wait     | queue batch 2 | wait
     device    compute 1            | wait | compute 2      | wait
 """
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from mntrain.comm.device_copy import DeviceCopy
+    from mntrain.comm.staging import DeviceCopy
+
+# Policies: seconds of polling without sleeps, and the longest sleep after that. Of a caller that
+# waits for one collective only; for one of several, while other ranks may still compute on this
+# core; of the engine's thread, while its own rank computes.
+LATENCY_BOUND = 2e-3, 0.3e-3
+BANDWIDTH_BOUND = 0.0, 1e-3
+BACKGROUND = 0.0, 4e-3
+MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 16e-3
+LONG_SLEEP_S = 10e-3  # at most, in a long wait: sleeps are a thousandth of it
+
+_libc = ctypes.CDLL(None)
 
 
-@dataclass(eq=False)
-class _DeviceWait:
-    """A wait on the device; linked to the next one, so that those before all marks are freed."""
+def pause(seconds: float) -> None:
+    """Sleep and release the GIL; for 0 s, only yield the core to another thread or process.
 
-    start: torch.cuda.Event | None = None  # None: the beginning of the list
-    end: torch.cuda.Event | None = None
-    following: "_DeviceWait | None" = None
+    (time.sleep(0) would take about 100 us, since it sets a timer.)
+    """
+    if seconds:
+        time.sleep(seconds)
+    else:
+        _libc.sched_yield()
+
+
+class Backoff:
+    """The time to sleep before the next test: a fraction of recent intervals and of this wait."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._interval_s = 0.0  # moving average of the time between completions
+
+    def begin(self) -> None:
+        """Start a wait, after a time in which there was nothing to wait for."""
+        self._since = time.perf_counter()
+
+    def reset(self) -> None:
+        """Note a completion."""
+        now = time.perf_counter()
+        self._interval_s += (min(now - self._since, MAX_INTERVAL_S) - self._interval_s) / 4
+        self._since = now
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the last completion."""
+        return time.perf_counter() - self._since
+
+    def delay(self, policy: tuple[float, float] = LATENCY_BOUND) -> float:
+        """Return the seconds to sleep now; 0 while polling is eager."""
+        (eager_s, max_sleep_s), waited_s = policy, self.waited_s
+        if waited_s < eager_s:
+            return 0.0
+        most_s = max(max_sleep_s, min(waited_s / 1000, LONG_SLEEP_S))
+        return min(max(self._interval_s / 4, waited_s / 8, MIN_SLEEP_S), most_s)
 
 
 class Mark(NamedTuple):
-    """A point in the work of this rank: see `Waits.mark`."""
+    """A point in the work of this rank, and on a device a link to the next wait after it.
+
+    Waits are linked marks, so that those before all marks in use are freed.
+    """
 
     own_s: float  # clock of the host without waits
-    at: torch.cuda.Event | None  # the same on the device
-    last: _DeviceWait | None  # before it, on the device
+    at: "torch.cuda.Event | None"  # the same on the device; of a wait, its start
+    end: "torch.cuda.Event | None"  # of a wait
+    following: "list[Mark]"  # at most one
 
 
 class Waits:
@@ -46,7 +96,7 @@ class Waits:
     def __init__(self) -> None:
         self.collectives_s = self.gathers_s = 0.0
         self.copier: DeviceCopy | None = None
-        self._last: _DeviceWait | None = None  # None until the first mark on a device
+        self._following: list[Mark] | None = None  # of the last wait; None until the first mark
         self._thread = threading.local()  # its `waits` is True in a wait
         self._lock = threading.Lock()
 
@@ -70,16 +120,18 @@ class Waits:
                     self.gathers_s += waited_s
                 else:
                     self.collectives_s += waited_s
-                if start is not None and self._last is not None:
-                    self._last.following = _DeviceWait(start, end)
-                    self._last = self._last.following
+                if start is not None and self._following is not None:
+                    wait = Mark(0.0, start, end, [])
+                    self._following.append(wait)
+                    self._following = wait.following
 
     def mark(self) -> Mark:
         """Return this point in the work of the calling thread. Does not wait for the device."""
-        if self.copier is not None and self._last is None:
-            self._last = _DeviceWait()
+        if self.copier is not None and self._following is None:
+            self._following = []
         own_s = time.perf_counter() - self.collectives_s - self.gathers_s
-        return Mark(own_s, self._event(), self._last)
+        following = [] if self._following is None else self._following
+        return Mark(own_s, self._event(), None, following)
 
     def own_s(self, start: Mark, end: Mark) -> float:
         """Return the seconds between two marks without waits for others.
@@ -88,21 +140,23 @@ class Waits:
         """
         if start.at is None or end.at is None:
             return end.own_s - start.own_s
-        total_ms, wait = _elapsed_ms(start.at, end.at), start.last
-        while wait is not None and wait is not end.last:
-            wait = wait.following
-            if wait is not None and wait.start is not None and wait.end is not None:
-                total_ms -= _elapsed_ms(wait.start, wait.end)
+        total_ms, following = _elapsed_ms(start.at, end.at), start.following
+        while following and following is not end.following:
+            wait = following[0]
+            assert wait.at is not None
+            assert wait.end is not None
+            total_ms -= _elapsed_ms(wait.at, wait.end)
+            following = wait.following
         return total_ms / 1e3
 
-    def _event(self) -> torch.cuda.Event | None:
+    def _event(self) -> "torch.cuda.Event | None":
         """Let the device note the time, if anybody has asked for its time."""
-        if self.copier is None or self._last is None:
+        if self.copier is None or self._following is None:
             return None
         return self.copier.record_time()
 
 
-def _elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+def _elapsed_ms(start: "torch.cuda.Event", end: "torch.cuda.Event") -> float:
     """Return the time between two events, which may be of different streams, when both are here."""
     start.synchronize()
     end.synchronize()

@@ -1,12 +1,16 @@
 """The command `doctor`: make a world, run all checks, measure the links, report."""
 
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
 
 from mntrain.checks import all_ranks, host, launcher, storage
 from mntrain.checks.before_mpi import StartError
@@ -15,7 +19,6 @@ from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, measure
 from mntrain.doctor import link_findings
 from mntrain.doctor.doctor_options import DoctorOptions, mb_per_s
-from mntrain.doctor.findings_table import show, to_json
 from mntrain.doctor.link_findings import BETWEEN, WITHIN
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
@@ -23,6 +26,7 @@ from mntrain.run.lock import SILENT_S
 from mntrain.watchdog.start_timer import network_watched
 from mntrain.world import World
 
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _LINKS_S = 2.0  # for all pairs between nodes, and for all within
 _LINK_BYTES = 32 << 20  # of the largest message between nodes: 100 Gbit/s take 3 ms
 # Beginnings of the variables that choose the network.
@@ -37,14 +41,9 @@ def run(options: DoctorOptions) -> int:
     host. If a node does not answer, or after `options.timeout` without progress, the process is
     killed after one sentence on stderr.
     """
-    with network_watched(options.timeout) as moved:
-        return _run(options, moved)
-
-
-def _run(options: DoctorOptions, moved: Callable[[], None]) -> int:
     folder = storage.existing_folder(options.run.dir or Path())
     try:
-        with World() as world:
+        with network_watched(options.timeout) as moved, World() as world:
             moved()
             return _examine(world, options, folder, moved)
     except AgreedError as error:
@@ -165,13 +164,43 @@ def _print(
     hosts: Sequence[str],
     links: Mapping[str, Sequence[LinkSpeed]],
 ) -> None:
-    """Print the report on stdout."""
+    """Print the report on stdout: a table and the verdict, or one JSON object."""
+    status, names = worst(list(findings.values())), list(dict.fromkeys(hosts))
     if options.json:
         slowest = link_findings.slowest_node(links.get(BETWEEN, []))
-        print(to_json(findings, hosts, links, slowest))
-    else:
-        names = list(dict.fromkeys(hosts))
-        ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)}"
-        title = f"{ranks} on {', '.join(names[:8])}" + ", ..." * (len(names) > 8)
-        show(findings, title, stdout())
+        document = {
+            "status": status,
+            "ranks": len(hosts),
+            "hosts": names,
+            "checks": [{"name": name, **asdict(found)} for name, found in findings.items()],
+            "links": {
+                where.replace(" ", "_"): [
+                    {
+                        **asdict(pair),
+                        "mb_per_s": pair.mb_per_s,
+                        "hosts": [hosts[pair.one], hosts[pair.other]],
+                    }
+                    for pair in pairs
+                ]
+                for where, pairs in links.items()
+            },
+            "slowest_node": None if slowest is None else hosts[slowest],
+        }
+        print(json.dumps(document, indent=1), flush=True)
+        return
+    ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)}"
+    title = f"{ranks} on {', '.join(names[:8])}" + ", ..." * (len(names) > 8)
+    table = Table(title=title, title_justify="left", show_lines=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("")
+    table.add_column("finding, and the fix")
+    for name, found in findings.items():
+        text = Text(found.text)
+        if found.fix:
+            text.append(f"\nfix: {found.fix}", style="bold")
+        table.add_row(name, Text(found.status, style=_STYLES[found.status]), text)
+    console = stdout()
+    console.print(table)
+    verdict = {"pass": "fit to train", "warn": "fit to train, with warnings"}
+    console.print(Text(verdict.get(status, "not fit to train"), style=_STYLES[status]))
     sys.stdout.flush()

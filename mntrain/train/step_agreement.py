@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from mntrain.comm.pending import Future
+from mntrain.comm.engine import Future
 from mntrain.errors import TrainingStoppedError
 from mntrain.train.failed_step import FailedStep
 from mntrain.train.job import TrainingJob

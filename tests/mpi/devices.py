@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from mntrain.comm.device_copy import StreamOrderedWork
 from mntrain.comm.nccl import shared_store
+from mntrain.comm.staging import StreamOrderedWork
 from zero.kernels import Kernels
 
 

@@ -6,7 +6,8 @@ from devices import GlooGroup, LateGlooGroup, LateKernels, PromptDevice
 
 import mntrain
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.collectives import Devices, WorldCollectives
+from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.staging import Devices
 from mntrain.comm.transport import TransportContext, TransportError, select_transport
 from zero.kernels import Kernels
 
@@ -72,7 +73,7 @@ class Rig:
 
     def close(self):
         for selected in self.selected:
-            selected.close()
+            selected.resources.close()
         self.on_thread(self.comm.free)
         self.world.close()
         self.device.close()

@@ -25,7 +25,7 @@ from cases import (
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL
 
 import mntrain
-from mntrain.comm import algorithms, mpi, pending, shared_memory
+from mntrain.comm import algorithms, engine, mpi, shared_memory
 from mntrain.comm.algorithms import AlgorithmChoice
 
 pytestmark = pytest.mark.mpi
@@ -290,7 +290,7 @@ def test_ranks_that_wake_their_threads_at_different_times_do_not_block_each_othe
 
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
-    monkeypatch.setattr(pending, "CHUNK_TAGS", 16)
+    monkeypatch.setattr(engine, "CHUNK_TAGS", 16)
     monkeypatch.setattr(mpi, "CHUNK_TAGS", 16)
     for algorithm in FASTER:
         way = ways(algorithm, layout, 64)

@@ -8,8 +8,8 @@ from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
 from mntrain.comm import small_messages
-from mntrain.comm.chunked import small_collective
 from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
+from mntrain.comm.hierarchical import small_collective
 
 pytestmark = pytest.mark.mpi
 
@@ -22,11 +22,11 @@ def gathers(monkeypatch):
     """The verbs that were gathered since, by length."""
     seen = []
 
-    def noted(plan, call, access, context):
-        seen.append(call.bounds[-1])
-        return small_collective(plan, call, access, context)
+    def noted(plan, ticket, access, context):
+        seen.append(access.bounds[-1])
+        return small_collective(plan, ticket, access, context)
 
-    monkeypatch.setattr("mntrain.comm.chunked.small_collective", noted)
+    monkeypatch.setattr("mntrain.comm.hierarchical.small_collective", noted)
     return seen
 
 

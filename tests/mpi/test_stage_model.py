@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 from worlds import RANKS, refusal
 
-from mntrain.comm.chunked import ChunkedCollective
+from mntrain.comm import hierarchical
 from mntrain.train.model_digest import model_digest
 from zero.gradients.unavailable import UnavailableGradient
 
@@ -40,16 +40,17 @@ sharded = pytest.mark.parametrize("stage", [1, 2])
 @pytest.fixture
 def late(monkeypatch):
     """Let parameters arrive long after the step that made them."""
-    all_entered = ChunkedCollective.all_entered
-    due = {}
+    original = hierarchical.chunked_collective
 
-    def all_entered_later(self):
-        now = time.perf_counter()
-        if self._call.verb == "all_gather" and now < due.setdefault(self, now + DELAY):
-            return False
-        return all_entered(self)
+    def later(plan, ticket, access, context):
+        steps = original(plan, ticket, access, context)
+        yield next(steps)
+        all_entered, due = next(steps), time.perf_counter() + DELAY
+        gathers = ticket.signature.verb == "all_gather"
+        yield lambda: not (gathers and time.perf_counter() < due) and all_entered()
+        return (yield from steps)
 
-    monkeypatch.setattr(ChunkedCollective, "all_entered", all_entered_later)
+    monkeypatch.setattr(hierarchical, "chunked_collective", later)
 
 
 # Reading parameters right after a step.

@@ -4,7 +4,7 @@ Each module of this package is one algorithm, and the module's name is the algor
 an algorithm, add a module: configuration and benchmarks find it here. It defines
 
     HOST_ONLY              whether it needs host memory: device tensors are staged there
-    make(topology, rank)   return a `collective_call.Algorithm` for a rank. Local
+    make(topology, rank)   return a `resources.Algorithm` for a rank. Local
 """
 
 import importlib

@@ -3,8 +3,8 @@
 from functools import partial
 
 from mntrain.comm.chunk_plan import HierarchyPlan
-from mntrain.comm.chunked import run_hierarchical
-from mntrain.comm.collective_call import Algorithm
+from mntrain.comm.hierarchical import run_hierarchical
+from mntrain.comm.resources import Algorithm
 from mntrain.comm.topology import Topology
 
 HOST_ONLY = False

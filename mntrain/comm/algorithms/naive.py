@@ -7,11 +7,10 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from mntrain.comm.buffers import as_bytes
-from mntrain.comm.collective_call import Algorithm, CollectiveCall, CommContext
+from mntrain.comm.engine import Steps
 from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.pending import Steps
-from mntrain.comm.staging import TensorAccess
+from mntrain.comm.resources import Algorithm, CommContext, TensorAccess, as_bytes
+from mntrain.comm.ticket import Ticket
 from mntrain.comm.topology import Topology
 from zero.collectives import Work
 from zero.kernels import sum_dtype
@@ -24,12 +23,12 @@ def make(topology: Topology, rank: int) -> Algorithm:
     return run_naive
 
 
-def run_naive(call: CollectiveCall, access: TensorAccess, context: CommContext) -> Steps[Work]:
+def run_naive(ticket: Ticket, access: TensorAccess, context: CommContext) -> Steps[Work]:
     """Run one call: the shortest correct implementation of the four verbs, on host memory."""
     access.begin()
     yield access.here
-    tensor, comm = access.host, context.comm
-    tag = comm.tags(call.ticket.digest, 1).of(0)
+    call, tensor, comm = ticket.signature, access.host, context.comm
+    tag = comm.tag(ticket.digest)
     if call.verb == "broadcast":
         data = as_bytes(tensor)
         if comm.rank != call.root:
@@ -38,7 +37,9 @@ def run_naive(call: CollectiveCall, access: TensorAccess, context: CommContext) 
             yield Requests.of(*(comm.send(peer, data, tag) for peer in _others(comm))).test
     elif call.verb == "all_gather":
         tensors = yield from _gather(comm, tensor, tag)
-        for (low, high), owner in zip(pairwise(call.bounds), context.topology.owners, strict=True):
+        for (low, high), owner in zip(
+            pairwise(access.bounds), context.topology.owners, strict=True
+        ):
             tensor[low:high].copy_(tensors[owner][low:high])
     else:  # a reduce-scatter leaves the sums of all shards on every rank
         dtype = call.wire or tensor.dtype

@@ -16,7 +16,6 @@ import torch
 from launch import mpirun
 from rich.console import Console
 
-from mntrain.bench.advice import advice
 from mntrain.bench.bench_options import (
     ALGORITHMS,
     VERBS,
@@ -34,9 +33,8 @@ from mntrain.bench.candidates import (
     turn_order,
 )
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, minimum_traffic
-from mntrain.bench.results import BenchCase, plot, show
-from mntrain.bench.run import files_problem
-from mntrain.bench.time_plan import TimePlan
+from mntrain.bench.results import BenchCase, advice, plot, show
+from mntrain.bench.run import enough_s, files_problem, time_budget_s
 from mntrain.comm import algorithms
 from mntrain.metrics.registry import short_time
 from zero.collectives import SingleProcessCollectives
@@ -413,32 +411,32 @@ def test_there_is_no_advice_without_evidence():
     assert advice(FACTS, [wrong, skipped, small, other]) == ""
 
 
+ROUNDS_S = [1.0, 10.0, 40.0]  # by size
+
+
 def test_larger_sizes_are_left_out_first_and_keep_their_share_of_the_time():
-    plan = TimePlan({1: 1.0, 2: 10.0, 3: 40.0})
-    assert plan.budget_s(1, left_s=60.0) == pytest.approx(1 + (60 - 51) / 3)
-    assert plan.budget_s(1, left_s=50.0) == pytest.approx(1 + (50 - 11) / 2)
-    assert plan.budget_s(2, left_s=50.0) == pytest.approx(10.0)
-    assert plan.budget_s(3, left_s=39.0) is None
-    assert plan.budget_s(1, left_s=0.5) is None
+    assert time_budget_s(ROUNDS_S, 60.0) == pytest.approx(1 + (60 - 51) / 3)
+    assert time_budget_s(ROUNDS_S, 50.0) == pytest.approx(1 + (50 - 11) / 2)
+    assert time_budget_s(ROUNDS_S[1:], 50.0) == pytest.approx(10.0)
+    assert time_budget_s(ROUNDS_S[2:], 39.0) is None
+    assert time_budget_s(ROUNDS_S, 0.5) is None
 
 
 @pytest.mark.parametrize("spent_s", [0.0, 3.0, 200.0])
 def test_a_limit_that_is_said_to_be_enough_is(spent_s):
-    plan = TimePlan({1: 1.0, 2: 10.0, 3: 40.0})
-    enough_s = plan.enough_s(spent_s, 1e3, given_s=0.0)
-    left_s = enough_s - spent_s
-    for nbytes in plan.round_s:
-        budget_s = plan.budget_s(nbytes, left_s)
-        assert budget_s >= plan.round_s[nbytes]
+    enough = enough_s(sum(ROUNDS_S), spent_s, 1e3, given_s=0.0)
+    left_s = enough - spent_s
+    for number, round_s in enumerate(ROUNDS_S):
+        budget_s = time_budget_s(ROUNDS_S[number:], left_s)
+        assert budget_s >= round_s
         left_s -= budget_s
-    assert enough_s <= 1.25 * (spent_s + 51) + 10
+    assert enough <= 1.25 * (spent_s + 51) + 10
 
 
 def test_a_limit_that_was_not_enough_is_not_proposed_again():
-    plan = TimePlan({1: 1.0, 2: 10.0, 3: 40.0})
-    proposed = plan.enough_s(1.0, 60.0, given_s=60.0)
+    proposed = enough_s(51.0, 1.0, 60.0, given_s=60.0)
     assert 60 < proposed < 100
-    assert plan.enough_s(1.0, 95.0, given_s=proposed) > 1.25 * (95 + 40)
+    assert enough_s(51.0, 1.0, 95.0, given_s=proposed) > 1.25 * (95 + 40)
 
 
 def test_times_have_three_digits():

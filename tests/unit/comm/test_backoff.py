@@ -2,14 +2,14 @@
 
 import pytest
 
-from mntrain.comm import backoff
-from mntrain.comm.backoff import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
+from mntrain.comm import waits
+from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(backoff.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(waits.time, "perf_counter", lambda: now[0])
     return now
 
 

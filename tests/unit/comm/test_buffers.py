@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from mntrain.comm.buffers import MAX_VIEWS, MIN_BYTES, BufferPool, as_bytes
+from mntrain.comm.resources import MAX_VIEWS, MIN_BYTES, BufferPool, as_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1000, 4097])
 def test_a_buffer_has_the_length_and_dtype_that_was_asked_for(numel, dtype):
-    with BufferPool().lease() as lease:
-        tensor, data = lease.buffer(numel, dtype)[:2]
+    with BufferPool().lease() as take:
+        tensor, data = take(numel, dtype)[:2]
         assert (len(tensor), tensor.dtype, data.nbytes) == (numel, dtype, numel * dtype.itemsize)
         tensor.fill_(1)  # it may be written from end to end
         assert tensor.sum() == numel
@@ -18,8 +18,8 @@ def test_a_buffer_has_the_length_and_dtype_that_was_asked_for(numel, dtype):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1003])
 def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
-    with BufferPool().lease() as lease:
-        rows = lease.rows(3, numel, dtype)
+    with BufferPool().lease() as take:
+        rows = take(numel, dtype, 3)
         for number, tensor in enumerate(rows.tensors):
             assert (len(tensor), tensor.dtype) == (numel, dtype)
             tensor.fill_(number)
@@ -30,14 +30,14 @@ def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_rows_of_a_dtype_that_numpy_lacks_have_no_arrays(dtype):
-    with BufferPool().lease() as lease:
-        rows = lease.rows(2, 5, dtype)
+    with BufferPool().lease() as take:
+        rows = take(5, dtype, 2)
         assert ([tensor.dtype for tensor in rows.tensors], list(rows.arrays)) == ([dtype] * 2, [])
 
 
 def test_buffers_of_one_lease_do_not_overlap():
-    with BufferPool().lease() as lease:
-        a, b = lease.buffer(1000, torch.float32).tensor, lease.buffer(1000, torch.float32).tensor
+    with BufferPool().lease() as take:
+        a, b = take(1000, torch.float32).tensor, take(1000, torch.float32).tensor
         a.fill_(1)
         b.fill_(2)
         assert set(a.tolist()) == {1}
@@ -46,7 +46,7 @@ def test_buffers_of_one_lease_do_not_overlap():
 def test_buffers_of_two_leases_do_not_overlap():
     pool = BufferPool()
     with pool.lease() as one, pool.lease() as other:
-        addresses = {lease.buffer(1000, torch.float32).tensor.data_ptr() for lease in (one, other)}
+        addresses = {take(1000, torch.float32).tensor.data_ptr() for take in (one, other)}
     assert len(addresses) == 2
 
 
@@ -54,8 +54,8 @@ def test_a_returned_buffer_is_leased_again_where_it_fits():
     pool = BufferPool()
 
     def address(numel, dtype):
-        with pool.lease() as lease:
-            return lease.buffer(numel, dtype).tensor.data_ptr()
+        with pool.lease() as take:
+            return take(numel, dtype).tensor.data_ptr()
 
     first = address(3000, torch.float32)
     assert address(2048, torch.float64) == first  # 16 KiB hold both
@@ -65,8 +65,8 @@ def test_a_returned_buffer_is_leased_again_where_it_fits():
 def test_a_buffer_that_had_many_lengths_has_the_next_one_too():
     pool = BufferPool()
     for numel in range(MAX_VIEWS + 2):
-        with pool.lease() as lease:
-            assert len(lease.buffer(numel, torch.uint8).tensor) == numel
+        with pool.lease() as take:
+            assert len(take(numel, torch.uint8).tensor) == numel
 
 
 def test_a_buffer_is_not_leased_again_after_an_error():
@@ -74,22 +74,22 @@ def test_a_buffer_is_not_leased_again_after_an_error():
     addresses = []
 
     def fail():
-        with pool.lease() as lease:
-            addresses.append(lease.buffer(1, torch.float32).tensor.data_ptr())
+        with pool.lease() as take:
+            addresses.append(take(1, torch.float32).tensor.data_ptr())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    with pool.lease() as lease:
-        assert lease.buffer(MIN_BYTES // 8, torch.float64).tensor.data_ptr() not in addresses
+    with pool.lease() as take:
+        assert take(MIN_BYTES // 8, torch.float64).tensor.data_ptr() not in addresses
 
 
 def test_buffers_made_in_inference_mode_can_be_written_outside_of_it():
     pool = BufferPool()
-    with torch.inference_mode(), pool.lease() as lease:
-        lease.buffer(4, torch.float32)
-    with pool.lease() as lease:
-        tensor = lease.buffer(4, torch.float32).tensor
+    with torch.inference_mode(), pool.lease() as take:
+        take(4, torch.float32)
+    with pool.lease() as take:
+        tensor = take(4, torch.float32).tensor
         assert tensor.copy_(torch.ones(4)).tolist() == [1.0] * 4
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mntrain.comm.disagreement import find_disagreement, make_report
-from mntrain.comm.pending import Future, steps_of
-from mntrain.comm.stream import HISTORY, Stream
+from mntrain.comm.engine import HISTORY, Future, Stream, steps_of
 from mntrain.comm.ticket import Signature, Ticket, call_site, digest_of
 
 
@@ -25,8 +24,8 @@ def report(waits_in="", **calls):
     for each in streams:
         if each.history:
             task = Future(steps_of(lambda: None), None)
-            task.ticket, task._test = each.history[-1], lambda: False
-            each.queue.append(task)
+            task.ticket = each.history[-1]
+            each.active.append(task)
     return make_report(streams, waits_in)
 
 
@@ -71,7 +70,7 @@ def test_details_are_given_where_the_words_are_alike():
 
 def test_only_the_latest_calls_are_kept():
     long = report(a=[str(number) for number in range(HISTORY + 5)])
-    assert sorted(long.entries["a"]) == list(range(5, HISTORY + 5))
+    assert [ticket.number for ticket in long.tickets["a"]] == list(range(5, HISTORY + 5))
 
 
 def test_ranks_that_wait_for_each_other_disagree():

@@ -8,10 +8,10 @@ from itertools import cycle
 
 import pytest
 
-from mntrain.comm.backoff import WaitPolicy, pause
 from mntrain.comm.collectives import CollectiveWork
-from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
+from mntrain.comm.waits import pause
 
 WINDOW = 5
 
@@ -24,27 +24,27 @@ def engine():
 
 
 class Steps:
-    """An operation of some chunks that waits at its gates and logs its steps."""
+    """A pipelined collective of some chunks that waits at its gates and logs its steps."""
 
     def __init__(self, log, name, count=1, max_in_flight=WINDOW, *, alone=True, **gates):
-        self.log, self.name, self.count, self.max_in_flight = log, name, count, max_in_flight
-        self.latency_bound = alone
+        self.log, self.name, self.count = log, name, count
         self.gates = gates  # by step: what must be true before it is done
         self.moving = 0
         self.begun = False
+        self.work = Pipelined(self.steps(), max_in_flight, alone)
 
     def passes(self, step):
         return self.gates.get(step, lambda: True)()
 
-    def begin(self):
+    def steps(self):
         self.begun = True
-
-    def enter(self):
-        assert self.begun, "begin was not called"
-        return self.passes("enter") and self.note("enter")
-
-    def all_entered(self):
-        return self.passes("all_entered")
+        yield lambda: self.passes("enter")
+        self.note("enter")
+        yield lambda: self.passes("all_entered")
+        yield self.chunks()
+        self.leave()
+        yield lambda: self.passes("all_left")
+        return self.finish()
 
     def chunks(self):
         for index in range(self.count):
@@ -61,16 +61,12 @@ class Steps:
     def leave(self):
         self.note("leave")
 
-    def all_left(self):
-        return self.passes("all_left")
-
     def finish(self):
         self.note("finish")
         return self.name
 
     def note(self, step, *more):
         self.log.append((self.name, step, *more))
-        return True
 
 
 def until(condition):
@@ -88,14 +84,14 @@ def of(log, step):
 @pytest.mark.parametrize("wakes", [True, False])
 def test_an_operation_goes_through_its_steps_in_order(engine, wakes):
     log = []
-    assert engine.submit(Steps(log, "a", count=2), wake=wakes).wait() == "a"
+    assert engine.submit(Steps(log, "a", count=2).work, wake=wakes).wait() == "a"
     pieces = [("a", "start", 0), ("a", "end", 0), ("a", "start", 1), ("a", "end", 1)]
     assert log == [("a", "enter"), *pieces, ("a", "leave"), ("a", "finish")]
 
 
 def test_it_goes_on_by_itself_while_nobody_waits(engine):
     log, gate = [], threading.Event()
-    future = engine.submit(Steps(log, "a", chunk=gate.is_set))
+    future = engine.submit(Steps(log, "a", chunk=gate.is_set).work)
     until(lambda: of(log, "start"))
     assert not future.done
     gate.set()
@@ -114,9 +110,8 @@ def test_who_waits_for_one_of_several_sleeps_from_the_start(engine, monkeypatch,
         pause(seconds)
 
     monkeypatch.setattr("mntrain.comm.engine.pause", pause_and_note)
-    policy = WaitPolicy(eager_s=60, max_sleep_s=1e-3)
-    monkeypatch.setattr("mntrain.comm.engine.LATENCY_BOUND", policy)
-    future = engine.submit(Steps([], "a", alone=alone, chunk=gate.is_set), wake=wakes)
+    monkeypatch.setattr("mntrain.comm.engine.LATENCY_BOUND", (60, 1e-3))
+    future = engine.submit(Steps([], "a", alone=alone, chunk=gate.is_set).work, wake=wakes)
     later = threading.Timer(0.05, gate.set)
     later.start()
     future.wait()
@@ -126,7 +121,7 @@ def test_who_waits_for_one_of_several_sleeps_from_the_start(engine, monkeypatch,
 
 def test_an_operation_that_wakes_nobody_is_left_until_somebody_waits(engine):
     log = []
-    future = engine.submit(Steps(log, "a"), wake=False)
+    future = engine.submit(Steps(log, "a").work, wake=False)
     time.sleep(0.05)
     assert not log
     assert future.wait() == "a"
@@ -141,7 +136,7 @@ def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engi
 
     gates = dict.fromkeys(("enter", "all_entered", "chunk", "all_left"), after_a_while)
     before = engine.busy_s
-    assert engine.submit(Steps(log, "a", count=2, **gates), wake=False).wait() == "a"
+    assert engine.submit(Steps(log, "a", count=2, **gates).work, wake=False).wait() == "a"
     assert threads == {threading.get_ident()}
     assert engine.busy_s > before
 
@@ -149,15 +144,15 @@ def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engi
 def test_waiting_for_the_last_operation_progresses_those_before_it(engine):
     log = []
     for name in "ab":
-        engine.submit(Steps(log, name), wake=False)
-    assert engine.submit(Steps(log, "c"), wake=False).wait() == "c"
+        engine.submit(Steps(log, name).work, wake=False)
+    assert engine.submit(Steps(log, "c").work, wake=False).wait() == "c"
     assert of(log, "enter") == of(log, "finish") == ["a", "b", "c"]
 
 
 def test_waiting_for_the_first_operation_leaves_the_thread_asleep(engine):
     log, gate = [], threading.Event()
-    first = engine.submit(Steps(log, "a"), wake=False)
-    second = engine.submit(Steps(log, "b", chunk=gate.is_set), wake=False)
+    first = engine.submit(Steps(log, "a").work, wake=False)
+    second = engine.submit(Steps(log, "b", chunk=gate.is_set).work, wake=False)
     assert first.wait() == "a"
     gate.set()
     time.sleep(0.05)
@@ -167,8 +162,10 @@ def test_waiting_for_the_first_operation_leaves_the_thread_asleep(engine):
 
 def test_work_that_is_asked_for_progresses_without_a_wait(engine):
     gate = threading.Event()
-    first = CollectiveWork(engine, [engine.submit(Steps([], "a"), wake=False)])
-    second = CollectiveWork(engine, [engine.submit(Steps([], "b", chunk=gate.is_set), wake=False)])
+    first = CollectiveWork(engine, [engine.submit(Steps([], "a").work, wake=False)])
+    second = CollectiveWork(
+        engine, [engine.submit(Steps([], "b", chunk=gate.is_set).work, wake=False)]
+    )
     assert not first.done()
     until(first.done)
     assert not second.done()
@@ -178,16 +175,16 @@ def test_work_that_is_asked_for_progresses_without_a_wait(engine):
 
 def test_work_that_was_asked_for_once_progresses_after_waits_for_other_work(engine):
     gate, stream = threading.Event(), engine.add_stream("other")
-    behind = engine.submit(Steps([], "a", chunk=gate.is_set), wake=False)
+    behind = engine.submit(Steps([], "a", chunk=gate.is_set).work, wake=False)
     assert not CollectiveWork(engine, [behind]).done()
-    assert engine.submit(Steps([], "b"), wake=False, stream=stream).wait() == "b"
+    assert engine.submit(Steps([], "b").work, wake=False, stream=stream).wait() == "b"
     gate.set()
     until(lambda: behind.done)
 
 
 def test_asking_for_work_raises_the_error_that_has_ended_communication(engine):
     never = threading.Event()
-    work = CollectiveWork(engine, [engine.submit(Steps([], "a", chunk=never.is_set))])
+    work = CollectiveWork(engine, [engine.submit(Steps([], "a", chunk=never.is_set).work)])
     assert not work.done()
     engine.stop(ValueError("rank 3 has failed"))
     with pytest.raises(ValueError, match="rank 3 has failed"):
@@ -196,9 +193,9 @@ def test_asking_for_work_raises_the_error_that_has_ended_communication(engine):
 
 def test_an_operation_that_wakes_nobody_follows_those_in_flight(engine):
     log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", chunk=gate.is_set))
+    engine.submit(Steps(log, "a", chunk=gate.is_set).work)
     until(lambda: of(log, "start"))
-    small = engine.submit(Steps(log, "b"), wake=False)
+    small = engine.submit(Steps(log, "b").work, wake=False)
     later = threading.Timer(0.05, gate.set)
     later.start()
     assert small.wait() == "b"
@@ -209,8 +206,8 @@ def test_an_operation_that_wakes_nobody_follows_those_in_flight(engine):
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(engine, wakes):
     other = ProgressEngine()
-    small = engine.submit(Steps([], "a"), wake=False)
-    other.submit(Steps([], "b", chunk=lambda: small.done), wake=wakes).wait()
+    small = engine.submit(Steps([], "a").work, wake=False)
+    other.submit(Steps([], "b", chunk=lambda: small.done).work, wake=wakes).wait()
     assert small.done
     other.close()
 
@@ -218,9 +215,9 @@ def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(eng
 @pytest.mark.parametrize("how", ["submit", "call"])
 def test_a_later_task_that_wakes_the_thread_progresses_the_queue_in_order(engine, how):
     log = []
-    small = engine.submit(Steps(log, "a"), wake=False)
+    small = engine.submit(Steps(log, "a").work, wake=False)
     if how == "submit":
-        large = engine.submit(Steps(log, "b"))
+        large = engine.submit(Steps(log, "b").work)
     else:
         large = engine.call(lambda: log.append(("b", "enter")) or log.append(("b", "finish")))
     until(lambda: small.done and large.done)
@@ -229,7 +226,7 @@ def test_a_later_task_that_wakes_the_thread_progresses_the_queue_in_order(engine
 
 def test_several_are_under_way_before_the_first_has_ended(engine):
     log, gate = [], threading.Event()
-    futures = [engine.submit(Steps(log, name, chunk=gate.is_set)) for name in "abc"]
+    futures = [engine.submit(Steps(log, name, chunk=gate.is_set).work) for name in "abc"]
     until(lambda: of(log, "start") == ["a", "b", "c"])
     assert of(log, "enter") == ["a", "b", "c"]
     gate.set()
@@ -239,8 +236,8 @@ def test_several_are_under_way_before_the_first_has_ended(engine):
 
 def test_they_leave_in_the_order_in_which_they_entered(engine):
     log, gate = [], threading.Event()
-    first = engine.submit(Steps(log, "a", chunk=gate.is_set))
-    second = engine.submit(Steps(log, "b"))
+    first = engine.submit(Steps(log, "a", chunk=gate.is_set).work)
+    second = engine.submit(Steps(log, "b").work)
     until(lambda: ("b", "end", 0) in log)
     time.sleep(0.01)
     assert of(log, "leave") == []
@@ -252,8 +249,8 @@ def test_they_leave_in_the_order_in_which_they_entered(engine):
 
 def test_none_starts_before_those_ahead_of_it_have_started(engine):
     log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", all_entered=gate.is_set))
-    second = engine.submit(Steps(log, "b"))
+    engine.submit(Steps(log, "a", all_entered=gate.is_set).work)
+    second = engine.submit(Steps(log, "b").work)
     until(lambda: of(log, "enter") == ["a", "b"])  # for others may be waiting for that
     time.sleep(0.01)
     assert of(log, "start") == []
@@ -264,8 +261,8 @@ def test_none_starts_before_those_ahead_of_it_have_started(engine):
 
 def test_none_enters_before_those_ahead_of_it_have_entered(engine):
     log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", enter=gate.is_set))
-    second = engine.submit(Steps(log, "b"))
+    engine.submit(Steps(log, "a", enter=gate.is_set).work)
+    second = engine.submit(Steps(log, "b").work)
     time.sleep(0.01)
     assert log == []
     gate.set()
@@ -275,7 +272,7 @@ def test_none_enters_before_those_ahead_of_it_have_entered(engine):
 
 def test_no_tensor_is_handed_back_before_all_others_have_left(engine):
     log, gate = [], threading.Event()
-    future = engine.submit(Steps(log, "a", all_left=gate.is_set))
+    future = engine.submit(Steps(log, "a", all_left=gate.is_set).work)
     until(lambda: of(log, "leave"))
     time.sleep(0.01)
     assert not future.done
@@ -286,7 +283,7 @@ def test_no_tensor_is_handed_back_before_all_others_have_left(engine):
 def test_so_many_are_entered_and_no_more(engine):
     log, gate = [], threading.Event()
     names = list(range(3 * DEPTH))
-    futures = [engine.submit(Steps(log, name, all_left=gate.is_set)) for name in names]
+    futures = [engine.submit(Steps(log, name, all_left=gate.is_set).work) for name in names]
     until(lambda: len(of(log, "leave")) >= DEPTH)
     time.sleep(0.01)
     assert of(log, "enter") == names[:DEPTH]
@@ -298,7 +295,7 @@ def test_so_many_are_entered_and_no_more(engine):
 def test_so_many_pieces_are_under_way_and_no_more(engine):
     log, gate = [], threading.Event()
     several = [Steps(log, name, count=WINDOW - 2, chunk=gate.is_set) for name in "abc"]
-    futures = [engine.submit(one) for one in several]
+    futures = [engine.submit(one.work) for one in several]
     until(lambda: len(of(log, "start")) >= WINDOW)
     time.sleep(0.01)
     assert [one.moving for one in several] == [WINDOW - 2, 2, 0]
@@ -313,7 +310,7 @@ def test_an_operation_with_a_smaller_window_waits_for_more_of_the_others(engine)
     log, gate = [], threading.Event()
     first = Steps(log, "a", count=4, chunk=gate.is_set)
     second = Steps(log, "b", count=4, max_in_flight=2, chunk=gate.is_set)
-    futures = [engine.submit(one) for one in (first, second)]
+    futures = [engine.submit(one.work) for one in (first, second)]
     until(lambda: len(of(log, "start")) >= 4)
     time.sleep(0.01)
     assert [one.moving for one in (first, second)] == [4, 0]
@@ -329,7 +326,7 @@ def test_others_get_the_core_once_the_first_piece_has_started(engine, monkeypatc
         pause(seconds)
 
     monkeypatch.setattr("mntrain.comm.engine.pause", pause_and_note)
-    future = engine.submit(Steps(log, "a", count=4, chunk=gate.is_set))
+    future = engine.submit(Steps(log, "a", count=4, chunk=gate.is_set).work)
     until(lambda: len(of(log, "start")) == 4)
     gate.set()
     future.wait()
@@ -342,7 +339,7 @@ def test_a_piece_that_waits_does_not_hold_the_next_ones(engine):
     log, gate = [], threading.Event()
     slow = Steps(log, "a", count=2 * WINDOW)
     slow.gates[0] = gate.is_set
-    future = engine.submit(slow)
+    future = engine.submit(slow.work)
     until(lambda: ("a", "end", 2 * WINDOW - 1) in log)
     assert ("a", "end", 0) not in log
     gate.set()
@@ -355,9 +352,9 @@ def test_a_piece_that_waits_does_not_hold_the_next_ones(engine):
 
 def test_a_function_runs_alone_and_in_its_turn(engine):
     log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", chunk=gate.is_set))
+    engine.submit(Steps(log, "a", chunk=gate.is_set).work)
     called = engine.call(lambda: log.append(("f", "call")))
-    after = engine.submit(Steps(log, "b"))
+    after = engine.submit(Steps(log, "b").work)
     until(lambda: of(log, "start") == ["a"])
     time.sleep(0.01)
     assert of(log, "call") == of(log, "enter")[1:] == []
@@ -389,10 +386,10 @@ def alone(log, name, test=lambda: True):
 
 def test_steps_run_alone_and_in_their_turn(engine):
     log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", chunk=gate.is_set))
+    engine.submit(Steps(log, "a", chunk=gate.is_set).work)
     until(lambda: of(log, "start") == ["a"])
     second = engine.submit(alone(log, "b"))
-    third = engine.submit(Steps(log, "c"))
+    third = engine.submit(Steps(log, "c").work)
     time.sleep(0.01)
     assert of(log, "enter") == ["a"]
     gate.set()
@@ -473,7 +470,7 @@ def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal,
         return False
 
     first = engine.submit(
-        Steps([], "a", chunk=test) if chunked else alone([], "a", test), wake=False
+        Steps([], "a", chunk=test).work if chunked else alone([], "a", test), wake=False
     )
     second = engine.submit(alone([], "b"), wake=False)
     with pytest.raises(RuntimeError, match="a worker is killed"):
@@ -489,9 +486,9 @@ def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal,
 def test_a_stream_does_not_wait_for_another_one(engine):
     log, gate = [], threading.Event()
     other = engine.add_stream("other")
-    first = engine.submit(Steps(log, "a", chunk=gate.is_set))
+    first = engine.submit(Steps(log, "a", chunk=gate.is_set).work)
     later = engine.submit(alone(log, "b"))
-    assert engine.submit(Steps(log, "c", count=3), stream=other).wait() == "c"
+    assert engine.submit(Steps(log, "c", count=3).work, stream=other).wait() == "c"
     assert engine.submit(alone(log, "d"), wake=False, stream=other).wait() == "d"
     assert [first.done, later.done] == [False, False]
     gate.set()
@@ -502,8 +499,8 @@ def test_a_stream_does_not_wait_for_another_one(engine):
 def test_a_caller_returns_when_another_one_has_progressed_its_collective(engine):
     gate, own = threading.Event(), threading.Event()
     other = engine.add_stream("other")
-    first = engine.submit(Steps([], "a", chunk=gate.is_set))
-    second = engine.submit(Steps([], "b", chunk=own.is_set), stream=other)
+    first = engine.submit(Steps([], "a", chunk=gate.is_set).work)
+    second = engine.submit(Steps([], "b", chunk=own.is_set).work, stream=other)
     driver = threading.Thread(target=first.wait)
     driver.start()
     until(engine._turn.locked)
@@ -520,8 +517,8 @@ def test_a_caller_returns_when_another_one_has_progressed_its_collective(engine)
 
 def test_an_error_of_a_stream_leaves_others_alone(engine):
     gate, other = threading.Event(), engine.add_stream("other")
-    bad = engine.submit(Steps([], "a", chunk=fail))
-    good = engine.submit(Steps([], "b", chunk=gate.is_set), stream=other)
+    bad = engine.submit(Steps([], "a", chunk=fail).work)
+    good = engine.submit(Steps([], "b", chunk=gate.is_set).work, stream=other)
     with pytest.raises(OSError, match="no way"):
         bad.wait()
     gate.set()
@@ -531,7 +528,7 @@ def test_an_error_of_a_stream_leaves_others_alone(engine):
 def test_close_finishes_all_streams():
     engine = ProgressEngine()
     end, other = time.monotonic() + 0.05, engine.add_stream("other")
-    future = engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end), stream=other)
+    future = engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end).work, stream=other)
     engine.close()
     assert future.done
 
@@ -554,13 +551,13 @@ def test_what_a_watch_finds_ends_all_streams(monkeypatch, wakes):
     engine.watch, other = Found(), engine.add_stream("other")
     done = engine.submit(alone([], "a"))
     assert done.wait() == "a"
-    futures = [engine.submit(Steps([], "b", chunk=lambda: False), wake=wakes)]
+    futures = [engine.submit(Steps([], "b", chunk=lambda: False).work, wake=wakes)]
     futures.append(engine.submit(alone([], "c", lambda: False), wake=wakes, stream=other))
     for future in reversed(futures):
         with pytest.raises(ValueError, match="ranks disagree"):
             future.wait()
     with pytest.raises(ValueError, match="ranks disagree"):
-        engine.submit(Steps([], "d"))
+        engine.submit(Steps([], "d").work)
     assert set(engine.watch.asked) <= {"", "other"}
     assert engine.abandoned
     assert done.wait() == "a"
@@ -572,7 +569,7 @@ def test_a_watch_is_not_asked_while_something_moves(engine, monkeypatch):
     engine.watch = Found()
     end = time.monotonic() + 0.6
     while time.monotonic() < end:
-        engine.submit(Steps([], "a")).wait()
+        engine.submit(Steps([], "a").work).wait()
     time.sleep(0.3)  # idle
     assert engine.watch.asked == []
     engine.watch = None
@@ -588,11 +585,11 @@ def fail():
 @pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("step", ["enter", "all_entered", "chunk", "all_left"])
 def test_an_error_in_any_step_reaches_who_waits(engine, step, wakes):
-    future = engine.submit(Steps([], "a", **{step: fail}), wake=wakes)
+    future = engine.submit(Steps([], "a", **{step: fail}).work, wake=wakes)
     for _ in range(2):
         with pytest.raises(OSError, match="no way"):
             future.wait()
-    assert engine.submit(Steps([], "b"), wake=wakes).wait() == "b"
+    assert engine.submit(Steps([], "b").work, wake=wakes).wait() == "b"
 
 
 @pytest.mark.parametrize("wakes", [True, False])
@@ -601,7 +598,7 @@ def test_an_error_where_nothing_is_asked_reaches_who_waits(engine, step, wakes):
     operation = Steps([], "a")
     setattr(operation, step, fail)
     with pytest.raises(OSError, match="no way"):
-        engine.submit(operation, wake=wakes).wait()
+        engine.submit(operation.work, wake=wakes).wait()
 
 
 def test_an_error_reaches_who_waits_for_those_behind_too(engine):
@@ -610,8 +607,8 @@ def test_an_error_reaches_who_waits_for_those_behind_too(engine):
     def fail_later():
         return gate.is_set() and fail()
 
-    futures = [engine.submit(Steps(log, "a", chunk=fail_later))]
-    futures += [engine.submit(Steps(log, name, all_left=lambda: False)) for name in "bc"]
+    futures = [engine.submit(Steps(log, "a", chunk=fail_later).work)]
+    futures += [engine.submit(Steps(log, name, all_left=lambda: False).work) for name in "bc"]
     until(lambda: of(log, "start") == ["a", "b", "c"])
     gate.set()
     for future in futures:
@@ -636,12 +633,12 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
         ask = staticmethod(fail)
 
     with pytest.raises(OSError, match="no way"):
-        engine.submit(Failing([], "a"), wake=False).wait()
+        engine.submit(Failing([], "a").work, wake=False).wait()
     assert returned == [0]
     returned.clear()
     gate = threading.Event()
-    engine.submit(Borrowing([], "a", count=3))
-    last = engine.submit(Steps([], "b", chunk=lambda: gate.is_set() and fail()))
+    engine.submit(Borrowing([], "a", count=3).work)
+    last = engine.submit(Steps([], "b", chunk=lambda: gate.is_set() and fail()).work)
     gate.set()
     with pytest.raises(OSError, match="no way"):
         last.wait()
@@ -653,7 +650,7 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
 
 def test_several_threads_wait_at_a_time():
     engine, log, gate = ProgressEngine(), [], threading.Event()
-    futures = [engine.submit(Steps(log, name, chunk=gate.is_set)) for name in range(20)]
+    futures = [engine.submit(Steps(log, name, chunk=gate.is_set).work) for name in range(20)]
     results = {}
 
     def wait(name):
@@ -682,7 +679,7 @@ def test_only_one_thread_at_a_time_moves_them():
 
     def work(name):
         for _ in range(100):
-            engine.submit(Steps([], name, enter=alone, chunk=alone, all_left=alone)).wait()
+            engine.submit(Steps([], name, enter=alone, chunk=alone, all_left=alone).work).wait()
 
     threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
     for thread in threads:
@@ -696,8 +693,8 @@ def test_only_one_thread_at_a_time_moves_them():
 
 def test_what_is_left_when_a_caller_has_what_it_waited_for_goes_on(engine):
     log, gate = [], threading.Event()
-    first = engine.submit(Steps(log, "a"))
-    second = engine.submit(Steps(log, "b", chunk=gate.is_set))
+    first = engine.submit(Steps(log, "a").work)
+    second = engine.submit(Steps(log, "b", chunk=gate.is_set).work)
     first.wait()
     gate.set()
     until(lambda: second.done)
@@ -709,7 +706,7 @@ def test_busy_seconds_are_those_with_something_under_way(engine):
     assert engine.busy_s < 0.05
     end = time.monotonic() + 0.1
     before = engine.busy_s
-    engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end)).wait()
+    engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end).work).wait()
     until(lambda: engine.busy_s - before > 0.09)
     assert engine.busy_s - before < 10
 
@@ -722,7 +719,7 @@ def test_close_finishes_what_is_queued_and_ends_the_thread():
     engine, log = ProgressEngine(), []
     end = time.monotonic() + 0.02
     futures = [
-        engine.submit(Steps(log, name, count=3, chunk=lambda: time.monotonic() > end))
+        engine.submit(Steps(log, name, count=3, chunk=lambda: time.monotonic() > end).work)
         for name in range(3 * DEPTH)
     ]
     engine.close()
@@ -736,7 +733,7 @@ def test_nothing_is_taken_after_close():
     engine = ProgressEngine()
     engine.close()
     with pytest.raises(RuntimeError, match="this world is closed"):
-        engine.submit(Steps([], "a"))
+        engine.submit(Steps([], "a").work)
     with pytest.raises(RuntimeError, match="this world is closed"):
         engine.call(lambda: None)
 
@@ -744,10 +741,10 @@ def test_nothing_is_taken_after_close():
 def test_abandon_ends_the_thread_and_fails_what_is_pending_and_what_comes_later():
     before = threading.active_count()
     engine = ProgressEngine()
-    done = engine.submit(Steps([], "a"))
+    done = engine.submit(Steps([], "a").work)
     assert done.wait() == "a"
-    pending = [engine.submit(Steps([], "b", chunk=lambda: False))]
-    pending.append(engine.submit(Steps([], "c"), wake=False))
+    pending = [engine.submit(Steps([], "b", chunk=lambda: False).work)]
+    pending.append(engine.submit(Steps([], "c").work, wake=False))
     pending.append(engine.submit(alone([], "e", lambda: False)))
     pending.append(engine.call(lambda: None))
     engine.abandon()
@@ -755,7 +752,7 @@ def test_abandon_ends_the_thread_and_fails_what_is_pending_and_what_comes_later(
     for future in pending:
         with pytest.raises(RuntimeError, match="this world was abandoned"):
             future.wait()
-    for use in (lambda: engine.submit(Steps([], "d")), lambda: engine.call(lambda: None)):
+    for use in (lambda: engine.submit(Steps([], "d").work), lambda: engine.call(lambda: None)):
         with pytest.raises(RuntimeError, match="this world was abandoned"):
             use()
     assert done.wait() == "a"
@@ -765,7 +762,7 @@ def test_abandon_ends_the_thread_and_fails_what_is_pending_and_what_comes_later(
 
 def test_abandon_ends_the_wait_of_another_thread():
     engine, errors = ProgressEngine(), []
-    future = engine.submit(Steps([], "a", chunk=lambda: False))
+    future = engine.submit(Steps([], "a", chunk=lambda: False).work)
 
     def wait():
         try:
@@ -782,7 +779,7 @@ def test_abandon_ends_the_wait_of_another_thread():
 
 
 def test_an_idle_thread_takes_no_time(engine):
-    engine.submit(Steps([], "a")).wait()
+    engine.submit(Steps([], "a").work).wait()
     time.sleep(0.02)
     before = time.process_time()
     time.sleep(0.2)
@@ -793,7 +790,7 @@ def test_tensors_of_collectives_behind_one_that_waits_are_asked_for_meanwhile(en
     log, there = [], threading.Event()
     first = Steps(log, "a", enter=there.is_set)
     second = Steps(log, "b")
-    futures = [engine.submit(first), engine.submit(second)]
+    futures = [engine.submit(first.work), engine.submit(second.work)]
     until(lambda: second.begun)
     assert log == []
     there.set()
@@ -804,6 +801,6 @@ def test_tensors_of_collectives_behind_one_that_waits_are_asked_for_meanwhile(en
 def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):
     threads = []
     engine.prepare(lambda: threads.append(threading.current_thread().name))
-    future = engine.submit(Steps([], "a"))
+    future = engine.submit(Steps([], "a").work)
     until(lambda: future.done)
     assert threads == ["mntrain communication"]

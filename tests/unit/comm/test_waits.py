@@ -126,7 +126,7 @@ def test_waits_before_all_marks_are_forgotten():
     mark = waits.mark()
     with waits.waiting():
         pass
-    first = weakref.ref(mark.last.following)
+    first = weakref.ref(mark.following[0].at)
     with waits.waiting():
         pass
     assert first() is not None

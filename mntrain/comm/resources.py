@@ -1,0 +1,164 @@
+"""The resources of a collective: its tensor, reusable buffers, and the context of all calls."""
+
+import atexit
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mntrain.comm.engine import Pipelined, Steps
+from mntrain.comm.mpi import Communicator
+from mntrain.comm.shared_memory import SharedFlags
+from mntrain.comm.ticket import Ticket
+from mntrain.comm.topology import Topology
+from zero.collectives import CompletedWork, Work
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mntrain.comm.mpi import Bytes
+
+MIN_BYTES = 4 << 10
+MAX_VIEWS = 64  # kept for one buffer: the lengths of a program's chunks are few
+
+
+def as_bytes(tensor: Tensor) -> "Bytes":
+    """Return a view of a flat contiguous tensor, in the form that MPI takes."""
+    assert tensor.dim() == 1
+    assert tensor.is_contiguous()
+    data = tensor.view(torch.uint8)
+    return data if data.is_cuda else data.numpy()
+
+
+class TensorAccess:
+    """A tensor as one collective accesses it, on the communication thread: a host tensor, in place.
+
+    `host` is the memory that the collective works on, valid after `begin`, and `bounds` are those
+    of the shards in it.
+    """
+
+    reachable = True  # whether the node's other ranks may access `host` if it is shared memory
+
+    def __init__(self, tensor: Tensor, bounds: tuple[int, ...]) -> None:
+        self.host, self.bounds = tensor, bounds
+
+    def begin(self) -> None:
+        """Start to copy the content to `host`, in the order of the collectives. Does not wait."""
+
+    def here(self) -> bool:
+        """Return True when `host` holds the content."""
+        return True
+
+    def give_back(self) -> Work:
+        """Start to copy the result back. The caller's thread waits for the returned work."""
+        return CompletedWork()
+
+
+class BufferView(NamedTuple):
+    """A flat tensor, and its memory in the form that MPI takes; for rows, a tensor of each.
+
+    `arrays` are NumPy views of the rows; empty for device memory and for dtypes NumPy lacks.
+    """
+
+    tensor: Tensor
+    bytes: "Bytes"
+    tensors: Sequence[Tensor] = ()
+    arrays: Sequence["NDArray[Any]"] = ()
+
+
+class Buffer:
+    """Memory for elements of any dtype. Keeps its views, since creating one takes some time."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self.nbytes = memory, len(memory)
+        self._views: dict[tuple[int, int, torch.dtype], BufferView] = {}
+
+    def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferView:
+        """Return `count` uninitialized tensors of `numel` elements each, end to end."""
+        view = self._views.get((count, numel, dtype))
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # the caller's: it may be driving a collective
+                tensor = self._memory[: count * numel * dtype.itemsize].view(dtype)
+                tensors = tensor.view(count, numel).unbind()
+            try:
+                arrays = [row.numpy() for row in tensors]
+            except TypeError:  # of a dtype that NumPy lacks, or on a device
+                arrays = []
+            view = BufferView(tensor, as_bytes(tensor), tensors, arrays)
+            self._views[count, numel, dtype] = view
+        return view
+
+
+# Returns an uninitialized flat tensor of (numel, dtype), or with a third argument so many, end to
+# end.
+Take = Callable[..., BufferView]
+
+
+class BufferPool:
+    """Buffers on one device whose sizes are powers of two. One thread at a time uses it."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._free: dict[int, list[Buffer]] = defaultdict(list)
+
+    @contextmanager
+    def lease(self) -> Iterator[Take]:
+        """Yield a `Take`, whose buffers return to the pool together when the `with` block ends.
+
+        After an error they do not: MPI may still write to them.
+        """
+        taken: list[Buffer] = []
+
+        def take(numel: int, dtype: torch.dtype, rows: int = 1) -> BufferView:
+            nbytes = rows * numel * dtype.itemsize
+            size = max(MIN_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+            free = self._free[size]
+            taken.append(free.pop() if free else Buffer(self._allocate(size)))
+            return taken[-1].rows(rows, numel, dtype)
+
+        try:
+            yield take
+        except BaseException:
+            atexit.register(lambda *kept: None, *taken)  # for the life of the process
+            raise
+        for buffer in taken:
+            self._free[buffer.nbytes].append(buffer)
+
+    def _allocate(self, size: int) -> Tensor:
+        with torch.inference_mode(False):
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if memory.is_cuda:  # kernels that used this memory before may still run; MPI does not wait
+            torch.cuda.current_stream(self._device).synchronize()
+        return memory
+
+
+def no_fence() -> Steps[None]:
+    """Return at once: what the host has computed is in memory."""
+    yield from ()
+
+
+@dataclass(frozen=True)
+class CommContext:
+    """Resources of a world's collectives for one kind of memory. One thread at a time uses it."""
+
+    comm: Communicator
+    topology: Topology
+    flags: SharedFlags  # of this node
+    buffers: BufferPool
+    add: Callable[[Sequence[Tensor], Tensor], None]
+    """Leave the sum of addends, in their order, in a tensor; see `zero.kernels.Kernels.add`."""
+    fence: Callable[[], Steps[None]] = no_fence
+    """Wait until everything computed so far is in memory, so that MPI may send it."""
+    run: Callable[[Steps[None]], Steps[None]] = lambda steps: steps
+    """Run a chunk's steps where this memory's work is queued, for example on a side stream."""
+
+
+# One call by an algorithm, on this rank. All-reduce and reduce-scatter must sum in one order,
+# wherever in a tensor an element lies, so that all ranks and both verbs get the same bits.
+Algorithm = Callable[[Ticket, TensorAccess, CommContext], Pipelined | Steps[Work]]
