@@ -27,16 +27,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Ticket, digest_of, text_of
 from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, Waits, pause
-
-if TYPE_CHECKING:
-    from mntrain.comm.disagreement import DisagreementWatch
 
 T = TypeVar("T")
 Test = Callable[[], bool]
@@ -331,7 +328,7 @@ class ProgressEngine:
     def __init__(self) -> None:
         self.main = Stream("the world")
         self.streams = [self.main]
-        self.watch: DisagreementWatch | None = None
+        self.watch: Any = None  # a `disagreement.DisagreementWatch`
         self.waits = Waits()  # of callers
         self.error: Exception | None = None  # by which `stop` ended all communication
         self._backoff = Backoff()

@@ -12,12 +12,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-
-    from mntrain.comm.staging import DeviceCopy
 
 # Policies: seconds of polling without sleeps, and the longest sleep after that. Of a caller that
 # waits for one collective only; for one of several, while other ranks may still compute on this
@@ -89,13 +87,13 @@ class Waits:
     """The waits of the threads of this rank for other ranks. Local.
 
     `collectives_s` and `gathers_s` are the host's seconds so far, for tensors and for small
-    objects. `copier` is that of the rank's GPU; None on CPUs. Threads that wait at the same time
-    count by themselves.
+    objects. `copier` is the `staging.DeviceCopy` of the rank's GPU; None on CPUs. Threads that wait
+    at the same time count by themselves.
     """
 
     def __init__(self) -> None:
         self.collectives_s = self.gathers_s = 0.0
-        self.copier: DeviceCopy | None = None
+        self.copier: Any = None
         self._following: list[Mark] | None = None  # of the last wait; None until the first mark
         self._thread = threading.local()  # its `waits` is True in a wait
         self._lock = threading.Lock()
@@ -153,7 +151,8 @@ class Waits:
         """Let the device note the time, if anybody has asked for its time."""
         if self.copier is None or self._following is None:
             return None
-        return self.copier.record_time()
+        event: torch.cuda.Event = self.copier.record_time()
+        return event
 
 
 def _elapsed_ms(start: "torch.cuda.Event", end: "torch.cuda.Event") -> float:

@@ -287,7 +287,7 @@ def test_closing_a_transport_shuts_its_group_down(rig):
         return groups[-1]
 
     one.select("nccl", connect=connect)
-    one.selected.pop().close()
+    one.selected.pop().resources.close()
     assert [group.closed for group in groups] == [True]
 
 
