@@ -24,7 +24,6 @@ from mntrain.data.loader import ShardedLoader, ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import BatchNorms
-from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.loader_comparison import compare_loaders, length_of_divided
 from mntrain.run.means import weighted_mean
@@ -32,6 +31,7 @@ from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.ordered import gather_in_order
 from mntrain.run.other_trainers import CheckpointGuards, lone_accelerator
 from mntrain.run.own_loop import OwnLoop
+from mntrain.run.saving import Checkpoints
 from mntrain.run.torch_metrics import gather_states, warn_of_local_metrics
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook

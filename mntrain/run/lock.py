@@ -30,6 +30,7 @@ from typing import BinaryIO
 from mntrain.comm.forked import call_in_child
 from mntrain.recorder.events import boot_id, pid_namespace, process_start
 
+FILE = ".lock"
 BEAT_S = 5.0  # between two numbers of the holder
 SILENT_S = 30.0  # without a new number, until a holder on another host counts as dead
 CLAIM_S = 60.0  # for a process to become the holder, which takes SILENT_S at most
@@ -72,7 +73,7 @@ class RunLock:
     def __init__(
         self, run_dir: Path, on_lost: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
-        path, own = run_dir / ".lock", _own_name()
+        path, own = run_dir / FILE, _own_name()
         file = path.open("ab")
         try:
             _lock_file(file, path)

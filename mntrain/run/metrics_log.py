@@ -6,7 +6,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
 from mntrain.run.delayed import DelayedSums
-from mntrain.run.directory import RunDirectory, write_early_end
+from mntrain.run.directory import RunDirectory
 from mntrain.run.means import to_float, weight_problem
 from zero.optimizer import ZeroOptimizer
 
@@ -79,7 +78,7 @@ class MetricsLog:
         self._last: dict[str, float] = {}
         self._start = time.perf_counter()
         self._timer = StepTimer(world.collectives)
-        self._early_end = partial(write_early_end, directory.path)
+        self._early_end = directory.write_early_end
         world.watchdog.at_end.append(self._early_end)
         self._open = True
 

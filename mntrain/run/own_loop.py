@@ -20,12 +20,11 @@ from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, write_whole
 from mntrain.metrics.writers import expect_installed
 from mntrain.ranks import Ranks
-from mntrain.run.checkpointing import SaveInterval
-from mntrain.run.checkpoints import Checkpoints
 from mntrain.run.comparison import compare_config
-from mntrain.run.directory import RunDirectory, start_recording
+from mntrain.run.directory import RunDirectory
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.resources import resources
+from mntrain.run.saving import Checkpoints, SaveInterval
 from mntrain.run.signals import Deadline, StopRequests
 from zero.optimizer import ZeroOptimizer
 
@@ -153,7 +152,7 @@ class OwnLoop:
         if key not in self._directories:
             made = RunDirectory(self._world, Path(run_dir))
             if not self._directories:
-                start_recording(self._world, made.path)
+                made.start_recording()
             self._directories[key] = made
         return self._directories[key]
 

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,17 +13,18 @@ from mntrain import checkpoint, tasks
 from mntrain.checkpoint import FoundCheckpoint, Stateful
 from mntrain.checks.all_ranks import fair_threads
 from mntrain.checks.storage import existing_folder
+from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
+from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.report import Reporter
 from mntrain.metrics.writers import expect_installed
-from mntrain.run.checkpointing import Checkpointing, SaveInterval
-from mntrain.run.directory import start_recording
-from mntrain.run.lock import RunLock
+from mntrain.run.directory import RunDirectory
+from mntrain.run.saving import RunSaver, SaveInterval
 from mntrain.run.signals import Deadline
 from mntrain.sync import LocalSGD
-from mntrain.train import run_directory
+from mntrain.train import resumption
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
 from mntrain.train.evaluation import BestMetric, EarlyStopping
@@ -70,24 +70,21 @@ class TrainingJob:
     def __init__(self, world: World, config: Config) -> None:
         # Only the master's deadline counts, since clocks of nodes may differ.
         self.deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
-        self.run_dir = run_directory.agree_on_path(world, config)
-        self.lock: RunLock | None = None
+        self.directory = RunDirectory(world, config.run.dir)
+        self.run_dir = self.directory.path
         try:
-            self._set_up(world, config, self.run_dir)
+            self._set_up(world, config)
         except AgreedError:
-            if self.lock:
-                self.lock.close()
-            run_directory.discard(world, config, self.run_dir)
+            self.directory.discard()
             raise
 
-    def _set_up(self, world: World, config: Config, run_dir: Path) -> None:
+    def _set_up(self, world: World, config: Config) -> None:
         """Check the input, and make the parts of the job. Collective."""
         with world.agreement():
             if world.master:
                 expect_installed(config.log)
         self.config = config
-        self.lock = run_directory.lock_existing(world, config, run_dir)
-        self.resumed = resumed = run_directory.find_checkpoint(world, config, run_dir)
+        self.resumed = resumed = resumption.find_checkpoint(world, config, self.run_dir)
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         self.last_step = min(config.run.stop_after or config.train.steps, config.train.steps)
         self.precision = PRECISIONS[config.train.precision]
@@ -112,14 +109,22 @@ class TrainingJob:
         # Seeds dropout.
         torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
         self.batches = self.data.batches(self.done, self.last_step)
-        with world.agreement():
-            files = self.task.run_files()
-        self.lock = run_directory.prepare(
-            world, config, run_dir, resumed, self.lock, saves=self.saves, files=files
-        )
-        start_recording(world, run_dir, config.run.recorder)
+        self._begin_run(world, config)
+        self.directory.start_recording(config.run.recorder)
         if resumed:
             checkpoint.restore_randomness(resumed, world)
+
+    def _begin_run(self, world: World, config: Config) -> None:
+        """Begin in the run's directory, or continue in it. Collective."""
+        if self.saves:
+            self.directory.expect_shared()
+        with world.agreement():
+            options = to_toml(resumption.with_absolute_paths(config)).encode()
+            files = {CONFIG_FILE: options, **self.task.run_files()}
+        found = self.resumed
+        continued = found is not None and self.run_dir.resolve() in found.path.resolve().parents
+        step = found.manifest.step if found and continued else 0
+        self.directory.rewind(step, saves=self.saves, files=files)
 
     def _make_model(self, world: World, config: Config) -> None:
         """Make the model, and choose what trains it and how nodes exchange. Collective.
@@ -136,7 +141,7 @@ class TrainingJob:
             if config.train.compile:
                 check_compiler(world.device)
         if self.resumed:
-            run_directory.check_same_run(
+            resumption.check_same_run(
                 world, self.resumed, config, self.data.samples, self.data_facts["values"]
             )
         else:
@@ -204,7 +209,7 @@ class TrainingJob:
             objects=objects,
         )
         interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
-        self.checkpointing = Checkpointing(
+        self.checkpointing = RunSaver(
             world,
             saver,
             interval,
@@ -246,7 +251,7 @@ class TrainingJob:
             self.optimizer,
             world,
             objects={name: value for name, value in objects.items() if name in known},
-            kept_options=[name for name in run_directory.JOB_OPTIONS if name not in scheduled],
+            kept_options=[name for name in resumption.JOB_OPTIONS if name not in scheduled],
         )
 
     def changed_data(self) -> list[str]:

@@ -8,7 +8,7 @@ from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.registry import StepRecord
 from mntrain.train.failed_step import non_finite_stops
 from mntrain.train.job import TrainingJob
-from mntrain.train.run_directory import to_json
+from mntrain.train.resumption import to_json
 from mntrain.train.summary import JobResult
 from mntrain.world import World
 
@@ -25,33 +25,33 @@ class RunSaving:
         with non_finite_stops(self._world, record.step):
             self._job.checkpointing.after_step(self._progress(record), flags)
 
+    def _save_last(self, *, wanted: bool) -> AgreedError | None:
+        """Save the last completed step, if wanted and it is not saved; return why that failed."""
+        last, saver = self._result.last, self._job.checkpointing
+        saver.wait(last.step if last else self._job.done)  # it may be of this step
+        if last is None or not wanted or saver.has(last.step):
+            return None
+        try:
+            with non_finite_stops(self._world, last.step):
+                saver.save_now(self._progress(last))
+        except AgreedError as error:
+            return error
+        return None
+
     def at_end(self) -> None:
         """Save at the end of the job, if wanted or preempted; a failure is the job's result."""
-        result, checkpointing = self._result, self._job.checkpointing
+        result = self._result
         saves = self._job.saves or result.status == "preempted"
-        if result.last is None or result.error or not saves:
-            checkpointing.wait(result.last.step if result.last else self._job.done)
-            return
-        try:
-            with non_finite_stops(self._world, result.last.step):
-                checkpointing.save_now(self._progress(result.last))
-        except AgreedError as error:
-            if result.status == "interrupted":
-                self._job.reporter.warn(str(error))
-            else:
-                result.status = "failed"
-                result.error = TrainingStoppedError(str(error), self._world.rank)
+        error = self._save_last(wanted=saves and not result.error)
+        if error and result.status != "interrupted":
+            result.status = "failed"
+            result.error = TrainingStoppedError(str(error), self._world.rank)
+        elif error:
+            self._job.reporter.warn(str(error))
 
     def last_step(self) -> None:
         """Save the last completed step, if wanted, before an exception ends the job."""
-        last, checkpointing = self._result.last, self._job.checkpointing
-        checkpointing.wait(last.step if last else self._job.done)  # it may be of this step
-        if last is None or not self._job.saves or checkpointing.has(last.step):
-            return
-        try:
-            with non_finite_stops(self._world, last.step):
-                checkpointing.save_now(self._progress(last))
-        except AgreedError as error:
+        if error := self._save_last(wanted=self._job.saves):
             self._job.reporter.warn(str(error))
 
     def _progress(self, record: StepRecord) -> Manifest:

@@ -34,7 +34,7 @@ class _Round(NamedTuple):
     """The flags of a round, on their way."""
 
     flags: Future[list[Mapping[str, float]]]  # by rank
-    saves: int  # `Checkpointing.progress` when they were sent
+    saves: int  # `RunSaver.progress` when they were sent
 
 
 class StepAgreement:

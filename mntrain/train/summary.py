@@ -22,7 +22,7 @@ from mntrain.recorder.recording import FILE_BYTES, recordings
 from mntrain.run.resources import resources
 from mntrain.train.hardware import UNEQUAL, slow_links
 from mntrain.train.job import TrainingJob
-from mntrain.train.run_directory import changed_options
+from mntrain.train.resumption import changed_options
 from mntrain.world import World
 
 _MANY_RANKS = 128  # whose recordings a shared file system may feel

@@ -21,7 +21,6 @@ from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer
-from mntrain.run.directory import write_early_end
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
 from mntrain.train.evaluation import merge_sets
@@ -75,7 +74,7 @@ class Trainer:
         self._reporter = job.reporter
         on_signal = world.recorder.signal_arrived
         self._signals = SignalRequests(world.watchdog, config.run.grace, "--run.grace", on_signal)
-        self._early_end = partial(write_early_end, job.run_dir)
+        self._early_end = job.directory.write_early_end
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = StepMeans(world.rank)
         self._counts = PartCounts(job.task, config.task, self._step_group)
@@ -107,7 +106,7 @@ class Trainer:
         start = time.perf_counter()
         result = self._result
         with (
-            self._job.lock or nullcontext(),
+            self._job.directory,
             self._reporter,
             self._signals as signals,
             frozen_garbage(),

@@ -22,7 +22,7 @@ import mntrain
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.cli import parse
 from mntrain.errors import TrainingStoppedError
-from mntrain.run.directory import make_and_lock
+from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train import run_directory
@@ -400,7 +400,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(stopped, options, said
 @pytest.mark.thorough
 def test_nothing_is_read_from_a_run_that_another_job_uses(stopped):
     """The other job may save another checkpoint before this one is refused, or has waited."""
-    with make_and_lock(stopped / "run") if RANK == 0 else nullcontext():
+    with RunLock(stopped / "run", print, print) if RANK == 0 else nullcontext():
         meet()
         said = refusal(train, stopped, "--train.steps", "2")  # which its checkpoint refuses, too
         assert "run is in use by a job" in said

@@ -240,7 +240,7 @@ def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most
 
 @pytest.mark.thorough
 def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mntrain.run.checkpointing._LONG_WAIT_S", 0.0)
+    monkeypatch.setattr("mntrain.run.saving._LONG_WAIT_S", 0.0)
     config = replace(small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1"))
     assert Trainer(world, config).fit() == 0
     warned = capsys.readouterr().err.count("since the checkpoint before was still being written")

@@ -2,10 +2,14 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
-from mntrain.run.directory import make_and_lock, make_new, rewind
+from mntrain.run import directory
+from mntrain.run.directory import RunDirectory, rewind
 
 
 def test_rewinding_removes_what_later_steps_have_left(tmp_path):
@@ -26,26 +30,75 @@ def test_rewinding_an_empty_directory_does_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_names_its_holder_and_ends_with_the_file(tmp_path):
-    make_and_lock(tmp_path).close()
-    with make_and_lock(tmp_path):
+def alone():
+    return SimpleNamespace(
+        rank=0,
+        size=1,
+        master=True,
+        watchdog=None,
+        gather=lambda value: [value],
+        agreement=nullcontext,
+    )
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_lock_names_its_holder_and_ends_with_the_directory(tmp_path):
+    RunDirectory(alone(), tmp_path).close()
+    with RunDirectory(alone(), tmp_path):
         assert ", process " in (tmp_path / ".lock").read_text()
+        with pytest.raises(ValueError, match="is in use by a job"):
+            RunDirectory(alone(), tmp_path)
 
 
-def test_a_new_directory_belongs_to_one_job_alone(tmp_path):
+def test_a_new_directory_belongs_to_one_job_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Noon(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 12, tzinfo=tz)
+
+    monkeypatch.setattr(directory, "datetime", Noon)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "a-2").write_text("a file of somebody's")
+    (tmp_path / "runs" / "20260102-120000-2").write_text("a file of somebody's")
     with ThreadPoolExecutor(8) as jobs:
-        made = list(jobs.map(lambda _: make_new(tmp_path / "runs" / "a"), range(16)))
-    assert {path.name for path in made} == {"a", *(f"a-{n}" for n in range(3, 18))}
-    assert all(path.is_dir() for path in made)
+        made = list(jobs.map(lambda _: RunDirectory(alone()), range(16)))
+    ends = {one.path.name.removeprefix("20260102-120000") for one in made}
+    assert ends == {"", *(f"-{n}" for n in range(3, 18))}
+    for one in made:
+        one.discard()
+    assert names(tmp_path) == ["runs", "runs/20260102-120000-2"]
 
 
-@pytest.mark.parametrize("make", [make_new, make_and_lock])
+def test_a_refused_job_leaves_nothing_but_what_was_there(tmp_path):
+    RunDirectory(alone(), tmp_path / "a" / "b").discard()
+    assert names(tmp_path) == []
+    (tmp_path / "a").mkdir()
+    RunDirectory(alone(), tmp_path / "a").discard()
+    assert names(tmp_path) == ["a", "a/.lock"]
+
+
+def test_a_run_is_started_over_only_by_a_job_that_saves_and_without_a_result(tmp_path):
+    with RunDirectory(alone(), tmp_path) as run:
+        run.rewind(0, saves=False, files={"config.toml": b"", "hf/more": b"x"})
+        assert (tmp_path / "hf" / "more").read_bytes() == b"x"
+        run.rewind(0)
+        with pytest.raises(ValueError, match="holds a run already: give another run directory"):
+            run.rewind(0, saves=False)
+        run.write_early_end("crashed", "")
+        run.rewind(0)
+        (tmp_path / "summary.json").write_text('{"status": "completed"}')
+        with pytest.raises(ValueError, match="holds a run already"):
+            run.rewind(0)
+        run.rewind(2)
+        assert not (tmp_path / "summary.json").exists()
+
+
 @pytest.mark.parametrize("link", ["runs", "runs/a"])
-def test_a_link_that_leads_nowhere_is_named(make, link, tmp_path):
-    if make is make_new and link == "runs/a":
-        pytest.skip("another name is free")
+def test_a_link_that_leads_nowhere_is_named(link, tmp_path):
     (tmp_path / link).parent.mkdir(exist_ok=True)
     (tmp_path / link).symlink_to(tmp_path / "unmounted")
     with pytest.raises(
@@ -53,10 +106,10 @@ def test_a_link_that_leads_nowhere_is_named(make, link, tmp_path):
         match=rf"runs.a \({tmp_path}/{link} is a link to {tmp_path}/unmounted, which does not "
         r"exist\): give a folder in which they can",
     ):
-        make(tmp_path / "runs" / "a")
+        RunDirectory(alone(), tmp_path / "runs" / "a")
 
 
 def test_a_file_in_the_place_of_a_directory_is_named(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(ValueError, match=rf"\({tmp_path}/runs is a file\): give a folder"):
-        make_and_lock(tmp_path / "runs" / "a")
+        RunDirectory(alone(), tmp_path / "runs" / "a")

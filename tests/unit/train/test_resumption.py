@@ -1,7 +1,5 @@
 """Whether a checkpoint is of the run that a job continues."""
 
-import tomllib
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.cli import parse
+from mntrain.cli import parse, to_toml
 from mntrain.config import Config
 from mntrain.errors import AgreedError
-from mntrain.train.run_directory import changed_options, check_same_run, prepare, to_json
+from mntrain.train.resumption import (
+    changed_options,
+    check_same_run,
+    to_json,
+    with_absolute_paths,
+)
 
 WORLD = SimpleNamespace(rank=0)
 
@@ -54,24 +57,16 @@ def test_a_configuration_without_sections_is_refused_by_name(config, missing):
     assert f"its configuration has no {missing}; give another --run.dir" in str(error.value)
 
 
-def test_the_saved_configuration_finds_its_data_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    world = SimpleNamespace(rank=0, master=True, watchdog=None, agreement=nullcontext)
-    given = replace(Config(), data=replace(Config().data, path=Path("corpus")))
-    prepare(world, given, tmp_path / "run", None, saves=False).close()
-    saved = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert saved["data"]["path"] == str(tmp_path / "corpus")
-
-
 @pytest.mark.parametrize("given", [Path("a"), {"news": Path("a"), "code": Path("/b")}, None])
-def test_the_saved_configuration_finds_its_validation_data_too(tmp_path, monkeypatch, given):
+def test_the_saved_configuration_finds_its_data_from_any_folder(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
-    world = SimpleNamespace(rank=0, master=True, watchdog=None, agreement=nullcontext)
-    config = replace(Config(), data=replace(Config().data, valid_path=given))
-    prepare(world, config, tmp_path / "run", None, saves=False).close()
-    saved = parse(["--config", str(tmp_path / "run" / "config.toml")]).data.valid_path
-    absolute = tmp_path / "a"
-    assert saved == (given and (absolute if given == Path("a") else given | {"news": absolute}))
+    data = replace(Config().data, path=Path("corpus"), valid_path=given)
+    path, absolute = tmp_path / "config.toml", tmp_path / "a"
+    path.write_text(to_toml(with_absolute_paths(replace(Config(), data=data))))
+    saved = parse(["--config", str(path)]).data
+    assert saved.path == tmp_path / "corpus"
+    expected = absolute if given == Path("a") else given and given | {"news": absolute}
+    assert saved.valid_path == expected
 
 
 def test_validation_data_that_were_changed_are_named():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mntrain.config import CheckpointConfig
-from mntrain.run.checkpointing import SaveInterval
+from mntrain.run.saving import SaveInterval
 
 
 @pytest.fixture

@@ -1,0 +1,400 @@
+"""Saves of a run: when its checkpoints are due, reports about them, and those of own loops."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+
+from mntrain import checkpoint
+from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
+from mntrain.checkpoint.objects import Stateful
+from mntrain.checkpoint.reader import checkpoint_name
+from mntrain.equal_values import expect_same
+from mntrain.errors import AgreedError, raised_by_all
+from mntrain.ranks import Ranks
+from mntrain.run.delayed import DelayedSums
+from mntrain.run.directory import RunDirectory
+from zero.optimizer import ZeroOptimizer
+
+_LONG_WAIT_S = 1.0
+RETRY_S = 60.0  # from a save that failed, and from the warning of it, to the next
+
+
+class SaveInterval:
+    """The interval between saves: a number of steps, minutes such as "10min", or "auto".
+
+    "0" is none. `mtbf_hours`: mean hours between failures of such a job, for "auto".
+    """
+
+    def __init__(self, every: str, mtbf_hours: float = 24.0) -> None:
+        self._steps = int(every) if every.isdecimal() else 0
+        self._seconds = 60 * float(every.removesuffix("min")) if every.endswith("min") else None
+        self._auto = every == "auto"
+        if self._auto:
+            self._seconds = 0.0  # until the first save has shown its cost
+        self._mtbf_s = 3600 * mtbf_hours
+        self._last_save = time.monotonic()
+        self._retry_at: float | None = None  # after a save that failed
+
+    @property
+    def wanted(self) -> bool:
+        """True if the run is to be saved at intervals at all."""
+        return self._steps > 0 or self._seconds is not None
+
+    @property
+    def by_clock(self) -> bool:
+        """True if the clock decides when the run is to be saved. The same on all ranks."""
+        return self._seconds is not None or self._retry_at is not None
+
+    def due_after(self, step: int) -> bool:
+        """Return True if the run is to be saved after this step. The same on all ranks."""
+        return self._steps > 0 and step % self._steps == 0
+
+    def due_now(self) -> bool:
+        """Return True if it is time to save, on the clock of this process."""
+        now = time.monotonic()
+        if self._retry_at is not None and now >= self._retry_at:
+            return True
+        return self._seconds is not None and now - self._last_save >= self._seconds
+
+    def saved(self, cost_s: float | None) -> None:
+        """Start the next interval. Training waited `cost_s` seconds for this save, if measured.
+
+        The interval "auto" minimizes the time that saves and failures cost: J. W. Young,
+        Communications of the ACM 17 (1974).
+        """
+        self._last_save, self._retry_at = time.monotonic(), None
+        if self._auto and cost_s is not None:
+            self._seconds = math.sqrt(2 * cost_s * self._mtbf_s)
+
+    def failed(self) -> None:
+        """Let the run be saved in a minute, if not before: a save has failed on all ranks."""
+        if self.wanted:
+            self._retry_at = time.monotonic() + RETRY_S
+
+
+class RunSaver:
+    """Saves the run after the steps that are due. Every rank makes the same decisions.
+
+    A save that fails during training is reported by `warn`, at most once a minute, and tried again
+    after a minute at the latest, with the state of then; training continues. `note` takes
+    what else is reported. On the master, `on_checkpoint` gets the path of each complete checkpoint.
+    `scored_by` names the metric of which the lowest score is kept.
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        saver: Saver,
+        interval: SaveInterval,
+        note: Callable[[str], None],
+        warn: Callable[[str], None],
+        *,
+        scored_by: str = "eval_loss",
+        on_checkpoint: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._world, self._saver, self._interval = world, saver, interval
+        self._note, self._warn = note, warn
+        self._scored_by, self._on_checkpoint = scored_by, on_checkpoint
+        self._best_score = math.inf
+        self._warned_of_wait = False
+        self._warned_at = -math.inf  # of a failure
+        self._last: Path | None = None  # the newest that is complete on the disk
+        self._saved = self._failed = 0
+        self.progress = 0  # phases of saves that have begun or ended, the same on all ranks
+        self._waited_s = 0.0  # by training
+        # From the copy until the files are complete on the disk, in seconds.
+        self.longest_s = 0.0
+
+    def continue_from(self, found: FoundCheckpoint) -> None:
+        """Take over what the earlier jobs of the run have measured. Collective."""
+        best_score = self._saver.best_score(found.manifest.step, self._scored_by)
+        self._best_score = math.inf if best_score is None else best_score
+        self.longest_s = found.manifest.wrote_s
+
+    def local_flags(self) -> dict[str, float]:
+        """Return this rank's flags, whose sums over all ranks `after_step` takes. Local.
+
+        save_due: 1 on the master if its clock says that a save is due; save_ready: the progress of
+        the save that is being written.
+        """
+        due = self._world.master and self._interval.due_now()
+        return {"save_due": float(due), "save_ready": float(self._saver.ready())}
+
+    def acts(self, step: int, summed_flags: Mapping[str, float]) -> bool:
+        """Return whether `after_step` communicates, unless an evaluation is the best. Local."""
+        due = bool(summed_flags["save_due"]) or self._interval.due_after(step)
+        return due or self._advances(summed_flags)
+
+    def _advances(self, summed_flags: Mapping[str, float]) -> bool:
+        return self._saver.saving and summed_flags["save_ready"] >= self._world.size
+
+    def after_step(self, progress: Manifest, summed_flags: Mapping[str, float]) -> None:
+        """Begin a save if one is due, and advance the one that is being written. Collective."""
+        if self._advances(summed_flags):
+            self.progress += 1
+            try:
+                self._report(self._saver.advance(), progress.step)
+            except AgreedError as error:
+                self._fail(error)
+        improved = self._improves(progress)  # a checkpoint is due after the best evaluation
+        due = bool(summed_flags["save_due"]) or self._interval.due_after(progress.step)
+        if due or (improved and self._interval.wanted):
+            self._begin(progress)
+
+    def save_now(self, progress: Manifest) -> None:
+        """Save and wait until that is complete. Collective. Raises AgreedError on failure."""
+        self.wait(progress.step)
+        self._improves(progress)
+        self._report(self._saver.save(progress), progress.step)
+        self._interval.saved(None)
+
+    def wait(self, step: int, *, warns: bool = True) -> None:
+        """Wait for the save that is being written, if any. Collective.
+
+        Raises AgreedError if it failed, unless that `warns`.
+        """
+        try:
+            if self._saver.saving:
+                self._report(self._saver.finish(), step)
+        except AgreedError as error:
+            if not warns:
+                raise
+            self._fail(error)
+
+    def has(self, step: int) -> bool:
+        """Return True if the newest complete checkpoint of this job is that of a step. Local."""
+        return self._last is not None and self._last.name == checkpoint_name(step)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entries of summary.json about checkpoints. Local."""
+        return {
+            "checkpoint": str(self._last) if self._last else None,
+            "checkpoints": {
+                "saved": self._saved,
+                "failed": self._failed,
+                "waited_s": self._waited_s,
+                "longest_s": self.longest_s,
+            },
+        }
+
+    def _improves(self, progress: Manifest) -> bool:
+        """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
+        lowest = self._best_score
+        score = progress.eval_loss if self._scored_by == "eval_loss" else progress.score
+        if score is not None:
+            self._best_score = min(score, lowest)
+        return self._best_score < lowest
+
+    def _begin(self, progress: Manifest) -> None:
+        start = time.perf_counter()
+        self.wait(progress.step)
+        copy_start = time.perf_counter()
+        waited = copy_start - start
+        if waited > _LONG_WAIT_S and not self._warned_of_wait:
+            self._warned_of_wait = True
+            self._warn(
+                f"training waited {waited:.1f} s after step {progress.step}, since the checkpoint "
+                "before was still being written: save less often, or to a faster disk"
+            )
+        self._saver.begin(progress)
+        self.progress += 1
+        end = time.perf_counter()
+        self._interval.saved(end - copy_start)
+        self._waited_s += end - start
+
+    def _report(self, saved: Save | None, step: int) -> None:
+        if saved is None:
+            return
+        self._last = saved.path
+        self._saved += 1
+        self.longest_s = max(self.longest_s, saved.seconds)
+        self._note(
+            f"step {step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
+            f"{saved.seconds:.2f} s"
+        )
+        if self._on_checkpoint and self._world.master:
+            self._on_checkpoint(saved.path)
+
+    def _fail(self, error: AgreedError) -> None:
+        self._failed += 1
+        self._interval.failed()
+        now = time.monotonic()
+        if now >= self._warned_at + RETRY_S:
+            self._warned_at = now
+            self._warn(str(error))
+
+
+class Checkpoints:
+    """The checkpoints of a user's own loop. Made by `World.checkpoints`.
+
+        for step in range(checkpoints.restore() + 1, steps + 1):
+            ...
+            checkpoints.save(step)
+
+    At the end of a with block, or in `close`, it waits for the checkpoint that is being written.
+    The methods are collective.
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        directory: RunDirectory,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        *,
+        interval: SaveInterval,
+        keep: int,
+        objects: Mapping[str, Stateful],
+        flush_metrics: Callable[[], None],
+        optimizers: Sequence[ZeroOptimizer] = (),
+    ) -> None:
+        """Check that all can be saved. `flush_metrics` is collective."""
+        self._world, self._directory = world, directory
+        self._model, self._optimizer, self._objects = model, optimizer, objects
+        self._interval, self._flush_metrics = interval, flush_metrics
+        directory.expect_shared()
+        self._saver = Saver(world, model, optimizer, directory.path, keep, objects=objects)
+        with world.agreement():
+            self._saver.check()
+        self._run_saver = RunSaver(
+            world, self._saver, interval, note=lambda text: None, warn=self._warn
+        )
+        self._flags = DelayedSums(world.collectives, optimizers)
+        self._step: int | None = None  # the last that was restored or offered
+        self._restored = 0
+        self._resumed: FoundCheckpoint | None = None
+
+    def restore(self) -> int:
+        """Load the newest sound checkpoint in place, and return its step; 0 if there is none.
+
+        Every loop calls it once, before its first step and after the learning-rate scheduler is
+        made. Restores the model, the optimizer with the options of its parameter groups, the
+        objects, and on the same number of ranks the states of random generators. Removes what
+        later steps have left in the run directory. Raises AgreedError if the checkpoint is of
+        another model or lacks an object, if no checkpoint is sound, or if the directory holds a
+        run that has ended without checkpoints.
+        """
+        self.settle()
+        self._flush_metrics()
+        found = checkpoint.newest(self._world, self._directory.path)
+        step = found.manifest.step if found else 0
+        if found:
+            self._load(found)
+        self._directory.rewind(step)
+        if found:
+            checkpoint.restore_randomness(found, self._world)
+        self._resumed, self._step, self._restored = found, step, step
+        return step
+
+    def save(self, step: int, *, now: bool = False, eval_loss: float | None = None) -> None:
+        """Save if that is due after `step` steps: in the background, while training continues.
+
+        Called after each step, with the number of steps that the model has taken, 1 for the first.
+        With `now`, it saves in any case, and returns when the checkpoint is complete. `eval_loss`
+        is the loss of an evaluation, the same on all ranks: the checkpoint of the lowest is always
+        saved and kept. If a save in the background fails, a warning is printed and training goes
+        on; with `now`, AgreedError is raised, as for a wrong argument.
+        """
+        self._check(step)
+        again, self._step = step == self._step, step
+        if again and eval_loss is not None:
+            raise AgreedError(
+                f"checkpoints.save({step}) was called before: give eval_loss in the first call",
+                self._world.rank,
+            )
+        if eval_loss is not None:
+            expect_same(self._world.gather({"eval_loss": repr(eval_loss)}), self._world.rank)
+            eval_loss = eval_loss if math.isfinite(eval_loss) else None
+        progress = Manifest(step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss)
+        if now:
+            self._save_now(progress)
+        elif not again:
+            self._save_if_due(progress)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, and warn if it failed."""
+        self._flags.take()
+        self._run_saver.wait(self._step or 0)
+        self._saver.settle()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written. Raises AgreedError if it failed."""
+        self._flags.take()
+        self._run_saver.wait(self._step or 0, warns=False)
+        self._saver.settle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        elif raised_by_all(error):
+            self.settle()
+
+    @property
+    def longest_save_s(self) -> float:
+        """The most seconds that a checkpoint has taken from the copy to the disk. Local."""
+        return self._run_saver.longest_s
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entries of summary.json about checkpoints. Local."""
+        resumed = str(self._resumed.path) if self._resumed else None
+        return {"resumed_from": resumed, **self._run_saver.summary()}
+
+    def _check(self, step: int) -> None:
+        """Raise AgreedError for a wrong number of steps, and for a closed optimizer. Local."""
+        problem = ""
+        if self._step is None:
+            problem = "call restore() before: it returns 0 in a new run"
+        elif step <= self._restored:
+            problem = (
+                f"the run began after {self._restored} steps: give the number of steps taken, "
+                f"{self._restored + 1} after the first"
+            )
+        elif step < self._step:
+            problem = f"step {self._step} came before: steps only increase"
+        elif self._optimizer.closed:
+            problem = (
+                "its optimizer was closed, by close() or since another one trains its parameters: "
+                "give that one to world.checkpoints, with a run directory of its own"
+            )
+        if problem:
+            raise AgreedError(f"checkpoints.save({step}): {problem}", self._world.rank)
+
+    def _save_if_due(self, progress: Manifest) -> None:
+        """Begin a save if one is due, and advance the one in progress, by the last call's flags."""
+        flags = self._flags.take() or {"save_due": 0.0, "save_ready": 0.0}
+        due = flags["save_due"]
+        if due or self._interval.due_after(progress.step) or progress.eval_loss is not None:
+            self._flush_metrics()
+        self._run_saver.after_step(progress, flags)
+        if self._interval.by_clock or self._saver.saving:
+            self._flags.start(self._run_saver.local_flags())
+
+    def _save_now(self, progress: Manifest) -> None:
+        """Save, unless the checkpoint of this step is complete or being written."""
+        self.settle()
+        if not self._run_saver.has(progress.step):
+            self._flush_metrics()
+            self._run_saver.save_now(progress)
+
+    def _load(self, found: FoundCheckpoint) -> None:
+        scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
+        if scheduled and not any(hasattr(value, "last_epoch") for value in self._objects.values()):
+            self._warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
+        for path, reason in found.skipped.items():
+            self._warn(f"{path.name} was passed over: {reason}")
+        if unused := sorted(found.manifest.objects.keys() - self._objects.keys()):
+            self._warn(f"{found.path.name} also has the state of {', '.join(unused)}")
+        checkpoint.load(found, self._model, self._optimizer, self._world, objects=self._objects)
+        self._run_saver.continue_from(found)
+
+    def _warn(self, text: str) -> None:
+        if self._world.master:
+            print(f"mntrain: warning: {text}", file=sys.stderr)
