@@ -23,16 +23,20 @@ from mntrain.config_types import takes_options
 from mntrain.data.loader import ShardedLoader, ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
-from mntrain.run.batch_norms import BatchNorms
+from mntrain.run.batch_norms import convert_batch_norms
+from mntrain.run.comparison import compare_loaders, length_of_divided
 from mntrain.run.distributed_optimizer import make_optimizer
-from mntrain.run.loader_comparison import compare_loaders, length_of_divided
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.ordered import gather_in_order
-from mntrain.run.other_trainers import CheckpointGuards, lone_accelerator
+from mntrain.run.other_libraries import (
+    gather_states,
+    guard_torch_checkpoints,
+    lone_accelerator,
+    warn_of_local_metrics,
+)
 from mntrain.run.own_loop import OwnLoop
 from mntrain.run.saving import Checkpoints
-from mntrain.run.torch_metrics import gather_states, warn_of_local_metrics
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook
 from zero.exchange.schedule import SyncSchedule
@@ -61,13 +65,14 @@ class World(Ranks):
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         self._guards = ExitStack()  # of other libraries' functions
-        self._guards.callback(CheckpointGuards(self.rank).close)
+        for guard in guard_torch_checkpoints(self.rank):
+            self._guards.callback(guard.close)
         if self.master and self.size > 1:
             self._guards.callback(warn_of_local_metrics().close)
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
         self._shards = ShardRegistry(world, self._optimizers, compare_loaders, length_of_divided)
-        self._batch_norms = BatchNorms(world, self._optimizers)
+        self._batch_norms = count(1)  # numbers of the calls of `sync_batchnorm`
 
     @cached_property
     def node_collectives(self) -> WorldCollectives:
@@ -153,7 +158,7 @@ class World(Ranks):
         forward and backward passes in training. Evaluation is local. Raises AgreedError on all
         ranks for a model without such layers, or with layers of classes derived from them.
         """
-        return self._batch_norms.convert(model)
+        return convert_batch_norms(self, self._optimizers, model, next(self._batch_norms))
 
     def shard(
         self,

@@ -5,8 +5,8 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 Environment = Mapping[str, str]
 
@@ -16,11 +16,9 @@ _UNLIMITED = 2**32 - 1  # what Flux reports for a job without a limit
 _TIME_UNITS_S = (1, 60, 3600, 86400)  # of a duration such as 2:00:00, from its end
 
 
-@dataclass(frozen=True)
-class Scheduler:
+class Scheduler(NamedTuple):
     """A way to ask one scheduler for the end of a job."""
 
-    variable: str  # set in the environment of its jobs
     command: Callable[[Environment], list[str]]
     # From the command's output, and the time at which it was run: the end of the job in seconds
     # since the epoch; None if it has no limit. Raises LookupError or ValueError for other outputs.
@@ -33,19 +31,20 @@ def allocation_end(environment: Environment) -> float | None:
     A job in a job of another scheduler, such as Flux in Slurm, ends with the first of them. Takes
     up to 10 s for each scheduler that does not answer. Local.
     """
-    ends = [_end(each, environment) for each in SCHEDULERS if each.variable in environment]
+    ends = [_end(variable, environment) for variable in SCHEDULERS if variable in environment]
     return min((end for end in ends if end is not None), default=None)
 
 
-def _end(scheduler: Scheduler, environment: Environment) -> float | None:
-    if scheduler.variable == "SLURM_JOB_ID":
+def _end(variable: str, environment: Environment) -> float | None:
+    command, parse = SCHEDULERS[variable]
+    if variable == "SLURM_JOB_ID":
         known = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
         if known.isdecimal() and float(known) > time.time():  # else of an older allocation
             return float(known)
     try:
         now = time.time()
         output = subprocess.run(
-            scheduler.command(environment),
+            command(environment),
             capture_output=True,
             text=True,
             timeout=_COMMAND_TIMEOUT_S,
@@ -53,7 +52,7 @@ def _end(scheduler: Scheduler, environment: Environment) -> float | None:
             # SLURM_TIME_FORMAT is scontrol's own; "standard" is local time.
             env={**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"},
         ).stdout
-        return scheduler.parse(output, now)
+        return parse(output, now)
     except (OSError, subprocess.SubprocessError, LookupError, ValueError):
         return None  # without the command, or for a job without an end
 
@@ -102,15 +101,14 @@ def _ask_lsf(environment: Environment) -> list[str]:
     return ["bjobs", "-noheader", "-o", "time_left", job]
 
 
-SCHEDULERS = (
-    Scheduler(
-        "SLURM_JOB_ID",
+SCHEDULERS = {  # by the variable that is set in the environment of their jobs
+    "SLURM_JOB_ID": Scheduler(
         lambda environment: ["scontrol", "--oneliner", "show", "job", environment["SLURM_JOB_ID"]],
         parse_slurm,
     ),
-    Scheduler(
-        "PBS_JOBID", lambda environment: ["qstat", "-f", environment["PBS_JOBID"]], parse_pbs
+    "PBS_JOBID": Scheduler(
+        lambda environment: ["qstat", "-f", environment["PBS_JOBID"]], parse_pbs
     ),
-    Scheduler("LSB_JOBID", _ask_lsf, parse_lsf),
-    Scheduler("FLUX_JOB_ID", lambda _: ["flux", "job", "timeleft"], parse_flux),
-)
+    "LSB_JOBID": Scheduler(_ask_lsf, parse_lsf),
+    "FLUX_JOB_ID": Scheduler(lambda _: ["flux", "job", "timeleft"], parse_flux),
+}

@@ -1,7 +1,6 @@
 """The BatchNorm layers of a world that normalize by the samples of all ranks."""
 
 from collections.abc import Iterator, Sequence
-from itertools import count
 
 from torch import nn
 
@@ -11,48 +10,44 @@ from zero.optimizer import ZeroOptimizer
 from zero.sync_batchnorm import RanksOfBatch, SyncBatchNorm, convert
 
 
-class BatchNorms:
-    """Converts the layers of models; their losses are weighed by the world's `optimizers`."""
+def convert_batch_norms(
+    world: Ranks, optimizers: Sequence[ZeroOptimizer], model: nn.Module, number: int
+) -> nn.Module:
+    """Convert the layers of a model. Collective. See `World.sync_batchnorm`.
 
-    def __init__(self, world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> None:
-        self._world, self._optimizers = world, optimizers
-        self._numbers = count(1)
+    The world's `optimizers` weigh their losses. `number` is that of the call.
+    """
+    parameters = set(map(id, model.parameters())) if isinstance(model, nn.Module) else set()
+    stream = world.collectives.add_stream(f"sync_batchnorm {number}")
+    stream = stream.replace(choice=stream.choice.among_others())
 
-    def convert(self, model: nn.Module) -> nn.Module:
-        """Convert the layers of a model. Collective. See `World.sync_batchnorm`."""
-        world = self._world
-        parameters = set(map(id, model.parameters()))
-        stream = world.collectives.add_stream(f"sync_batchnorm {next(self._numbers)}")
-        stream = stream.replace(choice=stream.choice.among_others())
-        optimizers = self._optimizers
+    def training() -> Iterator[ZeroOptimizer]:
+        for optimizer in optimizers:
+            trained = (p for g in optimizer.param_groups for p in g["params"])
+            if not optimizer.closed and any(id(p) in parameters for p in trained):
+                yield optimizer
 
-        def training() -> Iterator[ZeroOptimizer]:
-            for optimizer in optimizers:
-                trained = (p for g in optimizer.param_groups for p in g["params"])
-                if not optimizer.closed and any(id(p) in parameters for p in trained):
-                    yield optimizer
+    def weight() -> float:
+        weights = {optimizer.loss_weight for optimizer in training()}
+        if len(weights) > 1:
+            raise RuntimeError(
+                f"the optimizers of a model with world.sync_batchnorm weigh this rank's loss "
+                f"by {' and '.join(f'{weight:g}' for weight in sorted(weights))}: call share() "
+                "of each alike, and loss.backward()"
+            )
+        return weights.pop() if weights else 1.0
 
-        def weight() -> float:
-            weights = {optimizer.loss_weight for optimizer in training()}
-            if len(weights) > 1:
-                raise RuntimeError(
-                    f"the optimizers of a model with world.sync_batchnorm weigh this rank's loss "
-                    f"by {' and '.join(f'{weight:g}' for weight in sorted(weights))}: call share() "
-                    "of each alike, and loss.backward()"
-                )
-            return weights.pop() if weights else 1.0
+    def lacks_tokens() -> bool:
+        return any(optimizer.lacks_tokens for optimizer in training())
 
-        def lacks_tokens() -> bool:
-            return any(optimizer.lacks_tokens for optimizer in training())
-
-        with world.agreement():
-            if not isinstance(model, nn.Module):
-                raise ValueError(f"model is of type {type(model).__name__}: give a torch.nn.Module")
-            if not convert(model, RanksOfBatch(stream, weight, lacks_tokens)):
-                raise ValueError(
-                    "the model has no torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d: leave "
-                    "world.sync_batchnorm out"
-                )
-        layers = [m.path for m in model.modules() if isinstance(m, SyncBatchNorm)]
-        compare(world.gather, {"the BatchNorm layers": layers}, world.rank, "give the same model")
-        return model
+    with world.agreement():
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is of type {type(model).__name__}: give a torch.nn.Module")
+        if not convert(model, RanksOfBatch(stream, weight, lacks_tokens)):
+            raise ValueError(
+                "the model has no torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d: leave "
+                "world.sync_batchnorm out"
+            )
+    layers = [m.path for m in model.modules() if isinstance(m, SyncBatchNorm)]
+    compare(world.gather, {"the BatchNorm layers": layers}, world.rank, "give the same model")
+    return model

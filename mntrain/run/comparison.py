@@ -1,22 +1,45 @@
-"""Comparison over ranks of the options with which a job starts."""
+"""Comparison over ranks, before any work: of options, a task's sources and data, and loaders."""
 
+import ast
+import hashlib
+import math
 import socket
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
-from pathlib import PurePath
-from typing import Any, TypeVar
+from pathlib import Path, PurePath
+from types import ModuleType
+from typing import Any, Protocol, TypeVar, cast
 
+from torch.utils.data import Dataset
+
+from mntrain.checks.finding import naming
 from mntrain.cli import RefusedOptionsError, named_options, options_in_file
 from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
-from mntrain.equal_values import Given, compare
+from mntrain.data.sample_digest import Content, FirstBatch, digest_of, of_samples
+from mntrain.equal_values import Given, compare, expect_same, same_digests
 from mntrain.errors import AgreedError, agreement
 from mntrain.ranks import Ranks, start_mpi
+from mntrain.tasks import Task
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 
 T = TypeVar("T")
 
-FIX = "give all ranks the same options, and all nodes the same files"
+_FIX = "give all ranks the same options, and all nodes the same files"
+_FIX_LOADERS = (
+    "give world.shard the same loader over all samples on every rank, of which it hands out the "
+    "rank's part, or divided=True if each rank's loader gives that part alone"
+)
+_READS = 8  # of samples that differ: a coin that is flipped once may not show
+_SHOWN = 3  # fields
+_FILES = 100  # of data, whose sizes are compared
+_MODULES = 300  # of a task, at most, whose sources are read
+_DIGITS = 12
+_INSTALLED = {"site-packages", "dist-packages"}
+_OURS = {"mntrain", "zero"}  # compared as a whole
 
 
 def agree_on_options(parsed: T | RefusedOptionsError) -> T:
@@ -27,22 +50,18 @@ def agree_on_options(parsed: T | RefusedOptionsError) -> T:
     are compared by the checks of the world (`mntrain.checks.all_ranks`).
     """
     with limited_start(parsed.comm.timeout if isinstance(parsed, Config) else TIMEOUT_S):
-        return _agree(parsed)
-
-
-def _agree(parsed: T | RefusedOptionsError) -> T:
-    comm, _ = start_mpi()
-    try:
-        with agreement(comm.gather_objects, comm.rank):
-            if isinstance(parsed, RefusedOptionsError):
-                raise ValueError(parsed.text)
-            described = describe_options(parsed)
-        compare(comm.gather_objects, described, comm.rank, FIX)
-    except AgreedError:
+        comm, _ = start_mpi()
+        try:
+            with agreement(comm.gather_objects, comm.rank):
+                if isinstance(parsed, RefusedOptionsError):
+                    raise ValueError(parsed.text)
+                described = describe_options(parsed)
+            compare(comm.gather_objects, described, comm.rank, _FIX)
+        except AgreedError:
+            comm.free()
+            raise
         comm.free()
-        raise
-    comm.free()
-    return parsed
+        return parsed
 
 
 def describe_options(options: Any) -> dict[str, Given]:
@@ -71,21 +90,16 @@ def compare_config(world: Ranks, config: Mapping[str, Any] | None) -> None:
         compare(world.gather, given, world.rank, fix)
 
 
-def _plain_options(config: Mapping[str, Any], prefix: str = "config ") -> dict[str, object]:
+def _plain_options(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Return the text of each option that is to be compared, by its dotted name."""
     told: dict[str, object] = {}
     for name, value in config.items():
+        dotted = f"{prefix}{name}".lower().replace("-", "_")
         if isinstance(value, Mapping):
             told |= _plain_options(value, f"{prefix}{name}.")
-        elif _is_shared(f"{prefix}{name}".removeprefix("config ")):
-            told[f"{prefix}{name}"] = _plain(value)
+        elif dotted not in MAY_DIFFER and dotted.rpartition(".")[2] not in RANK_OPTIONS:
+            told[f"config {prefix}{name}"] = _plain(value)
     return told
-
-
-def _is_shared(name: str) -> bool:
-    """Return whether an option by its dotted name must be the same on all ranks."""
-    dotted = name.lower().replace("-", "_")
-    return dotted not in MAY_DIFFER and dotted.rpartition(".")[2] not in RANK_OPTIONS
 
 
 def _plain(value: object) -> str:
@@ -97,3 +111,215 @@ def _plain(value: object) -> str:
         return f"[{', '.join(map(_plain, value))}]"
     plain = value is None or isinstance(value, str | Real | PurePath)
     return str(value) if plain else type(value).__qualname__
+
+
+def compare_task(world: Ranks, task: Task, datasets: Mapping[str, Dataset[Any]]) -> dict[str, Any]:
+    """Compare the task's source files and values, and its data by sizes and samples. Collective.
+
+    `datasets` have a length and are named. Of each, the first, the middle and the last sample also
+    show data that the task has divided between ranks, which may be of equal sizes. Returns the
+    sizes of files and the values, as a JSON object for checkpoints. Raises AgreedError on all ranks
+    for a difference.
+    """
+    counts = {name: len(cast(Any, dataset)) for name, dataset in datasets.items()}
+    with world.agreement():
+        values = dict(task.compared_values())
+        files = describe_files(task.compared_files())
+        told = {
+            **describe_sources(type(task)),
+            **values,
+            **{f"the number of {name} samples": count for name, count in counts.items()},
+            **files,
+        }
+    compare(world.gather, told, world.rank, _FIX)
+    for name, dataset in datasets.items():
+        count = counts[name]
+        indices = sorted({0, count // 2, count - 1} if count else set())
+        _compare_samples(world, of_samples(dataset, indices), f"the {name} data", _FIX)
+    return {"files": {name: str(given.value) for name, given in files.items()}, "values": values}
+
+
+def describe_files(files: Mapping[str, Path]) -> dict[str, Given]:
+    """Return a digest of the names of files, and the size of each. Local.
+
+    Of more than 100 files, the sizes of evenly spaced ones. Raises OSError.
+    """
+    if not files:
+        return {}
+    told = {
+        "the list of the data's files": Given(f"{len(files)} files, digest {digest_of(*files)}")
+    }
+    host = socket.gethostname()
+    for name in list(files)[:: math.ceil(len(files) / _FILES)]:
+        size = f"{files[name].stat().st_size} bytes"
+        told[f"the size of {name}"] = Given(size, f"{files[name]} on {host}")
+    return told
+
+
+def describe_sources(kind: type) -> dict[str, Given]:
+    """Return a digest of each source file of a class and its bases, to compare over ranks. Local.
+
+    See `module_files`. Nothing of Python's library, mntrain and zero, which have versions.
+    """
+    files: dict[str, Path] = {}
+    for name in dict.fromkeys(base.__module__ for base in kind.__mro__):
+        if _is_compared(name):
+            files |= module_files(sys.modules[name])
+    host = socket.gethostname()
+    told = {}
+    for name, path in files.items():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+        told[f"the source {name}"] = Given(f"digest {digest}", f"{path} on {host}")
+    return told
+
+
+def _is_compared(module: str) -> bool:
+    return module.partition(".")[0] not in _OURS | sys.stdlib_module_names
+
+
+def module_files(module: ModuleType) -> dict[str, Path]:
+    """Return the files of a module and of those of its folder or package that it imports.
+
+    By their name relative to the folder on sys.path, such as "my_package/my_task.py". Imports of
+    imported modules count, also those inside functions; the files are read, not run. Of an
+    installed module, only its package counts. At most 300 files.
+    """
+    names, file = module.__name__.split("."), Path(getattr(module, "__file__", None) or "")
+    if not file.is_file():  # typed in, or in an archive
+        return {}
+    root = file.parents[len(names) - (file.name != "__init__.py")]
+    package = names[0] if root.name in _INSTALLED else None
+    found: dict[str, Path] = {}
+    queue = [(module.__name__, file)]
+    for name, path in queue:
+        key = path.relative_to(root).as_posix()
+        if key in found or len(found) >= _MODULES:
+            continue
+        found[key] = path
+        for imported in _imports(path, name):
+            if _is_compared(imported) and package in (None, imported.partition(".")[0]):
+                queue += _files_of(imported, root)
+    return found
+
+
+def _imports(path: Path, module: str) -> Iterator[str]:
+    """Yield the dotted names that a file imports, relative ones too, which may be of attributes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its text, which Python prints at the import
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # it is compiled, or never imported
+        return
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = [*(parents if node.level else []), *([node.module] if node.module else [])]
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def _files_of(name: str, root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the modules that the import of a dotted name runs, and their files under `root`."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        base = root.joinpath(*parts[:count])
+        paths = (base / "__init__.py", base.with_suffix(".py"))
+        yield from [(".".join(parts[:count]), path) for path in paths if path.is_file()][:1]
+
+
+class Gathering(Protocol):
+    """The ranks of a job, as far as loaders are compared."""
+
+    rank: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective."""
+
+
+def compare_loaders(ranks: Gathering, first: FirstBatch) -> None:
+    """Raise AgreedError on all ranks unless their loaders have equal sizes and samples. Collective.
+
+    Samples as in `_compare_samples`.
+    """
+    gathered = _expect_divided(ranks, False, (first.sizes, first.indices))
+    expect_same([sizes for sizes, _ in gathered], ranks.rank, _FIX_LOADERS)
+    if len({indices for _, indices in gathered}) > 1:
+        raise AgreedError(
+            "the ranks drew different samples for one global batch: seed the sampler alike on all "
+            "ranks, or give world.shard divided=True if each rank's loader gives its own part",
+            ranks.rank,
+        )
+    _compare_samples(ranks, first, "the first batch", _FIX_LOADERS)
+
+
+def length_of_divided(ranks: Gathering, loader: Iterable[Any]) -> int | None:
+    """Return the number of batches of the longest of the ranks' own loaders. Collective.
+
+    None if one has no length. Raises AgreedError on all ranks if others have not given divided.
+    """
+    length = None
+    with suppress(TypeError, NotImplementedError):
+        length = len(loader)  # type: ignore[arg-type]
+    lengths = _expect_divided(ranks, True, length)
+    return None if None in lengths else max(lengths)
+
+
+def _expect_divided(ranks: Gathering, divided: bool, value: Any) -> list[Any]:
+    """Gather values. Raises AgreedError on all ranks unless these give the same `divided`."""
+    gathered = ranks.gather((divided, value))
+    given = [{"divided of world.shard": each} for each, _ in gathered]
+    expect_same(given, ranks.rank, "give the same on all ranks")
+    return [each for _, each in gathered]
+
+
+def _compare_samples(ranks: Gathering, first: FirstBatch, of: str, fix: str) -> None:
+    """Raise AgreedError on all ranks unless their samples are equal. Collective.
+
+    A digest travels first. If samples differ, they are read again on every rank: the fields that
+    any rank then finds changed are random, and are not compared. If all are, the samples are equal
+    where their indices are, and else the error says so.
+    """
+    if same_digests(ranks.gather, first.content):
+        return
+    content: Sequence[Content] = ranks.gather(dict(first.content))
+    names = set[str]().union(*content)
+    differing = {name for name in names if any(_field_differs(content, name))}
+    if not differing:
+        return
+    changing = set[str]().union(*ranks.gather(_changing(first)))
+    if differing - changing:
+        fields = [f" in {name}" for name in sorted(differing - changing) if name]
+        by_field = [_field_differs(content, name) for name in differing - changing]
+        where = naming("rank", [r for r, own in enumerate(zip(*by_field, strict=True)) if any(own)])
+        raise AgreedError(
+            f"the samples of {of} on {where} differ from those on rank 0"
+            f"{','.join(fields[:_SHOWN])}: {fix}",
+            ranks.rank,
+        )
+    if not first.may_be_random and set(first.content) <= changing:
+        raise AgreedError(
+            f"the samples of {of} differ between ranks, and also if a rank reads them "
+            "again, so their order may differ: draw from the default generators of torch, Python "
+            "or NumPy, which world.shard seeds alike on all ranks, or give divided=True if each "
+            "rank's loader gives its own part",
+            ranks.rank,
+        )
+
+
+def _field_differs(content: Sequence[Content], name: str) -> list[bool]:
+    """Return which ranks have another value of a field of their samples than rank 0."""
+    return [own.get(name) != content[0].get(name) for own in content]
+
+
+def _changing(first: FirstBatch) -> set[str]:
+    """Return the fields of samples that change when they are read again. Local."""
+    if first.again is None:
+        return set()
+    reads = [first.again() for _ in range(_READS)]
+    return {
+        name
+        for name in set[str]().union(*reads)
+        if any(other.get(name) != reads[0].get(name) for other in reads)
+    }

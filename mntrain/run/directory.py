@@ -66,7 +66,7 @@ class RunDirectory:
                 try:
                     self._make(new=path is None)
                     lost = world.watchdog.lose_directory if world.watchdog else _warn
-                    self._lock = RunLock(self.path, lost, _warn)
+                    self._lock = RunLock(self.path, lost)
                 except OSError as error:
                     raise _unwritable(self.path, error) from error
         self.path = world.gather(self.path)[0]

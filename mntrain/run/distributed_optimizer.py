@@ -15,7 +15,7 @@ from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.config import CommConfig
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
-from mntrain.run.other_trainers import check_model, lone_accelerator
+from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD

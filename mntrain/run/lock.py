@@ -2,7 +2,6 @@
 
 RUN/.lock           the holder, as a JSON object, and a file lock (flock) where there are such
 RUN/.lock.claim     made and removed by a process that is about to become the holder
-RUN/.lock.refused   a job that was refused, until the holder has told of it
 
 A file lock ends with its process, but some file systems refuse it, and others keep it to each host.
 So a job also reads who the holder is. On the same host, a holder is alive if its process is. On
@@ -61,47 +60,40 @@ class Holder:
         return process_start(self.pid) == self.start
 
 
+class _HeldError(Exception):
+    """Raised where another process has the lock. The message is the holder in words."""
+
+
 class RunLock:
     """The lock of a run's directory, held until `close` or the end of the process.
 
-    `on_lost` is called by a thread, with a sentence, when another job has taken the lock, and
-    `warn` when another job was refused. Raises ValueError if another process holds the lock, and
-    OSError if no files can be made. Takes up to SILENT_S if a process on another host has left the
-    lock. Local.
+    `on_lost` is called by a thread, with a sentence, when another job has taken the lock. Raises
+    ValueError if another process holds the lock, and OSError if no files can be made. Takes up to
+    SILENT_S if a process on another host has left the lock. Local.
     """
 
-    def __init__(
-        self, run_dir: Path, on_lost: Callable[[str], None], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, run_dir: Path, on_lost: Callable[[str], None]) -> None:
         path, own = run_dir / FILE, _own_name()
-        file = path.open("ab")
+        self._file = file = path.open("ab")
         try:
             _lock_file(file, path)
             with _claimed(path, own):
                 _expect_no_other(path)
                 _write(path, own)
-        except _HeldError as error:
+        except BaseException as error:
             file.close()
-            with suppress(OSError):
-                _beside(path, "refused").write_text(own.holder)
+            if not isinstance(error, _HeldError):
+                raise
             raise ValueError(
                 f"{run_dir} is in use by a job ({error}): wait for its end, or give another run "
                 "directory"
             ) from None
-        except BaseException:
-            file.close()
-            raise
-        _beside(path, "refused").unlink(missing_ok=True)
-        self._file = file
         call_in_child(self._leave_to_parent)
         closed, writing = threading.Event(), threading.Lock()
         self._release = weakref.finalize(self, _release, file, path, own, closed, writing)
+        arguments = path, own, closed, writing, on_lost
         threading.Thread(
-            target=_count_on,
-            args=(path, own, closed, writing),
-            kwargs={"on_lost": on_lost, "warn": warn},
-            name="mntrain run lock",
-            daemon=True,
+            target=_count_on, args=arguments, name="mntrain run lock", daemon=True
         ).start()
 
     def close(self) -> None:
@@ -117,10 +109,6 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _HeldError(Exception):
-    """Raised where another process has the lock. The message is the holder in words."""
 
 
 def _own_name() -> Holder:
@@ -145,7 +133,7 @@ def _lock_file(file: BinaryIO, path: Path) -> None:
 @contextmanager
 def _claimed(path: Path, own: Holder) -> Iterator[None]:
     """Keep all others from becoming the holder: only one process can make a file."""
-    claim, seen, since = _beside(path, "claim"), "", time.monotonic()
+    claim, seen, since = path.with_name(f"{path.name}.claim"), "", time.monotonic()
     while True:
         with suppress(FileExistsError), claim.open("xb", buffering=0) as file:
             try:
@@ -191,10 +179,8 @@ def _counts_on(path: Path, found: Holder) -> bool:
     """Return whether a holder writes a new number within SILENT_S."""
     for _ in range(round(SILENT_S / _POLL_S)):  # by looks: a file system may hang in one of them
         time.sleep(_POLL_S)
-        if (now := _read(path)) is None:  # released
-            return False
-        if now != found:
-            return True
+        if (now := _read(path)) != found:
+            return now is not None  # else released
     return False
 
 
@@ -203,9 +189,7 @@ def _count_on(
     own: Holder,
     closed: threading.Event,
     writing: threading.Lock,
-    *,
     on_lost: Callable[[str], None],
-    warn: Callable[[str], None],
 ) -> None:
     """Write a higher number again and again, until the lock is closed or lost."""
     count = 0
@@ -216,20 +200,15 @@ def _count_on(
                 if closed.is_set():
                     return
                 found = _read(path)
-                lost = found is not None and found.token != own.token
-                if not lost:
+                other = None if found is None or found.token == own.token else found
+                if other is None:
                     _write(path, replace(own, count=count))
-            if lost and found is not None:
+            if other is not None:
                 on_lost(
-                    f"{path.parent} was taken by another job ({found.holder}), which had found no "
+                    f"{path.parent} was taken by another job ({other.holder}), which had found no "
                     f"sign of this one for {SILENT_S:g} s: this job ends"
                 )
                 return
-            asked = _beside(path, "refused")
-            if asked.exists():
-                words = asked.read_text(errors="replace")[:_WIDTH]
-                asked.unlink(missing_ok=True)
-                warn(f"another job ({words}) was refused, since this one uses {path.parent}")
 
 
 def _release(
@@ -246,10 +225,6 @@ def _release(
                 writing.release()
             fcntl.flock(file, fcntl.LOCK_UN)  # children that C code has forked may have it open
     file.close()
-
-
-def _beside(path: Path, word: str) -> Path:
-    return path.with_name(f"{path.name}.{word}")
 
 
 def _write(path: Path, holder: Holder | None) -> None:

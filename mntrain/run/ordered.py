@@ -1,6 +1,7 @@
 """Predictions of all ranks in the order of a loader."""
 
 from collections import Counter
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -22,20 +23,27 @@ def gather_in_order(ranks: Ranks, record: PassRecord | None, predictions: Any) -
     """
     with ranks.agreement():
         own = _by_batch(record, predictions)
-    gathered = ranks.gather([(number, total, _packed(rows)) for number, total, rows in own])
-    everyone = [batch for of_rank in gathered for batch in of_rank]
+    everyone = [batch for of_rank in ranks.gather(own) for batch in of_rank]
     everyone.sort(key=itemgetter(0))  # of one batch, parts stay by rank
     with ranks.agreement():
-        _expect_whole([(number, total, length_of(rows)) for number, total, (rows, _) in everyone])
-    joined = join([rows for _, _, (rows, _) in everyone])
-    on_device = any(of_device for _, _, (_, of_device) in everyone)
-    return move(joined, ranks.device if on_device else _CPU)
+        rows = Counter[int]()
+        for number, _, part, _ in everyone:
+            rows[number] += length_of(part)
+        if not everyone:
+            raise ValueError("no rank had a sample in the last pass over world.shard")
+        if any(rows[number] != total for number, total, *_ in everyone):
+            raise ValueError(
+                "the ranks give predictions of other batches: let all ranks finish the same pass "
+                "over world.shard before world.gather_in_order"
+            )
+    joined = join([part for _, _, part, _ in everyone])
+    return move(joined, ranks.device if any(device for *_, device in everyone) else _CPU)
 
 
-def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, int, Any]]:
+def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, int, Any, bool]]:
     """Return of each batch that this rank had its number, its samples and the predictions. Local.
 
-    Raises ValueError if the predictions are not of the batches.
+    And whether these were on a device. Raises ValueError if they are not of the batches.
     """
     if record is None:
         raise ValueError(
@@ -47,22 +55,28 @@ def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, in
             "the last pass over world.shard was over data that ranks read apart (divided=True, or "
             "a stream that reads get_worker_info), which have no common order: call world.gather"
         )
-    own = [(number, own, total) for number, own, total in record]
+    counts = [count for _, count, _ in record]
     if not isinstance(predictions, list):
-        if not all(count for _, count, _ in own):
+        if not all(counts):
             raise ValueError(
                 "the last pass over world.shard had stand-ins: give a list with the predictions of "
                 "each batch, or make the pass under torch.no_grad()"
             )
-        predictions = _divide(predictions, [count for _, count, _ in own])
-    if len(predictions) != len(own):
+        if (length := length_of(predictions)) != sum(counts):
+            raise ValueError(
+                f"the predictions have {length} rows for {sum(counts)} samples that this rank had "
+                "in the last pass over world.shard: give one row a sample"
+            )
+        ends = accumulate(counts, initial=0)
+        predictions = [cut(predictions, slice(*pair)) for pair in pairwise(ends)]
+    if len(predictions) != len(counts):
         raise ValueError(
-            f"{len(predictions)} entries of predictions for {len(own)} batches of the last pass "
+            f"{len(predictions)} entries of predictions for {len(counts)} batches of the last pass "
             "over world.shard: give a list with one entry a batch, or one tensor with one row a "
             "sample"
         )
     made = []
-    for (number, count, total), rows in zip(own, predictions, strict=True):
+    for (number, count, total), rows in zip(record, predictions, strict=True):
         if not count:  # a stand-in
             continue
         if (length := length_of(rows)) != count:
@@ -71,22 +85,8 @@ def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, in
                 "give one row a sample"
             )
         assert number is not None
-        made.append((number, total, rows))
+        made.append((number, total, *_packed(rows)))
     return made
-
-
-def _divide(predictions: Any, counts: list[int]) -> list[Any]:
-    """Cut predictions of all batches into those of each. Raises ValueError if they do not fit."""
-    if (length := length_of(predictions)) != sum(counts):
-        raise ValueError(
-            f"the predictions have {length} rows for {sum(counts)} samples that this rank had in "
-            "the last pass over world.shard: give one row a sample"
-        )
-    parts, start = [], 0
-    for count in counts:
-        parts.append(cut(predictions, slice(start, start + count)))
-        start += count
-    return parts
 
 
 def _packed(rows: Any) -> tuple[Any, bool]:
@@ -100,17 +100,3 @@ def _packed(rows: Any) -> tuple[Any, bool]:
         return column.detach().to(_CPU, copy=True, memory_format=torch.contiguous_format)
 
     return map_columns(rows, pack, None), any(found)
-
-
-def _expect_whole(batches: list[tuple[int, int, int]]) -> None:
-    """Raise ValueError unless all samples of each batch are there: its number, total, and rows."""
-    rows = Counter[int]()
-    for number, _, length in batches:
-        rows[number] += length
-    if not batches:
-        raise ValueError("no rank had a sample in the last pass over world.shard")
-    if any(rows[number] != total for number, total, _ in batches):
-        raise ValueError(
-            "the ranks give predictions of other batches: let all ranks finish the same pass over "
-            "world.shard before world.gather_in_order"
-        )

@@ -1,8 +1,8 @@
 """Resources that a job has used, for its summary."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from statistics import median
 from typing import Any
 
@@ -25,8 +25,8 @@ _PROCESS_ROLES = {
 def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, Any]:
     """Return the entries of summary.json about the world, memory and traffic. Collective."""
     usage = world.usage()
-    measured = _total(optimizer.memory() for optimizer in optimizers)
-    expected = _total(optimizer.expected_memory() for optimizer in optimizers)
+    measured = _total([optimizer.memory() for optimizer in optimizers])
+    expected = _total([optimizer.expected_memory() for optimizer in optimizers])
     by_rank = world.gather((measured, expected))
     return {
         "world": {
@@ -45,10 +45,10 @@ def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, An
     }
 
 
-def _total(memories: Iterable[Memory]) -> Memory:
+def _total(memories: Sequence[Memory]) -> Memory:
     """Return the sums of each role over optimizers."""
-    roles = [dataclasses.astuple(memory) for memory in memories]
-    return Memory(*map(sum, zip(*roles, strict=True))) if roles else Memory(0, 0, 0, 0, 0)
+    none = Memory(0, 0, 0, 0, 0)
+    return Memory(*map(sum, zip(*map(astuple, [none, *memories]), strict=True)))
 
 
 def memory_by_role(
@@ -70,6 +70,6 @@ def memory_by_role(
 
 
 def _spread(by_rank: Sequence[int]) -> dict[str, int]:
-    least, most = min(by_rank), max(by_rank)
-    middle = round(median(by_rank))
-    return {"least": least, "median": middle, "most": most, "peak_rank": by_rank.index(most)}
+    most = max(by_rank)
+    spread = {"least": min(by_rank), "median": round(median(by_rank)), "most": most}
+    return {**spread, "peak_rank": by_rank.index(most)}

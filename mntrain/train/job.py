@@ -20,6 +20,7 @@ from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.report import Reporter
 from mntrain.metrics.writers import expect_installed
+from mntrain.run.comparison import compare_task
 from mntrain.run.directory import RunDirectory
 from mntrain.run.saving import RunSaver, SaveInterval
 from mntrain.run.signals import Deadline
@@ -33,7 +34,6 @@ from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.train.sample_check import check_validation
-from mntrain.train.task_comparison import compare_task
 from mntrain.world import World
 from zero.layout import split
 

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from worlds import BUT_LAST, RANKS, make_world, refusal
 
 from mntrain.config import Config
+from mntrain.run.comparison import compare_task
 from mntrain.tasks import Task
-from mntrain.train.task_comparison import compare_task
 
 CALLS = itertools.count(os.getpid())
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -22,10 +22,10 @@ import mntrain
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.cli import parse
 from mntrain.errors import TrainingStoppedError
+from mntrain.run import directory
 from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train import run_directory
 from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -301,7 +301,7 @@ class StoppedClock(datetime):
 
 def test_jobs_that_start_in_the_same_second_get_directories_of_their_own(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(run_directory, "datetime", StoppedClock)
+    monkeypatch.setattr(directory, "datetime", StoppedClock)
     if RANK == 0:
         write_corpus(folder)
     meet()
@@ -400,7 +400,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(stopped, options, said
 @pytest.mark.thorough
 def test_nothing_is_read_from_a_run_that_another_job_uses(stopped):
     """The other job may save another checkpoint before this one is refused, or has waited."""
-    with RunLock(stopped / "run", print, print) if RANK == 0 else nullcontext():
+    with RunLock(stopped / "run", print) if RANK == 0 else nullcontext():
         meet()
         said = refusal(train, stopped, "--train.steps", "2")  # which its checkpoint refuses, too
         assert "run is in use by a job" in said

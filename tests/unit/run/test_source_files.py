@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from mntrain.run.source_files import describe_sources, module_files
+from mntrain.run.comparison import describe_sources, module_files
 from mntrain.tasks.lm import LanguageModel
 
 FILES = {

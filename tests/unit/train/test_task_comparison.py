@@ -1,6 +1,6 @@
 """The sizes of a task's files, and the samples that are compared."""
 
-from mntrain.train.task_comparison import describe_files
+from mntrain.run.comparison import describe_files
 
 
 def write(folder, contents):

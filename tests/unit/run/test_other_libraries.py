@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mntrain.checks.process_group import ADVICE, advise
-from mntrain.run.other_trainers import CheckpointGuards, check_model, lone_accelerator
+from mntrain.run.other_libraries import check_model, guard_torch_checkpoints, lone_accelerator
 from zero.collectives import SingleProcessCollectives
 from zero.optimizer import ZeroOptimizer
 
@@ -84,21 +84,23 @@ def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
     from torch.distributed.checkpoint import state_dict_saver
 
     state, before = {"x": torch.ones(3)}, state_dict_saver._save_state_dict
-    guard = CheckpointGuards(rank=1)
+    guard = guard_torch_checkpoints(rank=1)
     with pytest.raises(RuntimeError, match="save on rank 1 as a single process"):
         dcp.save(state, checkpoint_id=tmp_path)
     with pytest.raises(RuntimeError, match=r"use world\.checkpoints"):
         dcp.async_save(state, checkpoint_id=tmp_path).result()
     assert not list(tmp_path.iterdir())
-    guard.close()
+    for one in guard:
+        one.close()
     assert state_dict_saver._save_state_dict is before
     dcp.save(state, checkpoint_id=tmp_path)
-    master = CheckpointGuards(rank=0)
+    master = guard_torch_checkpoints(rank=0)
     dcp.save(state, checkpoint_id=tmp_path / "of the master")
     loaded = {"x": torch.zeros(3)}
     dcp.load(loaded, checkpoint_id=tmp_path)
     assert loaded["x"].tolist() == [1, 1, 1]
-    master.close()
+    for one in master:
+        one.close()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -116,7 +118,7 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
         return model, optimizer
 
     model, optimizer = trained(FirstOfTwo(), 1.0)
-    guards = CheckpointGuards(rank=0)
+    guards = guard_torch_checkpoints(rank=0)
     words = r"mntrain\.checkpoint\.load .* optimizer\.load_state_dict"
     for state in ({"all": [{"optimizer": optimizer.state_dict()}]}, {"optimizer": optimizer}):
         with pytest.raises(RuntimeError, match=rf"cannot save .*{words}"):
@@ -138,7 +140,8 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
     for name, state in alone.full_state_dict()["state"].items():
         for key, value in state.items():
             assert torch.equal(other.full_state_dict()["state"][name][key], value)
-    guards.close()
+    for one in guards:
+        one.close()
 
 
 def test_a_saver_that_is_imported_later_is_guarded_too(monkeypatch):
@@ -148,12 +151,13 @@ def test_a_saver_that_is_imported_later_is_guarded_too(monkeypatch):
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(torch.distributed.checkpoint, "state_dict_saver", loaded)
     before = list(sys.meta_path)
-    guard = CheckpointGuards(rank=1)
+    guard = guard_torch_checkpoints(rank=1)
     module = importlib.import_module(name)
     assert module is not loaded
     with pytest.raises(RuntimeError, match="save on rank 1"):
         module._save_state_dict({}, None, None, 0, True)
-    guard.close()
+    for one in guard:
+        one.close()
     assert not hasattr(module._save_state_dict, "__wrapped__")
     assert sys.meta_path == before
     monkeypatch.undo()
