@@ -95,7 +95,7 @@ class RunSaver:
         warn: Callable[[str], None],
         *,
         scored_by: str = "eval_loss",
-        on_checkpoint: Callable[[Path], None] | None = None,
+        on_checkpoint: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._world, self._saver, self._interval = world, saver, interval
         self._note, self._warn = note, warn
@@ -107,8 +107,7 @@ class RunSaver:
         self._saved = self._failed = 0
         self.progress = 0  # phases of saves that have begun or ended, the same on all ranks
         self._waited_s = 0.0  # by training
-        # From the copy until the files are complete on the disk, in seconds.
-        self.longest_s = 0.0
+        self.longest_s = 0.0  # the most seconds from a copy until the files were on the disk
 
     def continue_from(self, found: FoundCheckpoint) -> None:
         """Take over what the earlier jobs of the run have measured. Collective."""
@@ -172,15 +171,10 @@ class RunSaver:
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json about checkpoints. Local."""
-        return {
-            "checkpoint": str(self._last) if self._last else None,
-            "checkpoints": {
-                "saved": self._saved,
-                "failed": self._failed,
-                "waited_s": self._waited_s,
-                "longest_s": self.longest_s,
-            },
-        }
+        counts = {"saved": self._saved, "failed": self._failed}
+        seconds = {"waited_s": self._waited_s, "longest_s": self.longest_s}
+        last = str(self._last) if self._last else None
+        return {"checkpoint": last, "checkpoints": counts | seconds}
 
     def _improves(self, progress: Manifest) -> bool:
         """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
@@ -217,7 +211,7 @@ class RunSaver:
             f"step {step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"
         )
-        if self._on_checkpoint and self._world.master:
+        if self._world.master:
             self._on_checkpoint(saved.path)
 
     def _fail(self, error: AgreedError) -> None:
@@ -339,7 +333,7 @@ class Checkpoints:
 
     @property
     def longest_save_s(self) -> float:
-        """The most seconds that a checkpoint has taken from the copy to the disk. Local."""
+        """The most seconds that a checkpoint has taken from the copy to the disk."""
         return self._run_saver.longest_s
 
     def summary(self) -> dict[str, Any]:

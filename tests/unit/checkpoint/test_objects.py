@@ -11,10 +11,13 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 from mntrain.checkpoint.objects import (
+    decode_hook,
     decode_options,
+    encode_hook,
     encode_objects,
     encode_options,
     merge,
+    merge_hooks,
     select,
 )
 
@@ -159,3 +162,35 @@ def test_rates_of_any_kind_are_saved_in_a_group(rate):
     assert getattr(found["lr"], "dtype", None) == getattr(rate, "dtype", None)
     assert found["lr"] == rate
     assert found | {"lr": 0} == {"params": ["a", "b"], "lr": 0, "betas": [0.9, 0.95], "fused": None}
+
+
+def state_of(rank):
+    parts = {"0": {"residual": torch.arange(3.0) + rank, "divisor": 8.0}}
+    factors = [torch.ones(2, 2) * rank, torch.zeros(0)]
+    return {
+        "context": ["Hook", rank, [[4, 0, 2]]],
+        "state": {"parts": parts, "factors": factors},
+        "used": ["0"],
+    }
+
+
+def test_each_rank_gets_its_state_back():
+    nothing = {"context": ["Hook", 1, []], "state": {}, "used": []}
+    several = [state_of(0), nothing, state_of(2)]
+    split = [encode_hook(state) for state in several]
+    merged = through_json(merge_hooks([values for values, _ in split]))
+    for rank in (0, 2):
+        joined = decode_hook(merged, rank, 3, split[rank][1].__getitem__)
+        assert repr(joined) == repr(several[rank])
+    assert not decode_hook(merged, 1, 3, {}.__getitem__)["state"]
+
+
+def test_hooks_without_state_leave_nothing():
+    values, tensors = encode_hook({"context": ["Hook", 0], "state": {}, "used": []})
+    assert tensors == {}
+    assert merge_hooks([values, values]) == {}
+
+
+def test_what_json_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"comm_hook\.state\.odd, a object"):
+        encode_hook({"context": [], "state": {"odd": object()}, "used": []})

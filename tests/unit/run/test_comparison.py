@@ -1,11 +1,21 @@
-"""What ranks compare of a job's options, and what they do not."""
+"""What ranks compare of a job's options, sources and data, and what they do not."""
+
+import importlib
+import sys
+from types import ModuleType
 
 import pytest
 
 from mntrain.bench.bench_options import BenchOptions
 from mntrain.cli import named_options, parse
 from mntrain.config import MAY_DIFFER, Config
-from mntrain.run.comparison import describe_options
+from mntrain.run.comparison import (
+    describe_files,
+    describe_options,
+    describe_sources,
+    module_files,
+)
+from mntrain.tasks.lm import LanguageModel
 
 
 def test_every_option_is_compared_by_its_flag_but_for_those_that_may_differ():
@@ -43,3 +53,128 @@ def test_an_option_from_a_file_names_it_and_the_command_line_does_not(tmp_path):
     assert str(told["--run.seed"]) == "0"
     same = parse(["--optim.lr", "1", "--optim.name", "Adam", "--checkpoint.every", "5"])
     assert told == describe_options(same)  # where a value is from is no difference
+
+
+def write(folder, contents):
+    paths = {name: folder / name for name in contents}
+    for name, content in contents.items():
+        paths[name].write_bytes(content)
+    return paths
+
+
+def test_no_files_are_no_entries():
+    assert describe_files({}) == {}
+
+
+def test_files_differ_by_name_and_by_size(tmp_path):
+    usual, same, longer, named = (
+        describe_files(write(tmp_path, contents))
+        for contents in (
+            {"a": b"one", "b": b"two"},
+            {"a": b"one", "b": b"twO"},
+            {"a": b"one", "b": b"two "},
+            {"a": b"one", "c": b"two"},
+        )
+    )
+    assert usual == same
+    assert {name for name in usual if usual[name] != longer[name]} == {"the size of b"}
+    assert longer["the size of b"].value == "4 bytes"
+    assert usual["the list of the data's files"] != named["the list of the data's files"]
+
+
+def test_of_many_files_all_names_and_some_sizes_are_compared(tmp_path):
+    paths = write(tmp_path, {f"{number:04}": b"x" * (number % 7) for number in range(250)})
+    told = describe_files(paths)
+    assert 50 < len(told) <= 101
+    del paths["0124"]
+    assert (
+        describe_files(paths)["the list of the data's files"]
+        != told["the list of the data's files"]
+    )
+
+
+FILES = {
+    "own/__init__.py": "",
+    "own/task.py": "import os, torch, mntrain.tasks\nfrom . import nets\nfrom .deep.er import f",
+    "own/nets.py": "def late():\n    from own import only_here\nimport helper",
+    "own/only_here.py": "import own.task",
+    "own/unused.py": "",
+    "own/deep/__init__.py": "from ..sizes import WIDTH",
+    "own/deep/er.py": "f = 1",
+    "own/sizes.py": "WIDTH = 2",
+    "helper.py": "1 +",  # read, not run
+    "os.py": "",
+}
+USED = {"__init__", "task", "nets", "only_here", "deep/__init__", "deep/er", "sizes"}
+
+
+def module(root, name="own.task"):
+    """A module as it is after its import, which does not happen here."""
+    made = ModuleType(name)
+    made.__file__ = str(root.joinpath(*name.split(".")).with_suffix(".py"))
+    return made
+
+
+@pytest.fixture(params=["folder", "site-packages"])
+def root(request, tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / request.param / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / request.param
+
+
+def test_the_source_is_the_module_and_what_it_imports_from_its_folder_or_package(root):
+    beside = set() if root.name == "site-packages" else {"helper.py"}
+    found = module_files(module(root))
+    assert set(found) == {f"own/{name}.py" for name in USED} | beside
+    assert all(found[name] == root / name for name in found)
+
+
+def test_the_package_itself_can_be_the_module(root):
+    made = module(root, "own")
+    made.__file__ = str(root / "own" / "__init__.py")
+    assert module_files(made) == {"own/__init__.py": root / "own" / "__init__.py"}
+
+
+def test_a_module_without_a_file_of_its_own_has_no_source():
+    made = ModuleType("typed_in")
+    assert module_files(made) == {}
+    for file in (None, "/lib/tasks.zip/typed_in.py"):
+        made.__file__ = file
+        assert module_files(made) == {}
+
+
+def test_the_source_of_a_class_is_that_of_its_bases_too(tmp_path, monkeypatch):
+    (tmp_path / "base_task.py").write_text("from mntrain.tasks import Task\nclass Base(Task): pass")
+    (tmp_path / "top_task.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    base, top = (importlib.import_module(f"{name}_task") for name in ("base", "top"))
+    kind = type("Top", (base.Base,), {"__module__": "top_task"})
+    assert describe_sources(kind).keys() == {"the source base_task.py", "the source top_task.py"}
+    for module in (base, top):
+        del sys.modules[module.__name__]
+
+
+def test_the_built_in_task_is_compared_with_its_package():
+    assert describe_sources(LanguageModel) == {}
+
+
+def test_an_imported_module_is_found(tmp_path, monkeypatch):
+    (tmp_path / "lone_task.py").write_text("import lone_net\n")
+    (tmp_path / "lone_net.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = module_files(importlib.import_module("lone_task"))
+    assert found.keys() == {"lone_task.py", "lone_net.py"}
+    for name in ("lone_task", "lone_net"):
+        del sys.modules[name]
+
+
+def test_another_content_of_any_file_is_a_difference(root, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own.task", module(root))
+    kind = type("Own", (), {"__module__": "own.task"})
+    before = describe_sources(kind)
+    (root / "own" / "sizes.py").write_text("WIDTH = 3")
+    now = describe_sources(kind)
+    assert [name for name in before if before[name] != now[name]] == ["the source own/sizes.py"]
+    assert str(root / "own" / "sizes.py") in str(now["the source own/sizes.py"])
