@@ -55,33 +55,33 @@ class OwnLoop:
         objects: Mapping[str, Stateful],
     ) -> Checkpoints:
         """Make the checkpoints of a run. Collective. See `World.checkpoints`."""
-        given = {"every": str(every), "keep": keep, "the saved objects": sorted(objects)}
-        compare(self._world.gather, given, self._world.rank, "give the same on all ranks")
-        with self._world.agreement():
-            places = {"every": "every", "keep": "keep"}
-            checked = construct(CheckpointConfig, {"every": str(every), "keep": keep}, places)
+        world, options = self._world, {"every": str(every), "keep": keep}
+        given = {**options, "the saved objects": sorted(objects)}
+        compare(world.gather, given, world.rank, "give the same on all ranks")
+        with world.agreement():
+            checked = construct(CheckpointConfig, options, {name: name for name in options})
             if not isinstance(optimizer, ZeroOptimizer):
                 raise ValueError("optimizer is not one that world.optimizer() has made")
             of_model = set(map(id, model.parameters()))
-            if any(id(p) not in of_model for g in optimizer.param_groups for p in g["params"]):
+            if not _trained(optimizer) <= of_model:
                 raise ValueError("optimizer trains parameters that model does not have")
-            others = [one for one in self._optimizers if one is not optimizer and not one.closed]
-            rare = [other for other in others if other.schedule.replicas > 1]
-            if any(id(p) in of_model for o in rare for g in o.param_groups for p in g["params"]):
-                raise ValueError(
-                    "another optimizer with sync= trains parameters of model, and only those of "
-                    "one are averaged for a checkpoint: give it a model of its own, or no sync="
-                )
+            for other in self._optimizers:
+                rare = other is not optimizer and not other.closed and other.schedule.replicas > 1
+                if rare and _trained(other) & of_model:
+                    raise ValueError(
+                        "another optimizer with sync= trains parameters of model, and only those "
+                        "of one are averaged for a checkpoint: give it a model of its own, or no "
+                        "sync="
+                    )
             for name, value in objects.items():
                 if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                     raise ValueError(
                         f"{name} is a {type(value).__name__} without state_dict and "
                         "load_state_dict: give objects that have them, or leave it out"
                     )
-        directory = self._directory(run_dir)
-        self._expect_none(self._checkpoints, directory, "checkpoints")
-        made = Checkpoints(
-            self._world,
+        directory = self._directory(run_dir, self._checkpoints, "checkpoints")
+        self._checkpoints[directory] = made = Checkpoints(
+            world,
             directory,
             model,
             optimizer,
@@ -91,26 +91,25 @@ class OwnLoop:
             flush_metrics=lambda: self._flush(directory),
             optimizers=self._optimizers,
         )
-        self._checkpoints[directory] = made
         return made
 
     def metrics(
         self, run_dir: str | Path, config: Mapping[str, Any] | None, copies: Mapping[str, Any]
     ) -> MetricsLog:
         """Make the metrics of a run. Collective. `copies` are fields of `LogConfig`."""
-        compare(self._world.gather, copies, self._world.rank, "give the same on all ranks")
-        with self._world.agreement():
-            log: LogConfig = construct(LogConfig, copies, dict(zip(copies, copies, strict=True)))
-            if self._world.master:
+        world = self._world
+        compare(world.gather, copies, world.rank, "give the same on all ranks")
+        with world.agreement():
+            log: LogConfig = construct(LogConfig, copies, {name: name for name in copies})
+            if world.master:
                 expect_installed(log, "world.metrics({}=)")
-        compare_config(self._world, config)
-        directory = self._directory(run_dir)
-        self._expect_none(self._logs, directory, "metrics")
-        with self._world.agreement():
-            if self._world.master and config is not None:
+        compare_config(world, config)
+        directory = self._directory(run_dir, self._logs, "metrics")
+        with world.agreement():
+            if world.master and config is not None:
                 write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
         described = partial(self._describe, directory)
-        made = MetricsLog(self._world, directory, log, described, self._optimizers)
+        made = MetricsLog(world, directory, log, described, self._optimizers)
         self._logs[directory] = made
         return made
 
@@ -146,25 +145,26 @@ class OwnLoop:
         for directory in self._directories.values():
             directory.close()
 
-    def _directory(self, run_dir: str | Path) -> RunDirectory:
-        """Return the directory of a run, which is locked at the first use. Collective."""
+    def _directory(
+        self, run_dir: str | Path, users: Mapping[RunDirectory, object], what: str
+    ) -> RunDirectory:
+        """Return the directory of a run, which is locked at the first use. Collective.
+
+        Raises AgreedError if it is among those of `users`, or another job uses it.
+        """
         key = self._world.gather(Path(run_dir).absolute())[0]
         if key not in self._directories:
             made = RunDirectory(self._world, Path(run_dir))
             if not self._directories:
                 made.start_recording()
             self._directories[key] = made
-        return self._directories[key]
-
-    def _expect_none(
-        self, made: Mapping[RunDirectory, object], directory: RunDirectory, what: str
-    ) -> None:
-        if directory in made:
+        elif self._directories[key] in users:
             raise AgreedError(
-                f"{directory.path} has {what} in this world already: use those, or give another "
-                "run directory",
+                f"{run_dir} has {what} in this world already: use those, or give another run "
+                "directory",
                 self._world.rank,
             )
+        return self._directories[key]
 
     def _flush(self, directory: RunDirectory) -> None:
         """Write the line of metrics of the last step. Collective."""
@@ -174,11 +174,9 @@ class OwnLoop:
     def _describe(self, directory: RunDirectory) -> dict[str, Any]:
         """Return the entries of summary.json that are no metrics. Collective."""
         self.settle()
-        checkpoints = self._checkpoints.get(directory)
-        stop = self._stop
-        stopped = stop is not None and stop.status != "running"
+        checkpoints, stop = self._checkpoints.get(directory), self._stop
         return {
-            "status": stop.status if stop and stopped else "completed",
+            "status": "completed" if stop is None or stop.status == "running" else stop.status,
             "reason": stop.reason if stop else None,
             **resources(self._world, self._optimizers),
             **(checkpoints.summary() if checkpoints else {}),
@@ -186,3 +184,8 @@ class OwnLoop:
 
     def _longest_save_s(self) -> float:
         return max((made.longest_save_s for made in self._checkpoints.values()), default=0.0)
+
+
+def _trained(optimizer: ZeroOptimizer) -> set[int]:
+    """Return the ids of the parameters that an optimizer trains."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
