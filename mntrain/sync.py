@@ -5,9 +5,10 @@ a description to the ranks of a job. Importing this module needs neither torch n
 """
 
 import math
-from dataclasses import asdict, field, fields
+from collections.abc import Callable
 from dataclasses import dataclass as plain_dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -16,35 +17,29 @@ from mntrain.config_types import STRICT, OrNone
 
 if TYPE_CHECKING:
     from zero.collectives import Collectives
-    from zero.exchange.local_sgd import LocalSGDSchedule
     from zero.exchange.schedule import SyncSchedule
 
 # ruff: noqa: PLC0415 - zero imports torch, which --help does without
 
-# Options of `SyncConfig`, and the modes in which they have an effect.
-_MODES = {
-    "every": ("local-sgd", "diloco", "streaming", "sparseloco"),
-    "warmup": ("local-sgd", "diloco", "streaming", "sparseloco"),
-    "max_staleness": ("local-sgd", "diloco", "sparseloco"),
-    "outer_lr": ("diloco", "streaming", "sparseloco"),
-    "outer_momentum": ("diloco", "streaming"),
-    "fragments": ("streaming",),
-    "overlap": ("streaming",),
-    "mix": ("streaming",),
-    "bits": ("streaming",),
-    "density": ("sparseloco",),
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+# What an option of a description may be, and in words.
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "every": (_whole(1), "a number of steps, at least 1"),
+    "warmup": (_whole(0), "a number of steps, at least 0"),
+    "max_staleness": (_whole(0), "a number of rounds, at least 0"),
+    "weighted": (lambda value: isinstance(value, bool), "True or False"),
+    "outer_lr": (lambda value: 0 < value < math.inf, "a number above 0"),
+    "outer_momentum": (lambda value: 0 <= value < 1, "a number from 0, and below 1"),
+    "fragments": (_whole(1), "a number, at least 1"),
+    "overlap": (_whole(0), "a number of steps from 0, and below every"),
+    "mix": (lambda value: 0 <= value < 1, "a number from 0, and below 1"),
+    "bits": (lambda value: value in (4, 32), "4 or 32"),
+    "density": (lambda value: 0 < value <= 1, "the part to send, above 0, to 1"),
 }
-
-
-def _check_outer_lr(value: float) -> None:
-    """Raise ValueError for what is no learning rate of an outer optimizer."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"outer_lr is {value!r}: give a number above 0")
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    """Return names as "a, b or c"."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 @plain_dataclass(frozen=True, repr=False)
@@ -68,17 +63,14 @@ class LocalSGD:
     max_staleness: int = field(default=0, kw_only=True)
     weighted: bool = field(default=False, kw_only=True)
 
+    mode: ClassVar[str] = "local-sgd"
+    refused: ClassVar[tuple[str, ...]] = ()  # options that have no effect
+
     def __post_init__(self) -> None:
-        if not isinstance(self.weighted, bool):
-            raise ValueError(f"weighted is {self.weighted!r}: give True or False")
-        for name, least, unit in (
-            ("every", 1, "steps"),
-            ("warmup", 0, "steps"),
-            ("max_staleness", 0, "rounds"),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}: give a number of {unit}, at least {least}")
+        for one in fields(self):
+            value, (allows, words) = getattr(self, one.name), _ALLOWED[one.name]
+            if not allows(value):
+                raise ValueError(f"{one.name} is {value!r}: give {words}")
 
     def __repr__(self) -> str:
         """Return it as an expression, in which what is False or 0 by default may be missing."""
@@ -93,16 +85,20 @@ class LocalSGD:
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
     ) -> "SyncSchedule":
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
-        options = asdict(self)
-        if not self.max_staleness:
-            del options["max_staleness"]
-        return self._schedule()(world, node, cross, sharded=stage > 0, **options)
+        from zero.exchange.exchange import Exchange
+        from zero.exchange.stale_rounds import StaleExchange
 
-    def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.exchange.local_sgd import LocalSGDSchedule
-        from zero.exchange.stale_rounds import StaleSchedule
+        options = {name: getattr(self, name) for name in ("every", "warmup", "weighted")}
+        kind: type[Exchange] = Exchange
+        if self.max_staleness:
+            kind, options["max_staleness"] = StaleExchange, self.max_staleness
+        return kind(world, node, cross, sharded=stage > 0, **options, **self._parts())
 
-        return StaleSchedule if self.max_staleness else LocalSGDSchedule
+    def _parts(self) -> dict[str, Any]:
+        """Return the parts of which the exchange is composed (`zero.exchange.exchange`)."""
+        from zero.exchange.exchange import OuterSGD
+
+        return {"outer": OuterSGD()} if self.max_staleness else {}
 
 
 @plain_dataclass(frozen=True, repr=False)
@@ -116,19 +112,12 @@ class DiLoCo(LocalSGD):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_outer_lr(self.outer_lr)
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum is {self.outer_momentum!r}: give a number from 0, and below 1"
-            )
+    mode: ClassVar[str] = "diloco"
 
-    def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.exchange.local_sgd import DiLoCoSchedule
-        from zero.exchange.stale_rounds import StaleDiLoCoSchedule
+    def _parts(self) -> dict[str, Any]:
+        from zero.exchange.exchange import OuterSGD
 
-        return StaleDiLoCoSchedule if self.max_staleness else DiLoCoSchedule
+        return {"outer": OuterSGD(self.outer_lr, self.outer_momentum)}
 
 
 @plain_dataclass(frozen=True, repr=False)
@@ -148,6 +137,9 @@ class StreamingDiLoCo(DiLoCo):
     mix: float = 0.5
     bits: int = 4
 
+    mode: ClassVar[str] = "streaming"
+    refused: ClassVar[tuple[str, ...]] = ("max_staleness",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_staleness:
@@ -155,29 +147,24 @@ class StreamingDiLoCo(DiLoCo):
                 f"max_staleness is {self.max_staleness}: StreamingDiLoCo hides exchanges behind "
                 "the next overlap steps instead; give overlap, or another description"
             )
-        if type(self.fragments) is not int or self.fragments < 1:
-            raise ValueError(f"fragments is {self.fragments!r}: give a number, at least 1")
-        if type(self.overlap) is not int or not 0 <= self.overlap < self.every:
-            raise ValueError(
-                f"overlap is {self.overlap!r}: give a number of steps from 0, and below every, "
-                f"which is {self.every}"
-            )
-        if not 0 <= self.mix < 1:
-            raise ValueError(f"mix is {self.mix!r}: give a number from 0, and below 1")
-        if self.bits not in (4, 32):
-            raise ValueError(f"bits is {self.bits!r}: give 4 or 32")
+        if self.overlap >= self.every:
+            words = f"{_ALLOWED['overlap'][1]}, which is {self.every}"
+            raise ValueError(f"overlap is {self.overlap}: give {words}")
 
-    def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.exchange.fragments import StreamingSchedule
+    def _parts(self) -> dict[str, Any]:
+        from zero.comm_hooks.codes import BlockCode
 
-        return StreamingSchedule
+        streamed = {name: getattr(self, name) for name in ("fragments", "overlap", "mix")}
+        code = {"code": BlockCode(self.bits)} if self.bits < 32 else {}
+        return super()._parts() | streamed | code
 
 
 @plain_dataclass(frozen=True, repr=False)
 class SparseLoCo(LocalSGD):
     """Nodes exchange the largest of their changes every `every` steps, and keep the rest.
 
-    `density` is the part that is sent of each 4,096 elements of a parameter, in 2 bits.
+    `density` is the part that is sent of each 4,096 elements of a parameter, in 2 bits. A node adds
+    its changes to 0.95 times what it has not sent yet.
 
     Source: SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). Raises ValueError for arguments that
     cannot be.
@@ -186,25 +173,18 @@ class SparseLoCo(LocalSGD):
     outer_lr: float = 1.0
     density: float = 64 / 4096
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_outer_lr(self.outer_lr)
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density is {self.density!r}: give the part to send, above 0, to 1")
+    mode: ClassVar[str] = "sparseloco"
 
-    def _schedule(self) -> "type[LocalSGDSchedule]":
-        from zero.exchange.sparse_loco import SparseLoCoSchedule
-        from zero.exchange.stale_rounds import StaleSparseLoCoSchedule
+    def _parts(self) -> dict[str, Any]:
+        from zero.comm_hooks.codes import ChunkCode
+        from zero.exchange.exchange import OuterSGD
+        from zero.state import UNSENT
 
-        return StaleSparseLoCoSchedule if self.max_staleness else SparseLoCoSchedule
+        feedback = {"residual": UNSENT, "decay": 0.95}
+        return {"outer": OuterSGD(self.outer_lr), "code": ChunkCode(self.density), **feedback}
 
 
-_DESCRIPTIONS: dict[str, type[LocalSGD]] = {
-    "local-sgd": LocalSGD,
-    "diloco": DiLoCo,
-    "streaming": StreamingDiLoCo,
-    "sparseloco": SparseLoCo,
-}
+_DESCRIPTIONS = {kind.mode: kind for kind in (LocalSGD, DiLoCo, StreamingDiLoCo, SparseLoCo)}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -220,41 +200,32 @@ class SyncConfig:
     )
     every: OrNone[int] = Field(
         default=None,
-        ge=1,
         description="steps between exchanges, if not after every step. none: not given.",
     )
     warmup: int = Field(
         default=0,
-        ge=0,
         description="synchronous steps at the start of the run, if exchanges are rarer.",
     )
     outer_lr: OrNone[float] = Field(
         default=None,
-        gt=0,
         description="learning rate of the outer optimizer of diloco and streaming (none: 0.7), and "
         "of sparseloco (none: 1).",
     )
     outer_momentum: OrNone[float] = Field(
         default=None,
-        ge=0,
-        lt=1,
         description="Nesterov momentum of the outer optimizer of diloco and streaming. none: 0.9.",
     )
     fragments: OrNone[int] = Field(
         default=None,
-        ge=1,
         description="parts of the parameters that streaming exchanges in turn. none: 4.",
     )
     overlap: OrNone[int] = Field(
         default=None,
-        ge=0,
         description="steps during which an exchange of streaming travels, below --sync.every. "
         "none: 1.",
     )
     mix: OrNone[float] = Field(
         default=None,
-        ge=0,
-        lt=1,
         description="part of a node's own parameters that streaming keeps in an exchange. "
         "none: 0.5.",
     )
@@ -264,14 +235,10 @@ class SyncConfig:
     )
     density: OrNone[float] = Field(
         default=None,
-        gt=0,
-        le=1,
         description="part of the elements that sparseloco sends. none: 0.015625, 64 of 4096.",
     )
-
     max_staleness: int = Field(
         default=0,
-        ge=0,
         description="rounds (of --sync.every steps) by which a node of local-sgd, diloco and "
         "sparseloco may be ahead of what the others have sent, before it waits for them. 0: every "
         "node waits in each exchange.",
@@ -279,34 +246,27 @@ class SyncConfig:
 
     @model_validator(mode="after")
     def _check_mode(self) -> "SyncConfig":
-        if self.mode == "streaming" and self.max_staleness:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            modes = [m for m, kind in _DESCRIPTIONS.items() if one.name in _options(kind)]
+            unset = 0 if one.name in ("warmup", "max_staleness") else None
+            if one.name == "mode" or value == unset or self.mode in modes:
+                continue
+            others = " or ".join(filter(None, [", ".join(modes[:-1]), modes[-1]]))
             raise ValueError(
-                f"--sync.max-staleness {self.max_staleness}: --sync.mode streaming does without, "
-                "since its exchanges travel while later steps compute; give --sync.overlap, the "
-                "number of these steps, or --sync.mode diloco"
+                f"--sync.{one.name.replace('_', '-')} {value}: has no effect in --sync.mode "
+                f"{self.mode}; give --sync.mode {others}, or leave it out"
             )
-        for name, modes in _MODES.items():
-            value = getattr(self, name)
-            given = value > 0 if name in ("warmup", "max_staleness") else value is not None
-            if given and self.mode not in modes:
-                raise ValueError(
-                    f"--sync.{name.replace('_', '-')} {value}: has no effect in --sync.mode "
-                    f"{self.mode}; give --sync.mode {_one_of(modes)}, or leave it out"
-                )
         if self.mode != "every-step" and self.every is None:
             raise ValueError(
                 f"--sync.mode {self.mode}: needs the steps between exchanges; give --sync.every, "
                 "such as 50"
             )
-        if self.bits not in (None, 4, 32):
-            raise ValueError(f"--sync.bits {self.bits}: give 4 or 32")
-        overlap = StreamingDiLoCo.overlap if self.overlap is None else self.overlap
-        if self.mode == "streaming" and self.every is not None and overlap >= self.every:
-            given = f"--sync.overlap {overlap}" + (" (the default)" if self.overlap is None else "")
-            raise ValueError(
-                f"{given}: has to be below --sync.every {self.every}; give at most "
-                f"--sync.overlap {self.every - 1}"
-            )
+        try:
+            self.description  # noqa: B018 - it raises
+        except ValueError as error:
+            name, words = str(error).split(" ", 1)
+            raise ValueError(f"--sync.{name.replace('_', '-')} {words}") from None
         return self
 
     @property
@@ -314,6 +274,11 @@ class SyncConfig:
         """The argument `sync` of `world.optimizer`; None for every-step."""
         if self.mode == "every-step":
             return None
-        given = {name: getattr(self, name) for name in _MODES}
-        known = {k: v for k, v in given.items() if v is not None and self.mode in _MODES[k]}
-        return _DESCRIPTIONS[self.mode](**known)
+        kind = _DESCRIPTIONS[self.mode]
+        given = {k: v for k, v in vars(self).items() if k in _options(kind) and v is not None}
+        return kind(**given)
+
+
+def _options(kind: type[LocalSGD]) -> list[str]:
+    """Return the names of the options that have an effect."""
+    return [one.name for one in fields(kind) if one.name not in kind.refused]

@@ -18,7 +18,7 @@ from zero.agreement import StepAgreement, agree, plain_numbers
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.node_levels import NodeLevels
-from zero.exchange.schedule import EveryStep, SyncSchedule, check_replicas
+from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.full_state import PartOfState, from_plain, to_plain, whole_tensors
 from zero.gradients.reduction import StepReduction
 from zero.gradients.weights import BatchSource
@@ -167,7 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._buffers, self._model = buffers, model
         self._warned_of_sparse = False
         self._hook = make_hook(comm_hook, wire_dtype)
-        self.schedule: SyncSchedule = schedule or EveryStep(collectives)
+        self.schedule = schedule or SyncSchedule(collectives)
         check_replicas(self.schedule, collectives)
         sharding = self.schedule.sharding
         check_shard_weights(shard_weights, sharding.size)
@@ -175,7 +175,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._hook,
             levels,
             size=collectives.size,
-            scheduled=not isinstance(self.schedule, EveryStep),
+            scheduled=schedule is not None,
         )
         self._shard = OptimizerShard(
             stage if sharding.size > 1 else 0,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.exchange.schedule import Exchanged, SyncSchedule
+from zero.exchange.schedule import SyncSchedule
 from zero.norms import NonFiniteGradientError
 from zero.shard import OptimizerShard
 from zero.state import LOCAL
@@ -63,10 +63,10 @@ class Replicas:
         except NonFiniteGradientError:  # on all ranks, which keep what they have updated
             self._shard.publish()
             raise
-        nothing = exchanged is Exchanged.NOTHING
+        nothing = exchanged == "nothing"
         of_replica = nothing or schedule.independent(step)
         broadcast_from_rank_0(group if of_replica else self._collectives, self._buffers)
-        self.equal = self.equal or exchanged is Exchanged.ALL
+        self.equal = self.equal or exchanged == "all"
         if updated or not nothing:
             self._shard.publish()
 

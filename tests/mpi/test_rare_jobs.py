@@ -19,7 +19,7 @@ from mntrain.sync import SyncConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.model_digest import model_digest
 from mntrain.train.trainer import Trainer
-from zero.exchange import fragments, stale_rounds
+from zero.exchange import exchange
 
 pytestmark = pytest.mark.mpi
 
@@ -72,7 +72,7 @@ def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run
 @pytest.mark.parametrize("settles", ["evaluation", "save"])
 def test_an_exchange_in_flight_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, settles):
     folder = MPI.COMM_WORLD.bcast(tmp_path)
-    monkeypatch.setattr(fragments, "is_finite", lambda tensor: False)
+    monkeypatch.setattr(exchange, "is_finite", lambda tensor: False)
     config = replace(
         small(folder, eval_every=2 if settles == "evaluation" else 0),
         sync=SyncConfig(mode="streaming", every=2, fragments=1),
@@ -190,7 +190,7 @@ def test_a_round_that_is_not_finite_stops_the_run_with_all_steps_before(
     tmp_path, monkeypatch, settles
 ):
     folder = MPI.COMM_WORLD.bcast(tmp_path)
-    monkeypatch.setattr(stale_rounds, "is_finite", lambda tensor: False)
+    monkeypatch.setattr(exchange, "is_finite", lambda tensor: False)
     config = replace(
         small(folder, steps=20, eval_every=4 if settles == "evaluation" else 0),
         sync=STALE,

@@ -30,8 +30,7 @@ from worlds import RANKS
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
 from mntrain.train.model_digest import differing_ranks, model_digest
 from zero.comm_hooks.codes import BlockCode, ChunkCode
-from zero.exchange.fragments import ARRIVING
-from zero.exchange.local_sgd import EXCHANGED, MOMENTUM
+from zero.exchange.exchange import ARRIVING, EXCHANGED, MOMENTUM
 from zero.norms import NonFiniteGradientError
 from zero.state import ERROR, UNSENT
 
@@ -325,7 +324,7 @@ def test_an_exchange_travels_while_the_program_does_something_else(world, make):
     for step in range(3):
         push(model, optimizer, step)
     (sent,) = optimizer.schedule._sent.values()
-    futures = [f for message in sent.messages for f in message._work._current._futures]
+    futures = [f for message in sent.messages for f in message.work._current._futures]
     assert futures
     deadline = time.monotonic() + 20
     while not all(future.done for future in futures):
@@ -356,13 +355,13 @@ def test_what_arrives_is_applied_by_message_and_not_kept(world, make, monkeypatc
     model = net()
     optimizer = make(model, sync=STREAM())
     schedule, kept_bytes = optimizer.schedule, []
-    step_of = schedule._outer_step
+    step_of = schedule._outer.step
 
-    def outer_step(tensor, gradient):
+    def outer_step(state, gradient):
         kept_bytes.append(sum(mean.nbytes for mean in schedule._arrived.values()))
-        step_of(tensor, gradient)
+        step_of(state, gradient)
 
-    monkeypatch.setattr(schedule, "_outer_step", outer_step)
+    monkeypatch.setattr(schedule._outer, "step", outer_step)
     for step in range(10):
         take_step(world, model, optimizer, step)
     assert kept_bytes

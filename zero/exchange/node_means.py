@@ -9,6 +9,9 @@ of nodes. Sums are in the dtype of the tensors, fp32 or wider. All replicas get 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,30 +23,27 @@ from zero.layout import MIB, split
 
 MESSAGE_BYTES = 25 * MIB  # of tensors that travel together
 
+Value: TypeAlias = Callable[[Tensor], Tensor]
 
-class Message:
+
+class Message(NamedTuple):
     """Means of some tensors' values, on their way."""
 
-    def __init__(
-        self, tensors: Sequence[Tensor], work: Work, nbytes: int, mean: Callable[[], Tensor]
-    ) -> None:
-        self.nbytes = nbytes  # that it holds until it has arrived
-        self._tensors, self._work, self._mean = tensors, work, mean
-
-    def arrived(self) -> bool:
-        """Return whether `means` waits for no other node. Local."""
-        return self._work.done()
+    tensors: Sequence[Tensor]
+    work: ChainedWork
+    nbytes: int  # held until it has arrived
+    mean: Callable[[], Tensor]  # of what has arrived: flat
 
     def means(self, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
         """Wait, and yield each tensor with `scale` times its mean over nodes. Collective.
 
         The mean is new, and has the tensor's shape.
         """
-        self._work.wait()
-        mean = self._mean()
+        self.work.wait()
+        mean = self.mean()
         if scale != 1.0:
             mean.mul_(scale)
-        for tensor, part in zip(self._tensors, _parts(mean, self._tensors), strict=True):
+        for tensor, part in zip(self.tensors, _parts(mean, self.tensors), strict=True):
             yield tensor, part.view(tensor.shape)
 
 
@@ -59,34 +59,23 @@ class NodeMeans:
         self._parts = 1 if sharded else node.size  # of a message, each sent by a rank of the node
 
     def of(
-        self,
-        tensors: Sequence[Tensor],
-        value: Callable[[Tensor], Tensor],
-        code: Code | None = None,
-        keep: Callable[[Tensor, Tensor], object] | None = None,
-        *,
-        weight: float = 1.0,
-        scale: float = 1.0,
+        self, tensors: Sequence[Tensor], value: Value, *, scale: float = 1.0, **options: Any
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each tensor with the mean of its values, as `Message.means` does. Collective.
 
-        One message travels while another is used. The arguments are those of `send` and `means`.
+        One message travels while another is used. The options are those of `send`.
         """
-        sent: Message | None = None
-        for following in self.send(tensors, value, code, keep, weight=weight):
-            if sent is not None:
-                yield from sent.means(scale)
-            sent = following
-        if sent is not None:
-            yield from sent.means(scale)
+        for message, _ in pairwise(chain(self.send(tensors, value, **options), [None])):
+            assert message is not None, "the last one is second of a pair alone"
+            yield from message.means(scale)
 
     def send(
         self,
         tensors: Sequence[Tensor],
-        value: Callable[[Tensor], Tensor],
+        value: Value,
+        *,
         code: Code | None = None,
         keep: Callable[[Tensor, Tensor], object] | None = None,
-        *,
         weight: float = 1.0,
     ) -> Iterator[Message]:
         """Start messages, one for each that is taken from the iterator. Collective.
@@ -100,16 +89,16 @@ class NodeMeans:
             if weight != 1.0:
                 flat.mul_(weight)
             if code is None or flat.is_complex():
-                sent = self._send_sum(message, flat)
-                left = None
-            else:
-                sent = self._send_codes(message, flat, code)
-                left = flat if weight == 1.0 else flat.div_(weight)
+                work = ChainedWork(self._travel(flat, self._cross.all_reduce))
+                yield Message(message, work, flat.nbytes, partial(flat.div_, self._cross.size))
+                continue
+            codes = self._encode(message, flat, code)
             if keep is not None:
-                left = torch.zeros_like(flat) if left is None else left
+                left = flat if weight == 1.0 else flat.div_(weight)
                 for tensor, part in zip(message, _parts(left, message), strict=True):
                     keep(tensor, part.view(tensor.shape))
-            yield sent
+            work = ChainedWork(self._travel(codes.view(-1), self._cross.all_gather))
+            yield Message(message, work, codes.nbytes, partial(self._decode, message, codes, code))
 
     def nbytes(self, tensors: Sequence[Tensor], code: Code | None = None) -> int:
         """Return the bytes that messages of tensors hold until they have arrived. Local."""
@@ -121,46 +110,35 @@ class NodeMeans:
                 total += self._cross.size * self._code_bytes(message, code)
         return total
 
-    def _send_sum(self, message: Sequence[Tensor], flat: Tensor) -> Message:
-        mean = lambda: flat.div_(self._cross.size)  # noqa: E731
-        return Message(message, ChainedWork(self._sum(flat)), flat.nbytes, mean)
+    def _travel(self, flat: Tensor, exchange: Callable[[Tensor], Work]) -> Iterator[Work]:
+        """Exchange this rank's part of a flat tensor, and gather the others from the node."""
+        bounds = split(len(flat), self._parts)
+        slot = self._node.slot(self._node.rank) if self._parts > 1 else 0
+        yield exchange(flat[bounds[slot] : bounds[slot + 1]])
+        if self._parts > 1:
+            yield self._node.all_gather(flat, bounds)
 
-    def _sum(self, flat: Tensor) -> Iterator[Work]:
-        """Sum a flat tensor over nodes, in place."""
-        if self._parts == 1:
-            yield self._cross.all_reduce(flat)
-            return
-        bounds, slot = split(flat.numel(), self._parts), self._node.slot(self._node.rank)
-        yield self._cross.all_reduce(flat[bounds[slot] : bounds[slot + 1]])
-        yield self._node.all_gather(flat, bounds)
+    def _encode(self, message: Sequence[Tensor], flat: Tensor, code: Code) -> Tensor:
+        """Return codes by (part, node, byte), of which this node has its own.
 
-    def _send_codes(self, message: Sequence[Tensor], flat: Tensor, code: Code) -> Message:
-        """Encode values, and leave in `flat` what the codes lack."""
-        nodes = self._cross.size
+        Leaves in `flat` what they lack.
+        """
         own = torch.zeros(self._code_bytes(message, code), dtype=torch.uint8, device=flat.device)
         for part, written in _with_codes(flat, own, message, code):
             code.encode(part, written)
-        codes = own.new_empty(self._parts, nodes, len(own) // self._parts)
+        codes = own.new_empty(self._parts, self._cross.size, len(own) // self._parts)
         codes[:, self._cross.slot(self._cross.rank)] = own.view(self._parts, -1)
-        dtype, numel = flat.dtype, len(flat)
+        return codes
 
-        def mean() -> Tensor:
-            total = torch.zeros(numel, dtype=dtype, device=codes.device)
-            for rank in range(nodes):
-                received = codes[:, self._cross.slot(rank)].reshape(-1)
-                for part, read in _with_codes(total, received, message, code):
-                    code.decode(read, part)
-            return total.div_(nodes)
-
-        return Message(message, ChainedWork(self._gather(codes)), codes.nbytes, mean)
-
-    def _gather(self, codes: Tensor) -> Iterator[Work]:
-        """Gather codes by (part, node, byte): this rank's part of all nodes, then the others."""
-        flat, (parts, nodes, nbytes) = codes.view(-1), codes.shape
-        slot = self._node.slot(self._node.rank) if parts > 1 else 0
-        yield self._cross.all_gather(codes[slot].view(-1), [i * nbytes for i in range(nodes + 1)])
-        if parts > 1:
-            yield self._node.all_gather(flat, [i * nodes * nbytes for i in range(parts + 1)])
+    def _decode(self, message: Sequence[Tensor], codes: Tensor, code: Code) -> Tensor:
+        """Return the mean of what the codes of all nodes stand for, flat."""
+        numel, nodes = sum(tensor.numel() for tensor in message), self._cross.size
+        total = torch.zeros(numel, dtype=message[0].dtype, device=codes.device)
+        for rank in range(nodes):
+            received = codes[:, self._cross.slot(rank)].reshape(-1)
+            for part, read in _with_codes(total, received, message, code):
+                code.decode(read, part)
+        return total.div_(nodes)
 
     def _code_bytes(self, message: Sequence[Tensor], code: Code) -> int:
         """Return the bytes of a message's codes, in equal parts that are aligned."""

@@ -1,30 +1,26 @@
 """Sync schedules: which ranks a step is averaged over, and when groups exchange parameters.
 
 step                            0         1         2         3
-EveryStep                       world     world     world     world
-LocalSGDSchedule, every 2
-steps after 1 of warm-up        world     node      node      node
+SyncSchedule                    world     world     world     world
+Exchange, every 2 steps
+after 1 of warm-up              world     node      node      node
 exchange after it                               yes
 """
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from zero.collectives import Collectives
 
-
-class Exchanged(Enum):
-    """Extent of the exchange after a step."""
-
-    NOTHING = 0
-    SOME = 1  # parameters changed, and may still differ between replicas
-    ALL = 2  # all replicas hold the same parameters now
+# The extent of the exchange after a step. After "some", parameters have changed, and may still
+# differ between replicas; after "all", replicas hold the same parameters.
+Exchanged: TypeAlias = Literal["nothing", "some", "all"]
 
 
 class SyncSchedule:
-    """The groups of ranks that a training step communicates in. Base class.
+    """The groups of ranks that a training step communicates in; by default all ranks in each.
 
     Gradients, batch weights and buffers of a step are exchanged over `group(step)` alone. State is
     sharded over `sharding` in every step: `group(step)` is the same ranks, or several sharding
@@ -49,6 +45,9 @@ class SyncSchedule:
     replicas = 1  # of equal sizes, which together are all ranks
     weighted = False  # whether replicas count in an exchange by the weights of their steps
 
+    def __init__(self, collectives: Collectives) -> None:
+        self.sharding = collectives
+
     def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
         """Learn of further parameters, by name. Local, on all ranks.
 
@@ -58,7 +57,7 @@ class SyncSchedule:
 
     def group(self, step: int) -> Collectives:
         """Return the ranks over which step number `step`, counted from 0, is averaged. Local."""
-        raise NotImplementedError
+        return self.sharding
 
     def independent(self, step: int) -> bool:
         """Return whether replicas take a step without waiting for each other. Local.
@@ -93,10 +92,7 @@ class SyncSchedule:
         return []
 
     def load_weights(self, weights: Sequence[float]) -> None:
-        """Restore what `weights` of this or another schedule returned. Local, on all ranks.
-
-        Without any, they are counted anew.
-        """
+        """Restore what `weights` of this or another schedule returned; else count anew. Local."""
 
     def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
         """Start and finish the exchanges that are due after a step, also a skipped one. Collective.
@@ -104,9 +100,9 @@ class SyncSchedule:
         Changes the parameters in place. By default `exchange`, if `exchange_due`.
         """
         if not self.exchange_due(step):
-            return Exchanged.NOTHING
+            return "nothing"
         self.exchange(tensors)
-        return Exchanged.ALL
+        return "all"
 
     def settle(self) -> None:
         """Wait for exchanges in flight, so that `state` contains them. Collective.
@@ -138,10 +134,7 @@ class SyncSchedule:
         return {}
 
     def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned, or nothing, for a parameter. Local.
-
-        Drops exchanges in flight.
-        """
+        """Restore what `state` returned, or nothing, for a parameter; drop what is in flight."""
 
     def nbytes(self) -> int:
         """Return the bytes that were kept, and in flight, on this rank, at the peak. Local."""
@@ -153,17 +146,6 @@ class SyncSchedule:
         `tensors` are all that this rank updates. Exchanges that `settle` waits for may take more.
         """
         return 0
-
-
-class EveryStep(SyncSchedule):
-    """The schedule of synchronous data parallelism: every step is averaged over all ranks."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self.sharding = collectives
-
-    def group(self, step: int) -> Collectives:
-        """Return all ranks."""
-        return self.sharding
 
 
 def check_replicas(schedule: SyncSchedule, collectives: Collectives) -> None:

@@ -1,0 +1,445 @@
+"""Exchanges of parameters between nodes that train alone for some steps, composed of parts.
+
+Each node is a replica: its ranks average gradients in every step, and state is sharded over them.
+
+    outer            none: nodes send their parameters, which become the mean. Otherwise nodes send
+                     outer gradients: the parameters after the last exchange minus those now
+    code             of what is sent, and under which key what it lacks is kept
+    fragments        parts of the parameters, which are exchanged in turn
+    overlap          steps during which an exchange travels
+
+    every 6, 2 fragments, overlap 2:
+    step after the warm-up     1   2   3   4   5   6   7   8   9  10  11  12
+    fragment 0                         start   finish              start   finish
+    fragment 1                                     start   finish              start
+
+Sources: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv 1808.07217),
+for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv
+1805.09767); Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+2023 (arXiv 2311.08105), and "Streaming DiLoCo with overlapping communication: Towards a Distributed
+Free Lunch", 2025 (arXiv 2501.18512); Sarfi et al., "Communication Efficient LLM Pre-training with
+SparseLoCo", 2025 (arXiv 2508.15706).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from zero.collectives import Collectives
+from zero.comm_hooks.codes import Code
+from zero.exchange.node_means import Message, NodeMeans
+from zero.exchange.schedule import Exchanged, SyncSchedule
+from zero.norms import NonFiniteGradientError
+from zero.state import ERROR, SYNC
+
+LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
+DRIFT = "the difference between the parameters and those after the last exchange"
+# Keys of the outer state; the last is of mean outer gradients that are to be applied.
+EXCHANGED, MOMENTUM, ARRIVING = f"{SYNC}exchanged", f"{SYNC}momentum", f"{SYNC}arriving"
+
+
+class OuterSGD:
+    """Steps of the exchanged parameters by mean outer gradients; by default they are subtracted.
+
+    With a momentum, steps are those of torch.optim.SGD with nesterov=True. Another outer optimizer
+    has the same methods, and other `keys`: of the tensors of its state, which begin as zeros.
+    """
+
+    def __init__(self, lr: float = 1.0, momentum: float | None = None) -> None:
+        self.keys = () if momentum is None else (MOMENTUM,)
+        self._lr, self._momentum = lr, momentum
+
+    def step(self, state: Mapping[str, Tensor], mean: Tensor) -> None:
+        """Update the exchanged parameters in a state by a mean, which may be overwritten."""
+        if self._momentum is not None:
+            momentum = state[MOMENTUM].mul_(self._momentum).add_(mean)
+            mean.add_(momentum, alpha=self._momentum)
+        state[EXCHANGED].add_(mean, alpha=-self._lr)
+
+
+class Sent:
+    """Messages on their way, if any, and an agreement of all ranks: is all finite, its weights.
+
+    Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        world: Collectives,
+        replica: int,
+        *,
+        weight: float,
+        finite: bool,
+        what: str,
+    ) -> None:
+        """Send this rank's answer; `what` is the text for what is exchanged. Collective.
+
+        `weight` is that of this rank's node, whose number is `replica`.
+        """
+        self.messages, self._what, self._ranks = messages, what, world.size
+        # The weight, and by rank 1 + its node if that is not finite, else 0.
+        self._answers = torch.zeros(1 + world.size, dtype=torch.float64)
+        self._answers[0] = weight
+        if not finite:
+            self._answers[1 + world.rank] = 1 + replica
+        self._work = world.all_reduce(self._answers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the messages."""
+        return sum(message.nbytes for message in self.messages)
+
+    def arrived(self) -> bool:
+        """Return whether all can be applied without a wait for other nodes. Local.
+
+        False for what is not finite: it is an error, which all ranks raise after the same step.
+        """
+        if not self._work.done() or not all(m.work.done() for m in self.messages):
+            return False
+        self._work.wait()
+        return not bool(self._answers[1:].any())
+
+    def check(self) -> float:
+        """Wait for the answers, and return 1 / the mean weight of nodes.
+
+        With it, a mean of what nodes have multiplied by their weights is the weighted mean. Raises
+        NonFiniteGradientError on all ranks if one answer is no.
+        """
+        self._work.wait()
+        weights, failed = float(self._answers[0]), self._answers[1:].tolist()
+        if any(failed):
+            where = ", ".join(
+                f"rank {rank} of node {int(node) - 1}" for rank, node in enumerate(failed) if node
+            )
+            raise NonFiniteGradientError(
+                f"{self._what} is not finite in fp32 on {where}, and was not exchanged: continue "
+                "from a checkpoint, with a lower learning rate"
+            )
+        return self._ranks / weights
+
+    def means(self, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Wait, and yield each tensor with `scale` times its mean over nodes. Collective."""
+        for message in self.messages:
+            yield from message.means(scale)
+
+
+class Exchange(SyncSchedule):
+    """Exchange parameters over nodes every `every` steps, after `warmup` synchronous steps.
+
+    `node` are the ranks of this node, and `cross` one rank of each node, in the order of nodes.
+    `sharded` states that each rank of a node updates tensors of its own. With `weighted`, a node
+    counts in a mean in proportion to the weights of its steps since the last exchange, such as its
+    samples; else all nodes count the same.
+
+    With an `outer` optimizer, nodes keep the parameters after the last exchange, with the same bits
+    on all of them. A `code` encodes outer gradients together with `decay` times what it has lacked
+    before, which is kept under the key `residual`.
+
+    With `fragments`, each of them has whole parameters, and the starts of their exchanges are
+    spread evenly over the steps; there are no more than steps. What is sent after one step is
+    applied after `overlap` further ones: the parameters of the node become `mix` times themselves,
+    and 1 - mix times the exchanged ones. A manual `exchange` is then the mean of the parameters,
+    without an outer step.
+    """
+
+    def __init__(
+        self,
+        world: Collectives,
+        node: Collectives,
+        cross: Collectives,
+        *,
+        sharded: bool,
+        every: int,
+        warmup: int = 0,
+        weighted: bool = False,
+        outer: OuterSGD | None = None,
+        code: Code | None = None,
+        residual: str = ERROR,
+        decay: float = 1.0,
+        fragments: int | None = None,
+        overlap: int = 0,
+        mix: float = 0.0,
+    ) -> None:
+        super().__init__(node)
+        self.replica, self.replicas, self.weighted = cross.rank, cross.size, weighted
+        self._world, self._every, self._warmup = world, every, warmup
+        self._means = NodeMeans(node, cross, sharded=sharded)
+        self._outer, self._code, self._residual, self._decay = outer, code, residual, decay
+        self._keys = (*outer.keys, *([residual] if code else [])) if outer else ()
+        self._in_turn, self._overlap, self._mix = fragments is not None, overlap, mix
+        self._fragments = min(fragments or 1, every)
+        self._loads = [0] * self._fragments  # elements
+        self._fragment: dict[Tensor, int] = {}
+        self._since = [0.0] * self._fragments  # the weight of the steps since their last exchange
+        self._state: dict[Tensor, dict[str, Tensor]] = {}
+        self._sent: dict[int, Sent] = {}  # by fragment
+        self._arrived: dict[Tensor, Tensor] = {}  # means that are to be applied
+        self._peak = 0  # bytes in flight
+
+    def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+        """Give each parameter to the fragment that has the fewest elements so far."""
+        for name, numel in sizes.items():
+            lightest = self._loads.index(min(self._loads))
+            self._loads[lightest] += numel
+            if name in tensors:
+                self._fragment[tensors[name]] = lightest
+
+    def group(self, step: int) -> Collectives:
+        """Return all ranks in the warm-up, and the node's after it."""
+        return self._world if step < self._warmup else self.sharding
+
+    def exchange_due(self, step: int) -> bool:
+        """Return whether a number of rounds of `every` steps ends with a step."""
+        return step >= self._warmup and (step - self._warmup + 1) % self._every == 0
+
+    def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
+        """Copy the parameters that the first step after the warm-up finds. Collective."""
+        if step < self._warmup:  # drop the state of an earlier job, whose warm-up was shorter
+            self._state.clear()
+            self._drop()
+        new = [tensor for tensor in tensors if tensor not in self._state]
+        if step < self._warmup or self._outer is None or not new:
+            return
+        for tensor in new:
+            self._state[tensor] = {EXCHANGED: tensor.detach().clone()} | self._zeros(tensor)
+        if not equal:  # they were loaded, from a run of another schedule
+            # All ranks with these tensors, and not others: nothing else may be agreed on.
+            for exchanged, mean in self._means.of([self._state[t][EXCHANGED] for t in new], _same):
+                exchanged.copy_(mean)
+
+    def note_weight(self, step: int, weight: float) -> None:
+        """Add the weight of a step of this node alone."""
+        if step < self._warmup:
+            self.load_weights(())
+        else:
+            self._since = [since + weight for since in self._since]
+
+    def weights(self) -> list[float]:
+        """Return the weight of the steps since the last exchange of each fragment."""
+        return [*self._since] if self.weighted else []
+
+    def load_weights(self, weights: Sequence[float]) -> None:
+        """Continue from the weights of as many fragments; else, all from that of the oldest."""
+        alike = [max(weights, default=0.0)] * self._fragments
+        self._since = [*weights] if len(weights) == self._fragments else alike
+
+    def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
+        """Start the exchange of a fragment, and finish that of one, if they are due. Collective.
+
+        Raises NonFiniteGradientError on all ranks, before anything is applied, for what is not
+        finite on any of them; without an overlap, before anything is sent.
+        """
+        starting = self._starts_after(step)
+        if starting is not None:
+            self._apply(starting)  # what a step that raised has left
+            own = [tensor for tensor in tensors if self._fragment[tensor] == starting]
+            if self._overlap:
+                self._sent[starting] = self._send(own, starting, self._drift)
+                self._note_peak()
+            else:
+                self._exchange(own, self._weight(starting), parameters=self._outer is None)
+                self._since[starting] = 0.0
+        finishing = self._starts_after(step - self._overlap)
+        if finishing is None:
+            return "nothing"
+        self._apply(finishing)
+        return "all" if self._fragments == 1 and not self._overlap and not self._mix else "some"
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their means over nodes. Collective."""
+        weight = self._weight()
+        scale = self._agree(weight).check() if self.weighted else 1.0
+        for tensor, mean in self._means.of(tensors, _same, weight=weight, scale=scale):
+            tensor.copy_(mean)
+
+    def exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Finish what is in flight, and exchange all parameters. Collective.
+
+        With `fragments` they, and the exchanged ones, become their means; the rest of the outer
+        state stays. Raises NonFiniteGradientError on all ranks, before anything is sent or kept, if
+        what is to be sent is not finite on any of them.
+        """
+        for fragment in range(self._fragments):
+            self._apply(fragment)
+        parameters = self._in_turn or self._outer is None
+        self._exchange(tensors, self._weight(), parameters=parameters)
+        self.load_weights(())
+        for tensor in tensors if parameters and self._outer else ():
+            self._state[tensor][EXCHANGED].copy_(tensor)
+
+    def settle(self) -> None:
+        """Wait for exchanges in flight."""
+        for fragment in list(self._sent):
+            self._arrived.update(self._receive(fragment))
+            self._note_peak()
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the outer state, and the mean outer gradient that is to be applied."""
+        arrived = {ARRIVING: self._arrived[tensor]} if tensor in self._arrived else {}
+        return self._state.get(tensor, {}) | arrived
+
+    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Restore the outer state; without any, the next step copies the parameters.
+
+        Of another schedule's, what this one keeps beside begins with zeros.
+        """
+        self._drop(tensor)
+        self._state.pop(tensor, None)
+        if self._outer is None or EXCHANGED not in state:
+            return
+        given = {
+            key: torch.empty_like(tensor, requires_grad=False).copy_(state[key])
+            for key in (EXCHANGED, *self._keys, *([ARRIVING] if self._in_turn else []))
+            if key in state
+        }
+        if ARRIVING in given:
+            self._arrived[tensor] = given.pop(ARRIVING)
+        self._state[tensor] = {EXCHANGED: given[EXCHANGED]} | self._zeros(tensor) | given
+
+    def nbytes(self) -> int:
+        """Return the bytes of the outer state, and of what was in flight at the peak."""
+        kept = chain.from_iterable(state.values() for state in self._state.values())
+        return sum(tensor.nbytes for tensor in kept) + self._peak
+
+    def expected_nbytes(self, tensors: Sequence[Tensor]) -> int:
+        """Return the bytes of the outer state and of the exchanges that are in flight together."""
+        kept = (1 + len(self._keys)) * sum(tensor.nbytes for tensor in tensors)
+        return (kept if self._outer else 0) + self._expected_in_flight(tensors)
+
+    def _expected_in_flight(self, tensors: Sequence[Tensor]) -> int:
+        """Return the most bytes that are in flight, beside what an exchange itself waits for."""
+        if not self._overlap:
+            return 0
+        of_fragment = [
+            self._means.nbytes([t for t in tensors if self._fragment[t] == fragment], self._code)
+            for fragment in range(self._fragments)
+        ]
+        first = self._warmup + self._every
+        together = [
+            [self._starts_after(step - back) for back in range(self._overlap + 1)]
+            for step in range(first, first + self._every)
+        ]
+        return max(sum(of_fragment[f] for f in sent if f is not None) for sent in together)
+
+    def _starts_after(self, step: int) -> int | None:
+        """Return the fragment whose exchange starts after a step, if there is one. Local."""
+        taken = step - self._warmup + 1
+        for fragment in range(self._fragments if taken > 0 else 0):
+            if (taken - (fragment + 1) * self._every // self._fragments) % self._every == 0:
+                return fragment
+        return None
+
+    def _weight(self, fragment: int | None = None) -> float:
+        """Return this node's weight in the mean of a fragment, by default of all.
+
+        That of all is the weight since the oldest exchange.
+        """
+        since = max(self._since) if fragment is None else self._since[fragment]
+        return max(since, LEAST_WEIGHT) if self.weighted else 1.0
+
+    def _agree(
+        self,
+        weight: float,
+        *,
+        finite: bool = True,
+        parameters: bool = False,
+        messages: Sequence[Message] = (),
+    ) -> Sent:
+        """Start to agree with all ranks on messages, or before they are sent. Collective."""
+        what, own = "a parameter" if parameters else DRIFT, (self._world, self.replica)
+        return Sent(messages, *own, weight=weight, finite=finite, what=what)
+
+    def _exchange(self, tensors: Sequence[Tensor], weight: float, *, parameters: bool) -> None:
+        """Exchange tensors at once: their means, or by outer steps. Collective."""
+        value, code = (_same, None) if parameters else (self._value, self._code)
+        finite = all(is_finite(value(tensor)) for tensor in tensors)
+        scale = self._agree(weight, finite=finite, parameters=parameters).check()
+        means = self._means.of(
+            tensors, value, code=code, keep=self._keep, weight=weight, scale=scale
+        )
+        for tensor, mean in means:
+            if parameters:
+                tensor.copy_(mean)
+            else:
+                self._outer_step(tensor, mean)
+
+    def _send(
+        self, tensors: Sequence[Tensor], fragment: int, drift: Callable[[Tensor], Tensor]
+    ) -> Sent:
+        """Start the exchange of a fragment's outer gradients. Collective; does not wait."""
+        finite, weight = True, self._weight(fragment)
+        self._since[fragment] = 0.0
+
+        def value(tensor: Tensor) -> Tensor:
+            nonlocal finite
+            found = self._value(tensor, drift(tensor))
+            finite = is_finite(found) and finite
+            return found
+
+        sending = self._means.send(tensors, value, code=self._code, keep=self._keep, weight=weight)
+        messages = [*sending]
+        return self._agree(weight, finite=finite, messages=messages)
+
+    def _value(self, tensor: Tensor, drift: Tensor | None = None) -> Tensor:
+        """Return what this node is to send for a tensor with an outer gradient."""
+        drift = self._drift(tensor) if drift is None else drift
+        if self._code is None:
+            return drift
+        return drift.add(self._state[tensor][self._residual], alpha=self._decay)
+
+    def _drift(self, tensor: Tensor) -> Tensor:
+        """Return this node's outer gradient of a tensor: a new one."""
+        return self._state[tensor][EXCHANGED] - tensor
+
+    def _keep(self, tensor: Tensor, left: Tensor) -> None:
+        """Keep what the code of a tensor lacks."""
+        self._state[tensor][self._residual].copy_(left)
+
+    def _receive(self, fragment: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the means of a fragment as they arrive, if it is in flight. Collective."""
+        if sent := self._sent.pop(fragment, None):
+            yield from sent.means(sent.check())
+
+    def _apply(self, fragment: int) -> None:
+        """Take the outer step of a fragment that was started before. Collective."""
+        settled = [tensor for tensor in self._arrived if self._fragment[tensor] == fragment]
+        arrived = ((tensor, self._arrived.pop(tensor)) for tensor in settled)
+        for tensor, mean in chain(arrived, self._receive(fragment)):
+            self._outer_step(tensor, mean)
+
+    def _outer_step(self, tensor: Tensor, mean: Tensor) -> None:
+        """Update the exchanged parameters by a mean, and the node's by them."""
+        assert self._outer is not None
+        state = self._state[tensor]
+        self._outer.step(state, mean)
+        if self._mix:
+            tensor.lerp_(state[EXCHANGED], 1 - self._mix)
+        else:
+            tensor.copy_(state[EXCHANGED])
+
+    def _note_peak(self) -> None:
+        sent = sum(sent.nbytes for sent in self._sent.values())
+        self._peak = max(self._peak, sent + sum(mean.nbytes for mean in self._arrived.values()))
+
+    def _zeros(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {key: torch.zeros_like(tensor, requires_grad=False) for key in self._keys}
+
+    def _drop(self, tensor: Tensor | None = None) -> None:
+        """Drop what is in flight, and what has arrived for a tensor, by default for all."""
+        self._sent.clear()
+        for dropped in [*self._arrived] if tensor is None else [tensor]:
+            self._arrived.pop(dropped, None)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite in fp32. Waits for the device."""
+    if tensor.dtype in (torch.float64, torch.complex128):
+        tensor = tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
+    return bool(tensor.isfinite().all())
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
