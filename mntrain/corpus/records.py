@@ -1,4 +1,8 @@
-"""Records of JSON lines, of Parquet files and of Arrow streams."""
+"""Records of JSON lines, Parquet files and Arrow streams, and folders of the datasets library.
+
+`save_to_disk` of that library writes a dataset as Arrow files beside state.json, which lists them
+in their order.
+"""
 
 import gzip
 import json
@@ -13,7 +17,7 @@ _PARQUET = ".parquet"
 _ARROW = ".arrow"
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _ROWS = 256  # that are read at once
-_MAX_LINE = 1 << 30  # bytes; a file with longer ones has no lines
+_STATE_FILE = "state.json"
 
 Fields = Mapping[str, str]  # what each field is, and the option that names it: "the text by --x"
 
@@ -28,38 +32,27 @@ def read_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
 
     Raises ValueError with the place for a record without such a field, and for malformed files.
     """
-    name = path.name.lower()
-    columns = name.endswith((_PARQUET, _ARROW))
-    yield from (_column_fields if columns else _line_fields)(path, fields)
+    lines = path.name.lower().endswith(_LINES)
+    yield from (_line_fields if lines else _column_fields)(path, fields)
 
 
 def _line_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
     packed = path.name.lower().endswith(".gz")
     with gzip.open(path, "rb") if packed else path.open("rb") as file:
-        number = 0
-        while True:
-            number += 1
-            try:
-                line = file.readline(_MAX_LINE + 1)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise ValueError(f"{path} cannot be unpacked at line {number}: {error}") from error
-            if not line:
-                return
-            if len(line) > _MAX_LINE:
-                raise ValueError(f"{path}, line {number} is longer than 1 GiB: is it JSON lines?")
-            if line.isspace():
-                continue
-            place = f"{path}, line {number}"
-            record = _parse(line, place)
-            _expect(fields, record, place)
-            yield place, [record[name] for name in fields]
+        try:
+            for number, line in enumerate(file, start=1):
+                if not line.isspace():
+                    place = f"{path}, line {number}"
+                    record = _parse(line, place)
+                    _expect(fields, record, place)
+                    yield place, [record[name] for name in fields]
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -72,8 +65,7 @@ def _column_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]
         import pyarrow  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ValueError(f"{path} needs pyarrow: pip install 'mntrain[data]'") from error
-    parquet = path.name.lower().endswith(_PARQUET)
-    read, kind = (_parquet_batches, "Parquet") if parquet else (_arrow_batches, "an Arrow stream")
+    read = _parquet_batches if path.name.lower().endswith(_PARQUET) else _arrow_batches
     row = 0
     try:
         for batch in read(path, fields):
@@ -82,7 +74,7 @@ def _column_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]
                 row += 1
                 yield f"{path}, row {row}", list(values)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _parquet_batches(path: Path, fields: Fields) -> Iterator[Any]:
@@ -115,3 +107,30 @@ def _expect(fields: Fields, present: Any, place: str) -> None:
                 f"{place} has no field {name!r}: its fields are {', '.join(present) or 'none'}; "
                 f"name the one with {what}"
             )
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether a folder is a dataset that was saved by `save_to_disk`, sound or not."""
+    described = (path / "dataset_info.json").is_file() or any(path.glob(f"*{_ARROW}"))
+    return described and (path / _STATE_FILE).is_file()
+
+
+def saved_files(path: Path) -> list[Path]:
+    """Return the Arrow files of a saved dataset in the order of their records.
+
+    Raises ValueError for a malformed state.json, and for one by which the records are not those of
+    the files: of a selection, or in another order.
+    """
+    try:
+        state = json.loads((path / _STATE_FILE).read_bytes())
+        files = [path / entry["filename"] for entry in state["_data_files"]]
+        whole = all(entry.keys() == {"filename"} for entry in state["_data_files"])
+        moved = state.get("_indices_data_files") or state.get("_indices_files")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        files, whole, moved = [], False, None
+    if moved or not whole or not files or not all(file.is_file() for file in files):
+        raise ValueError(
+            f"{path / _STATE_FILE} does not name whole files that exist, with all records in their "
+            "order: load it with the datasets library, and save dataset.flatten_indices()"
+        )
+    return files

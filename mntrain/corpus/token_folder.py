@@ -1,22 +1,25 @@
 """Folders of tokens: tokens.bin, the tokenizer, and manifest.json, which says what they are.
 
 A folder is written under another name, and renamed when it is complete and on the disk. So a folder
-that has its name is complete.
+that has its name is complete. The tokens of raw text are such folders in a cache of the user.
 """
 
 import contextlib
 import errno
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import secrets
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -30,7 +33,7 @@ from mntrain.corpus.text_files import (
     OptionNames,
     is_token_ids,
 )
-from mntrain.corpus.token_stream import TokenBatch, token_batches
+from mntrain.corpus.token_stream import token_batches
 from mntrain.corpus.tokenizer import (
     SETTINGS_FILE,
     TOKENIZER_FILE,
@@ -42,8 +45,10 @@ from mntrain.corpus.tokenizer import (
 MANIFEST_FILE = "manifest.json"
 TOKENS_FILE = "tokens.bin"
 _FILES = {MANIFEST_FILE, TOKENS_FILE, TOKENIZER_FILE, SETTINGS_FILE}
-_FORMAT: Literal["mntrain tokens 1"] = "mntrain tokens 1"
-_STALE_S = 10.0  # age after which an unlocked folder was left by a process that is gone
+_STALE_S = 3600.0  # without a written token, after which a process is gone
+_EVERY_S = 10.0  # between lines of progress
+_VERSION = 1  # of the rules by which text becomes tokens
+_AGAIN = "run `python -m mntrain tokenize` again"
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -64,15 +69,7 @@ class TokenManifest:
     sources: dict[str, Count]  # sizes in bytes of the files that were tokenized
 
 
-def dtype_of(vocabulary: int) -> Literal["uint16", "uint32"]:
-    """Return the dtype of tokens, by the size of their vocabulary. Raises ValueError above 2^32."""
-    if vocabulary > 1 << 32:
-        raise ValueError(f"a vocabulary of {vocabulary} does not fit 32 bits")
-    return "uint16" if vocabulary <= 1 << 16 else "uint32"
-
-
-@dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))
-class TokenFolder:
+class TokenFolder(NamedTuple):
     """A complete folder of tokens."""
 
     path: Path
@@ -85,9 +82,16 @@ class TokenFolder:
         return self.path / TOKENS_FILE
 
     @property
-    def dtype_bytes(self) -> int:
-        """The number of bytes of a token."""
-        return np.dtype(self.manifest.dtype).itemsize
+    def dtype(self) -> str:
+        """The dtype of the file, little-endian."""
+        return np.dtype(self.manifest.dtype).newbyteorder("<").str
+
+
+def dtype_of(vocabulary: int) -> Literal["uint16", "uint32"]:
+    """Return the dtype of tokens, by the size of their vocabulary. Raises ValueError above 2^32."""
+    if vocabulary > 1 << 32:
+        raise ValueError(f"a vocabulary of {vocabulary} does not fit 32 bits")
+    return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
 def is_token_folder(path: Path) -> bool:
@@ -104,45 +108,35 @@ def open_token_folder(path: Path) -> TokenFolder:
 
     Raises ValueError for one that was changed or cut short. The tokens themselves are not read.
     """
-    again = "run `python -m mntrain tokenize` again"
+    file = path / MANIFEST_FILE
     try:
-        content = TypeAdapter(TokenManifest).validate_json((path / MANIFEST_FILE).read_bytes())
+        content = TypeAdapter(TokenManifest).validate_json(file.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"{path / MANIFEST_FILE} is no manifest of tokens: "
-            f"{where}{': ' if where else ''}{first['msg']}; {again}"
+            f"{file} is no manifest of tokens: {where}: {first['msg']}; {_AGAIN}"
         ) from None
-    tokens = path / TOKENS_FILE
-    expected = content.tokens * np.dtype(content.dtype).itemsize
-    nbytes = tokens.stat().st_size if tokens.is_file() else 0
-    if nbytes != expected:
-        raise ValueError(f"{tokens} has {nbytes} bytes, and its manifest says {expected}: {again}")
     tokenizer: Tokenizer
-    if content.tokenizer == "bytes":
-        tokenizer = ByteTokenizer()
-    else:
+    tokenizer = ByteTokenizer()
+    if content.tokenizer != "bytes":
         tokenizer = FileTokenizer(path / TOKENIZER_FILE)
-        if tokenizer.sha256 != content.tokenizer_sha256:
-            raise ValueError(
-                f"{tokenizer.path} is not the tokenizer that made the tokens, whose sha256 is in "
-                f"{MANIFEST_FILE}: restore it, or {again}"
-            )
-    facts = {
-        "dtype": (content.dtype, dtype_of(tokenizer.size)),
-        "vocabulary": (content.vocabulary, tokenizer.size),
-        "end_of_text": (content.end_of_text, tokenizer.end_of_text),
-    }
-    if content.end_of_text is None and not tokenizer.separates_files:
-        del facts["end_of_text"]
-    for name, (stated, real) in facts.items():
+    found = TokenFolder(path, content, tokenizer)
+    expected = content.tokens * np.dtype(content.dtype).itemsize
+    size = found.tokens_path.stat().st_size if found.tokens_path.is_file() else 0
+    joined = content.end_of_text is None and not tokenizer.separates_files
+    for name, stated, real in (
+        ("the bytes of tokens.bin", expected, size),
+        ("tokenizer_sha256", content.tokenizer_sha256, getattr(tokenizer, "sha256", None)),
+        ("dtype", content.dtype, dtype_of(tokenizer.size)),
+        ("vocabulary", content.vocabulary, tokenizer.size),
+        ("end_of_text", content.end_of_text, None if joined else tokenizer.end_of_text),
+    ):
         if stated != real:
             raise ValueError(
-                f"{path / MANIFEST_FILE}: {name} is {stated}, and must be {real} with this "
-                f"tokenizer: {again}"
+                f"{file}: {name} should be {stated}, and is {real}: restore the files, or {_AGAIN}"
             )
-    return TokenFolder(path, content, tokenizer)
+    return found
 
 
 def write_token_folder(
@@ -152,24 +146,21 @@ def write_token_folder(
     tokenizer: Tokenizer,
     *,
     overwrite: bool,
-    at_batch: Callable[[int, int], None] = lambda files, tokens: None,
     options: OptionNames = TRAIN_OPTIONS,
 ) -> TokenManifest:
     """Tokenize files into a new folder, which appears when it is complete.
 
-    The memory used does not depend on the amount of data. `at_batch` is told the numbers of files
-    and tokens that are done. Raises ValueError for text that cannot be read, if files change
-    meanwhile, and if the folder exists; OSError if it cannot be written.
+    The memory used does not depend on the amount of data. Raises ValueError for text that cannot be
+    read, if files change meanwhile, and if the folder exists; OSError if it cannot be written.
     """
     check_output(output, overwrite=overwrite)
     if found := next((file for file in sources.files if is_token_ids(file)), None):
         raise ValueError(f"{found} holds token ids already: let {options.glob} match text only")
-    before = file_states(sources)
+    before = _file_states(sources)
     with _working_folder(output) as folder:
         partial = folder / f"tokens{PARTIAL}"  # no job trains on a file of this name
-        batches = token_batches(sources, text_field, tokenizer, options)
-        tokens, documents = _write_tokens(partial, batches, tokenizer.size, at_batch)
-        if file_states(sources) != before:
+        tokens, documents = _write_tokens(partial, sources, text_field, tokenizer, options)
+        if _file_states(sources) != before:
             raise ValueError(f"files of {sources.root} changed while they were read: try again")
         if not tokens:
             raise ValueError(
@@ -178,7 +169,7 @@ def write_token_folder(
         separated = tokenizer.separates_files or any(map(holds_records, sources.files))
         made_by = tokenizer if isinstance(tokenizer, FileTokenizer) else None
         manifest = TokenManifest(
-            format=_FORMAT,
+            format="mntrain tokens 1",
             dtype=dtype_of(tokenizer.size),
             vocabulary=tokenizer.size,
             tokens=tokens,
@@ -201,22 +192,27 @@ def write_token_folder(
 
 def _write_tokens(
     path: Path,
-    batches: Iterable[TokenBatch],
-    vocabulary: int,
-    at_batch: Callable[[int, int], None],
+    sources: CorpusFiles,
+    text_field: str,
+    tokenizer: Tokenizer,
+    options: OptionNames,
 ) -> tuple[int, int]:
-    """Write the token ids of batches to a file, synced to disk; return tokens and documents."""
-    dtype = np.dtype(dtype_of(vocabulary)).newbyteorder("<")
+    """Write the token ids to a file, synced to disk; return the numbers of tokens and documents."""
+    dtype = np.dtype(dtype_of(tokenizer.size)).newbyteorder("<")
     tokens = documents = 0
+    told = time.monotonic()
     with path.open("wb") as file:
-        for batch in batches:
-            for ids in batch.ids:
-                if len(ids) and int(ids.max()) >= vocabulary:
+        for files, ended, batch in token_batches(sources, text_field, tokenizer, options):
+            for ids in batch:
+                if len(ids) and int(ids.max()) >= tokenizer.size:
                     raise ValueError(f"the tokenizer made id {ids.max()}, which it does not list")
                 file.write(ids.astype(dtype).tobytes())
                 tokens += len(ids)
-            documents += batch.documents
-            at_batch(batch.files_before, tokens)
+            documents += ended
+            if time.monotonic() - told >= _EVERY_S:
+                told = time.monotonic()
+                of = len(sources.files)
+                print(f"mntrain: {files:,} of {of:,} files, {tokens:,} tokens", file=sys.stderr)
         file.flush()
         os.fsync(file.fileno())
     return tokens, documents
@@ -228,56 +224,37 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise ValueError(f"{output}: {output.parent} is not a folder: make it, or give another")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ValueError(f"{output} exists, and is no folder: give another name")
-    if not output.exists() or not any(output.iterdir()):
-        return
-    others = sorted({path.name for path in output.iterdir()} - _FILES)
-    if others or not is_token_folder(output):
-        what = f" ({', '.join(others[:3])})" if others else ""
-        raise ValueError(f"{output} has other files than tokens{what}: give another folder")
-    if not overwrite:
+    held = {path.name for path in output.iterdir()} if output.exists() else set()
+    if held and (held - _FILES or not is_token_folder(output)):
+        raise ValueError(f"{output} has other files than tokens: give another folder")
+    if held and not overwrite:
         raise ValueError(f"{output} has tokens already: give another folder, or --overwrite")
 
 
-def file_states(sources: CorpusFiles) -> list[tuple[str, int, int, int]]:
+def _file_states(sources: CorpusFiles) -> list[tuple[str, int, int, int]]:
     """Return name, size in bytes and the times of change of each file."""
-    states = []
-    for name, path in sources.by_name().items():
-        stat = path.stat()
-        states.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return states
+    states = [(name, path.stat()) for name, path in sources.by_name().items()]
+    return [(name, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for name, one in states]
 
 
 @contextlib.contextmanager
 def _working_folder(output: Path) -> Iterator[Path]:
-    """Make a locked folder beside `output`, and remove it at the end unless it was renamed.
+    """Make a folder beside `output`, and remove it at the end unless it was renamed.
 
     Folders that interrupted processes have left there are removed too.
     """
     prefix = f".{output.name}."
     for left in output.parent.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
-        with contextlib.suppress(OSError), _locked(left):
-            if time.time() - left.stat().st_mtime > _STALE_S:
+        with contextlib.suppress(OSError):
+            written = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - written > _STALE_S:
                 shutil.rmtree(left)
     folder = output.with_name(f"{prefix}{secrets.token_hex(4)}{PARTIAL}")
     folder.mkdir()
     try:
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # of file systems without locks
-                stack.enter_context(_locked(folder))
-            yield folder
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. Raises OSError if another process does."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
@@ -313,3 +290,81 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Return the folder of cached tokens, in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return folder / "mntrain" / "tokens"
+
+
+def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -> TokenFolder:
+    """Return the tokens of text, from the cache or made now.
+
+    Local. Of the processes that share the cache and its file locks, one makes them, and the others
+    wait; without locks the first to finish counts. Raises ValueError, for the same error on all
+    waiting processes, if the text cannot be read or the cache cannot be written.
+    """
+    try:
+        library = version("tokenizers") if isinstance(tokenizer, FileTokenizer) else ""
+        facts = [_VERSION, tokenizer.identity, library, text_field, _file_states(sources)]
+        output = cache_folder() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(output.with_suffix(".lock")) as lock:
+            if (found := _find(output)) is not None:
+                return found
+            if problem := lock.read():  # of the process that had the lock before
+                raise ValueError(problem.decode())
+            try:
+                return _make(output, sources, text_field, tokenizer)
+            except ValueError as error:
+                lock.write(str(error).encode(errors="replace"))
+                raise
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"the tokens of {sources.root} cannot be cached: {error}; set XDG_CACHE_HOME to a "
+            "folder with space, or run `python -m mntrain tokenize` and give its output as "
+            "--data.path"
+        ) from error
+
+
+def _make(output: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -> TokenFolder:
+    nbytes = sum(file.stat().st_size for file in sources.files)
+    print(
+        f"mntrain: tokenizing {nbytes / 1e6:.1f} MB of {sources.root} into {output}, once",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        write_token_folder(output, sources, text_field, tokenizer, overwrite=output.exists())
+    except ValueError:
+        if (found := _find(output)) is None:  # else a process without the lock has made it
+            raise
+        return found
+    return open_token_folder(output)
+
+
+def _find(folder: Path) -> TokenFolder | None:
+    """Return cached tokens, or None if there are none or they are damaged."""
+    try:
+        return open_token_folder(folder)
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[BinaryIO]:
+    """Hold the lock of a new file, if the file system has locks; yield the file.
+
+    It is removed at the end. Processes that wait have it open, and then hold the lock of a file
+    without a name: those that come later find the tokens, or try again.
+    """
+    with path.open("a+b", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        try:
+            yield file
+        finally:
+            path.unlink(missing_ok=True)

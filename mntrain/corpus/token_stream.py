@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,33 +27,25 @@ _PLACES = (
 )
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """Tokens of some documents or parts of them."""
-
-    ids: list[Ids]  # 1-D each, in order
-    documents: int  # that end in this batch
-    files_before: int  # files that are complete
-
-
 def token_batches(
     sources: CorpusFiles,
     text_field: str,
     tokenizer: Tokenizer,
     options: OptionNames = TRAIN_OPTIONS,
-) -> Iterator[TokenBatch]:
-    """Yield the tokens of all files in their order.
+) -> Iterator[tuple[int, int, list[Ids]]]:
+    """Yield the tokens of all files in their order, 1-D, in batches.
 
-    An end-of-text token follows each record, and each text file if the tokenizer separates files.
+    Each with the number of files that were complete before it, and of documents that end in it. An
+    end-of-text token follows each record, and each text file if the tokenizer separates files.
     Documents without text have no tokens. Raises ValueError for text that cannot be read.
     """
     end = np.array([tokenizer.end_of_text])
-    for files_before, batch in _batches(sources, text_field, tokenizer, options):
+    for files, batch in _batches(sources, text_field, tokenizer, options):
         ids: list[Ids] = []
         encoded = tokenizer.encode([text for text, _ in batch])
         for (_, ends), one in zip(batch, encoded, strict=True):
             ids += [one, end] if ends else [one]
-        yield TokenBatch(ids, sum(ends for _, ends in batch), files_before)
+        yield files, sum(ends for _, ends in batch), ids
 
 
 def text_batches(

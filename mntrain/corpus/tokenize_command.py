@@ -6,11 +6,10 @@ One process, without MPI and torch.
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from mntrain.corpus.text_files import CorpusFiles, OptionNames, find_files, is_token_ids
+from mntrain.corpus.text_files import CorpusFiles, OptionNames, find_files
 from mntrain.corpus.token_folder import check_output, write_token_folder
 from mntrain.corpus.token_stream import text_batches
 from mntrain.corpus.tokenizer import (
@@ -22,8 +21,6 @@ from mntrain.corpus.tokenizer import (
 )
 
 _OPTIONS = OptionNames("INPUT", "--glob", "--text-field", "--tokenizer")
-_MAX_WORKERS = 1024
-_EVERY_S = 10.0  # between lines of progress
 
 
 def run(words: Sequence[str]) -> int:
@@ -67,21 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--glob", default="**/*", help="pattern of the files to read in a folder (default: **/*)"
     )
-    parser.add_argument(
-        "--workers", metavar="N", type=int, help="number of threads (default: all cores)"
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it exists")
     return parser
 
 
 def _tokenize(options: argparse.Namespace) -> None:
     """Check the options, tokenize, and print what was made. Raises ValueError and OSError."""
-    if options.workers is not None:
-        if not 1 <= options.workers <= _MAX_WORKERS:
-            raise ValueError(
-                f"--workers {options.workers}: must be between 1 and {_MAX_WORKERS} threads"
-            )
-        os.environ["RAYON_NUM_THREADS"] = str(options.workers)  # read by the tokenizers library
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     vocabulary = options.bpe_vocab
     if vocabulary is not None and vocabulary < MIN_BPE_VOCABULARY:
@@ -93,8 +81,6 @@ def _tokenize(options: argparse.Namespace) -> None:
     check_output(output, overwrite=options.overwrite)
     tokenizer = load_tokenizer(options.tokenizer, _OPTIONS) if vocabulary is None else None
     sources = find_files(options.input, options.glob, _OPTIONS)
-    if ids := next((file for file in sources.files if is_token_ids(file)), None):
-        raise ValueError(f"{ids} holds token ids already: let --glob match text only")
     if skipped := sources.describe_skipped():
         print(f"mntrain: {skipped}", file=sys.stderr)
     if tokenizer is None:
@@ -105,7 +91,6 @@ def _tokenize(options: argparse.Namespace) -> None:
         options.text_field,
         tokenizer,
         overwrite=options.overwrite,
-        at_batch=_progress(len(sources.files)),
         options=_OPTIONS,
     )
     nbytes = sum(manifest.sources.values())
@@ -128,16 +113,3 @@ def _train(sources: CorpusFiles, text_field: str, vocabulary: int, output: Path)
             file=sys.stderr,
         )
     return made
-
-
-def _progress(files: int) -> Callable[[int, int], None]:
-    """Return a function that prints how far tokenization is, every 10 seconds."""
-    told = time.monotonic()
-
-    def tell(done: int, tokens: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _EVERY_S:
-            told = time.monotonic()
-            print(f"mntrain: {done:,} of {files:,} files done, {tokens:,} tokens", file=sys.stderr)
-
-    return tell

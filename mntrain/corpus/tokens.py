@@ -3,7 +3,6 @@
 import bisect
 import functools
 import itertools
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import numpy.typing as npt
 from mntrain.corpus.text_files import ID_SUFFIXES, is_token_ids
 
 _BLOCK = 1 << 22  # tokens that are scanned at once
-# A map holds a file descriptor; a small limit of a process leaves few of them.
-_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-_MOST_MAPS = 64 if _OPEN_FILES < 0 else max(1, min(64, _OPEN_FILES // 8))
+_MOST_MAPS = 64  # at a time: each holds a file descriptor
 
 
 class Corpus:
@@ -55,29 +52,20 @@ class Corpus:
             tokens = _map_tokens(self._files[file], self._bin_dtype)
             parts.append(tokens[start - begin : end - begin].astype(np.int64))
             start, file = end, file + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.concatenate(parts)
 
-    def id_range(self, max_bytes: float = float("inf")) -> tuple[int, int]:
-        """Return the lowest and the highest token id, by scanning the files in blocks.
+    def id_range(self, most: float = float("inf")) -> tuple[int, int]:
+        """Return the lowest and the highest token id, at most and at least 0.
 
-        Of more than `max_bytes`, only evenly spaced blocks are scanned. Files whose dtype cannot
-        hold other ids are not read: those of bytes.
+        Of more than `most` tokens, only evenly spaced blocks are scanned; of text, none.
         """
         if self.is_text:
             return 0, 255
-        blocks = [
-            (path, start)
-            for path, count in zip(self._files, np.diff((0, *self._ends)), strict=True)
-            for start in range(0, int(count), _BLOCK)
-        ]
-        if not blocks:
-            return 0, 0
-        itemsize = max(_map_tokens(path, self._bin_dtype).itemsize for path in self._files)
-        stride = max(1, -(-len(blocks) * _BLOCK * itemsize // max_bytes)) if blocks else 1
+        starts = range(0, len(self), _BLOCK)
+        stride = max(1, int(-(-len(self) // most)))
         low, high = 0, 0
-        for index in {*range(0, len(blocks), int(stride)), len(blocks) - 1}:
-            path, start = blocks[index]
-            ids = _map_tokens(path, self._bin_dtype)[start : start + _BLOCK]
+        for start in {*starts[::stride], *starts[-1:]}:
+            ids = self.read(start, min(start + _BLOCK, len(self)))
             low, high = min(low, int(ids.min())), max(high, int(ids.max()))
         return low, high
 
@@ -86,9 +74,8 @@ class Corpus:
 def _map_tokens(path: Path, bin_dtype: str) -> npt.NDArray[Any]:
     """Map the tokens of a file, 1-D. Raises ValueError for a malformed .npy file."""
     if path.suffix != ".npy":
-        return np.asarray(
-            np.memmap(path, dtype=bin_dtype if path.suffix == ".bin" else "u1", mode="r")
-        )
+        dtype = bin_dtype if path.suffix == ".bin" else "u1"
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -105,13 +92,12 @@ def _count_tokens(path: Path, bin_dtype: str) -> int:
     """Return the number of tokens in a file, from its size or its header."""
     if path.suffix == ".npy":
         return len(_map_tokens(path, bin_dtype))
-    size = path.stat().st_size
-    if path.suffix != ".bin":
-        return size
-    itemsize = np.dtype(bin_dtype).itemsize
-    if size % itemsize:
+    count, rest = divmod(
+        path.stat().st_size, np.dtype(bin_dtype).itemsize if path.suffix == ".bin" else 1
+    )
+    if rest:
         raise ValueError(
-            f"{path} has {size} bytes, an odd number: "
+            f"{path} has {path.stat().st_size} bytes, an odd number: "
             "a .bin file holds token ids as little-endian uint16, two bytes each"
         )
-    return size // itemsize
+    return count

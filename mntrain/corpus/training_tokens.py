@@ -1,6 +1,9 @@
-"""The tokens that a job trains on, from text, files of token ids, or a folder of tokens."""
+"""The tokens that a job trains and validates on, from text, token ids, or a folder of tokens."""
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mntrain.corpus.records import holds_records
@@ -11,10 +14,10 @@ from mntrain.corpus.text_files import (
     find_files,
     is_token_ids,
 )
-from mntrain.corpus.token_cache import cached_tokens
 from mntrain.corpus.token_folder import (
     MANIFEST_FILE,
     TokenFolder,
+    cached_tokens,
     is_token_folder,
     open_token_folder,
 )
@@ -26,7 +29,6 @@ from mntrain.corpus.tokenizer import (
     load_tokenizer,
 )
 from mntrain.corpus.tokens import Corpus
-from mntrain.corpus.validation import refuse_shared
 
 
 @dataclass(frozen=True)
@@ -84,48 +86,73 @@ def open_validation_tokens(
     and for data whose tokenizer is another one or is not known, and for data that is trained on.
     """
     tokenizer = training.tokenizer
-    if is_token_folder(path):
-        folder = open_token_folder(path)
-        found = _of_folder(folder)
-        refuse_shared(training.sources, found.sources, options)
-        if tokenizer is None or folder.tokenizer.identity != tokenizer.identity:
-            raise ValueError(
-                f"{options.given(path)}: its tokens are of another tokenizer than those of "
-                f"{TRAIN_OPTIONS.path}, or of one that is not known: tokenize both with the same"
-            )
-        return found
-    sources = find_files(path, glob, options)
+    found = _of_folder(open_token_folder(path)) if is_token_folder(path) else None
+    sources = found.sources if found else find_files(path, glob, options)
     refuse_shared(training.sources, sources, options)
-    have_ids = any(map(is_token_ids, sources.files))
-    if have_ids and training.checked:
+    if found and found.tokenizer:
+        fits = tokenizer is not None and found.tokenizer.identity == tokenizer.identity
+    elif any(map(is_token_ids, sources.files)):
+        fits = not training.checked
+    else:
+        fits = tokenizer is not None
+    if not fits:
         raise ValueError(
-            f"{options.given(path)} holds token ids of an unknown tokenizer, and "
-            f"{TRAIN_OPTIONS.path} does not: give text, or the output of `tokenize`"
+            f"{options.given(path)}: its tokens are of another tokenizer than those of "
+            f"{TRAIN_OPTIONS.path}, or of one that is not known: give for both text or the output "
+            "of `tokenize`, with one --data.tokenizer, or give token ids for both"
         )
-    if not have_ids and tokenizer is None:
+    return found or _of_files(sources, tokenizer or ByteTokenizer(), text_field, options)
+
+
+@contextmanager
+def validation_set(name: str) -> Iterator[OptionNames]:
+    """Yield the names of a set's options. A ValueError in the context names the option and the set.
+
+    The name of an only set may be empty.
+    """
+    options = OptionNames("--data.valid-path", dataset=name)
+    try:
+        yield options
+    except ValueError as error:
+        if options.label in str(error):
+            raise
+        raise ValueError(f"{options.label}: {error}") from error
+
+
+def refuse_shared(training: CorpusFiles, valid: CorpusFiles, options: OptionNames) -> None:
+    """Raise ValueError for a file of the validation data that is trained on, by any path."""
+    trained = {os.path.realpath(file) for file in training.files}
+    if found := next((file for file in valid.files if os.path.realpath(file) in trained), None):
         raise ValueError(
-            f"{options.given(path)} is text, and {TRAIN_OPTIONS.path} holds token ids without "
-            "a tokenizer: give token ids, or their --data.tokenizer"
+            f"{options.given(valid.root)}: {TRAIN_OPTIONS.given(training.root)} trains on {found}, "
+            f"too: give other data, move it out, or let {TRAIN_OPTIONS.glob} leave it out"
         )
-    return _of_files(sources, tokenizer or ByteTokenizer(), text_field, options)
+
+
+def named_files(files: Mapping[str, Path], options: OptionNames) -> dict[str, Path]:
+    """Return the files of a set by names that no file of the training data has."""
+    label = options.label
+    return {name if name == label else f"{label}: {name}": file for name, file in files.items()}
 
 
 def _of_files(
     sources: CorpusFiles, given: Tokenizer, text_field: str, options: OptionNames
 ) -> TrainingTokens:
     """Return the tokens of files of text or of token ids."""
-    _refuse_parts_of_folders(sources, options)
+    for folder in {file.parent for file in sources.files if is_token_ids(file)}:
+        if is_token_folder(folder):  # whose manifest has the dtype
+            raise ValueError(
+                f"{folder} is a folder of tokens with a manifest: give {options.given(folder)}"
+            )
     files = sources.compared(options)
     from_file = isinstance(given, FileTokenizer)
     if any(map(is_token_ids, sources.files)):
-        corpus = Corpus(sources.files)
-        return TrainingTokens(corpus, sources, given if from_file else None, None, False, files)
+        tokenizer = given if from_file else None
+        return TrainingTokens(Corpus(sources.files), sources, tokenizer, None, False, files)
     if from_file or any(map(holds_records, sources.files)):
-        made = cached_tokens(sources, text_field, given)
-        corpus = Corpus([made.tokens_path], f"<u{made.dtype_bytes}")
-        files = {**files, "the tokens": made.tokens_path}
-        end, documents = made.manifest.end_of_text, made.manifest.documents
-        return TrainingTokens(corpus, sources, given, end, True, files, documents)
+        made = _of_folder(cached_tokens(sources, text_field, given))
+        files = {**files, "the tokens": made.sources.files[0]}
+        return replace(made, sources=sources, tokenizer=given, files=files)
     return TrainingTokens(Corpus(sources.files), sources, given, None, True, files)
 
 
@@ -136,7 +163,7 @@ def _of_folder(folder: TokenFolder) -> TrainingTokens:
     if isinstance(folder.tokenizer, FileTokenizer):
         names.append(TOKENIZER_FILE)
     return TrainingTokens(
-        Corpus([folder.tokens_path], f"<u{folder.dtype_bytes}"),
+        Corpus([folder.tokens_path], folder.dtype),
         CorpusFiles(path, (folder.tokens_path,)),
         folder.tokenizer,
         manifest.end_of_text,
@@ -144,12 +171,3 @@ def _of_folder(folder: TokenFolder) -> TrainingTokens:
         {name: path / name for name in names},
         manifest.documents,
     )
-
-
-def _refuse_parts_of_folders(sources: CorpusFiles, options: OptionNames) -> None:
-    """Raise ValueError for a file of a folder of tokens, whose dtype its manifest has."""
-    for folder in {file.parent for file in sources.files if is_token_ids(file)}:
-        if is_token_folder(folder):
-            raise ValueError(
-                f"{folder} is a folder of tokens with a manifest: give {options.given(folder)}"
-            )

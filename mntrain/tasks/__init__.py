@@ -1,7 +1,9 @@
 """Tasks: a model, its datasets and its loss. `load` imports one by name."""
 
+import importlib
 import inspect
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,6 @@ from torch.utils.data import Dataset
 
 from mntrain.config import Config
 from mntrain.metrics.registry import StepRecord
-from mntrain.tasks.importing import import_class
 
 __all__ = ["Loss", "Losses", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 
@@ -235,12 +236,7 @@ def load(name: str, config: Config) -> Task:
     Raises ValueError for a name that is not of a task (see `import_class`). Exceptions of the
     task's constructor are not caught.
     """
-    full_name = _SHORT_NAMES.get(name, name)
-    if ":" not in full_name:
-        raise ValueError(
-            f'--task {name}: is neither "lm", "hf" nor of the form "package.module:Class"'
-        )
-    found = import_class("--task", full_name)
+    found = import_class("--task", _SHORT_NAMES.get(name, name))
     if not issubclass(found, Task):
         raise ValueError(f"--task {name}: {found.__name__} does not derive from mntrain.tasks.Task")
     if missing := sorted(found.__abstractmethods__):
@@ -262,42 +258,67 @@ def _takes_arguments(function: Callable[..., Any]) -> bool:
         return True
 
 
+def import_class(option: str, name: str) -> type[Any]:
+    """Return the class "package.module:Class", which a user names by an option.
+
+    The current directory is added to sys.path, as `python -m` does, and stays there: data-loader
+    workers import the class again. Raises ValueError, which names the option, for a name that is
+    malformed or of no class, and for a module that does not import.
+    """
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name or module_name.startswith("."):
+        short = f", or {' or '.join(_SHORT_NAMES)}" if option == "--task" else ""
+        raise ValueError(f'{option} {name}: must be of the form "package.module:Class"{short}')
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(
+            f"{option} {name}: module {module_name!r} does not import: "
+            f"{type(error).__name__}: {error} (searched from {folder})"
+        ) from error
+    found = getattr(module, class_name, None)
+    if not inspect.isclass(found):
+        raise ValueError(f"{option} {name}: module {module_name!r} has no class {class_name!r}")
+    return found
+
+
 def check_loss(loss: object, task: str) -> None:
     """Raise TypeError with what to return, unless a task's `loss` has returned it. Local."""
+    where = f"loss() of --task {task}"
     if isinstance(loss, Losses):
-        _check_parts(loss, task)
+        _check_parts(loss, where)
         values: dict[str, object] = {**loss.parts, **loss.metrics}
-        counts = {} if loss.items is None else {"items": loss.items}
+        counts: dict[str, object] = {} if loss.items is None else {"items": loss.items}
     elif isinstance(loss, Loss):
         if "loss" in loss.metrics:
-            raise TypeError(f"loss() of --task {task}: a metric is named loss: give another name")
+            raise TypeError(f"{where}: a metric is named loss: give another name")
         values, counts = {"mean": loss.mean, **loss.metrics}, {"count": loss.count}
     else:
         raise TypeError(
-            f"loss() of --task {task} returned a {type(loss).__name__}: return "
+            f"{where} returned a {type(loss).__name__}: return "
             "mntrain.tasks.Loss(mean, count, metrics)"
         )
-    for name, metric in values.items():
-        value: object = metric
-        if isinstance(metric, Mean | Sum | Max):
-            value = torch.as_tensor(metric.value)
-            counts |= {f"the count of {name}": metric.count} if isinstance(metric, Mean) else {}
-        if not isinstance(value, Tensor) or value.dim():
-            given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise TypeError(
-                f"loss() of --task {task}: {name} is {given}, and must be a tensor of no dimension"
-            )
+    for name, value in values.items():
+        if isinstance(value, Mean):
+            counts[f"the count of {name}"] = value.count
+        number = torch.as_tensor(value.value) if isinstance(value, Mean | Sum | Max) else value
+        if not isinstance(number, Tensor) or number.dim():
+            given = f"of shape {tuple(number.shape)}" if isinstance(number, Tensor) else number
+            raise TypeError(f"{where}: {name} is {given}, and must be a tensor of no dimension")
     for name, count in counts.items():
         if not isinstance(count, Integral) or count < 0:
             raise TypeError(
-                f"loss() of --task {task}: {name} is {count!r}, and must be the number of items "
-                "that the mean is over, an int"
+                f"{where}: {name} is {count!r}, and must be the number of items that the mean is "
+                "over, an int"
             )
 
 
-def _check_parts(losses: Losses, task: str) -> None:
+def _check_parts(losses: Losses, where: str) -> None:
     """Raise TypeError for parts, factors or names of `Losses` that have no clear meaning."""
-    where, parts = f"loss() of --task {task}", losses.parts
+    parts = losses.parts
     if not parts:
         raise TypeError(f"{where} returned Losses without a part: give at least one")
     for name, part in parts.items():
@@ -307,15 +328,11 @@ def _check_parts(losses: Losses, task: str) -> None:
                 "tensor and its count"
             )
     for name, factor in losses.factors.items():
-        if name not in parts:
+        if name not in parts or not isinstance(factor, Real) or not math.isfinite(factor):
             raise TypeError(
-                f"{where}: there is a factor of {name}, but no such part; there are "
-                + ", ".join(parts)
-            )
-        if not isinstance(factor, Real) or not math.isfinite(factor):
-            raise TypeError(
-                f"{where}: the factor of {name} is {factor!r}, and must be a finite number; "
-                "multiply the part's value by a factor that is learned"
+                f"{where}: the factor of {name} is {factor!r}, and must be a finite number for one "
+                f"of the parts {', '.join(parts)}; multiply the part's value by a factor that is "
+                "learned"
             )
     for name, metric in losses.metrics.items():
         if isinstance(metric, Tensor):
@@ -323,12 +340,11 @@ def _check_parts(losses: Losses, task: str) -> None:
                 f"{where}: the metric {name} of Losses needs a count of its own: give Mean(value, "
                 "count), Sum(value) or Max(value)"
             )
-    taken = ["loss", *parts, *map(loss_of, parts)]
-    names = [*taken, *losses.metrics]
+    names = ["loss", *parts, *map(loss_of, parts), *losses.metrics]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise TypeError(
-            f"{where}: {', '.join(repeated)} would be reported twice: the names of parts and "
-            f"metrics must differ from each other and from {', '.join(taken)}"
+            f"{where}: {', '.join(repeated)} would be reported twice: give parts and metrics names "
+            "that differ from each other, from loss, and from the loss of each part"
         )
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from mntrain.config import Config
 from mntrain.tasks import Loss, Split, Task
-from mntrain.tasks.hf_heads import HEADS, CausalLM
+from mntrain.tasks.hf_heads import HEADS, CausalLM, MaskedLM
 from mntrain.tasks.hf_model import ModelFolder
 from mntrain.tasks.token_windows import SAMPLE_TOKENS, TEMPERATURE, continue_text
 
@@ -81,7 +81,8 @@ class HuggingFaceTask(Task):
 
         None for a model that is no causal one, and for token ids without a tokenizer.
         """
-        if not isinstance(self._head, CausalLM):
+        head = self._head
+        if not isinstance(head, CausalLM) or isinstance(head, MaskedLM):
             return None
 
         def next_logits(window: Tensor) -> Tensor:
@@ -91,9 +92,9 @@ class HuggingFaceTask(Task):
         return continue_text(
             model,
             next_logits,
-            self._head.data,
+            head.data,
             prompt,
-            context=self._head.length,
+            context=head.length,
             tokens=tokens,
             temperature=temperature,
             seed=self.config.run.seed if seed is None else seed,

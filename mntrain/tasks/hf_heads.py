@@ -1,11 +1,9 @@
 """The objectives of Hugging Face models: data and loss of each."""
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
@@ -13,72 +11,56 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
-from mntrain.corpus.labelled import LabelledTexts, read_labelled
+from mntrain.corpus.records import holds_records, read_fields
 from mntrain.corpus.text_files import (
     TRAIN_OPTIONS,
+    CorpusFiles,
+    checked_text,
     find_files,
     is_token_ids,
 )
 from mntrain.corpus.token_folder import is_token_folder, open_token_folder
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
-from mntrain.corpus.training_tokens import open_training_tokens
-from mntrain.corpus.validation import named_files, refuse_shared, validation_set
+from mntrain.corpus.training_tokens import (
+    named_files,
+    open_training_tokens,
+    refuse_shared,
+    validation_set,
+)
+from mntrain.data.randomness import mixed_seed
 from mntrain.tasks import Loss, Split
 from mntrain.tasks.hf_model import ModelFolder
-from mntrain.tasks.masking import IGNORED, MaskedWindows, Masking
 from mntrain.tasks.token_windows import TokenSplits, Windows
 
+IGNORED = -100  # label of a token that is no target
+_RANDOM, _KEPT = 0.1, 0.1  # of the tokens to predict; the others become mask tokens
 
-class TaskHead(ABC):
-    """An objective, and its data. Raises ValueError for data that do not fit the model."""
+
+class CausalLM:
+    """Next-token prediction; a sample is a window of length + 1 tokens.
+
+    Raises ValueError for data that do not fit the model.
+    """
 
     collate: Callable[[list[Any]], Any] | None = None
-    items = "samples"  # that the loss counts
-    tokenizer: Tokenizer | None
-    files: dict[str, Path]
-    values: dict[str, str]
-    tokens_per_item: float | None  # computed for each item that the loss counts
-
-    @abstractmethod
-    def __init__(self, config: Config, folder: ModelFolder) -> None:
-        """Read the data; a head may change the configuration of the folder's models."""
-
-    @abstractmethod
-    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
-        """Return a split; for validation, sets by name if --data.valid-path names them."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the loss of a micro-batch, computed in fp32 from the logits."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return lines about the data."""
-
-
-class TokenHead(TaskHead):
-    """An objective on windows of tokens."""
-
-    items = "tokens"
-
-    overlap = 0  # tokens that a window shares with the next one
+    items = "tokens"  # that the loss counts
+    overlap = 1  # tokens that a window shares with the next one
 
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         data = config.data
         self.length = folder.length()
         given, tokenizer = _find_tokenizer(config, folder)
         self.around = self.find_around(tokenizer)
-        content = self.length - len(self.around)
-        if content < 1:
+        self.content = self.length - len(self.around)
+        if self.content < 1:
             raise ValueError(f"--hf.max-length {self.length}: leaves no room for a token of text")
         self.data = open_training_tokens(data.path, data.glob, given, data.text_field)
         self.tokenizer = self.data.tokenizer
         fix = f"the model of {folder.path} has no such token; give tokens of its tokenizer"
-        windows = Windows(self.data.tokens, content, folder.vocabulary, self.overlap, fix)
-        self.splits = TokenSplits(config, self.data, windows, content, "--hf.max-length")
-        if not self.data.checked:
-            windows.check_ids()
+        windows = Windows(self.data.tokens, self.content, folder.vocabulary, self.overlap, fix)
+        self.splits = TokenSplits(config, self.data, windows, "--hf.max-length")
         self.files, self.values = self.splits.files, self.splits.values
+        self.tokens_per_item: float | None = 1.0  # computed for each item that the loss counts
 
     def find_around(self, tokenizer: Tokenizer | None) -> list[int]:
         """Return the tokens that are added to a window: none, or the first and the last."""
@@ -88,18 +70,11 @@ class TokenHead(TaskHead):
         """Return the amount of data, its split, and how often the run passes over it."""
         return self.splits.describe()
 
-
-class CausalLM(TokenHead):
-    """Next-token prediction; a sample is a window of length + 1 tokens."""
-
-    tokens_per_item = 1.0
-    overlap = 1
-
     def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return windows (length + 1) of token ids."""
         return self.splits.dataset(split)
 
-    def loss(self, model: nn.Module, batch: Tensor) -> Loss:
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the mean cross-entropy in nats of windows (b, length + 1), counted in tokens."""
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         targets = batch[:, 1:]
@@ -108,79 +83,136 @@ class CausalLM(TokenHead):
         )
 
 
-class MaskedLM(TokenHead):
+class MaskedLM(CausalLM):
     """Prediction of masked tokens (Devlin et al., 2018).
 
     A sample is a window between a cls and a sep token, if the tokenizer has both. Its loss counts
     masked tokens.
     """
 
+    overlap = 0
+
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         super().__init__(config, folder)
-        assert isinstance(self.tokenizer, FileTokenizer)  # it has a mask token
-        mask = _mask_token(self.tokenizer)
-        fraction = config.hf.mask_fraction
-        self._masking = Masking(self.tokenizer, mask, self.around, fraction)
-        content = self.length - len(self.around)
-        self.tokens_per_item = self.length / max(1, round(fraction * content))
+        self._fraction = config.hf.mask_fraction
+        self.tokens_per_item = self.length / max(1, round(self._fraction * self.content))
 
     def find_around(self, tokenizer: Tokenizer | None) -> list[int]:
         """Return the cls and the sep token. Raises ValueError if there is no mask token."""
-        _mask_token(tokenizer)
-        assert isinstance(tokenizer, FileTokenizer)
-        ends = [tokenizer.special_token(kind) for kind in ("cls_token", "sep_token")]
-        found = [end for end in ends if end is not None]
-        return found if len(found) == len(ends) else []
+        known = tokenizer if isinstance(tokenizer, FileTokenizer) else None
+        if known is None or known.special_token("mask_token") is None:
+            raise ValueError(
+                "--hf.head masked-lm: the tokenizer has no mask token: give --data.tokenizer "
+                "hf:PATH of one that has"
+            )
+        first, last = (known.special_token(kind) for kind in ("cls_token", "sep_token"))
+        return [] if first is None or last is None else [first, last]
 
     def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return pairs of token ids and labels; those of validation are masked always alike."""
         windows = self.splits.dataset(split)
-        masked = partial(MaskedWindows, masking=self._masking, fixed=split == "valid")
+        masked = partial(
+            MaskedWindows,
+            tokenizer=cast(FileTokenizer, self.tokenizer),
+            around=self.around,
+            fraction=self._fraction,
+            fixed=split == "valid",
+        )
         if isinstance(windows, dict):
             return {name: masked(one) for name, one in windows.items()}
         return masked(windows)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the mean cross-entropy in nats of masked tokens, which it counts."""
         ids, labels, masked = batch
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         total = F.cross_entropy(
-            logits.float().flatten(0, 1),
-            labels.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         count = int(masked.sum())
         return Loss(total / max(count, 1), count)
 
 
-class Classification(TaskHead):
-    """Classification of labelled records; a sample is token ids and the index of the label."""
+class MaskedWindows(Dataset[Any]):
+    """Windows with some tokens masked; an item is ids, labels, and the number of masked tokens.
 
-    tokens_per_item = None
+    As in BERT's own code, so many tokens are chosen as the fraction gives, at least one: 80 %
+    become the mask token and 10 % another token. Special tokens are neither chosen nor drawn.
+    `around`: tokens that are put before and behind a window. `fixed`: an item is always the same.
+    Otherwise it is drawn by torch's default generator.
+    """
+
+    def __init__(
+        self,
+        windows: Dataset[Tensor],
+        *,
+        tokenizer: FileTokenizer,
+        around: Sequence[int],
+        fraction: float,
+        fixed: bool,
+    ) -> None:
+        self._windows, self._fraction, self._fixed = windows, fraction, fixed
+        self._mask = cast(int, tokenizer.special_token("mask_token"))
+        special = tokenizer.special_ids() | {self._mask, *around}
+        self._special = torch.tensor(sorted(special))
+        everything = torch.arange(tokenizer.size)
+        self._others = everything[~torch.isin(everything, self._special)]
+        self._around = [torch.tensor([one]) for one in around]
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._windows))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        window = self._windows[index]
+        generator = torch.Generator().manual_seed(mixed_seed(index)) if self._fixed else None
+        candidates = (~torch.isin(window, self._special)).nonzero()[:, 0]
+        wanted = min(max(1, round(len(window) * self._fraction)), len(candidates))
+        order = torch.randperm(len(candidates), generator=generator)[:wanted]
+        chosen = candidates[order]
+        labels = torch.full_like(window, IGNORED)
+        labels[chosen] = window[chosen]
+        draw = torch.rand(wanted, generator=generator)
+        others = torch.randint(len(self._others), (wanted,), generator=generator)
+        ids = window.clone()
+        ids[chosen[draw >= _RANDOM + _KEPT]] = self._mask
+        random = draw < _RANDOM
+        ids[chosen[random]] = self._others[others[random]]
+        if self._around:
+            first, last = self._around
+            none = torch.tensor([IGNORED])
+            ids, labels = torch.cat((first, ids, last)), torch.cat((none, labels, none))
+        return ids, labels, wanted
+
+
+class Classification:
+    """Classification of labelled records; a sample is token ids and the index of the label.
+
+    Raises ValueError for data that do not fit the model.
+    """
+
+    items = "samples"
+    tokens_per_item: float | None = None
 
     def __init__(self, config: Config, folder: ModelFolder) -> None:
-        data = config.data
+        data, fields = config.data, (config.data.text_field, config.hf.label_field)
         _, tokenizer = _find_tokenizer(config, folder)
         if data.path is None or not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
                 "--hf.head classification: give --data.path of .jsonl, .parquet or .arrow "
                 "files, and --data.tokenizer hf:PATH or bpe:FILE"
             )
-        self.tokenizer = tokenizer
-        sources = find_files(data.path, data.glob)
+        self.tokenizer: Tokenizer | None = tokenizer
+        sources, length = find_files(data.path, data.glob), folder.length()
         named = {name: index for index, name in (folder.config.id2label or {}).items()}
-        known = sorted(named, key=named.__getitem__)
-        labelled = read_labelled(sources, data.text_field, config.hf.label_field, known)
-        folder.config.id2label = dict(enumerate(labelled.names))
-        folder.config.label2id = {name: index for index, name in enumerate(labelled.names)}
+        texts, found, names = read_labelled(sources, *fields, sorted(named, key=named.__getitem__))
+        folder.config.id2label = dict(enumerate(names))
+        folder.config.label2id = {name: index for index, name in enumerate(names)}
         if folder.config.pad_token_id is None:
             folder.config.pad_token_id = tokenizer.end_of_text
         self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
         self.files = sources.compared(TRAIN_OPTIONS)
-        self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(labelled.names)}
-        length = folder.length()
-        samples = LabelledTokens(labelled, tokenizer, length)
+        self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
+        samples = LabelledTokens(texts, found, tokenizer, length)
         # Files are often sorted by label; both splits should have all labels.
         count, given = len(samples), data.validation_paths
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -192,29 +224,25 @@ class Classification(TaskHead):
             self._valid[""] = Subset(samples, order[count - valid :])
         self._text = (
             f"data: {count:,} records{'' if given else f', {valid:,} of them for validation,'} "
-            f"with {_describe_labels(labelled)}\n{samples.describe(length)}"
+            f"with {_describe_labels(found, names)}\n{samples.describe(length)}"
         )
         for name, path in given.items():
             with validation_set(name) as options:
-                found = find_files(path, data.glob, options)
-                refuse_shared(sources, found, options)
-                texts = read_labelled(
-                    found, data.text_field, config.hf.label_field, labelled.names, only_known=True
-                )
-                if not texts.texts:
-                    raise ValueError(f"{options.given(path)} has no records: give some")
-            self._valid[name] = LabelledTokens(texts, tokenizer, length)
-            self.files |= named_files(found.compared(options), options)
+                files = find_files(path, data.glob, options)
+                refuse_shared(sources, files, options)
+                texts, found, _ = read_labelled(files, *fields, names, only_known=True)
+            self._valid[name] = LabelledTokens(texts, found, tokenizer, length)
+            self.files |= named_files(files.compared(options), options)
             self._text += (
-                f"\n{options.validation}: {len(texts.texts):,} records with "
-                f"{_describe_labels(texts)}"
+                f"\n{options.validation}: {len(texts):,} records with "
+                f"{_describe_labels(found, names)}"
             )
 
     def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return pairs of token ids and the index of the label."""
         return self._train if split == "train" else self._valid.get("", self._valid)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the mean cross-entropy in nats over records, and the accuracy."""
         ids, attention, labels = batch
         cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -231,15 +259,15 @@ class Classification(TaskHead):
 class LabelledTokens(Dataset[Any]):
     """Token ids with labels, in two tensors that worker processes share."""
 
-    def __init__(self, labelled: LabelledTexts, tokenizer: FileTokenizer, length: int) -> None:
+    def __init__(
+        self, texts: list[str], labels: list[int], tokenizer: FileTokenizer, length: int
+    ) -> None:
         end = torch.tensor([tokenizer.end_of_text])
-        samples = [
-            torch.from_numpy(one) if len(one) else end
-            for one in tokenizer.encode_samples(labelled.texts, length)
-        ]
+        encoded = map(torch.from_numpy, tokenizer.encode_samples(texts, length))
+        samples = [one if len(one) else end for one in encoded]
         self._ids = torch.cat(samples).to(torch.int32)
         self._ends = torch.tensor([0, *map(len, samples)]).cumsum(0)
-        self._labels = torch.tensor(labelled.labels)
+        self._labels = torch.tensor(labels)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -257,12 +285,58 @@ class LabelledTokens(Dataset[Any]):
         )
 
 
-def _describe_labels(labelled: LabelledTexts) -> str:
+def read_labelled(
+    sources: CorpusFiles,
+    text_field: str,
+    label_field: str,
+    known: Sequence[str] = (),
+    *,
+    only_known: bool = False,
+) -> tuple[list[str], list[int], list[str]]:
+    """Return the texts of all records, the indices of their labels, and the labels' names.
+
+    Labels are integers or text. They are numbered in the order of `known` names if these are the
+    names of all labels, else in sorted order. `only_known`: they are numbered in the order of
+    `known`, of which some may be missing, and others are refused. Raises ValueError.
+    """
+    fields = {
+        text_field: f"the text by {TRAIN_OPTIONS.text_field}",
+        label_field: "the label by --hf.label-field",
+    }
+    texts: list[str] = []
+    found: list[Any] = []
+    for file in sources.files:
+        if not holds_records(file) or len(fields) < 2:
+            raise ValueError(
+                f"{file} has no labels: give .jsonl, .parquet or .arrow files to classify, whose "
+                f"{TRAIN_OPTIONS.text_field} and --hf.label-field are two fields"
+            )
+        for place, (text, label) in read_fields(file, fields):
+            texts.append(checked_text(text, place, text_field))
+            if type(label) not in (int, str) or type(label) is not type((found or [label])[0]):
+                raise ValueError(
+                    f"{place}: {label_field!r} is a {type(label).__name__}: labels must all be "
+                    "integers, or all be text"
+                )
+            if only_known and str(label) not in known:
+                raise ValueError(
+                    f"{place}: {label_field!r} is {label!r}, which no record of "
+                    f"{TRAIN_OPTIONS.path} has"
+                )
+            found.append(label)
+    names = [str(label) for label in sorted(set(found))]
+    if len(names) < (1 if only_known else 2):
+        raise ValueError(f"{sources.root} has {len(names)} labels: give more records")
+    if only_known or set(known) == set(names):
+        names = list(known)
+    indices = {name: index for index, name in enumerate(names)}
+    return texts, [indices[str(label)] for label in found], names
+
+
+def _describe_labels(labels: list[int], names: list[str]) -> str:
     """Return the number of labels, and how many records have each of the first ones."""
-    counts = torch.bincount(torch.tensor(labelled.labels), minlength=len(labelled.names)).tolist()
-    listed = ", ".join(
-        f"{name} {count:,}" for name, count in zip(labelled.names[:8], counts, strict=False)
-    )
+    counts = torch.bincount(torch.tensor(labels), minlength=len(names)).tolist()
+    listed = ", ".join(f"{name} {count:,}" for name, count in zip(names[:8], counts, strict=False))
     return f"{len(counts):,} labels: {listed}{', ...' if len(counts) > 8 else ''}"
 
 
@@ -282,7 +356,7 @@ def _find_tokenizer(config: Config, folder: ModelFolder) -> tuple[str, Tokenizer
     """
     path, given = config.data.path, config.data.tokenizer
     own = folder.path / TOKENIZER_FILE
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None = None
     if path is not None and is_token_folder(path):
         tokenizer = open_token_folder(path).tokenizer
         if given == "auto":
@@ -293,13 +367,11 @@ def _find_tokenizer(config: Config, folder: ModelFolder) -> tuple[str, Tokenizer
                     f"the tokens of {path} are of another tokenizer than {own}: tokenize the text "
                     f"by `tokenize --tokenizer hf:{folder.path}`"
                 )
-    elif given == "auto" and own.is_file():
-        given = f"hf:{own}"
-        tokenizer = load_tokenizer(given)
-    elif given != "auto":
+    elif given != "auto" or own.is_file():
+        given = f"hf:{own}" if given == "auto" else given
         tokenizer = load_tokenizer(given)
     elif path is not None and any(map(is_token_ids, find_files(path, config.data.glob).files)):
-        given, tokenizer = "bytes", None
+        given = "bytes"  # which is not applied
     else:
         raise ValueError(
             f"--hf.model {folder.path} has no {TOKENIZER_FILE}: give --data.tokenizer hf:PATH, "
@@ -313,18 +385,7 @@ def _find_tokenizer(config: Config, folder: ModelFolder) -> tuple[str, Tokenizer
     return given, tokenizer
 
 
-def _mask_token(tokenizer: Tokenizer | None) -> int:
-    """Return the id of the mask token. Raises ValueError if there is none."""
-    found = tokenizer.special_token("mask_token") if isinstance(tokenizer, FileTokenizer) else None
-    if found is None:
-        raise ValueError(
-            "--hf.head masked-lm: the tokenizer has no mask token: give --data.tokenizer hf:PATH "
-            "of one that has"
-        )
-    return found
-
-
-HEADS: dict[str, type[TaskHead]] = {
+HEADS: dict[str, type[CausalLM] | type[Classification]] = {
     "causal-lm": CausalLM,
     "masked-lm": MaskedLM,
     "classification": Classification,

@@ -27,6 +27,7 @@ _WEIGHTS = (  # of which transformers takes the first
 )
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 _GENERATION_FILE = "generation_config.json"
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 class ModelFolder:
@@ -36,24 +37,40 @@ class ModelFolder:
     """
 
     def __init__(self, options: HuggingFaceConfig) -> None:
-        self._options = options
-        self.path, self.config_file = _find(options.model)
-        self._auto = _AUTO[options.head]
+        given = options.model
+        file = given / CONFIG_FILE if given is not None and given.is_dir() else given
+        if file is None or not file.is_file():
+            raise ValueError(
+                f"--hf.model {given or ''}: there is no {CONFIG_FILE}, and nothing is downloaded: "
+                "give a folder that has one, such as that of `hf download MODEL --local-dir "
+                "FOLDER` where there is a network"
+            )
+        self._options, self._auto = options, _AUTO[options.head]
+        self.path, self.config_file = file.parent, file
         with transformers_library() as library:
             try:
-                self.config: Any = library.AutoConfig.from_pretrained(
-                    str(self.config_file), local_files_only=True, trust_remote_code=False
-                )
+                self.config: Any = library.AutoConfig.from_pretrained(str(file), **_LOCAL)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"--hf.model: {self.config_file} is not a configuration of the transformers "
-                    f"library: {error}"
+                    f"--hf.model: {file} is not a configuration of the transformers library: "
+                    f"{error}"
                 ) from error
-        self.identity = hashlib.sha256(self.config_file.read_bytes()).hexdigest()
-        self.weights = self._find_weights()
+        self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
+        self.weights = [] if given == file else self._find_weights()
         self.vocabulary: int = self.config.get_text_config().vocab_size
         self.new_tensors: list[str] = []  # that the weights lack, after `make`
         self._class_name = ""
+
+    def _find_weights(self) -> list[Path]:
+        """Return the file or the index of the weights; nothing for random weights."""
+        found = [path for name in _WEIGHTS if (path := self.path / name).is_file()]
+        other = sorted(path.name for path in self.path.iterdir() if path.suffix in _OTHER_WEIGHTS)
+        if other and not found:
+            raise ValueError(
+                f"--hf.model {self.path} has weights of another kind ({', '.join(other[:3])}): "
+                f"save them as {_WEIGHTS[0]}, or give {self.config_file} for random weights"
+            )
+        return found[:1]
 
     def files(self) -> dict[str, Path]:
         """Return the files that ranks compare, by name."""
@@ -64,32 +81,47 @@ class ModelFolder:
     def length(self) -> int:
         """Return the most tokens of a sample. Raises ValueError if it is not known or too large."""
         wanted, most = self._options.max_length, self._positions()
-        if not wanted and most is None:
+        if not (wanted or most) or (most and wanted > most):
             raise ValueError(
-                f"{self.config_file} does not say how many tokens the model takes: give "
-                "--hf.max-length"
+                f"--hf.max-length {wanted}: the model of {self.path} takes at most "
+                f"{most or '(config.json does not say how many)'} tokens: give another number"
             )
-        if most is not None and wanted > most:
-            raise ValueError(
-                f"--hf.max-length {wanted}: the model of {self.path} takes at most {most} tokens"
-            )
-        return wanted or int(most or 0)
+        return wanted or most
+
+    def _positions(self) -> int:
+        """Return how many positions the model has; 0 if it is not known."""
+        config = self.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        if not isinstance(positions, int) or positions < 1:
+            return 0
+        with transformers_library() as library, torch.device("meta"):
+            try:
+                model = getattr(library, self._auto).from_config(self.config)
+            except ValueError as error:
+                raise ValueError(
+                    f"--hf.model {self.path}: has no model for --hf.head {self._options.head}: "
+                    f"{str(error).partition('.')[0]}"
+                ) from error
+        for name, module in model.named_modules():  # RoBERTa counts them from behind the padding
+            if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+                taken = 0 if module.padding_idx is None else module.padding_idx + 1
+                positions = min(positions, module.num_embeddings - taken)
+        return positions
 
     def make(self) -> nn.Module:
         """Return a new model in fp32, with the folder's weights, in training mode."""
         with transformers_library() as library:
-            auto = getattr(library, self._auto)
+            auto, options = getattr(library, self._auto), {"dtype": torch.float32}
             try:
                 if not self.weights:
-                    model = auto.from_config(self.config, dtype=torch.float32)
+                    model = auto.from_config(self.config, **options)
                 else:
                     model, report = auto.from_pretrained(
                         str(self.path),
                         config=self.config,
-                        dtype=torch.float32,
-                        local_files_only=True,
-                        trust_remote_code=False,
                         output_loading_info=True,
+                        **options,
+                        **_LOCAL,
                     )
                     self.new_tensors = sorted(report["missing_keys"])
                     if len(self.new_tensors) == len(model.state_dict()):
@@ -126,52 +158,3 @@ class ModelFolder:
         if generation.is_file():
             files[_GENERATION_FILE] = generation.read_bytes()
         return {f"{RUN_FOLDER}/{name}": content for name, content in files.items()}
-
-    def _find_weights(self) -> list[Path]:
-        """Return the file or the index of the weights; nothing for random weights."""
-        if self._options.model == self.config_file:
-            return []
-        found = [path for name in _WEIGHTS if (path := self.path / name).is_file()]
-        if found:
-            return found[:1]
-        if other := [p.name for p in sorted(self.path.iterdir()) if p.suffix in _OTHER_WEIGHTS]:
-            raise ValueError(
-                f"--hf.model {self.path} has weights of another kind ({', '.join(other[:3])}): "
-                f"save them as {_WEIGHTS[0]}, or give {self.config_file} for random weights"
-            )
-        return []
-
-    def _positions(self) -> int | None:
-        """Return how many positions the model has, or None."""
-        config = self.config.get_text_config()
-        positions: int | None = getattr(config, "max_position_embeddings", None)
-        if not isinstance(positions, int) or positions < 1:
-            return None
-        with transformers_library() as library, torch.device("meta"):
-            try:
-                model = getattr(library, self._auto).from_config(self.config)
-            except ValueError as error:
-                raise ValueError(
-                    f"--hf.model {self.path}: has no model for --hf.head {self._options.head}: "
-                    f"{str(error).partition('.')[0]}"
-                ) from error
-        for name, module in model.named_modules():  # RoBERTa counts them from behind the padding
-            if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
-                taken = 0 if module.padding_idx is None else module.padding_idx + 1
-                positions = min(positions, module.num_embeddings - taken)
-        return positions
-
-
-def _find(given: Path | None) -> tuple[Path, Path]:
-    """Return the folder of --hf.model and its configuration. Raises ValueError."""
-    if given is None:
-        raise ValueError("--task hf: give --hf.model FOLDER, which has a config.json")
-    if not given.exists():
-        raise ValueError(
-            f"--hf.model {given}: there is no such folder, and nothing is downloaded: run "
-            f"`hf download {given} --local-dir FOLDER` where there is a network, and give FOLDER"
-        )
-    file = given / CONFIG_FILE if given.is_dir() else given
-    if not file.is_file():
-        raise ValueError(f"--hf.model {given}: has no {CONFIG_FILE}")
-    return file.parent, file

@@ -16,7 +16,6 @@ from mntrain.tasks.token_windows import (
     TokenSplits,
     Windows,
     continue_text,
-    scan_vocabulary,
 )
 from mntrain.tasks.transformer import Transformer
 
@@ -38,9 +37,7 @@ class LanguageModel(Task):
         self._data = open_training_tokens(data.path, data.glob, tokenizer, data.text_field)
         self._vocab = _vocabulary(self._data, config.model.vocab)
         windows = Windows(self._data.tokens, context, self._vocab)
-        self._splits = TokenSplits(config, self._data, windows, context, "--model.context")
-        if not self._data.checked and (config.model.vocab or self._data.tokenizer):
-            windows.check_ids()
+        self._splits = TokenSplits(config, self._data, windows, "--model.context")
 
     def model(self) -> Transformer:
         """Return a new transformer of the configured size."""
@@ -115,13 +112,12 @@ class LanguageModel(Task):
 def _vocabulary(data: TrainingTokens, given: int) -> int:
     """Return the vocabulary size: as given, or for 0 that of the tokenizer or of the ids.
 
-    Raises ValueError if it is less than the tokenizer's, and for negative ids.
+    Raises ValueError if it is less than the tokenizer's.
     """
-    tokenizer = data.tokenizer
-    if tokenizer and 0 < given < tokenizer.size:
-        tokens = "its bytes" if data.tokens.is_text else f"{tokenizer.size} different ones"
+    least = data.tokenizer.size if data.tokenizer else 0
+    if 0 < given < least:
         raise ValueError(
-            f"--model.vocab {given}: the tokens of the text are {tokens}, so give 0 or at least "
-            f"{tokenizer.size}"
+            f"--model.vocab {given}: the tokens of the text have ids below {least}: give 0 or at "
+            f"least {least}"
         )
-    return given or (tokenizer.size if tokenizer else scan_vocabulary(data))
+    return given or least or 1 + data.tokens.id_range()[1]

@@ -9,15 +9,19 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
-from mntrain.corpus.text_files import TRAIN_OPTIONS, OptionNames
+from mntrain.corpus.text_files import TRAIN_OPTIONS
 from mntrain.corpus.tokens import Corpus
-from mntrain.corpus.training_tokens import TrainingTokens, open_validation_tokens
-from mntrain.corpus.validation import named_files, validation_set
+from mntrain.corpus.training_tokens import (
+    TrainingTokens,
+    named_files,
+    open_validation_tokens,
+    validation_set,
+)
 from mntrain.tasks import Split
 
 SAMPLE_TOKENS = 300
 TEMPERATURE = 0.8
-_SCANNED_BYTES = 4 << 30  # of token ids, before training begins
+_SCANNED = 1 << 31  # token ids that are checked before training begins
 
 
 class Windows(Dataset[Tensor]):
@@ -36,31 +40,29 @@ class Windows(Dataset[Tensor]):
         overlap: int = 1,
         fix: str = "give a --model.vocab above all ids, or 0 to take it from the data",
     ) -> None:
-        self._tokens, self._context, self._vocab = tokens, context, vocab
+        self._tokens, self.context, self.vocab = tokens, context, vocab
         self.overlap, self._fix = overlap, fix
 
-    def tokens_of(self, count: int) -> int:
-        """Return the number of tokens of so many windows."""
-        return count * self._context + self.overlap
-
-    def over(self, tokens: Corpus, fix: str) -> "Windows":
-        """Return windows of other tokens, of the same length, overlap and vocabulary."""
-        return Windows(tokens, self._context, self._vocab, self.overlap, fix)
-
     def __len__(self) -> int:
-        return max(0, len(self._tokens) - self.overlap) // self._context
+        return max(0, len(self._tokens) - self.overlap) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self._context
-        window = self._tokens.read(start, start + self._context + self.overlap)
-        for token in (int(window.min()), int(window.max())):
-            _check_id(token, self._vocab, self._fix)
+        start = index * self.context
+        window = self._tokens.read(start, start + self.context + self.overlap)
+        self._check(int(window.min()), int(window.max()))
         return torch.from_numpy(window)
 
     def check_ids(self) -> None:
         """Scan the ids; of much data, a part. Raises ValueError for one outside the vocabulary."""
-        for token in self._tokens.id_range(_SCANNED_BYTES):
-            _check_id(token, self._vocab, self._fix)
+        self._check(*self._tokens.id_range(_SCANNED))
+
+    def _check(self, lowest: int, highest: int) -> None:
+        for token in (lowest, highest):
+            if not 0 <= token < self.vocab:
+                raise ValueError(
+                    f"the data has token id {token}, outside the vocabulary of {self.vocab}, whose "
+                    f"ids begin at 0: {self._fix}"
+                )
 
 
 class TokenSplits:
@@ -68,48 +70,51 @@ class TokenSplits:
 
     These are the data of `data.valid_path`; without it, the last `data.valid_fraction` of the
     windows, at least one unless it is 0. Raises ValueError for data that are too short, and names
-    `option`, which has set the windows' length, and for validation data that do not fit.
+    `option`, which has set the windows' length, for ids outside the vocabulary, and for validation
+    data that do not fit.
     """
 
-    def __init__(
-        self, config: Config, data: TrainingTokens, windows: Windows, length: int, option: str
-    ) -> None:
+    def __init__(self, config: Config, data: TrainingTokens, windows: Windows, option: str) -> None:
         given = config.data.validation_paths
+        self._config, self._data, self._windows, self._option = config, data, windows, option
         both = not given and config.data.valid_fraction > 0
+        who = "training and validation need a window each" if both else "training needs a window"
+        self._check(data, windows, who, 1 + both)
         count = len(windows)
-        if count < 1 + both:
-            who = (
-                "training and validation need a window each" if both else "training needs a window"
-            )
-            raise ValueError(_too_short(data, who, windows, 1 + both, f"{option} {length}"))
         valid = min(max(round(count * config.data.valid_fraction), 1), count - 1)
         self._split = count - (valid if both else 0)
-        self._config, self._data, self._windows, self._length = config, data, windows, length
-        self._files = dict(data.files)
+        # Files of the data to compare, by their path within its folder; then those for validation.
+        self.files: dict[str, Path] = dict(data.files)
+        self.values = {"the tokenizer": data.tokenizer.identity} if data.tokenizer else {}
         self._lines: list[str] = []  # about the validation data
         self._valid: dict[str, Dataset[Tensor]] = {}  # of data.valid_path
+        fix = f"give data of the tokenizer of {TRAIN_OPTIONS.path}, or a larger vocabulary"
         for name, path in given.items():
             with validation_set(name) as options:
-                self._open_set(name, path, options, f"{option} {length}")
+                found = open_validation_tokens(
+                    path, config.data.glob, config.data.text_field, data, options
+                )
+                made = Windows(found.tokens, windows.context, windows.vocab, windows.overlap, fix)
+                self._check(found, made, "validation needs a window", 1)
+            self._valid[name] = made
+            self.files |= named_files(found.files, options)
+            skipped = found.sources.describe_skipped()
+            self._lines += [
+                f"{options.validation}: {found.describe()}, {len(made):,} windows",
+                skipped and f"{options.label}: {skipped}",
+            ]
 
-    def _open_set(self, name: str, path: Path, options: OptionNames, option: str) -> None:
-        """Open the validation data at a path. Raises ValueError for data that do not fit."""
-        given = self._config.data
-        found = open_validation_tokens(path, given.glob, given.text_field, self._data, options)
-        fix = f"give data of the tokenizer of {TRAIN_OPTIONS.path}, or a larger vocabulary"
-        windows = self._windows.over(found.tokens, fix)
-        if not len(windows):
-            who = "validation needs a window"
-            raise ValueError(_too_short(found, who, windows, 1, option))
-        if not found.checked:
+    def _check(self, data: TrainingTokens, windows: Windows, who: str, count: int) -> None:
+        """Raise ValueError for data without `count` windows, or with ids that do not fit."""
+        if len(windows) < count:
+            length = windows.context
+            raise ValueError(
+                f"the data has {len(data.tokens)} tokens, but {who}, "
+                f"{count * length + windows.overlap} tokens with {self._option} {length}: give "
+                "more data, or a shorter context"
+            )
+        if not data.checked:
             windows.check_ids()
-        self._valid[name] = windows
-        self._files |= named_files(found.files, options)
-        skipped = found.sources.describe_skipped()
-        self._lines += [
-            f"{options.validation}: {found.describe()}, {len(windows):,} windows",
-            skipped and f"{options.label}: {skipped}",
-        ]
 
     def dataset(self, split: Split) -> Dataset[Tensor] | dict[str, Dataset[Tensor]]:
         """Return the windows of a split, in the order of the corpus.
@@ -121,17 +126,6 @@ class TokenSplits:
         all_windows = range(len(self._windows))
         chosen = all_windows[: self._split] if split == "train" else all_windows[self._split :]
         return Subset(self._windows, chosen)
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """The files of the data, by their path within its folder; then those for validation."""
-        return self._files
-
-    @property
-    def values(self) -> dict[str, str]:
-        """The identity of the tokenizer, if there is one."""
-        tokenizer = self._data.tokenizer
-        return {"the tokenizer": tokenizer.identity} if tokenizer else {}
 
     def describe(self) -> str:
         """Return the amount of data, its split, and how often the run passes over it."""
@@ -145,20 +139,11 @@ class TokenSplits:
             epochs = ""  # their batches follow the speeds of ranks
         lines = [
             f"data: {self._data.describe()}",
-            f"{windows:,} training{valid} windows of {self._length} tokens{epochs}",
+            f"{windows:,} training{valid} windows of {self._windows.context} tokens{epochs}",
             self._data.sources.describe_skipped(),
             *self._lines,
         ]
         return "\n".join(line for line in lines if line)
-
-
-def _too_short(data: TrainingTokens, who: str, windows: Windows, count: int, option: str) -> str:
-    """Return the error for data without `count` windows, which `option` has set the length of."""
-    needed = windows.tokens_of(count)
-    return (
-        f"the data has {len(data.tokens)} tokens, but {who}, {needed} tokens with {option}: give "
-        "more data, or a shorter context"
-    )
 
 
 @torch.no_grad()
@@ -194,38 +179,14 @@ def continue_text(
         for _ in range(tokens):
             window = torch.tensor([ids[-context:]], device=device)
             logits = next_logits(window)[: tokenizer.size].float().cpu()
-            following = _draw(logits, temperature, generator)
+            if temperature == 0:
+                following = int(logits.argmax())
+            else:
+                probabilities = F.softmax(logits / temperature, dim=-1)
+                following = int(torch.multinomial(probabilities, 1, generator=generator))
             if following == end_of_text:
                 break
             ids.append(following)
     finally:
         model.train(was_training)
     return tokenizer.decode(ids[1:])
-
-
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Return a token id drawn from logits, 1-D; the likeliest at temperature 0."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = F.softmax(logits / temperature, dim=-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def scan_vocabulary(data: TrainingTokens) -> int:
-    """Return a vocabulary size that holds all ids of data without a tokenizer.
-
-    Raises ValueError for negative ids.
-    """
-    lowest, highest = data.tokens.id_range()
-    _check_id(lowest, 1 + highest, "")
-    return 1 + highest
-
-
-def _check_id(token: int, vocabulary: int, fix: str) -> None:
-    """Raise ValueError for a token outside the vocabulary."""
-    if token < 0:
-        raise ValueError(f"the data has token id {token}, and ids begin at 0: correct the data")
-    if token >= vocabulary:
-        raise ValueError(
-            f"the data has token id {token}, outside the vocabulary of {vocabulary}: {fix}"
-        )

@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from mntrain.config import OptimConfig
 from mntrain.optim import Muon, muon_groups
-from mntrain.tasks import Task
-from mntrain.tasks.importing import import_class
+from mntrain.tasks import Task, import_class
 from zero.optimizer import ZeroOptimizer
 from zero.trials import check_arguments
 

@@ -1,10 +1,9 @@
 import gzip
-import json
 
 import pytest
 from corpora import write_records
 
-from mntrain.corpus import records, text_files
+from mntrain.corpus import text_files
 from mntrain.corpus.text_files import OptionNames, find_files, read_pieces, why_binary
 
 
@@ -40,14 +39,12 @@ LONG = b"plain text \xc3\xa9\n" * 10_000
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.png", b"text in disguise", "files that end in .png are binary"),
-        ("a.PDF", b"text in disguise", "files that end in .pdf are binary"),
-        ("a", b"text\0more", "it has a NUL byte at offset 4"),
-        ("a.txt", b"caf\xe9 au lait", "it is not UTF-8 at offset 3"),
-        ("a.txt", LONG[:-1] + b"\xff", f"it is not UTF-8 at offset {len(LONG) - 1}"),
-        ("a.txt", LONG + b"\0" * 9000 + LONG, "it has a NUL byte at offset"),
-        ("a.txt", "\N{SNOWMAN}".encode()[:2], "it is not UTF-8 at offset 0"),
-        ("a.txt", "utf-16".encode("utf-16"), "it has a NUL byte at offset 3"),
+        ("a", b"text\0more", "has a NUL byte at offset 4"),
+        ("a.txt", b"caf\xe9 au lait", "is not UTF-8 at offset 3"),
+        ("a.txt", LONG[:-1] + b"\xff", f"is not UTF-8 at offset {len(LONG) - 1}"),
+        ("a.txt", LONG + b"\0" * 9000 + LONG, "has a NUL byte at offset"),
+        ("a.txt", "\N{SNOWMAN}".encode()[:2], "is not UTF-8 at offset 0"),
+        ("a.txt", "utf-16".encode("utf-16"), "has a NUL byte at offset 3"),
         ("a.txt", b"", ""),
         ("a.txt", b"   \r\n ", ""),
         ("a.txt", b"\xef\xbb\xbfwith a mark", ""),
@@ -84,10 +81,10 @@ def test_binary_files_of_a_folder_are_skipped_and_named(tmp_path):
 def test_a_binary_file_alone_is_refused(tmp_path):
     (tmp_path / "a.dat").write_bytes(b"ab\0")
     with pytest.raises(
-        ValueError, match=r"INPUT .*a.dat is no text: .* NUL byte at offset 2; give"
+        ValueError, match=r"INPUT .*a.dat has no text: a.dat has a NUL byte at offset 2; give"
     ):
         find_files(tmp_path / "a.dat", "**/*", OptionNames(path="INPUT"))
-    with pytest.raises(ValueError, match=r"has no text: its 1 files .* are binary, such as a.dat"):
+    with pytest.raises(ValueError, match=r"has no text: a.dat has a NUL byte"):
         find_files(tmp_path, "**/*")
 
 
@@ -97,7 +94,7 @@ def test_what_an_interrupted_tokenization_left_is_not_read(tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     (tmp_path / "a").write_text("text")
     assert [file.name for file in find_files(tmp_path, "**/*").files] == ["a"]
-    with pytest.raises(ValueError, match=r"matches no file .*: give a folder that has some$"):
+    with pytest.raises(ValueError, match=r"matches no file .*: give another pattern"):
         find_files(folder, "**/*")
 
 
@@ -121,7 +118,7 @@ def test_text_that_is_not_utf8_is_refused_with_the_place_but_bytes_are_kept(
     monkeypatch.setattr(text_files, "_BLOCK", block)
     content = "日本".encode() + b"\xffabc"
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ValueError, match="a is not UTF-8 at offset 6: convert it"):
+    with pytest.raises(ValueError, match="a is not UTF-8: convert it"):
         texts_of(tmp_path / "a")
     (kept,) = texts_of(tmp_path / "a", as_bytes=True)
     assert kept.encode("utf-8", "surrogateescape") == content
@@ -153,7 +150,7 @@ def test_byte_order_marks_line_ends_and_empty_lines_of_json_do_not_matter(tmp_pa
         (b'{"text": ["a"]}', "'text' is a list, and must be text"),
         (
             rb'{"text": "ab\ud800"}',
-            r"'text' has half of a surrogate pair, '\\ud800', at character 2",
+            r"'text' has half of a surrogate pair",
         ),
     ],
 )
@@ -171,20 +168,13 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
     path = write_records(tmp_path / "a.jsonl.gz", ["some text " * 100] * 50)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be unpacked at line"):
+    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read"):
         texts_of(path)
     path.write_bytes(b"no gzip")
-    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be unpacked at line 1"):
+    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read"):
         texts_of(path)
     path.write_bytes(gzip.compress(b""))
     assert texts_of(path) == []
-
-
-def test_lines_without_end_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_MAX_LINE", 50)
-    (tmp_path / "a.jsonl").write_text(json.dumps([{"text": "all in one"}] * 9))
-    with pytest.raises(ValueError, match="line 1 is longer than 1 GiB"):
-        texts_of(tmp_path / "a.jsonl")
 
 
 def test_a_column_of_parquet_is_read_row_by_row(tmp_path):
@@ -209,7 +199,7 @@ def test_a_column_of_parquet_is_read_row_by_row(tmp_path):
         texts_of(tmp_path / "a.parquet", "id")
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"a.parquet cannot be read as Parquet"):
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read"):
         texts_of(tmp_path / "a.parquet")
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import multiprocessing
 import os
@@ -14,6 +15,8 @@ from corpora import bpe, stories, write_bpe, write_records
 from mntrain.corpus import token_folder, token_stream
 from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import (
+    cache_folder,
+    cached_tokens,
     dtype_of,
     is_token_folder,
     open_token_folder,
@@ -22,15 +25,31 @@ from mntrain.corpus.token_folder import (
 from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer
 
 
-def write(output, source, tokenizer=None, *, overwrite=False, at_batch=lambda files, tokens: None):
+def write(output, source, tokenizer=None, *, overwrite=False):
     return write_token_folder(
         output,
         find_files(source, "**/*"),
         "text",
         tokenizer or ByteTokenizer(),
         overwrite=overwrite,
-        at_batch=at_batch,
     )
+
+
+@pytest.fixture
+def at_batch(monkeypatch):
+    """Calls a function after the first batch of tokens."""
+    batches = token_folder.token_batches
+
+    def call(function):
+        def calling(*words):
+            for batch in batches(*words):
+                yield batch
+                monkeypatch.setattr(token_folder, "token_batches", batches)
+                function()
+
+        monkeypatch.setattr(token_folder, "token_batches", calling)
+
+    return call
 
 
 @pytest.fixture
@@ -93,7 +112,7 @@ def test_ids_fit_their_dtype_at_the_limit_of_16_bits(tmp_path, size, dtype):
     )
     assert manifest.dtype == dtype
     assert ids.tolist() == [size - 1, 300, 0]
-    assert open_token_folder(tmp_path / "tokens").dtype_bytes == ids.itemsize
+    assert np.dtype(open_token_folder(tmp_path / "tokens").dtype).itemsize == ids.itemsize
 
 
 def test_more_than_32_bits_are_refused():
@@ -123,22 +142,22 @@ def edit_tokenizer(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_tokens, r"tokens.bin has \d+ bytes, and its manifest says \d+: run .*tokenize. again"),
-        (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin has 0 bytes"),
+        (cut_tokens, r"the bytes of tokens.bin should be \d+, and is \d+: .*`.*tokenize` again"),
+        (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin should be .* and is 0"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "is no manifest of tokens"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "is no manifest of tokens"),
-        (edit(tokens=5), "tokens.bin has .* and its manifest says 10"),
+        (edit(tokens=5), "tokens.bin should be 10"),
         (edit(tokens="5"), "is no manifest of tokens: tokens: Input should be a valid integer"),
         (edit(extra=5), "is no manifest of tokens: extra: Unexpected"),
         (edit(format="mntrain tokens 2"), "is no manifest of tokens: format: .*'mntrain tokens 1'"),
-        (edit(dtype="uint32", tokens=1), "tokens.bin has .* and its manifest says 4"),
-        (edit(vocabulary=299), "vocabulary is 299, and must be 300 with this tokenizer"),
-        (edit(vocabulary=70_000), "vocabulary is 70000, and must be 300"),
-        (edit(end_of_text=5), "end_of_text is 5, and must be 0"),
-        (edit(end_of_text=None), "end_of_text is None, and must be 0"),
-        (edit(tokenizer="bytes"), "vocabulary is 300, and must be 256"),
+        (edit(dtype="uint32", tokens=1), "tokens.bin should be 4"),
+        (edit(vocabulary=299), "vocabulary should be 299, and is 300"),
+        (edit(vocabulary=70_000), "vocabulary should be 70000, and is 300"),
+        (edit(end_of_text=5), "end_of_text should be 5, and is 0"),
+        (edit(end_of_text=None), "end_of_text should be None, and is 0"),
+        (edit(tokenizer="bytes"), "tokenizer_sha256 should be .*, and is None"),
         (edit(tokenizer="../other.json"), "is no manifest of tokens: tokenizer: "),
-        (edit_tokenizer, "tokenizer.json is not the tokenizer that made the tokens, whose sha256"),
+        (edit_tokenizer, "tokenizer_sha256 should be "),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
     ],
 )
@@ -154,7 +173,7 @@ def test_half_as_many_tokens_of_32_bits_are_refused(tokens):
     with (tokens / "tokens.bin").open("ab") as file:
         file.write(b"\0\0" * (count % 2))
     edit(dtype="uint32", tokens=-(-count // 2))(tokens)
-    with pytest.raises(ValueError, match="dtype is uint32, and must be uint16"):
+    with pytest.raises(ValueError, match="dtype should be uint32, and is uint16"):
         open_token_folder(tokens)
 
 
@@ -177,7 +196,7 @@ def test_an_output_that_exists_is_kept_unless_it_may_be_replaced(tmp_path, recor
     assert not list(tmp_path.glob(".tokens*"))
     (tokens / "notes.md").touch()
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"tokens has other files than tokens \(notes.md\)"):
+        with pytest.raises(ValueError, match=r"tokens has other files than tokens"):
             write(tokens, records, overwrite=overwrite)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", tmp_path / "b.txt")
@@ -206,13 +225,14 @@ def test_input_without_text_or_of_ids_is_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.npy"]
 
 
-def test_files_that_change_meanwhile_are_refused(tmp_path, records):
-    def change(files, tokens):
+def test_files_that_change_meanwhile_are_refused(tmp_path, records, at_batch):
+    def change():
         with records.open("a") as file:
             file.write("\n")
 
+    at_batch(change)
     with pytest.raises(ValueError, match="changed while they were read: try again"):
-        write(tmp_path / "tokens", records, at_batch=change)
+        write(tmp_path / "tokens", records)
     assert not is_token_folder(tmp_path / "tokens")
 
 
@@ -226,7 +246,11 @@ def test_an_id_that_the_tokenizer_does_not_list_is_refused(tmp_path, records):
 def write_slowly(folder, source):
     """Begin a tokenization that does not end."""
     token_stream._BATCH = 1
-    write(folder / "tokens", source, at_batch=lambda files, tokens: time.sleep(60))
+    batches = token_folder.token_batches
+    token_folder.token_batches = lambda *words: (
+        (batch, time.sleep(60))[0] for batch in batches(*words)
+    )
+    write(folder / "tokens", source)
 
 
 def test_a_killed_process_leaves_nothing_that_trains_and_the_next_one_removes_it(
@@ -240,30 +264,29 @@ def test_a_killed_process_leaves_nothing_that_trains_and_the_next_one_removes_it
         time.sleep(0.05)
     (left,) = tmp_path.glob(".tokens*")
     os.utime(left, (1, 1))
-    write(tmp_path / "tokens", records)  # another process holds the lock of its folder
+    write(tmp_path / "tokens", records)  # another process has written there lately
     assert left.is_dir()
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     with pytest.raises(ValueError, match="matches no file"):
         find_files(left, "**/*")
+    for path in (left / "tokens.partial", left):
+        os.utime(path, (1, 1))
     write(tmp_path / "tokens", records, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "tokens"]
 
 
-def test_the_second_of_two_that_write_one_folder_is_refused(tmp_path, records):
-    def meanwhile(files, tokens):
+def test_the_second_of_two_that_write_one_folder_is_refused(tmp_path, records, at_batch):
+    def meanwhile():
         if not (tmp_path / "tokens").exists():
             write(tmp_path / "tokens", records)
 
+    at_batch(meanwhile)
     with pytest.raises(ValueError, match="tokens was made by another process meanwhile"):
-        write(tmp_path / "tokens", records, bpe(tmp_path), at_batch=meanwhile)
+        write(tmp_path / "tokens", records, bpe(tmp_path))
     assert open_token_folder(tmp_path / "tokens").manifest.tokenizer == "bytes"
-    write(
-        tmp_path / "tokens",
-        records,
-        overwrite=True,
-        at_batch=lambda *_: shutil.rmtree(tmp_path / "tokens", ignore_errors=True),
-    )
+    at_batch(lambda: shutil.rmtree(tmp_path / "tokens", ignore_errors=True))
+    write(tmp_path / "tokens", records, overwrite=True)
     assert open_token_folder(tmp_path / "tokens").manifest.tokenizer == "bytes"
 
 
@@ -302,4 +325,131 @@ def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch):
     assert manifest.tokens == 6_000_000 + 1 + 5 + 1
     assert manifest == replace(manifest, documents=2)
     assert largest < 150_000
-    assert token_folder.TOKENS_FILE == "tokens.bin"
+
+
+def test_progress_is_told(tmp_path, records, capsys, monkeypatch):
+    monkeypatch.setattr(token_folder, "_EVERY_S", 0.0)
+    tokens = write(tmp_path / "tokens", records).tokens
+    assert f"1 of 1 files, {tokens:,} tokens" in capsys.readouterr().err
+
+
+# ---- the cache ----
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mntrain" / "tokens"
+
+
+def cached(path, tokenizer=None, field="text"):
+    return cached_tokens(find_files(path, "**/*"), field, tokenizer or ByteTokenizer())
+
+
+def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path, records, cache, capsys):
+    first = cached(records)
+    assert first.path.parent == cache == cache_folder()
+    assert "tokenizing 0.0 MB of" in capsys.readouterr().err
+    assert cached(records).path == first.path
+    assert capsys.readouterr().err == ""
+    others = {first.path, cached(records, bpe(tmp_path)).path}
+    stat = records.stat()
+    os.utime(records, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    others.add(cached(records).path)
+    write_records(records, stories(20), field="story")
+    others.add(cached(records, field="story").path)
+    assert set(cache.iterdir()) == others
+    assert len(others) == 4
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_file_that_is_replaced_with_its_old_times_is_read_again(records):
+    first, stat = cached(records), records.stat()
+    content = records.read_text().replace("all", "ALL")
+    records.write_text(content)
+    os.utime(records, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = cached(records)
+    assert again.path != first.path
+    assert b"ALL" in again.tokens_path.read_bytes().replace(b"\0", b"")
+
+
+@pytest.mark.usefixtures("cache")
+def test_damaged_tokens_are_made_again(records):
+    first = cached(records)
+    expected = first.tokens_path.read_bytes()
+    first.tokens_path.write_bytes(expected[:-2])
+    assert cached(records).tokens_path.read_bytes() == expected
+
+
+def at_once(barrier, records, cache, results):
+    os.environ["XDG_CACHE_HOME"] = cache
+    made = []
+    write = token_folder.write_token_folder
+
+    def counted(*words, **options):
+        made.append(1)
+        return write(*words, **options)
+
+    token_folder.write_token_folder = counted
+    barrier.wait()
+    try:
+        results.put((str(cached(records).path), len(made)))
+    except ValueError as error:
+        results.put((str(error), len(made)))
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_of_the_processes_of_a_node_one_tokenizes(tmp_path, records, cache, sound):
+    if not sound:
+        with records.open("a") as file:
+            file.write('{"other": 1}\n')
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(3), spawn.Queue()
+    words = (barrier, records, str(tmp_path / "cache"), results)
+    children = [spawn.Process(target=at_once, args=words) for _ in range(3)]
+    for child in children:
+        child.start()
+    found = [results.get(timeout=60) for _ in children]
+    for child in children:
+        child.join()
+    (path,) = {text for text, _ in found}
+    if sound:
+        assert sum(made for _, made in found) == 1
+        assert list(cache.iterdir()) == [Path(path)]
+    else:  # a process that comes when the others have failed tries again
+        assert "a.jsonl, line 21 has no field 'text'" in path
+        assert not list(cache.iterdir())
+
+
+def test_a_process_that_waited_gets_the_error_of_the_first(records, cache, monkeypatch):
+    first = cached(records).path
+    shutil.rmtree(first)
+    first.with_suffix(".lock").write_text("the first one's error")
+    monkeypatch.setattr(token_folder, "write_token_folder", lambda *words, **options: 1 / 0)
+    with pytest.raises(ValueError, match="the first one's error"):
+        cached(records)
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.usefixtures("cache")
+def test_of_nodes_without_common_locks_the_first_to_finish_counts(records, monkeypatch):
+    write = token_folder.write_token_folder
+
+    def refused(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    def other_node_first(*words, **options):
+        write(*words, **options)
+        return write(*words, **options)
+
+    monkeypatch.setattr(token_folder.fcntl, "flock", refused)
+    monkeypatch.setattr(token_folder, "write_token_folder", other_node_first)
+    assert cached(records).manifest.documents == 20
+
+
+def test_a_cache_that_cannot_be_written_is_refused_with_the_fix(tmp_path, records, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    message = r"cannot be cached: .*; set XDG_CACHE_HOME to .*, or run `python -m mntrain tokenize`"
+    with pytest.raises(ValueError, match=message):
+        cached(records)

@@ -82,7 +82,7 @@ def test_ids_are_found_wherever_they_lie_and_of_much_data_in_some_blocks(tmp_pat
         ids[99 - at] = 900
         np.save(tmp_path / "a.npy", ids)
         assert Corpus([tmp_path / "a.npy"]).id_range() == (-3, 900)
-        low, high = Corpus([tmp_path / "a.npy"]).id_range(max_bytes=80)  # of 400: 3 of 10 blocks
+        low, high = Corpus([tmp_path / "a.npy"]).id_range(20)  # of 100: 3 of 10 blocks
         assert (low == -3) == (at // 10 in (0, 5, 9))
         assert (high == 900) == ((99 - at) // 10 in (0, 5, 9))
 

@@ -15,8 +15,7 @@ from transformers import RobertaConfig
 from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.tasks import load
-from mntrain.tasks.hf_heads import pad_batch
-from mntrain.tasks.masking import IGNORED, Masking
+from mntrain.tasks.hf_heads import IGNORED, MaskedWindows, pad_batch
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +117,16 @@ def test_a_sample_takes_the_likeliest_tokens_and_changes_no_random_state(tmp_pat
 # ---- masked ----
 
 
+def masked_windows(windows, tokenizer):
+    return MaskedWindows(windows, tokenizer=tokenizer, around=[2, 3], fraction=0.15, fixed=False)
+
+
 def test_masks_are_of_eighty_ten_and_ten_percent_and_spare_special_tokens(tmp_path):
     tokenizer = FileTokenizer(write_bert(tmp_path) / "tokenizer.json")
-    masking = Masking(tokenizer, 4, [2, 3], 0.15)
     window = torch.tensor([3, *range(5, 205), 3])
-    generator = torch.Generator().manual_seed(0)
-    draws = [masking(window, generator) for _ in range(300)]
+    torch.manual_seed(0)
+    windows = masked_windows([window] * 300, tokenizer)
+    draws = [windows[i][:2] for i in range(300)]
     ids, labels = (torch.stack(parts) for parts in zip(*draws, strict=True))
     assert ids[:, 0].tolist() == [2] * 300
     assert ids[:, -1].tolist() == [3] * 300
@@ -172,8 +175,8 @@ def test_the_masked_loss_is_that_of_the_library_counted_in_masked_tokens(tmp_pat
 
 def test_a_window_of_special_tokens_has_no_masked_token(tmp_path):
     tokenizer = FileTokenizer(write_bert(tmp_path) / "tokenizer.json")
-    _, labels = Masking(tokenizer, 4, [2, 3], 0.15)(torch.full((9,), 3), None)
-    assert labels.tolist() == [IGNORED] * 11
+    _, labels, count = masked_windows([torch.full((9,), 3)], tokenizer)[0]
+    assert (labels.tolist(), count) == ([IGNORED] * 11, 0)
 
 
 def test_positions_behind_the_padding_token_count(tmp_path, text):
@@ -280,8 +283,8 @@ def folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gpt2-xl", {}, "nothing is downloaded: run `hf download gpt2-xl"),
-        ("text", {}, "text: has no config.json"),
+        ("gpt2-xl", {}, "gpt2-xl: there is no config.json, and nothing is downloaded"),
+        ("text", {}, "text: there is no config.json"),
         ("gpt2", {"max_length": 33}, "--hf.max-length 33: the model of .* takes at most 32"),
         ("gpt2", {"head": "masked-lm"}, "has no model for --hf.head masked-lm"),
         ("bert", {"tokenizer": "bytes", "head": "masked-lm"}, "the tokenizer has no mask token"),
@@ -300,10 +303,10 @@ def test_a_model_that_does_not_fit_is_refused(text, name, options, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([1, 1.5], "line 2: 'label' is a float, and must be an integer or a text"),
+        ([1, 1.5], "line 2: 'label' is a float: labels must all be integers, or all be text"),
         ([1, True], "line 2: 'label' is a bool"),
-        ([1, "1"], "line 2: 'label' is a str, and that of earlier records is a int"),
-        ([1, 1], "has 1 labels: classification needs two"),
+        ([1, "1"], "line 2: 'label' is a str: labels must all be"),
+        ([1, 1], "has 1 labels: give more records"),
     ],
 )
 def test_labels_that_are_none_are_refused(tmp_path, labels, message):
@@ -314,7 +317,7 @@ def test_labels_that_are_none_are_refused(tmp_path, labels, message):
 
 def test_token_ids_outside_the_vocabulary_of_the_model_are_refused(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(310) % 305)
-    with pytest.raises(ValueError, match="token id 304, outside the vocabulary of 304: the model"):
+    with pytest.raises(ValueError, match=r"id 304, outside the vocabulary of 304, .*: the model"):
         task(write_gpt2(tmp_path / "gpt2"), tmp_path / "ids.npy")
 
 
