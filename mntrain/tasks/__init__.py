@@ -267,8 +267,8 @@ def import_class(option: str, name: str) -> type[Any]:
     """
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name or module_name.startswith("."):
-        short = f", or {' or '.join(_SHORT_NAMES)}" if option == "--task" else ""
-        raise ValueError(f'{option} {name}: must be of the form "package.module:Class"{short}')
+        others = f", and none of {', '.join(_SHORT_NAMES)}" if option == "--task" else ""
+        raise ValueError(f'{option} {name}: is not of the form "package.module:Class"{others}')
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)

@@ -122,10 +122,10 @@ def test_a_task_is_loaded_from_the_current_directory(modules):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lmm", 'must be of the form "package.module:Class", or lm or hf'),
-        ("own:", "must be of the form"),
-        (":Mine", "must be of the form"),
-        (".own:Mine", "must be of the form"),
+        ("lmm", 'is not of the form "package.module:Class", and none of lm, hf'),
+        ("own:", "is not of the form"),
+        (":Mine", "is not of the form"),
+        (".own:Mine", "is not of the form"),
         ("absent_module:Mine", "does not import: ModuleNotFoundError: No module named 'absent_m"),
         ("broken:Mine", "module 'broken' does not import: ZeroDivisionError: division by zero"),
         ("own:Other", "module 'own' has no class 'Other'"),
