@@ -19,7 +19,6 @@ from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.node_levels import NodeLevels
 from zero.exchange.schedule import SyncSchedule, check_replicas
-from zero.full_state import PartOfState, from_plain, to_plain, whole_tensors
 from zero.gradients.reduction import StepReduction
 from zero.gradients.weights import BatchSource
 from zero.kernels import Kernels, order
@@ -46,7 +45,16 @@ from zero.parameter_watch import check_free, finish_gathers, take_over
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.replicas import Replicas
 from zero.shard import OptimizerShard
-from zero.state import StateSlice, check_groups, load_slices, own_slices
+from zero.state import (
+    PartOfState,
+    StateSlice,
+    check_groups,
+    from_plain,
+    load_slices,
+    own_slices,
+    to_plain,
+    whole_tensors,
+)
 from zero.step_message import StepMessage
 from zero.sync_batchnorm import layers_below
 from zero.trials import check_drivable, check_partition

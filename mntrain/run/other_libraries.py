@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from zero.full_state import PartOfState
+from zero.state import PartOfState
 
 M = TypeVar("M")
 
