@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.gradients.flat import padded_numel
-from zero.gradients.sharded import working_sizes
+from zero.gradients.stages import padded_numel, working_sizes
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit, master_dtype, narrower
 

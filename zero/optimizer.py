@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
+from zero.accumulation import Accumulation
 from zero.agreement import StepAgreement, agree, plain_numbers
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
 from zero.comm_hooks.node_levels import NodeLevels
 from zero.exchange.schedule import SyncSchedule, check_replicas
-from zero.gradients.reduction import StepReduction
 from zero.gradients.weights import BatchSource
 from zero.kernels import Kernels, order
 from zero.layout import MIB, ParameterSpec, plan_buckets
@@ -195,7 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives, buffers)
         self._agreement = StepAgreement(self._shard, collectives.rank, self.schedule.replica)
-        self._reduction = StepReduction(
+        self._accumulation = Accumulation(
             self._shard,
             self._hook,
             self.schedule,
@@ -269,12 +269,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def group(self) -> Collectives:
         """The ranks over which the current step is averaged."""
-        return self._reduction.group
+        return self._accumulation.group
 
     @property
     def steps_taken(self) -> int:
         """The number of the current step: steps so far, skipped ones included."""
-        return self._reduction.steps
+        return self._accumulation.steps
 
     @property
     def step_message(self) -> StepMessage:
@@ -282,12 +282,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         If it `announces`, before the first backward of a step.
         """
-        return self._reduction.message
+        return self._accumulation.message
 
     @property
     def announces(self) -> bool:
         """True if ranks announce each micro-batch to each other, as at stage 2."""
-        return self._shard.stage == 2
+        return self._accumulation.announces
 
     @property
     def loss_weight(self) -> float:
@@ -295,24 +295,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         1 for a loss that was multiplied by its weight, 0 where this rank has no sample. Local.
         """
-        return self._reduction.loss_weight
+        return self._accumulation.loss_weight
 
     @property
     def lacks_tokens(self) -> bool:
         """True if this rank's samples weigh 0, by `weight` of their loader. Local."""
-        return self._reduction.weight.lacks_tokens
+        return self._accumulation.weight.lacks_tokens
 
     @property
     def waited_s(self) -> float:
         """Seconds so far in which backward and `step` finished reductions of gradients."""
-        return self._reduction.waited_s
+        return self._accumulation.waited_s
 
     def call_after_backward(self, action: Callable[[], None] | None) -> None:
         """Call `action` whenever backward has computed all gradients, before it waits for others.
 
         Local. None: no longer.
         """
-        self._reduction.before_finish = action
+        self._accumulation.before_finish = action
 
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
@@ -322,7 +322,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         equal, or backward raises RuntimeError; `backward` takes any weights.
         """
         self._check_open()
-        self._reduction.weight.state(count)
+        self._accumulation.weight.state(count)
 
     def expect_batch(
         self,
@@ -340,10 +340,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         whole batch, in 16 bits; ranks with different ones raise RuntimeError. A `source` tells
         several optimizers of its batches, and counts them in `drawn` before.
         """
-        weight = self._reduction.weight
+        weight = self._accumulation.weight
         weight.expect(own, total, digest, source)
         if weight.may_change:
-            self._reduction.buckets.weigh_arrivals()
+            self._accumulation.weigh_arrivals()
 
     def assume_batch(self, own: float, total: float | None, source: BatchSource) -> None:
         """State what the backward passes up to the next batch use. Local.
@@ -351,11 +351,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         For an optimizer that is made when the latest batch of a source has been drawn, and may have
         been used by other optimizers.
         """
-        self._reduction.weight.assume(own, total, source)
+        self._accumulation.weight.assume(own, total, source)
 
     def forget_batches(self, *, drawn: bool = True) -> None:
         """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""
-        self._reduction.weight.forget(drawn=drawn)
+        self._accumulation.weight.forget(drawn=drawn)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss times the loss scale, for a call of its `backward`. Local."""
@@ -372,11 +372,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self._scale.applied = True
-        self._reduction.begin_weighted()
-        factor = self._reduction.weight.add(weight)
+        self._accumulation.begin_weighted()
+        factor = self._accumulation.weight.add(weight)
         layers, zeros = ([], []) if factor else layers_below(loss)
         if not factor and not layers:
-            self._reduction.pass_backward()  # the mean over no samples is NaN, and 0 * NaN is NaN
+            # The mean over no samples is NaN, and 0 * NaN is NaN.
+            self._accumulation.pass_backward()
             return
         try:
             if factor:
@@ -384,7 +385,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             else:  # only what lies below layers in which other ranks wait
                 torch.autograd.backward(layers, zeros)
         except BaseException:
-            self._reduction.buckets.interrupt()
+            self._accumulation.interrupt()
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -393,7 +394,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Gradients only accumulate; at stage 2 they are reduced, and their owners accumulate them.
         """
         self._check_open()
-        return self._reduction.buckets.no_sync()
+        return self._accumulation.no_sync()
 
     @_disable_dynamo
     def synchronize(self) -> None:
@@ -403,7 +404,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         this, or `step`, while the others run backward.
         """
         self._check_open()
-        self._reduction.synchronize()
+        self._accumulation.synchronize()
 
     def finish_interrupted(self) -> None:
         """Let other ranks end the backward that raised an exception on this one. Collective.
@@ -411,7 +412,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Takes part in its remaining collectives, outside of `no_sync`. All ranks must discard the
         gradients afterwards: no sum has a meaning.
         """
-        self._reduction.finish_interrupted()
+        self._accumulation.finish_interrupted()
 
     def clip_each_rank(self, max_norm: float | None, norm_type: float = 2.0) -> None:
         """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
@@ -423,7 +424,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         if max_norm is None:
-            self._reduction.buckets.before_launch = None
+            self._accumulation.clip = None
             return
         if not is_positive(max_norm):
             raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
@@ -432,8 +433,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
                 "use stage 0 or 1"
             )
-        clip = partial(self._reduction.clip_own, float(max_norm), float(norm_type), self._kernels)
-        self._reduction.buckets.before_launch = clip
+        clip = partial(
+            self._accumulation.clip_own, float(max_norm), float(norm_type), self._kernels
+        )
+        self._accumulation.clip = clip
 
     @_disable_dynamo
     @torch.no_grad()
@@ -484,7 +487,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.closed:
             super().zero_grad(set_to_none)
         else:
-            self._reduction.clear(set_to_none)
+            self._accumulation.clear(set_to_none)
 
     # Parameters.
 
@@ -538,7 +541,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `averaged`.
         """
         self._check_open()
-        self._replicas.exchange(self._reduction.steps)
+        self._replicas.exchange(self._accumulation.steps)
 
     def averaged(self) -> AbstractContextManager[bool]:
         """Return a context in which all ranks hold the means of their parameters. Collective.
@@ -566,7 +569,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         None.
         """
         if not self.closed:
-            self._reduction.buckets.close()
+            self._accumulation.close()
         self.closed = True
         self._shard.parameters.close()
 
@@ -601,7 +604,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The state of the communication hook on this rank, with what it depends on."""
         orders = {name: order(parameter) for name, parameter in self._named.items()}
         own = self._shard.plan, self._levels
-        used = self._reduction.used
+        used = self._accumulation.unsent
         return HookState(self._hook, self.schedule.sharding, *own, orders=orders, used=used)
 
     def state_dict(self) -> dict[str, Any]:
@@ -621,7 +624,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "param_groups": self._names.of(self.param_groups),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.hook_state.state_dict(),
-            "steps": self._reduction.steps,
+            "steps": self._accumulation.steps,
             "in_sync": self._replicas.equal,
             "sync_weights": self.schedule.weights(),
         }
@@ -649,7 +652,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agreement.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
-        self._reduction.resume(state_dict.get("steps", self._reduction.steps))
+        self._accumulation.resume(state_dict.get("steps", self._accumulation.steps))
         self.schedule.load_weights(state_dict.get("sync_weights", ()))
         self._replicas.equal = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
 
@@ -677,7 +680,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group, names in zip(self.param_groups, given, strict=True)
         ]
         plain = to_plain(states, groups)
-        return {**plain, "loss_scale": self._scale.state_dict(), "steps": self._reduction.steps}
+        return {**plain, "loss_scale": self._scale.state_dict(), "steps": self._accumulation.steps}
 
     def slices(self) -> Iterator[StateSlice]:
         """Yield the state of what this rank owns. Local; tensors are not copied.
@@ -790,7 +793,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         self._names.check_unchanged(self.param_groups)
         self._shard.watch.check()
-        self._reduction.synchronize()
+        self._accumulation.synchronize()
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
@@ -818,11 +821,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _skip_or_raise(self, norm: float) -> None:
         """Reduce the loss scale, skip the update, or raise for what is not finite. Collective."""
         if not self._scale.shrink() and not self._skips:
-            alone = self.schedule.independent(self._reduction.steps)
+            alone = self.schedule.independent(self._accumulation.steps)
             ranks = self.group if alone else self._collectives
-            shards, finite = self._shard.shards(), self._reduction.finite
+            shards, finite = self._shard.shards(), self._accumulation.finite
             where = find_non_finite(ranks, shards, self._named, finite, self._collectives.rank)
-            self._reduction.end_step(taken=False)
+            self._accumulation.end_step(taken=False)
             error = NonFiniteReplicaError if alone else NonFiniteGradientError
             raise error(f"the gradient's norm is {norm}: {where}")
 
@@ -831,11 +834,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Returns the weight of its mean.
         """
-        step, weight = self._reduction.steps, self._reduction.finished_weight
+        step, weight = self._accumulation.steps, self._accumulation.reduced_weight
         try:
             self._replicas.end_step(step, weight, updated=updated)
         finally:
-            self._reduction.end_step(taken=updated)
+            self._accumulation.end_step(taken=updated)
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
         return weight
@@ -850,7 +853,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         shards = [shard for _, shard in self._shard.shards()]
         sharding = self._shard.sharding  # each of the group's has the whole mean
-        step, groups = self._reduction.steps, self.param_groups
+        step, groups = self._accumulation.steps, self.param_groups
         figures = None
         if without is not None and sharding.size > 1:
             figures = self._agreement.figures(groups, without, step)
@@ -862,7 +865,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if alone:
             return norm
         totals = torch.tensor(
-            [norm, self._reduction.finished_weight, float(differ)], dtype=torch.float64
+            [norm, self._accumulation.reduced_weight, float(differ)], dtype=torch.float64
         )
         if without is not None:
             totals = torch.cat([totals, self._agreement.figures_of_replica(groups, step)])
@@ -871,7 +874,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if without is not None and (differing or not agree(totals[3:])):
             self._agreement.compare(self._collectives, groups, without, step)
         if not weight > 0:
-            self._reduction.refuse_weight(weight)
+            self._accumulation.refuse_weight(weight)
         return norm if math.isfinite(total) else total
 
     # Parameter groups, whose hyperparameters the torch optimizer has, too.
@@ -941,7 +944,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tensors = {owned.piece.spec.name: owned.tensor for owned in self._shard.pieces}
         self.schedule.add({name: p.numel() for name, p in named.items()}, tensors)
         self._agreement.add(named)
-        self._reduction.add(added, named)
+        self._accumulation.add(added, named)
 
     @property
     def _named(self) -> dict[str, Parameter]:
@@ -953,7 +956,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _warn_of_sparse(self) -> None:
         """Warn, once and on rank 0, of sparse gradients."""
-        names = self._reduction.buckets.sparse
+        names = self._accumulation.sparse
         if names and not self._warned_of_sparse and self._collectives.rank == 0:
             self._warned_of_sparse = True
             warnings.warn(

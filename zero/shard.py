@@ -22,10 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients.flat import FlatGradients
-from zero.gradients.local import LocalGradients
-from zero.gradients.sharded import ShardedGradients
-from zero.gradients.sums import Gradients
+from zero.gradients.stages import FlatGradients, Gradients, LocalGradients, ShardedGradients
 from zero.kernels import Kernels, rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.parameter_watch import ParameterWatch

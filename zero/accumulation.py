@@ -1,0 +1,586 @@
+"""The accumulation of gradients of a step, from the first backward to the means that `step` takes.
+
+    empty          no backward since the last step or `zero_grad`
+    filling        autograd hooks take gradients into buckets, as backward makes them
+    reducing       a bucket whose last gradient has arrived belongs to its communication hook; when
+                   backward ends, the rest is launched, and `finish` waits for all
+    held           every gradient is the mean over ranks; further backward passes add to it
+    interrupted    a backward has raised: `clear` makes it empty, if nothing was sent
+
+A reduction ends with the backward that is not under `no_sync`, inside `backward()`, as in DDP. A
+round is what launches every bucket once: a whole accumulation, or at stage 2 a micro-batch.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.variable import Variable
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
+from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.comm_hooks.node_levels import NodeLevels
+from zero.exchange.schedule import SyncSchedule
+from zero.gradients.weights import BatchWeight
+from zero.kernels import Kernels, rescale
+from zero.layout import Bucket, ParameterSlice
+from zero.norms import FiniteCheck, global_norm
+from zero.parameter_watch import accumulation_node
+from zero.precision import LossScale
+from zero.shard import OptimizerShard
+from zero.step_message import StepMessage
+
+INTERRUPTED = (
+    "the last backward through this optimizer's parameters did not end: it raised an exception, "
+    "after which optimizer.zero_grad() is needed, and a new job if gradients were sent; or all of "
+    "the model lies in reentrant checkpoints: then call torch.utils.checkpoint with "
+    "use_reentrant=False"
+)
+COMPILED = (
+    "torch._dynamo.config.compiled_autograd is on: compiled autograd does not tell when a backward "
+    "ends, so gradients cannot be averaged; leave it off, torch.compile compiles backward without"
+)
+
+
+class Accumulation:
+    """The state of an accumulation, with the autograd hooks that fill buckets and launch them.
+
+    Buckets are launched in a fixed order, whatever the order in which backward fills them, so all
+    ranks agree even if some parameters get no gradient on some ranks. A parameter without a
+    gradient counts as zeros.
+
+    A `StepMessage` ends a reduction, with the ranks' weights and what others have put into it. At
+    stage 2 every micro-batch is reduced by itself, and ranks may have different numbers of them. So
+    a rank announces each one by the same message, and ranks that have finished contribute zeros
+    until every rank is done:
+
+        rank 0   announce   buckets   announce   buckets   done
+        rank 1   announce   buckets   done       zeros     done
+    """
+
+    def __init__(
+        self,
+        shard: OptimizerShard,
+        hook: CommHook,
+        schedule: SyncSchedule,
+        levels: NodeLevels | None,
+        scale: LossScale,
+        *,
+        world_size: int,
+    ) -> None:
+        self._shard, self._gradients = shard, shard.gradients
+        self._hook, self._schedule, self._levels, self._scale = hook, schedule, levels, scale
+        self._world_size = world_size
+        self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
+        self.steps = 0  # taken, skipped ones included
+        self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
+        self.weight = BatchWeight(
+            self._counted_ranks,
+            every_micro_batch=self.announces,
+            alone=world_size == 1,
+            whole=self._whole,
+        )
+        self.finite = FiniteCheck(enabled=world_size > 1)  # of this rank's gradients
+        self._message = self._begin_message()
+        self._parameters: dict[str, Parameter] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
+        self._weighing: list[RemovableHandle] = []  # hooks that run before a gradient is added
+        self.clip: Callable[[], None] | None = None  # if given, called before anything is launched
+        self.before_finish: Callable[[], None] | None = None  # called when backward has ended
+        self.waited_s = 0.0  # in `finish`
+        self.sparse = set[str]()  # names of parameters that ever got a sparse gradient
+        self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
+        # Of the running backward.
+        self._tasks = set[int]()  # autograd's numbers of it, and of those nested in it
+        self._syncing = True  # outside of `no_sync`
+        # Of the reduction.
+        self.filling = False  # a gradient has arrived that is not reduced yet
+        self._used = set[str]()  # names of parameters that got a gradient
+        self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
+        self._reduced_weight: float | None = None  # in samples; None if nothing is held
+        self._left = False  # it has left gradients: it leaves none if no rank used any
+        # Of the round.
+        self._round_begun = False  # a gradient has arrived
+        self._launched = 0  # buckets
+        self._missing: list[set[str]] = []  # gradients to come, by bucket
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks over which the current step is averaged."""
+        return self._schedule.group(self.steps)
+
+    @property
+    def loss_weight(self) -> float:
+        """The weight of this rank's loss in the running or coming backward."""
+        return self.weight.latest if self._tasks else self.weight.coming
+
+    @property
+    def reduced_weight(self) -> float:
+        """The weight of what was reduced since the last step, in samples."""
+        return self._reduced_weight or 0.0
+
+    @property
+    def message(self) -> StepMessage:
+        """The message that ends the current or coming reduction."""
+        if self._message.sent:
+            self._message = self._begin_message()
+        return self._message
+
+    @property
+    def _counted_ranks(self) -> int:
+        return 1 if self._small_range else self.group.size
+
+    @property
+    def _whole(self) -> bool:
+        return self.group.size == self._world_size
+
+    # Between backward passes.
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Add the last buckets of the shard's plan, of parameters by name. Collective."""
+        plan = self._shard.plan
+        for index, bucket in enumerate(buckets, len(plan) - len(buckets)):
+            for entry in bucket.entries:
+                if entry.numel:  # backward may skip empty parameters
+                    node = accumulation_node(parameters[entry.spec.name])
+                    self._nodes.append(node)
+                    self._hooks.append(node.register_hook(partial(self._on_gradient, index, entry)))
+        self._gradients.add(buckets, parameters)
+        self._parameters |= parameters
+        self._start_round()
+        if any(bucket.dtype == torch.float16 for bucket in buckets) and not self._small_range:
+            self._small_range = True
+            self.weight.begin_group(1, whole=self._whole)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Enclose micro-batches that are not the last of an accumulation."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def synchronize(self) -> None:
+        """Finish, unless backward has done so since the last step or `zero_grad`. Collective.
+
+        Also if the gradients that it left are gone. Raises RuntimeError if the last backward was
+        interrupted.
+        """
+        if self._tasks:
+            raise RuntimeError(INTERRUPTED)
+        self._forget_dropped()
+        dropped = self._left and not self._gradients.exist
+        if self._reduced_weight is None or self.filling or dropped:
+            self.finish()
+
+    def begin_weighted(self) -> None:
+        """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
+        self._forget_dropped()
+        if self.filling:
+            return
+        if self._gradients.exist and not self._gradients.held:
+            raise RuntimeError(
+                "a gradient was assigned before optimizer.backward(loss, weight=...), which would "
+                "weigh it too: call share(n) and loss.backward()"
+            )
+        if not self._shard.sharded:
+            self._gradients.collect()
+            self._gradients.set_aside()
+
+    def pass_backward(self) -> None:
+        """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
+        self._begin()
+        self.weight.begin_backward()
+        if self._syncing:
+            self.finish()
+
+    def interrupt(self) -> None:
+        """Note that a backward has raised."""
+        self._tasks.add(-1)
+
+    def finish_interrupted(self) -> None:
+        """Finish a backward that raised an exception, with gradients of any values. Collective."""
+        self._tasks.clear()
+        if self._reduced_weight is None or self.filling:
+            self.weight.discard()
+            self.weight.state(1.0)  # the sum over ranks must not be 0
+            self.finish()
+
+    def refuse_weight(self, weight: float) -> NoReturn:
+        """Discard all gradients, and raise ValueError for the sum of all ranks' weights."""
+        self.clear(set_to_none=True)
+        raise ValueError(f"the ranks' weights sum to {weight:g}: at least one needs a sample")
+
+    def clear(self, set_to_none: bool) -> None:
+        """Discard all gradients and their weights. Waits for reductions in flight.
+
+        Also those of a backward that was interrupted, unless it has launched buckets.
+        """
+        self._gradients.clear(set_to_none)
+        self._discard()
+        if not self._launched:
+            self._tasks.clear()
+            self._start_round()
+        self._reduced_weight = None
+        self._hook.end_step(taken=False)
+
+    def resume(self, steps: int) -> None:
+        """Continue after so many steps. Local; the same on all ranks."""
+        group, self.steps = self.group, steps
+        if self.group is not group:  # units must be the same on all of its ranks
+            self.weight.begin_group(self._counted_ranks, whole=self._whole)
+
+    def end_step(self, *, taken: bool) -> None:
+        """Begin another step; without `taken`, this one has updated nothing. Local."""
+        self._hook.end_step(taken=taken)
+        self._reduced_weight = None
+        self.resume(self.steps + 1)
+        self.weight.end_step()
+        self.finite.reset()
+
+    def close(self) -> None:
+        """Remove the hooks, and leave `parameter.grad` to others. Once."""
+        self._stop_weighing()
+        self._gradients.close(self._used if self.filling else ())
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._nodes.clear()
+
+    def weigh_arrivals(self) -> None:
+        """Multiply gradients by the weight's `factor` before autograd adds them to earlier ones.
+
+        Until the reduction ends. Only where the factor may not be 1: a hook takes time.
+        """
+        if not self._weighing:
+            self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
+
+    @torch.no_grad()
+    def clip_own(self, max_norm: float, norm_type: float, kernels: Kernels) -> None:
+        """Scale this rank's own mean gradient to a norm of at most `max_norm`. Local.
+
+        Before its reduction. One that is not finite stays, so that the step finds it.
+        """
+        multiplied, own = self.weight.multiplied, self._gradients.own()
+        if not multiplied:
+            return
+        # Of what is summed, for the mean.
+        factor = self.weight.unit / multiplied / self._scale.value
+        norm = global_norm(SingleProcessCollectives(), own, norm_type, kernels) * factor
+        if math.isfinite(norm):
+            rescale(own, min(1.0, max_norm / (norm + 1e-6)))
+
+    def _begin(self) -> None:
+        """Begin a reduction, unless one has begun."""
+        if not self.filling:
+            self.filling = True
+            if self._gradients.all_dropped:
+                self._hook.end_step(taken=False)
+            self._gradients.begin()
+
+    def _forget_dropped(self, arriving: str = "") -> None:
+        """Begin anew if all gradients of an accumulation were dropped, as by model.zero_grad().
+
+        `arriving` names a parameter that has a new gradient. Raises RuntimeError if some were
+        dropped that this rank has passed on (stage 2).
+        """
+        dropped = [name for name in self._used if self._gradients.dropped(name)]
+        if arriving in self._used and not self._gradients.keeps(arriving):
+            dropped.append(arriving)
+        if not self.filling or not dropped:
+            return
+        if len(dropped) == len(self._used):
+            self._hook.end_step(taken=False)
+            self._gradients.forget()
+            self._discard()
+        elif self.announces:
+            raise RuntimeError(
+                f"the gradients of {', '.join(sorted(dropped)[:3])} were dropped within an "
+                "accumulation, but at stage 2 they have been added: drop all, or use stage 0 or 1"
+            )
+        else:
+            self._used.difference_update(dropped)
+
+    def _discard(self) -> None:
+        """Forget what is known of gradients that were discarded."""
+        self.weight.discard()
+        self._late.clear()
+        self.finite.reset()
+        self._used, self.filling = set(), False
+
+    def _start_round(self) -> None:
+        self._launched, self._round_begun = 0, False
+        self._missing = [{e.spec.name for e in b.entries if e.numel} for b in self._shard.plan]
+
+    def _stop_weighing(self) -> None:
+        for hook in self._weighing:
+            hook.remove()
+        self._weighing.clear()
+
+    # During backward. Autograd calls three of these also within compiled code, which must not
+    # compile them.
+
+    @_disable_dynamo
+    def _weigh(self, arriving: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+        """Return the gradient that backward has just made, times its micro-batch's weight."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._begin_backward(task)
+            if not self.weight.multiplied:
+                self._gradients.void()
+        factor = self.weight.factor
+        if factor == 1:
+            return None
+        if factor:
+            return tuple(None if g is None else g * factor for g in arriving)
+        return tuple(None if g is None else torch.zeros_like(g) for g in arriving)
+
+    @_disable_dynamo
+    def _on_gradient(
+        self, index: int, entry: ParameterSlice, _: Any, arrived: Sequence[Tensor | None]
+    ) -> None:
+        """Take the gradient that backward has just made, and launch full buckets."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._begin_backward(task, entry.spec.name)
+        if arrived[0] is not None and arrived[0].is_sparse:
+            self.sparse.add(entry.spec.name)
+        self._take_or_keep(index, entry)
+
+    def _begin_backward(self, task: int, arriving: str = "") -> None:
+        """Note a backward that has begun, or another one nested in it or around it."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "in_compiled_autograd_region", False):
+            raise RuntimeError(COMPILED)
+        if self._tasks and task > max(self._tasks) and not _is_nested():
+            raise RuntimeError(INTERRUPTED)
+        first = not self._tasks
+        if first:
+            self._shard.watch.check_kinds()
+            self._scale.check_applied()
+        self._tasks.add(task)
+        if first:
+            self._forget_dropped(arriving)
+            self.weight.begin_backward()
+        Variable._execution_engine.queue_callback(self._on_end_of_backward)
+
+    def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
+        """Take a gradient into its bucket; keep it for later where that is not possible."""
+        self._begin()
+        name = entry.spec.name
+        self._used.add(name)
+        if self.clip is not None or not (self._syncing or self.announces):
+            self._gradients.accumulate(index, entry)
+        elif self._gradients.hides and name not in self._missing[index]:
+            # Its layer lies in several reentrant checkpoints.
+            gradient = self._gradients.pop(name)
+            assert gradient is not None, "backward has just made it"
+            self._late.append((index, entry, gradient))
+        else:
+            self._round_begun = True
+            self._take(index, entry)
+            self._missing[index].discard(name)
+            while self._launched < len(self._missing) and not self._missing[self._launched]:
+                self._launch_next()
+
+    @_disable_dynamo
+    def _on_end_of_backward(self) -> None:
+        """Finish what a backward leaves, when the outermost one ends."""
+        if not self._tasks:
+            return  # a second call for the same backward
+        complete = self._syncing and self._launched == len(self._missing)
+        if _is_nested() and not complete:
+            return
+        self._tasks.clear()
+        if self._syncing:
+            self.finish()
+        elif self.announces:
+            self._launch_remaining()
+
+    # The reduction.
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Launch the remaining buckets, wait for all, and make means of the sums. Collective.
+
+        Raises ValueError if the weights of all ranks sum to 0, and RuntimeError if their batches
+        differ.
+        """
+        start = time.perf_counter()
+        if self.before_finish is not None:
+            self.before_finish()
+        try:
+            while self._reduce():
+                pass
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+    def _reduce(self) -> bool:
+        """Reduce what has arrived; return whether any rank has gradients that came late."""
+        self.weight.finish()
+        self._begin()
+        self._launch_remaining()
+        totals = self._totals()
+        weight, divisor = totals["weight"], totals["divisor"]
+        unused = self._unused() if totals["missing"] else frozenset()
+        if self._levels is not None and self._levels.count > 1:
+            # The hook also sends what it has not sent before.
+            self.unsent |= self._parameters.keys() - unused
+            unused -= self.unsent
+        if not divisor > 0:
+            if self._whole:
+                self.refuse_weight(weight)
+            unused = frozenset(self._parameters)  # this group has no sample
+        self._gradients.finish(self.weight.unit / divisor if divisor > 0 else 0.0, unused)
+        self._left = self._gradients.exist
+        if divisor > 0:
+            self._hook.end_reduction(divisor)
+        self._used, self.filling = set(), False
+        self._stop_weighing()
+        if totals["late"]:
+            self._gradients.set_aside()
+            came_late, self._late = self._late, []
+            for index, entry, gradient in came_late:
+                self._gradients.put(entry.spec.name, gradient)
+                self._take_or_keep(index, entry)
+            return True
+        self._reduced_weight = self.reduced_weight + weight
+        self.weight.reset(usual=divisor / self.group.size)
+        return False
+
+    def _launch_remaining(self) -> None:
+        """Launch the buckets that backward has not launched. Collective.
+
+        If every micro-batch is a round, a round without any gradient launches nothing.
+        """
+        if self.announces and not self._round_begun:
+            for index in range(len(self._missing)):
+                self._note_assigned(index)
+        if self._round_begun or not self.announces:
+            if self.clip is not None:
+                for index, missing in enumerate(self._missing):
+                    self._take_missing(index)
+                    missing.clear()
+                self.clip()
+            while self._launched < len(self._missing):
+                self._launch_next()
+        self._start_round()
+
+    def _launch_next(self) -> None:
+        if self.announces and not self._launched:
+            self.message.announce(self.group, "running")
+        self._send(self._launched)
+        self._launched += 1
+
+    def _send(self, index: int) -> None:
+        """Take the gradients that a bucket still lacks, and start its reduction."""
+        self._take_missing(index)
+        self._gradients.launched(index, self._launch(index))
+
+    def _take_missing(self, index: int) -> None:
+        self._note_assigned(index)
+        for entry in self._shard.plan[index].entries:
+            if entry.spec.name in self._missing[index]:
+                self._take(index, entry)
+
+    def _note_assigned(self, index: int) -> None:
+        """Count the gradients that were assigned, which no hook has seen."""
+        for entry in self._shard.plan[index].entries:
+            name = entry.spec.name
+            if name in self._missing[index] and self._gradients.has_gradient(entry):
+                self._used.add(name)
+                self._round_begun = True
+
+    def _take(self, index: int, entry: ParameterSlice) -> None:
+        taken = self._gradients.take(index, entry, self.weight.scale)
+        if taken is not None:
+            self.finite.add(taken)
+
+    def _launch(self, index: int) -> Work:
+        """Start the communication hook on a bucket, which owns its memory until it has finished."""
+        group = self.group
+        if group.size == 1:
+            return CompletedWork()
+        plan = self._shard.plan
+        bucket = ReducibleBucket(
+            index,
+            plan[index],
+            self._gradients.flat(index),
+            group,
+            # Several sharding groups together need the whole sum, and each rank keeps its shard.
+            self._shard.sharded and group.size == self._shard.sharding.size,
+            self._levels,
+            self.weight.unit / self._scale.value,
+            last=index == len(plan) - 1,
+            parameters=self._parameters,
+        )
+        return self._hook(bucket)
+
+    def _begin_message(self) -> StepMessage:
+        """Return a message with this rank's part of a reduction. Local."""
+        message, weight = StepMessage(), self.weight
+        message.put("running", 0.0)
+        message.put("weight", lambda: weight.weight)
+        message.put("divisor", lambda: weight.divisor)
+        message.put("missing", lambda: sum(map(len, self._missing)) - len(self._used))
+        message.put("late", lambda: len(self._late))
+        message.put("checked", lambda: weight.has_digest)
+        message.put("digest", lambda: weight.digest)
+        message.put("squared digest", lambda: weight.digest**2)
+        return message
+
+    def _totals(self) -> dict[str, float]:
+        """Wait until all ranks have finished, and return sums over them. Collective.
+
+        Of the samples ("weight"), the divisors of the sum of gradients, the parameters without a
+        gradient ("missing"), and the gradients that need another reduction ("late").
+        """
+        message = self.message
+        while True:
+            message.send(self.group)
+            totals = message.read()
+            if not totals["running"]:
+                break
+            for index in range(len(self._missing)):  # zeros, in the micro-batch of others
+                self._send(index)
+        if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
+            raise RuntimeError(
+                "the ranks drew different samples for one global batch: seed the sampler alike on "
+                "all ranks"
+            )
+        return totals
+
+    def _unused(self) -> frozenset[str]:
+        """Return the names of parameters that no rank has used. Collective."""
+        flags = torch.tensor([n in self._used for n in self._parameters], dtype=torch.float64)
+        if self.group.size > 1:
+            self.group.all_reduce(flags).wait()
+        by_name = zip(self._parameters, flags.tolist(), strict=True)
+        return frozenset(name for name, ranks in by_name if not ranks)
+
+
+def _is_nested() -> bool:
+    """Return whether the running backward was started by a node of another one.
+
+    So does reentrant checkpointing: backward of torch.autograd.Function calls backward.
+    """
+    frame, engines = sys._getframe(1), 0
+    while frame is not None:
+        code = frame.f_code
+        engines += code.co_name == "_engine_run_backward"
+        within = code.co_name == "apply" and code.co_filename == torch.autograd.function.__file__
+        if engines > 1 or (engines and within):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

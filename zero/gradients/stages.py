@@ -1,0 +1,698 @@
+"""Memory in which gradients are summed over ranks, and what `parameter.grad` is meanwhile.
+
+A reduction of gradients is one backward, with those that `no_sync` left to it (stages 0 and 1), or
+one micro-batch (stage 2). For each parameter, `take` moves its gradient into its bucket; then
+`flat` and `launched` are called for the bucket. `finish` makes means of the sums. From then on the
+means are held until `clear`, and further backward passes add to them:
+
+    stage   parameter.grad when backward has returned     in a further backward
+    0       the mean over ranks                           accumulates, and is reduced again
+    1, 2    an `UnavailableGradient`                      `set_aside` keeps the means meanwhile
+
+A parameter whose `grad` was set to None in between starts anew, as in torch.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero.collectives import Collectives, Work
+from zero.comm_hooks import ChainedWork, wait_all
+from zero.gradients.unavailable import UnavailableGradient
+from zero.kernels import Kernels, copy_scaled, in_memory_order, own_view, rescale, sum_dtype, view
+from zero.layout import Bucket, ParameterSlice
+from zero.precision import is_16_bit
+
+IN_FLIGHT = 1  # buckets of stage 2 that are reduced while others are filled
+
+
+class Gradients:
+    """The gradients of this rank's parameters, summed over ranks: the common part of all stages.
+
+    Between `finish` and `clear`, the means of what this rank keeps are `held`. Kept tensors are
+    flat, and have the elements of a parameter in the order in which it lies in memory.
+    """
+
+    hides = True  # whether `take` hides a gradient from autograd and the user until `finish`
+
+    def __init__(self, collectives: Collectives, stage: int) -> None:
+        self._collectives, self._stage = collectives, stage
+        self._slot = collectives.slot(collectives.rank) if stage else None
+        self._parameters: dict[str, Parameter] = {}
+        self._buckets: list[Bucket] = []
+        self._unavailable: dict[str, UnavailableGradient] = {}  # by name; empty at stage 0
+        self._aside: dict[int, Tensor] = {}  # kept means of earlier reductions, by bucket
+        self._aside_names: set[str] = set()
+        self.held = False
+        self.peak_bytes = 0  # the most that gradients occupied outside of working tensors
+        self.working_bytes = 0  # of working tensors
+
+    # The memory of buckets.
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate memory for more buckets, of parameters by name. Collective.
+
+        A gradient that a parameter has counts as assigned.
+        """
+        self._buckets.extend(buckets)
+        self._parameters.update(parameters)
+        for name, parameter in parameters.items() if self._stage else ():
+            self._unavailable[name] = UnavailableGradient(parameter, name, self._stage)
+
+    def begin(self) -> None:
+        """Prepare for the first gradient of a reduction."""
+        if self._stage:
+            self.set_aside()
+
+    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
+        """Move a parameter's gradient into its bucket, times `scale`; 0 gives zeros for any values.
+
+        Returns the scaled gradient, or None where there was none: that contributes zeros.
+        """
+        raise NotImplementedError
+
+    def accumulate(self, index: int, entry: ParameterSlice) -> None:
+        """Keep a parameter's gradient for the reduction that a later backward finishes. Local."""
+        raise NotImplementedError
+
+    def flat(self, index: int) -> Tensor:
+        """Return the flat gradients of a bucket, of which every gradient was taken."""
+        raise NotImplementedError
+
+    def own(self) -> list[Tensor]:
+        """Return this rank's gradients of all buckets, taken and not launched. Views."""
+        return [self.flat(index) for index in range(len(self._buckets))]
+
+    def launched(self, index: int, work: Work) -> None:
+        """Record the reduction of a bucket, to which its flat gradients belong from now on."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait for every reduction."""
+        raise NotImplementedError
+
+    def kept(self, index: int) -> Tensor:
+        """Return the sums or means of a bucket that this rank keeps. A view."""
+        raise NotImplementedError
+
+    def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
+        """Return the mean of a slice that this rank keeps. Flat; a view."""
+        start = piece.start - self._range(index)[0]
+        return self.kept(index)[start : start + piece.numel]
+
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat."""
+        raise NotImplementedError
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes of what this rank keeps."""
+        raise NotImplementedError
+
+    def _note_peak(self, beside: int = 0) -> None:
+        self.peak_bytes = max(self.peak_bytes, self._bytes + beside)
+
+    def _range(self, index: int) -> tuple[int, int]:
+        """Return the elements of a bucket that this rank keeps."""
+        bucket = self._buckets[index]
+        return (0, bucket.numel) if self._slot is None else bucket.shard(self._slot)
+
+    # Means, and the `grad` of parameters.
+
+    def set_aside(self) -> None:
+        """Keep held means apart from a coming reduction, to whose result `finish` adds them."""
+        if not self.held:
+            return
+        self.held = False
+        for index, bucket in enumerate(self._buckets):
+            names = {entry.spec.name for entry in bucket.entries}
+            gone = {name for name in names if not self.keeps(name)}
+            if gone == names:
+                continue
+            self._aside[index] = self.kept(index).clone()
+            low = self._range(index)[0]
+            for piece in bucket.pieces(*self._range(index)):
+                if piece.spec.name in gone:
+                    self._aside[index][piece.start - low : piece.stop - low].zero_()
+            self._aside_names |= names - gone
+        self.void()
+        self._note_peak(sum(tensor.nbytes for tensor in self._aside.values()))
+
+    @torch.no_grad()
+    def finish(self, factor: float, unused: Collection[str]) -> None:
+        """Wait for the sums, multiply them by a factor, and hold them.
+
+        `parameter.grad` becomes what the module's table says; None for names in `unused`.
+        """
+        self.wait()
+        rescale([self.kept(index) for index in range(len(self._buckets))], factor)
+        for index, mean in self._aside.items():
+            self.kept(index).add_(mean)
+        self._aside.clear()
+        for name, parameter in self._parameters.items():
+            absent = name in unused and name not in self._aside_names
+            parameter.grad = None if absent else self._published(name)
+        self._aside_names.clear()
+        self.held = True
+
+    @torch.no_grad()
+    def collect(self) -> frozenset[str]:
+        """Take over what was done to `parameter.grad` since `finish`. Local.
+
+        Returns the names of parameters whose `grad` is None. Raises RuntimeError for a gradient
+        that was assigned at stages 1 and 2.
+        """
+        places = [(i, e) for i, bucket in enumerate(self._buckets) for e in bucket.entries]
+        return frozenset(e.spec.name for i, e in places if not self._adopt(i, e))
+
+    def void(self) -> None:
+        """Drop what `parameter.grad` holds of an earlier mean at stage 0. Local."""
+        for parameter in self._parameters.values() if not self._stage else ():
+            parameter.grad = None
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the held means by a factor, after `collect`."""
+        rescale([self.kept(index) for index in range(len(self._buckets))], factor)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Discard all gradients: every `p.grad` becomes None, or stands for zeros if wanted."""
+        self.wait()
+        self.forget()
+        for name, parameter in self._parameters.items():
+            absent = set_to_none or parameter.grad is None
+            parameter.grad = None if absent else self._published(name)
+        if not set_to_none:
+            for index in range(len(self._buckets)):
+                self.kept(index).zero_()
+            self.held = True
+
+    def forget(self) -> None:
+        """Forget what is kept, after every `p.grad` was dropped."""
+        for unavailable in self._unavailable.values():
+            unavailable.arrived = None
+        self._aside.clear()
+        self._aside_names.clear()
+        self.held = False
+
+    def close(self, unfinished: Collection[str]) -> None:
+        """Leave `parameter.grad` to others, who are refused what is no gradient of a whole batch.
+
+        `unfinished` are the names of parameters with a gradient that was not reduced.
+        """
+        for name, parameter in self._parameters.items():
+            left = self._unavailable.get(name)
+            if parameter.grad is not None and name in unfinished:
+                parameter.grad = left = UnavailableGradient(parameter, name, self._stage)
+            if left is not None and left is parameter.grad:
+                left.outlive()
+
+    @property
+    def all_dropped(self) -> bool:
+        """True if means are held, and every `p.grad` of them was dropped."""
+        return self.held and not any(map(self.keeps, self._parameters))
+
+    @property
+    def exist(self) -> bool:
+        """True if any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters.values())
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a parameter's `grad` is still what this object has made of it."""
+        return self._parameters[name].grad is self._unavailable[name]
+
+    def dropped(self, name: str) -> bool:
+        """Return whether a parameter's `grad` is None."""
+        return self._parameters[name].grad is None
+
+    def has_gradient(self, entry: ParameterSlice) -> bool:
+        """Return whether a parameter has a gradient to take, which the user may have assigned."""
+        gradient = self._parameters[entry.spec.name].grad
+        unavailable = self._unavailable.get(entry.spec.name)
+        if unavailable is not None and gradient is unavailable:
+            return unavailable.arrived is not None
+        return gradient is not None
+
+    def pop(self, name: str) -> Tensor | None:
+        """Return a parameter's gradient, and hide it until `finish`."""
+        parameter, unavailable = self._parameters[name], self._unavailable.get(name)
+        gradient, parameter.grad = parameter.grad, unavailable
+        if unavailable is not None:
+            arrived, unavailable.arrived = unavailable.arrived, None
+            gradient = arrived if gradient is unavailable else gradient
+        return gradient
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Give a parameter a gradient to take, after `set_aside`; adds to one that it has."""
+        before = self.pop(name)
+        gradient = gradient if before is None else before + gradient
+        if self._stage:
+            self._unavailable[name].arrived = gradient
+        else:
+            self._parameters[name].grad = gradient
+
+    def _published(self, name: str) -> Tensor:
+        """Return what the `grad` of a parameter is after a reduction."""
+        return self._unavailable[name]
+
+    def _adopt(self, index: int, entry: ParameterSlice) -> bool:
+        """Take over a parameter's `grad`; return False if it is None."""
+        name = entry.spec.name
+        gradient = self._parameters[name].grad
+        if gradient is None:
+            for piece in self._buckets[index].pieces(*self._range(index)):
+                if piece.spec.name == name:
+                    self.reduced(index, piece).zero_()
+        elif gradient is not self._unavailable[name]:
+            raise RuntimeError(
+                f"a gradient of {name} was assigned after backward, but at stage {self._stage} "
+                "each rank keeps a shard: assign it before backward, or use stage 0"
+            )
+        return gradient is not None
+
+
+class FlatGradients(Gradients):
+    """Flat gradient buckets for stages 0 and 1, of which stage 1 keeps this rank's shard.
+
+    At the first backward parameters have no gradients, so autograd hands over its own tensor, which
+    is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later
+    micro-batches accumulate in place. At stage 0, `parameter.grad` is a view of the bucket.
+    """
+
+    def __init__(self, collectives: Collectives, stage: int) -> None:
+        super().__init__(collectives, stage)
+        self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
+        self._views: dict[str, Tensor] = {}  # gradients by parameter name
+        self._shown: dict[str, ReferenceType[Tensor]] = {}  # aliases of them in `parameter.grad`
+        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
+        self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
+        self._works: list[Work] = []
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate one flat tensor for each bucket. Collective."""
+        for bucket in buckets:
+            device = parameters[bucket.entries[0].spec.name].device
+            numel = padded_numel(bucket) if self._stage else bucket.numel
+            memory = self._collectives.allocate(numel, bucket.dtype, device)
+            self._memory.append(memory)
+            for entry in bucket.entries:
+                name = entry.spec.name
+                self._views[name] = own_view(memory, entry.start, parameters[name])
+        super().add(buckets, parameters)
+        self._note_peak()
+
+    def begin(self) -> None:
+        """Prepare for the first gradient of a reduction."""
+        super().begin()
+        self._wide.clear()
+
+    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
+        """Copy the gradient into its bucket, unless it has accumulated there."""
+        name = entry.spec.name
+        slot, accumulated = self._views[name], not self._stage and self.keeps(name)
+        gradient = self.pop(name)
+        if accumulated or gradient is slot:
+            rescale([slot], scale)
+            return slot
+        self._leave_to_user(name)
+        return copy_scaled(slot, gradient, scale)
+
+    def accumulate(self, index: int, entry: ParameterSlice) -> None:
+        """Copy the gradient into its bucket, where later micro-batches accumulate in place."""
+        name = entry.spec.name
+        self.take(index, entry, 1.0)
+        if self._stage:
+            self._unavailable[name].arrived = self._views[name]
+        else:
+            self._parameters[name].grad = self._published(name)
+
+    def flat(self, index: int) -> Tensor:
+        """Return the bucket without its padding."""
+        return self._memory[index][: self._buckets[index].numel]
+
+    def launched(self, index: int, work: Work) -> None:
+        """Record the reduction, which `wait` waits for, and advance the one before.
+
+        So the second collective of a chain overlaps backward, too. The first one of a hook between
+        nodes stays in the node, and is over soon.
+        """
+        before = self._works[-1] if self._works else None
+        self._works.append(work)
+        if isinstance(before, ChainedWork):
+            before.advance()
+
+    def wait(self) -> None:
+        """Wait for every reduction."""
+        works, self._works = self._works, []
+        wait_all(works)
+
+    def kept(self, index: int) -> Tensor:
+        """Return this rank's part of the bucket, or its fp32 gradients that have replaced it."""
+        if index in self._wide:
+            return self._wide[index]
+        return self.flat(index)[slice(*self._range(index))]
+
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+        """Return the kept part in fp32, which overwrites `kept` if it fits into the bucket."""
+        memory, kept = self._memory[index], self.kept(index)
+        size = kept.numel() * torch.float32.itemsize
+        if size <= memory.nbytes:
+            wide = memory.view(torch.uint8)[:size].view(torch.float32)
+            kept = kept.clone()
+            self._wide[index] = wide
+        else:
+            wide = torch.empty_like(kept, dtype=torch.float32)
+            self._wide_bytes[index] = size
+            self._note_peak(sum(self._wide_bytes.values()))
+        kernels.pack(kept, factor, wide)
+        return wide
+
+    def forget(self) -> None:
+        """Forget what is kept."""
+        super().forget()
+        self._wide.clear()
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a parameter's `grad` is still the view of its bucket, or stands for it."""
+        if self._stage:
+            return super().keeps(name)
+        shown = self._shown.get(name)
+        return shown is not None and shown() is self._parameters[name].grad is not None
+
+    @property
+    def _bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._memory)
+
+    def _published(self, name: str) -> Tensor:
+        if self._stage:
+            return self._unavailable[name]
+        shown = self._shown.get(name)
+        alias = shown() if shown is not None else None
+        if alias is None:
+            alias = self._views[name].detach()
+            self._shown[name] = ref(alias)
+        return alias
+
+    def _leave_to_user(self, name: str) -> None:
+        """Give the last gradient memory of its own, if the user still holds it, as in torch."""
+        shown = self._shown.pop(name, None)
+        held = shown() if shown is not None else None
+        if held is not None:
+            held.data = held.clone()
+
+    def _adopt(self, index: int, entry: ParameterSlice) -> bool:
+        if self._stage:
+            return super()._adopt(index, entry)
+        name = entry.spec.name
+        parameter = self._parameters[name]
+        gradient = parameter.grad
+        if not self.keeps(name):
+            self._leave_to_user(name)
+            copy_scaled(self._views[name], gradient, 1.0)  # the user's own, or zeros
+            parameter.grad = None if gradient is None else self._published(name)
+        return gradient is not None
+
+
+def padded_numel(bucket: Bucket) -> int:
+    """Return the elements of a bucket's memory at stage 1, in which half of it fits in fp32."""
+    return bucket.numel + (bucket.numel % 2 if is_16_bit(bucket.dtype) else 0)
+
+
+class ShardedGradients(Gradients):
+    """Gradient shards for stage 2, and a few working tensors in which all buckets take turns.
+
+    A gradient is copied into its bucket's working tensor as it arrives. When the reduction has
+    finished, this rank's shard is added to the kept shard, and another bucket takes the working
+    tensor. Backward waits while every working tensor is in flight. If all are being filled, because
+    a bucket that is next in order lacks a gradient, one more is allocated.
+
+    The sum of one micro-batch keeps its 16-bit dtype; several are summed in fp32.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives, stage=2)
+        self._shards: list[Tensor | None] = []  # kept, by bucket
+        # Working tensors, of dtype uint8.
+        self._filling: dict[int, Tensor] = {}
+        self._in_flight: deque[tuple[int, Tensor, Work]] = deque()
+        self._free: list[Tensor] = []
+        self._sizes: list[int] = []  # as `working_sizes` returns them
+        self._device = torch.device("cpu")  # of all parameters
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate working tensors anew, for all buckets. Collective."""
+        super().add(buckets, parameters)
+        self._shards.extend(None for _ in buckets)
+        self._free, self.working_bytes = [], 0
+        self._sizes = working_sizes(self._buckets)
+        self._device = next(iter(parameters.values())).device
+        for size in self._sizes:
+            self._add_working(self._collectives.allocate(size, torch.uint8, self._device))
+
+    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
+        """Copy the gradient into its bucket's working tensor."""
+        name = entry.spec.name
+        slot = view(self.flat(index), entry.start, self._parameters[name])
+        return copy_scaled(slot, self.pop(name), scale)
+
+    def flat(self, index: int) -> Tensor:
+        """Return the bucket's part of the working tensor that it is filled into."""
+        if index not in self._filling:
+            self._filling[index] = self._working_tensor(index)
+        return self._as_bucket(index, self._filling[index])
+
+    def launched(self, index: int, work: Work) -> None:
+        """Record the reduction; wait for older ones if they launch collectives while waited for.
+
+        Those collectives must come at the same place in the order of launches on every rank.
+        """
+        self._in_flight.append((index, self._filling.pop(index), work))
+        while isinstance(work, ChainedWork) and len(self._in_flight) > IN_FLIGHT:
+            self._finish_oldest()
+
+    def wait(self) -> None:
+        """Wait for every reduction."""
+        wait_all([work for _, _, work in self._in_flight])
+        while self._in_flight:
+            self._finish_oldest()
+
+    def kept(self, index: int) -> Tensor:
+        """Return the kept shard of a bucket; zeros if no rank had a micro-batch."""
+        shard = self._shards[index]
+        if shard is None:
+            low, high = self._range(index)
+            shard = torch.zeros(high - low, dtype=self._buckets[index].dtype, device=self._device)
+            self._shards[index] = shard
+        return shard
+
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+        """Return the kept shard in fp32, which replaces a 16-bit one."""
+        shard = self.kept(index)
+        if not is_16_bit(shard.dtype):  # the fp32 sum of several micro-batches
+            rescale([shard], factor)
+            return shard
+        wide = torch.empty_like(shard, dtype=torch.float32)
+        kernels.pack(shard, factor, wide)
+        self._keep(index, wide)
+        return wide
+
+    def set_aside(self) -> None:
+        """Keep held means apart, and begin new shards."""
+        if self.held:
+            super().set_aside()
+            self._shards = [None for _ in self._buckets]
+
+    def clear(self, set_to_none: bool) -> None:
+        """Discard the kept shards, and free the working tensors."""
+        super().clear(set_to_none)
+        self._free.extend(self._filling.values())
+        self._filling.clear()
+
+    def forget(self) -> None:
+        """Forget the kept shards, after the reductions in flight."""
+        self.wait()
+        super().forget()
+        self._shards = [None for _ in self._buckets]
+
+    @property
+    def _bytes(self) -> int:
+        return sum(shard.nbytes for shard in self._shards if shard is not None)
+
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest reduction, and add this rank's shard of it to the kept one."""
+        index, working, work = self._in_flight.popleft()
+        work.wait()
+        shard = self._as_bucket(index, working)[slice(*self._range(index))]
+        kept = self._shards[index]
+        total = shard.clone() if kept is None else kept.to(sum_dtype(kept.dtype)).add_(shard)
+        self._keep(index, total)
+        self._free.append(working)
+
+    def _keep(self, index: int, shard: Tensor) -> None:
+        self._shards[index] = shard
+        self._note_peak()
+
+    def _working_tensor(self, index: int) -> Tensor:
+        """Return a free working tensor for a bucket, of undefined content."""
+        usual = self._sizes[0]
+        oversized = self._buckets[index].nbytes > usual
+        while True:
+            for place, working in enumerate(self._free):
+                if (working.nbytes > usual) == oversized:
+                    return self._free.pop(place)
+            if self._in_flight and not isinstance(self._in_flight[0][2], ChainedWork):
+                self._finish_oldest()
+            else:  # not by `allocate`, which is collective: only this rank needs it
+                size = self._sizes[-1] if oversized else usual
+                self._add_working(torch.empty(size, dtype=torch.uint8, device=self._device))
+
+    def _as_bucket(self, index: int, working: Tensor) -> Tensor:
+        bucket = self._buckets[index]
+        return working[: bucket.nbytes].view(bucket.dtype)
+
+    def _add_working(self, working: Tensor) -> None:
+        self._free.append(working)
+        self.working_bytes += working.nbytes
+
+
+def working_sizes(buckets: Sequence[Bucket]) -> list[int]:
+    """Return the bytes of each working tensor of `ShardedGradients`: equal ones, oversized last.
+
+    Buckets of several dtypes may be filled at a time, so there is one working tensor for each
+    dtype, and one in flight. Buckets more than twice as large as those would need share one of
+    their own.
+    """
+    sizes = sorted((bucket.nbytes for bucket in buckets), reverse=True)
+    count = min(len(sizes), len({bucket.dtype for bucket in buckets}) + IN_FLIGHT)
+    usual = next(size for size in sizes if size <= 2 * sizes[count - 1])
+    oversized = [size for size in sizes if size > usual]
+    return [usual] * min(count, len(sizes) - len(oversized)) + oversized[:1]
+
+
+class LocalGradients(Gradients):
+    """The gradients of one rank: `parameter.grad` is autograd's own tensor, and nothing is copied.
+
+    With one rank the gradient is the mean already, so a scale of this rank's weight is not applied;
+    a scale of 0 gives zeros. Shared memory of two gradients is separated, since both are multiplied
+    in place.
+    """
+
+    hides = False
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives, stage=0)
+        self._addresses: dict[int, str] = {}  # of gradients in this reduction, with their names
+        self._seen: dict[str, ReferenceType[Tensor]] = {}  # gradients that have been taken
+        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients, by bucket
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Watch more parameters. Allocates nothing."""
+        super().add(buckets, parameters)
+        self._note_peak()
+
+    def begin(self) -> None:
+        """Prepare for the first gradient of a reduction."""
+        self._addresses.clear()
+
+    @torch.no_grad()
+    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
+        """Leave the gradient in `parameter.grad`, dense and in the parameter's memory order."""
+        name = entry.spec.name
+        parameter = self._parameters[name]
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        own = in_memory_order(gradient, parameter)
+        if self._addresses.setdefault(own.data_ptr(), name) != name:
+            own = own.clone()
+        if own is not gradient:
+            parameter.grad = own
+        if scale == 0:
+            own.zero_()
+        self._seen[name] = ref(own)
+        return own
+
+    def accumulate(self, index: int, entry: ParameterSlice) -> None:
+        """Leave the gradient in `parameter.grad`."""
+        self.take(index, entry, 1.0)
+
+    def own(self) -> list[Tensor]:
+        """Return the gradients that there are."""
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+    def launched(self, index: int, work: Work) -> None:
+        """Do nothing: the work has finished."""
+
+    def wait(self) -> None:
+        """Return at once: nothing is in flight."""
+
+    def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
+        """Return a slice of the gradient; an empty tensor if there is none."""
+        parameter = self._parameters[piece.spec.name]
+        if parameter.grad is None:
+            return parameter.new_empty(0)
+        flat = parameter.grad.detach().as_strided((piece.spec.numel,), (1,))
+        return flat[piece.low : piece.high]
+
+    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+        """Return the gradients of a bucket in fp32, in a new tensor; zeros where there is none."""
+        bucket = self._buckets[index]
+        device = self._parameters[bucket.entries[0].spec.name].device
+        wide = torch.zeros(bucket.numel, dtype=torch.float32, device=device)
+        for entry in bucket.entries:
+            if self.has_gradient(entry):
+                kernels.pack(self.reduced(index, entry), factor, wide[entry.start : entry.stop])
+        self._wide_bytes[index] = wide.nbytes
+        self._note_peak(sum(self._wide_bytes.values()))
+        return wide
+
+    @torch.no_grad()
+    def set_aside(self) -> None:
+        """Keep held means apart from a coming reduction."""
+        if not self.held:
+            return
+        self.held = False
+        for index, parameter in enumerate(self._parameters.values()):
+            if parameter.grad is not None:
+                self._aside[index], parameter.grad = parameter.grad, None
+
+    @torch.no_grad()
+    def finish(self, factor: float, unused: Collection[str]) -> None:
+        """Multiply the gradients by a factor, and hold them."""
+        self.scale_(factor)
+        for index, parameter in enumerate(self._parameters.values()):
+            mean = self._aside.pop(index, None)
+            if mean is not None:
+                parameter.grad = mean if parameter.grad is None else mean.add_(parameter.grad)
+        self.held = True
+
+    @torch.no_grad()
+    def scale_(self, factor: float) -> None:
+        """Multiply every gradient."""
+        rescale(self.own(), factor)
+
+    @torch.no_grad()
+    def clear(self, set_to_none: bool) -> None:
+        """Discard all gradients, or zero those that there are."""
+        self.forget()
+        self.held = not set_to_none
+        for parameter in self._parameters.values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a parameter's `grad` is still the tensor that was taken."""
+        seen = self._seen.get(name)
+        return seen is not None and seen() is self._parameters[name].grad is not None
+
+    @property
+    def _bytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self._buckets)
+
+    def _adopt(self, index: int, entry: ParameterSlice) -> bool:
+        return self.take(index, entry, 1.0) is not None
