@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from first_of_two import FirstOfTwo
-from sharding import sharded
+from sharding import Log, sharded
 from torch import Tensor, nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
@@ -523,10 +523,9 @@ def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage, world):
     model, optimizer = linear(stage, world)
 
     def batches(*sizes):
-        log = SimpleNamespace(
-            expect=optimizer.expect_batch,
-            forget=lambda drawn: optimizer.forget_batches(drawn=drawn),
-        )
+        log = Log()
+        log.expect = optimizer.expect_batch
+        log.forget = lambda drawn: optimizer.forget_batches(drawn=drawn)
         return sharded([torch.ones(n, 1) for n in sizes], log=log)
 
     @torch.no_grad()
