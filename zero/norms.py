@@ -1,7 +1,7 @@
 """Norms of sharded gradients, clipping, and the search for non-finite values."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,10 +10,6 @@ from zero.collectives import Collectives, gather_objects
 from zero.kernels import Kernels
 
 RUN = 1 << 16  # elements that the CPU widens at a time, so that they stay in its cache
-# Squares that are summed in fp32 before fp64 takes over: the norm is right to about 1e-7, as the
-# elements are, in less than half the time of fp64 alone.
-ROW = 128
-LEAST_RMS = 2.0**-48  # the root mean square below which squares underflow in fp32
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -36,17 +32,14 @@ def global_norm(
 ) -> float:
     """Return the p-norm of all ranks' shards together; p may be infinite. Collective.
 
-    Ranks exchange their parts in fp64, so the result depends on the number of ranks by rounding
-    only. `beside`, a flat fp64 tensor, travels with them, and becomes its sum over ranks. Waits for
-    the device. `kernels` sum squares on a device other than the CPU.
+    Sums are made in fp64, so the result depends on the number of ranks by rounding only. `beside`,
+    a flat fp64 tensor, travels with them, and becomes its sum over ranks. Waits for the device.
+    `kernels` sum squares on a device other than the CPU.
     """
     shards = [shard.abs() if shard.is_complex() else shard for shard in shards if shard.numel()]
-    parts = None
     if p == 2 and any(shard.device.type != "cpu" for shard in shards):
         parts = [kernels.square_sums(shards).sum()]
-    elif p == 2:
-        parts = _square_sum_in_fp32(shards)
-    if parts is None:
+    else:
         parts = [_power_sum(run, p) for shard in shards for run in _runs(shard)]
     # Collectives sum, so for a maximum every rank writes into an element of its own.
     total = torch.zeros(collectives.size if math.isinf(p) else 1, dtype=torch.float64)
@@ -60,29 +53,6 @@ def global_norm(
         beside.copy_(message[len(total) :])
     total = message[: len(total)]
     return float(total.max()) if math.isinf(p) else math.pow(float(total), 1 / p)
-
-
-def _square_sum_in_fp32(shards: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return the sum of squares of shards on the CPU; None where fp32 is not accurate enough."""
-    if any(shard.dtype == torch.float64 for shard in shards):
-        return None
-    rows = [row for shard in shards for row in _row_norms(shard)]
-    if not rows:
-        return []
-    norm = torch.linalg.vector_norm(torch.cat(rows).double())
-    least = LEAST_RMS * math.sqrt(sum(shard.numel() for shard in shards))
-    return [norm.square()] if least < float(norm) < math.inf else None
-
-
-def _row_norms(shard: Tensor) -> Iterator[Tensor]:
-    """Yield the fp32 2-norms of rows of `ROW` elements, and of the remainder."""
-    for run in (shard,) if shard.dtype == torch.float32 else _runs(shard):
-        wide, remainder = run.float(), run.numel() % ROW
-        if remainder:
-            yield torch.linalg.vector_norm(wide[-remainder:]).view(1)
-            wide = wide[:-remainder]
-        if len(wide):
-            yield torch.linalg.vector_norm(wide.view(-1, ROW), dim=1)
 
 
 def _runs(shard: Tensor) -> Iterable[Tensor]:

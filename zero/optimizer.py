@@ -278,10 +278,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def step_message(self) -> StepMessage:
-        """The message that ends the current or coming reduction, to put more numbers into.
-
-        If it `announces`, before the first backward of a step.
-        """
+        """The message that ends a reduction, to add to before backward if it `announces`."""
         return self._accumulation.message
 
     @property
@@ -293,7 +290,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def loss_weight(self) -> float:
         """The weight of this rank's loss in the running or coming backward, beside other ranks'.
 
-        1 for a loss that was multiplied by its weight, 0 where this rank has no sample. Local.
+        1 for a loss that was multiplied by its weight, 0 where this rank has no sample.
         """
         return self._accumulation.loss_weight
 
@@ -308,10 +305,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._accumulation.waited_s
 
     def call_after_backward(self, action: Callable[[], None] | None) -> None:
-        """Call `action` whenever backward has computed all gradients, before it waits for others.
-
-        Local. None: no longer.
-        """
+        """Call `action`, unless None, when backward is over, before it waits for others. Local."""
         self._accumulation.before_finish = action
 
     def share(self, count: float | None) -> None:
@@ -333,12 +327,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         """State that a batch was drawn, of which this rank has `own` of `total` samples. Local.
 
-        A `total` of None is not known to this rank.
-        It weighs the backward passes that follow, until one follows the next batch. An `own` of 0
-        is a stand-in, which counts nothing. `share` and `backward` state another weight. If batches
-        that differ were drawn ahead, backward raises RuntimeError. `digest`: of the samples of the
-        whole batch, in 16 bits; ranks with different ones raise RuntimeError. A `source` tells
-        several optimizers of its batches, and counts them in `drawn` before.
+        It weighs the backward passes that follow, until one follows the next batch. A `total` of
+        None is unknown, and an `own` of 0 a stand-in, which counts nothing. If batches that differ
+        were drawn ahead, backward raises RuntimeError; so do ranks with different digests (16 bits)
+        of the samples of the whole batch. A `source` has counted its batches in `drawn` before.
         """
         weight = self._accumulation.weight
         weight.expect(own, total, digest, source)
@@ -346,11 +338,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._accumulation.weigh_arrivals()
 
     def assume_batch(self, own: float, total: float | None, source: BatchSource) -> None:
-        """State what the backward passes up to the next batch use. Local.
-
-        For an optimizer that is made when the latest batch of a source has been drawn, and may have
-        been used by other optimizers.
-        """
+        """State the latest batch of a source, for an optimizer that is made after it. Local."""
         self._accumulation.weight.assume(own, total, source)
 
     def forget_batches(self, *, drawn: bool = True) -> None:
@@ -366,9 +354,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run backward of a loss that is a mean over `weight` samples or tokens, scaled if needed.
 
-        Collective outside of `no_sync`. Called once a micro-batch, all but the last under
-        `no_sync`. A rank without samples in a step calls `share(0)` instead. The loss is multiplied
-        by a factor, for other optimizers too; if it trains several, call `share` of each.
+        Collective outside of `no_sync`, for one micro-batch. A rank without samples in a step calls
+        `share(0)` instead. The loss is multiplied by a factor, for other optimizers too; if it
+        trains several, call `share` of each.
         """
         self._check_open()
         self._scale.applied = True
@@ -407,20 +395,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._accumulation.synchronize()
 
     def finish_interrupted(self) -> None:
-        """Let other ranks end the backward that raised an exception on this one. Collective.
+        """Take part in the rest of the backward that has raised on this rank. Collective.
 
-        Takes part in its remaining collectives, outside of `no_sync`. All ranks must discard the
-        gradients afterwards: no sum has a meaning.
+        Outside of `no_sync`. All ranks must discard the gradients afterwards.
         """
         self._accumulation.finish_interrupted()
 
     def clip_each_rank(self, max_norm: float | None, norm_type: float = 2.0) -> None:
         """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
 
-        Local; between steps, and with the same limit on all ranks. None: no longer. The norm is
-        known when the last backward of a step ends: gradients are sent then, not during backward.
-        Raises ValueError for a limit that is not above 0, and at stage 2, where ranks reduce the
-        gradient of each micro-batch by itself.
+        Local; between steps, alike on all ranks. None: no longer. Gradients are sent when the last
+        backward of a step ends, when the norm is known. Raises ValueError for a limit that is not
+        above 0, and at stage 2, where each micro-batch is reduced by itself.
         """
         self._check_open()
         if max_norm is None:
@@ -480,9 +466,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients: those of parameters become None, or zeros without `set_to_none`.
 
-        None stays None; from stage 1 on, only `full_gradient` shows the zeros. Without a call, the
-        next backward adds to what `step` has used, as in torch. Local; waits for reductions in
-        flight. A closed optimizer does what those of torch do.
+        Local; waits for reductions in flight. From stage 1 on, only `full_gradient` shows zeros.
         """
         if self.closed:
             super().zero_grad(set_to_none)
@@ -515,11 +499,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         take_over(self, by_name([group]))
 
     def wait_for_parameters(self) -> None:
-        """Wait until all parameters hold the last update. Local.
+        """Wait until all parameters hold the last update, as the modules of `model` do. Local.
 
-        The modules of `model` do so by themselves. Code that reads parameters in other ways,
-        from `param_groups` or a list made before, calls it first. Raises RuntimeError if parameters
-        of the model were moved, converted or replaced since the optimizer was made.
+        Raises RuntimeError if parameters of the model were moved, converted or replaced since the
+        optimizer was made.
         """
         self._shard.wait()
 
@@ -536,9 +519,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def exchange(self) -> None:
         """Exchange parameters and buffers now, if they may differ between ranks. Collective.
 
-        Between steps, for example after the last one. It changes the course of the training, but
-        not after which steps the sync schedule exchanges. Raises RuntimeError in a block of
-        `averaged`.
+        Between steps, for example after the last one; later exchanges of the sync schedule stay
+        where they are. Raises RuntimeError in a block of `averaged`.
         """
         self._check_open()
         self._replicas.exchange(self._accumulation.steps)
@@ -546,9 +528,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def averaged(self) -> AbstractContextManager[bool]:
         """Return a context in which all ranks hold the means of their parameters. Collective.
 
-        Buffers are rank 0's in it. At its end every rank gets back its own. Yields whether they
-        differ; if the sync schedule has just exchanged them, nothing happens. For evaluation and
-        saving: parameters must not be changed in it.
+        Buffers are rank 0's in it, and must not be changed, nor parameters. At its end every rank
+        gets back its own. Yields whether they differ.
         """
         return self._replicas.averaged()
 

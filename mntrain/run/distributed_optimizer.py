@@ -13,13 +13,12 @@ from torch import nn
 from mntrain import equal_values
 from mntrain.comm import compression
 from mntrain.comm.collectives import WorldCollectives
-from mntrain.config import CommConfig
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
-from zero.comm_hooks import CommHook, make_hook
+from zero.comm_hooks import make_hook
 from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
@@ -50,9 +49,29 @@ def make_optimizer(
     description; `shard_by` says what `shard_weights` are. Raises AgreedError on all ranks, before
     anything is allocated, if they differ in what they give or if any of them cannot accept it.
     """
-    hook, named = _agree(
-        world, model, optimizer_class, groups=groups, options=options, kwargs=kwargs
-    )
+    make = partial(optimizer_class, **kwargs)
+    with world.agreement():
+        _check_kinds(model, optimizer_class, world.size)
+        check_model(model)
+        if alone := lone_accelerator(world.size):
+            raise ValueError(alone)
+        check_sync(world, options["sync"])
+        if options["sync"] and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+            raise ValueError(
+                "the model was given to world.sync_batchnorm, which needs all ranks in every "
+                "step, and with sync= nodes take steps of their own: leave one of the two out"
+            )
+    description = equal_values.describe(model, options)
+    gathered = world.collectives.gather_objects(description, "world.optimizer")
+    equal_values.expect_same(gathered.wait(), world.rank)
+    with world.agreement():
+        settings, given = world.settings, options["comm_hook"]
+        given, wire = compression.select_hook(settings.compress, settings.wire_dtype, given)
+        hook = make_hook(given, TRAVEL_DTYPES[wire])
+        named = name_parameters(model, groups)
+        trainable = _check_parameters(world, named, make, options)
+    described = {"the optimizer": describe_optimizer(make, trainable)}
+    equal_values.expect_same(world.gather(described), world.rank)
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
@@ -90,66 +109,26 @@ def make_optimizer(
     return optimizer
 
 
-def _agree(
+def _check_parameters(
     world: Ranks,
-    model: nn.Module,
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    *,
-    groups: Iterable[Any] | None,
+    named: list[dict[str, Any]],
+    make: partial[torch.optim.Optimizer],
     options: Mapping[str, Any],
-    kwargs: Mapping[str, Any],
-) -> tuple[CommHook, list[dict[str, Any]]]:
-    """Return the communication hook and the parameter groups with names. Collective.
-
-    Raises AgreedError as `make_optimizer` does.
-    """
-    with world.agreement():
-        _check_kinds(model, optimizer_class, world.size)
-        check_model(model)
-        if alone := lone_accelerator(world.size):
-            raise ValueError(alone)
-        check_sync(world, options["sync"])
-        if options["sync"] and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
-            raise ValueError(
-                "the model was given to world.sync_batchnorm, which needs all ranks in every "
-                "step, and with sync= nodes take steps of their own: leave one of the two out"
-            )
-    description = equal_values.describe(model, options)
-    gathered = world.collectives.gather_objects(description, "world.optimizer")
-    equal_values.expect_same(gathered.wait(), world.rank)
-    make = partial(optimizer_class, **kwargs)
-    with world.agreement():
-        hook = _make_hook(world.settings, options["comm_hook"])
-        named = name_parameters(model, groups)
-        check_sharding(options["stage"], options["partition"])
-        check_shard_by(world, options["shard_by"], options["stage"])
-        trainable = check_trainable(named, sharded=options["stage"] != 0)
-        check_free(by_name(trainable))
-        _try_arguments(make, trainable, leaves=options["stage"] == 0)
-        if options["stage"] != 0:
-            with _arguments_of(optimizer_class):
-                check_partition(make, trainable, options["partition"])
-    described = {"the optimizer": describe_optimizer(make, trainable)}
-    equal_values.expect_same(world.gather(described), world.rank)
-    return hook, named
-
-
-def _try_arguments(
-    make: partial[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]], *, leaves: bool
-) -> None:
-    """Raise ValueError for arguments that an optimizer of torch, or ours, refuses. Local.
-
-    Others may need more than small tensors.
-    """
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters that train. Raises ValueError for what cannot. Local."""
+    stage = options["stage"]
+    check_sharding(stage, options["partition"])
+    check_shard_by(world, options["shard_by"], stage)
+    trainable = check_trainable(named, sharded=stage != 0)
+    check_free(by_name(trainable))
+    # Optimizers of others may need more than small tensors.
     if getattr(make.func, "__module__", "").startswith(("torch.optim.", "mntrain.optim")):
-        plain = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
-        check_arguments(make.func, make.keywords, plain, leaves=leaves)
-
-
-def _make_hook(settings: CommConfig, given: str | CommHook | None) -> CommHook:
-    """Return the communication hook that is given, or that of the world's options. Local."""
-    hook, wire = compression.select_hook(settings.compress, settings.wire_dtype, given)
-    return make_hook(hook, TRAVEL_DTYPES[wire])
+        plain = [{**group, "params": [p for _, p in group["params"]]} for group in trainable]
+        check_arguments(make.func, make.keywords, plain, leaves=stage == 0)
+    if stage != 0:
+        with _arguments_of(make.func):
+            check_partition(make, trainable, options["partition"])
+    return trainable
 
 
 def _check_kinds(model: object, optimizer_class: object, size: int) -> None:

@@ -62,10 +62,6 @@ def test_split_covers_everything_in_parts_equal_to_within_one(numel, parts):
     assert set(sizes) <= {numel // parts, -(-numel // parts)}
 
 
-def test_split_into_the_shards_of_the_picture():
-    assert split(8, 3) == (0, 2, 5, 8)
-
-
 @given(st.integers(0, 10**12), WEIGHTS)
 def test_split_by_weight_is_in_proportion_to_within_one(numel, weights):
     bounds = split_by_weight(numel, weights)
@@ -79,11 +75,6 @@ def test_split_by_weight_is_in_proportion_to_within_one(numel, weights):
 @given(st.integers(0, 10**12), st.integers(1, 300), st.integers(1, 100))
 def test_equal_weights_split_equally(numel, parts, weight):
     assert split_by_weight(numel, [weight] * parts) == split(numel, parts)
-
-
-@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((0,), 0), ((3, 0, 2), 0), ((2, 3, 4), 24)])
-def test_a_spec_counts_its_elements(shape, numel):
-    assert ParameterSpec("p", shape, torch.float32).numel == numel
 
 
 @given(MODELS, BUCKET_BYTES)
@@ -171,16 +162,6 @@ def test_a_parameter_larger_than_a_bucket_has_one_of_its_own():
         ParameterSpec(name, (n,), torch.float32) for name, n in [("a", 1), ("b", 100), ("c", 1)]
     ]
     assert [names(bucket) for bucket in plan_buckets(specs, 16)] == [["c"], ["b"], ["a"]]
-
-
-def test_dtypes_fill_buckets_of_their_own_side_by_side():
-    kinds = [torch.float32, torch.bfloat16] * 2
-    specs = [ParameterSpec(f"p{i}", (4,), kind) for i, kind in enumerate(kinds)]
-    assert [names(bucket) for bucket in plan_buckets(specs, 1024)] == [["p3", "p1"], ["p2", "p0"]]
-
-
-def test_no_parameters_need_no_bucket():
-    assert plan_buckets([], 1024) == ()
 
 
 # Shards.
@@ -295,26 +276,6 @@ def test_by_parameter_no_slot_could_leave_its_last_one_to_another(specs, bucket_
                 assert Fraction(total, weight) <= Fraction(other + min(pieces), other_weight)
 
 
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
-def test_by_parameter_equal_ones_are_dealt_evenly(shards, count, numel):
-    specs = [ParameterSpec(f"p{i}", (numel,), torch.float32) for i in range(count)]
-    plan = plan_buckets(specs, 64, shards, [0] * shards)
-    dealt = [elements(plan, slot) // numel for slot in range(shards)]
-    assert max(dealt) - min(dealt) <= 1
-
-
-def test_by_parameter_new_ones_go_to_who_has_the_least():
-    plan = plan_buckets([ParameterSpec("p", (6,), torch.float32)], 64, 3, [9, 4, 5])
-    assert [elements(plan, slot) for slot in range(3)] == [0, 6, 0]
-
-
-@FEWER
-@given(MODELS, BUCKET_BYTES, CUTS)
-def test_equal_specs_are_cut_alike(specs, bucket_bytes, cut):
-    again = [ParameterSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in specs]
-    assert plan_buckets(specs, bucket_bytes, *cut) == plan_buckets(again, bucket_bytes, *cut)
-
-
 @pytest.mark.parametrize("loads", [None, [0, 0, 0, 0]], ids=["element", "parameter"])
 def test_fewer_elements_than_shards_leave_slots_with_none(loads):
     specs = [ParameterSpec("p", (2,), torch.float32), ParameterSpec("empty", (0, 3), torch.float32)]
@@ -324,13 +285,6 @@ def test_fewer_elements_than_shards_leave_slots_with_none(loads):
     assert sum(len(found) for slot in range(4) for found in owned(plan, slot)) == (
         2 if loads is None else 1
     )
-
-
-@pytest.mark.parametrize("loads", [None, [0, 0]], ids=["element", "parameter"])
-def test_a_scalar_is_one_element_and_one_piece(loads):
-    [bucket] = plan_buckets([ParameterSpec("scale", (), torch.float32)], 64, 2, loads)
-    pieces = [piece for slot in range(2) for piece in bucket.pieces(*bucket.shard(slot))]
-    assert [(piece.low, piece.high, piece.whole) for piece in pieces] == [(0, 1, True)]
 
 
 @pytest.mark.parametrize("loads", [None, [0, 0]], ids=["element", "parameter"])

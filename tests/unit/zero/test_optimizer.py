@@ -387,20 +387,6 @@ def test_a_gradient_of_a_tensor_that_is_not_trained_is_refused():
         optimizer.full_gradient(nn.Parameter(torch.ones(1)))
 
 
-@pytest.mark.filterwarnings("ignore:the sparse gradients of:UserWarning")
-@modes
-def test_sparse_gradients_count_as_dense_ones(mode):
-    def model(sparse):
-        torch.manual_seed(4)
-        return nn.Sequential(nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2))
-
-    mine, theirs = model(sparse=True), model(sparse=False)
-    tokens = list(torch.tensor([[1, 1, 2], [0, 5, 1], [3, 3, 3]]))
-    train(mine, zero(mine, SGD, **mode), tokens)
-    train(theirs, SGD(theirs.parameters()), tokens)
-    assert_same_weights(mine, theirs)
-
-
 @modes
 def test_stop_raises_and_training_goes_on(mode):
     mine, theirs = mlp(), mlp()
@@ -480,12 +466,6 @@ def test_a_closure_runs_once_before_the_update(mode):
         loss = plain.step(partial(closure, theirs, plain))
         assert torch.equal(optimizer.step(closure).loss, loss)
     assert_same_weights(mine, theirs)
-
-
-@modes
-def test_parameters_without_names_are_refused(mode):
-    with pytest.raises(ValueError, match=r"names: give model.named_parameters\(\)"):
-        ZeroOptimizer(mlp().parameters(), SGD, SingleProcessCollectives(), **mode)
 
 
 @modes
