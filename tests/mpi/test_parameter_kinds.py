@@ -2,13 +2,11 @@
 
 import copy
 import io
-import warnings
-from functools import partial
 
 import pytest
 import torch
 from handmade import DAdapting, Normalized
-from models import Forked, net
+from models import net
 from oracle import ADAMW, MAX_NORM, SGD, Alone, assert_parity, loss_of, mine, modes, samples, train
 from torch import nn
 from worlds import BUT_LAST, EVERY_WORLD, RANKS, refusal
@@ -86,50 +84,6 @@ def test_complex_gradients_are_not_rounded_to_a_wire_dtype(world, make, stage):
     model = Waves()
     model.shift.requires_grad_(False)  # it would be rounded
     check(world, model, make, SGD, stage=stage, comm_hook="bf16")
-
-
-class Words(nn.Module):
-    """Looks its rows up by the sign of the inputs."""
-
-    def __init__(self, sparse):
-        super().__init__()
-        torch.manual_seed(9)
-        self.embed = nn.Embedding(4, 6, sparse=sparse)
-        self.bag = nn.EmbeddingBag(4, 6, mode="sum", sparse=sparse)
-        self.head = nn.Linear(6, 3)
-        self.double()
-
-    def forward(self, x):
-        words = (x[:, :2] > 0).long() + (x[:, 2:4] > 0).long()
-        return self.head(self.embed(words).mean(1) + self.bag(words))
-
-
-@modes
-def test_sparse_gradients_train_as_dense_ones_and_rank_0_warns(world, make, mode):
-    model, dense = Words(sparse=True), Words(sparse=False)
-    alone = Alone(dense, SGD)
-    optimizer = make(model, SGD, **mode)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(world, model, optimizer, alone, range(3))
-    texts = [str(w.message) for w in caught if "sparse" in str(w.message)]
-    assert len(texts) == (1 if world.rank == 0 else 0)
-    assert all("bag.weight, embed.weight" in text for text in texts)
-    assert_parity(world, model, alone)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_groups_with_names_train_as_those_without(world, make, stage):
-    def groups(model, named):
-        first = model[0].named_parameters() if named else model[0].parameters()
-        rest = [*model[2].parameters(), *model[3].parameters()]
-        return [{"params": first, "lr": 0.05}, {"params": rest, "weight_decay": 0.3}]
-
-    model = net()
-    alone = Alone(model, ADAMW, groups=partial(groups, named=False))
-    optimizer = make(model, ADAMW, stage=stage, groups=groups(model, named=True))
-    train(world, model, optimizer, alone, range(3))
-    assert_parity(world, model, alone)
 
 
 @pytest.mark.parametrize("partition", ["element", "parameter"])
@@ -217,23 +171,6 @@ def test_different_groups_are_refused_by_all_ranks(world, stage):
         f"the optimizer differs between ranks: {BUT_LAST} 0.weight in group 0, "
         f"rank {last} has 0.bias in group 0"
     )
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_rank_0_warns_once_of_parameters_that_were_unfrozen(world, make, stage):
-    model = Forked()
-    model.branch.requires_grad_(False)
-    optimizer = make(model, torch.optim.SGD, stage=stage, lr=0.1)
-    model.branch.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for seed in range(2):
-            model(samples(4, seed, torch.float32)[0], branch=True).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    texts = [str(w.message) for w in caught if "add_param_group" in str(w.message)]
-    assert len(texts) == (1 if world.rank == 0 else 0)
-    assert all("branch.weight, branch.bias" in text for text in texts)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

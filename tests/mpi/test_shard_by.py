@@ -5,7 +5,6 @@ import math
 import shutil
 import tempfile
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,6 @@ from oracle import (
 )
 from states import SIZES, SubWorlds, assert_same_slices, empty_like, gather_slices, saved
 from states import train as train_only
-from test_cost import bill
-from test_stage_cost import NORM, NUMELS, ROLL_CALL, Vectors, control, spent, transfers
 from torch import nn
 from worlds import DEALT, RANKS, refusal
 
@@ -66,10 +63,6 @@ def by_memory(world, model, optimizer_class, free, **options):
         optimizer = world.optimizer(model, optimizer_class, shard_by="memory", **options)
     slots = [world.collectives.slot(rank) for rank in range(world.size)]
     return optimizer, shard_sizes.weigh(free, slots)
-
-
-def lengths_of(bounds):
-    return [stop - start for start, stop in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("free", FREE, ids=str)
@@ -247,27 +240,6 @@ def test_parameters_that_are_added_are_divided_alike(worlds):
             assert bucket.bounds[slot] == bucket.bounds[slot + 1]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_every_message_of_a_step_is_accounted_for(worlds, stage):
-    where = "lanes", 2
-    world = worlds(*where, OWN)
-    for free in FREE:
-        model = Vectors(NUMELS)
-        optimizer, weights = by_memory(world, model, ADAMW, free, stage=stage)
-        spent(world, model, optimizer, 1)  # ranks learn whether the optimizer counts steps by group
-        measured = spent(world, model, optimizer, 1)
-        optimizer.close()
-        large = [
-            transfer
-            for verb in ("reduce_scatter", "all_gather")
-            for numel in NUMELS
-            for transfer in transfers(*where, verb, lengths_of(split_by_weight(numel, weights)))
-        ]
-        announced = [ROLL_CALL] if stage == 2 else []
-        small = control(*where, *announced, ROLL_CALL, NORM)
-        assert measured == bill(*where, [*large, *small])
-
-
 @pytest.fixture
 def folder():
     """The same new folder on all ranks."""
@@ -316,16 +288,6 @@ def test_a_checkpoint_of_one_division_is_read_by_others_at_any_size(sub_worlds, 
             assert all(torch.equal(t, weights[name]) for name, t in other.state_dict().items())
             if reader.rank == 0:
                 assert_same_slices(gathered, pieces)
-
-
-def test_the_division_is_said_once(worlds, capsys):
-    world, free = worlds("lanes", None), [20, 40, 0, 40][:RANKS]
-    capsys.readouterr()
-    optimizer, _ = by_memory(world, net(), SGD, free, stage=1)
-    optimizer.close()
-    parts = ", ".join(f"{100 * nbytes / sum(free):.3g}" for nbytes in free)
-    said = f"mntrain: zero: shards by memory: ranks have {parts} %\n"
-    assert capsys.readouterr().err == (said if RANK == 0 else "")
 
 
 def test_what_cannot_be_divided_is_refused(worlds, monkeypatch):

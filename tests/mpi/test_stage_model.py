@@ -378,16 +378,6 @@ def test_a_model_may_change_its_stage(world, mode):
     assert_parity(world, model, alone)
 
 
-@sharded
-def test_a_model_that_moved_is_refused(world, make, stage):
-    model = net()
-    optimizer = make(model, SGD, stage=stage)
-    loss_of(model, mine(world, samples(12))).backward()
-    model[3].weight.data = model[3].weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"3\.weight has other memory"):
-        optimizer.step()
-
-
 # Buffers, and steps that are thrown away.
 
 
@@ -419,23 +409,6 @@ def test_a_branch_of_a_thrown_away_micro_batch_counts_as_unused(world, make, mod
         batch = samples(12)
         alone.step(loss_at(alone.model, batch, *place))
         loss_at(model, mine(world, batch), *place).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_parity(world, model, alone)
-
-
-@modes
-def test_gradients_that_are_assigned_count(world, make, mode):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, **mode)
-    for step in range(2):
-        batch = samples(12, seed=step)
-        alone.step(loss_of(alone.model, batch))
-        parameters = list(model.parameters())
-        gradients = torch.autograd.grad(loss_of(model, mine(world, batch)), parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
     assert_parity(world, model, alone)

@@ -25,7 +25,6 @@ from oracle import (
     samples,
     train,
 )
-from torch.optim import lr_scheduler
 from worlds import RANKS
 
 from mntrain.train.model_digest import model_digest
@@ -264,23 +263,6 @@ def test_every_stage_tells_the_same_of_a_step(world, make, norm_type):
 # Parameter groups and schedules.
 
 
-def two_groups(model):
-    return [
-        {"params": list(model[0].parameters()), "lr": 0.02},
-        {"params": [*model[2].parameters(), *model[3].parameters()], "weight_decay": 0.3},
-    ]
-
-
-@modes
-def test_groups_keep_their_own_hyperparameters(world, make, mode):
-    model = net()
-    alone = Alone(model, ADAMW, groups=two_groups)
-    optimizer = make(model, ADAMW, **mode, groups=two_groups(model))
-    train(world, model, optimizer, alone, range(3))
-    assert_parity(world, model, alone)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.01]
-
-
 @modes
 def test_groups_may_split_buckets_any_way(world, make, mode):
     model = net()
@@ -289,18 +271,6 @@ def test_groups_may_split_buckets_any_way(world, make, mode):
     optimizer = make(model, ADAMW, **mode, groups=groups(model))
     train(world, model, optimizer, alone, range(3))
     assert_parity(world, model, alone)
-
-
-@modes
-def test_a_frozen_group_stays_as_it_is(world, make, mode):
-    model = net()
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    alone = Alone(model, ADAMW, groups=two_groups)
-    optimizer = make(model, ADAMW, **mode, groups=two_groups(model))
-    train(world, model, optimizer, alone, range(3))
-    assert_parity(world, model, alone)
-    assert torch.equal(model[0].weight, before)
 
 
 @modes
@@ -331,30 +301,6 @@ def test_a_group_that_comes_later_is_taken_from_rank_0(world, make, mode):
     model[3].requires_grad_(True)
     optimizer.add_param_group({"params": [("3.weight", model[3].weight)]})
     assert torch.equal(model[3].weight, net()[3].weight)
-
-
-SCHEDULES = {
-    "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
-    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=6),
-    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=5),
-    "ReduceLROnPlateau": partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.3),
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_schedulers_of_torch_work_unchanged(world, make, stage, schedule):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
-    ours, theirs = schedule(optimizer), schedule(alone.optimizer)
-    for step in range(5):
-        train(world, model, optimizer, alone, [step])
-        metric = [1.0] if isinstance(ours, lr_scheduler.ReduceLROnPlateau) else []
-        ours.step(*metric)
-        theirs.step(*metric)
-        assert ours.get_last_lr() == theirs.get_last_lr()
-    assert_parity(world, model, alone)
 
 
 @modes

@@ -8,7 +8,6 @@ from handmade import Decaying, Lamb, Lion
 from models import net
 from oracle import Alone, assert_parity, train
 from torch import nn
-from worlds import refusal
 
 from mntrain.optim import Muon
 
@@ -79,26 +78,4 @@ def test_optimizers_that_work_by_parameter_equal_torch(world, make, name, stage)
     alone = Alone(model, BY_PARAMETER[name])
     optimizer = make(model, BY_PARAMETER[name], stage=stage, partition="parameter")
     train(world, model, optimizer, alone, range(4))
-    assert_parity(world, model, alone, TOLERANCES.get(name, 1e-9))
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", BY_PARAMETER)
-def test_optimizers_that_work_by_parameter_are_refused_by_element(world, name, stage):
-    kind = BY_PARAMETER[name].func
-    said = refusal(world.optimizer, matrices(), BY_PARAMETER[name], stage=stage)
-    assert kind.__name__ in said
-    assert "parameter" in said
-    said = refusal(world.optimizer, matrices(), kind, stage=stage)
-    assert kind.__name__ in said
-    twice = partial(partial(BY_PARAMETER[name], lr=0.1), weight_decay=0.1)
-    assert kind.__name__ in refusal(world.optimizer, matrices(), twice, stage=stage)
-
-
-@pytest.mark.parametrize("name", BY_PARAMETER)
-def test_by_element_is_fine_where_nothing_is_sharded(world, make, name):
-    model = matrices()
-    alone = Alone(model, BY_PARAMETER[name])
-    optimizer = make(model, BY_PARAMETER[name], stage=0)
-    train(world, model, optimizer, alone, range(2))
     assert_parity(world, model, alone, TOLERANCES.get(name, 1e-9))

@@ -4,7 +4,6 @@ Worlds of fewer ranks are made inside of one launch: the other ranks sit out.
 """
 
 import copy
-import random
 from functools import partial
 from itertools import pairwise
 
@@ -245,35 +244,3 @@ def test_slices_of_all_ranks_cover_every_parameter_once(trained, mode):
             assert low == place < high
             place = high
         assert place == parameter.numel()
-
-
-def test_slices_of_all_ranks_load_in_any_order(trained, mode):
-    world, model, optimizer = trained
-    pieces = of_all_ranks(world, optimizer, mode)
-    random.Random(world.rank).shuffle(pieces)
-    resumed = world.optimizer(copy.deepcopy(model), ADAMW, stage=2)
-    resumed.load_slices(pieces)
-    ours, theirs = gather_slices(resumed), gather_slices(optimizer)
-    resumed.close()
-    assert_same_slices(ours, theirs)
-
-
-def test_a_state_dict_comes_back_to_its_rank(trained):
-    world, model, optimizer = trained
-    state, before = copy.deepcopy(optimizer.state_dict()), gather_slices(optimizer)
-    train(world, model, optimizer, range(1))
-    optimizer.load_state_dict(state)
-    assert_same_slices(gather_slices(optimizer), before)
-
-
-def test_a_refusal_names_what_this_rank_lacks(trained):
-    *_, optimizer = trained
-    owned, before = [piece.name for piece in optimizer.slices()], gather_slices(optimizer)
-    said = ""
-    try:
-        optimizer.load_slices([])
-    except ValueError as error:
-        said = str(error)
-    assert all(name in said for name in owned)
-    assert bool(said) == bool(owned)
-    assert_same_slices(gather_slices(optimizer), before)

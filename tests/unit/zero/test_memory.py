@@ -3,7 +3,6 @@
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -116,12 +115,6 @@ def test_prediction_is_the_closed_form_in_16_bits(optimizer_class, tensors, extr
         assert found == closed_form(specs, tensors, extra, **place)
 
 
-def test_stage_1_in_16_bits_on_one_rank_adds_fp32_gradients():
-    n = 6 * 2 * 840
-    found = predict(even(torch.bfloat16), ADAM, stage=1, size=1, bucket_bytes=BUCKET)
-    assert found.gradients == 2 * n + 4 * n
-
-
 # Bytes a parameter on N ranks with Adam; at stage 2 of 16 bits, in the update.
 PER_PARAMETER = {
     (torch.float32, 0): lambda n: 4 + 4 + 8,
@@ -145,19 +138,6 @@ def test_adams_bytes_a_parameter_are_those_of_the_table(dtype, stage, size):
     assert found.buckets == (2 * plan[0].nbytes if stage == 2 else 0)
 
 
-@STAGES
-def test_all_slots_together_hold_every_state_once(stage):
-    specs = specs_of(torch.float32, torch.bfloat16)
-    whole = predict(specs, MOMENTUM, stage=0, size=1, bucket_bytes=BUCKET)
-    for size, partition in product([2, 3, 8], ["element", "parameter"]):
-        options = {"stage": stage, "size": size, "partition": partition, "bucket_bytes": BUCKET}
-        every = [predict(specs, MOMENTUM, slot=slot, **options) for slot in range(size)]
-        copies = size if stage == 0 else 1
-        assert sum(memory.state for memory in every) == copies * whole.state
-        assert sum(memory.master for memory in every) == copies * whole.master
-        assert {memory.parameters for memory in every} == {whole.parameters}
-
-
 def test_adafactor_keeps_rows_and_columns():
     specs = [
         ParameterSpec("matrix", (30, 20), torch.float32),
@@ -175,10 +155,6 @@ def test_options_of_the_optimizer_count():
         specs, torch.optim.AdamW, stage=1, size=3, bucket_bytes=BUCKET, amsgrad=True
     )
     assert by_class == by_option
-
-
-def test_the_roles_add_up():
-    assert Memory(1, 20, 300, 4000, 50000).total == 54321
 
 
 # Measured.
@@ -296,22 +272,6 @@ def test_what_was_predicted_before_a_job_is_held(world, stage, kind):
     assert found == predict(specs, kind, stage=stage, size=world.size, bucket_bytes=400)
 
 
-def halves(model):
-    """Two groups with different options, the second with one state tensor more."""
-    named = list(model.named_parameters())
-    return [{"params": named[:3]}, {"params": named[3:], "amsgrad": True}]
-
-
-@STAGES
-def test_groups_hold_what_their_options_ask_for(stage):
-    model = Model(torch.float32)
-    found, expected = measured(model, ADAM, groups=halves, stage=stage)
-    (_, second), uniform = halves(model), measured(model, ADAM, stage=stage)[0]
-    more = sum(4 * parameter.numel() for _, parameter in second["params"])
-    assert found == expected
-    assert found.state == uniform.state + more
-
-
 @STAGES
 @WORLDS
 def test_frozen_parameters_are_not_held(world, stage):
@@ -334,13 +294,3 @@ def test_parameters_that_are_added_count():
     model(torch.ones(2, 9)).square().mean().backward()
     optimizer.step()
     assert optimizer.memory() == after
-
-
-def test_predicting_leaves_the_optimizer_alone():
-    model = Model(torch.float32)
-    optimizer = ZeroOptimizer(model.named_parameters(), ADAM, SingleProcessCollectives(), stage=1)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.expected_memory()
-    assert not optimizer.state
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
