@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients.stages import FlatGradients, Gradients, LocalGradients, ShardedGradients
+from zero.gradients.stages import Gradients, LocalGradients, ShardedGradients
 from zero.kernels import Kernels, rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.parameter_watch import ParameterWatch
@@ -94,7 +94,7 @@ class OptimizerShard:
         elif stage == 2:
             self.gradients = ShardedGradients(sharding)
         else:
-            self.gradients = FlatGradients(sharding, stage)
+            self.gradients = Gradients(sharding, stage)
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)

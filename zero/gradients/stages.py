@@ -31,7 +31,12 @@ IN_FLIGHT = 1  # buckets of stage 2 that are reduced while others are filled
 
 
 class Gradients:
-    """The gradients of this rank's parameters, summed over ranks: the common part of all stages.
+    """The gradients of this rank's parameters, summed over ranks: flat buckets for stages 0 and 1.
+
+    At the first backward parameters have no gradients, so autograd hands over its own tensor, which
+    is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later
+    micro-batches accumulate in place. At stage 0, `parameter.grad` is a view of the bucket; stage 1
+    keeps this rank's shard of it.
 
     Between `finish` and `clear`, the means of what this rank keeps are `held`. Kept tensors are
     flat, and have the elements of a parameter in the order in which it lies in memory.
@@ -50,6 +55,12 @@ class Gradients:
         self.held = False
         self.peak_bytes = 0  # the most that gradients occupied outside of working tensors
         self.working_bytes = 0  # of working tensors
+        self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
+        self._views: dict[str, Tensor] = {}  # gradients by parameter name
+        self._shown: dict[str, ReferenceType[Tensor]] = {}  # aliases of them in `parameter.grad`
+        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
+        self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
+        self._works: list[Work] = []
 
     # The memory of buckets.
 
@@ -62,42 +73,77 @@ class Gradients:
         self._parameters.update(parameters)
         for name, parameter in parameters.items() if self._stage else ():
             self._unavailable[name] = UnavailableGradient(parameter, name, self._stage)
+        self._allocate(buckets, parameters)
+        self._note_peak()
+
+    def _allocate(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        for bucket in buckets:
+            device = parameters[bucket.entries[0].spec.name].device
+            numel = padded_numel(bucket) if self._stage else bucket.numel
+            memory = self._collectives.allocate(numel, bucket.dtype, device)
+            self._memory.append(memory)
+            for entry in bucket.entries:
+                name = entry.spec.name
+                self._views[name] = own_view(memory, entry.start, parameters[name])
 
     def begin(self) -> None:
         """Prepare for the first gradient of a reduction."""
         if self._stage:
             self.set_aside()
+        self._wide.clear()
 
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
         """Move a parameter's gradient into its bucket, times `scale`; 0 gives zeros for any values.
 
         Returns the scaled gradient, or None where there was none: that contributes zeros.
         """
-        raise NotImplementedError
+        name = entry.spec.name
+        slot, accumulated = self._views[name], not self._stage and self.keeps(name)
+        gradient = self.pop(name)
+        if accumulated or gradient is slot:
+            rescale([slot], scale)
+            return slot
+        self._leave_to_user(name)
+        return copy_scaled(slot, gradient, scale)
 
     def accumulate(self, index: int, entry: ParameterSlice) -> None:
         """Keep a parameter's gradient for the reduction that a later backward finishes. Local."""
-        raise NotImplementedError
+        name = entry.spec.name
+        self.take(index, entry, 1.0)
+        if self._stage:
+            self._unavailable[name].arrived = self._views[name]
+        else:
+            self._parameters[name].grad = self._published(name)
 
     def flat(self, index: int) -> Tensor:
         """Return the flat gradients of a bucket, of which every gradient was taken."""
-        raise NotImplementedError
+        return self._memory[index][: self._buckets[index].numel]
 
     def own(self) -> list[Tensor]:
         """Return this rank's gradients of all buckets, taken and not launched. Views."""
         return [self.flat(index) for index in range(len(self._buckets))]
 
     def launched(self, index: int, work: Work) -> None:
-        """Record the reduction of a bucket, to which its flat gradients belong from now on."""
-        raise NotImplementedError
+        """Record the reduction of a bucket, to which its flat gradients belong from now on.
+
+        Advance the one before, so that the second collective of a chain overlaps backward, too. The
+        first one of a hook between nodes stays in the node, and is over soon.
+        """
+        before = self._works[-1] if self._works else None
+        self._works.append(work)
+        if isinstance(before, ChainedWork):
+            before.advance()
 
     def wait(self) -> None:
         """Wait for every reduction."""
-        raise NotImplementedError
+        works, self._works = self._works, []
+        wait_all(works)
 
     def kept(self, index: int) -> Tensor:
         """Return the sums or means of a bucket that this rank keeps. A view."""
-        raise NotImplementedError
+        if index in self._wide:
+            return self._wide[index]
+        return self.flat(index)[slice(*self._range(index))]
 
     def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
         """Return the mean of a slice that this rank keeps. Flat; a view."""
@@ -105,13 +151,27 @@ class Gradients:
         return self.kept(index)[start : start + piece.numel]
 
     def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
-        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat."""
-        raise NotImplementedError
+        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
+
+        It overwrites `kept` if it fits into the bucket.
+        """
+        memory, kept = self._memory[index], self.kept(index)
+        size = kept.numel() * torch.float32.itemsize
+        if size <= memory.nbytes:
+            wide = memory.view(torch.uint8)[:size].view(torch.float32)
+            kept = kept.clone()
+            self._wide[index] = wide
+        else:
+            wide = torch.empty_like(kept, dtype=torch.float32)
+            self._wide_bytes[index] = size
+            self._note_peak(sum(self._wide_bytes.values()))
+        kernels.pack(kept, factor, wide)
+        return wide
 
     @property
     def _bytes(self) -> int:
         """Bytes of what this rank keeps."""
-        raise NotImplementedError
+        return sum(memory.nbytes for memory in self._memory)
 
     def _note_peak(self, beside: int = 0) -> None:
         self.peak_bytes = max(self.peak_bytes, self._bytes + beside)
@@ -196,6 +256,7 @@ class Gradients:
             unavailable.arrived = None
         self._aside.clear()
         self._aside_names.clear()
+        self._wide.clear()
         self.held = False
 
     def close(self, unfinished: Collection[str]) -> None:
@@ -222,7 +283,10 @@ class Gradients:
 
     def keeps(self, name: str) -> bool:
         """Return whether a parameter's `grad` is still what this object has made of it."""
-        return self._parameters[name].grad is self._unavailable[name]
+        if self._stage:
+            return self._parameters[name].grad is self._unavailable[name]
+        shown = self._shown.get(name)
+        return shown is not None and shown() is self._parameters[name].grad is not None
 
     def dropped(self, name: str) -> bool:
         """Return whether a parameter's `grad` is None."""
@@ -256,137 +320,6 @@ class Gradients:
 
     def _published(self, name: str) -> Tensor:
         """Return what the `grad` of a parameter is after a reduction."""
-        return self._unavailable[name]
-
-    def _adopt(self, index: int, entry: ParameterSlice) -> bool:
-        """Take over a parameter's `grad`; return False if it is None."""
-        name = entry.spec.name
-        gradient = self._parameters[name].grad
-        if gradient is None:
-            for piece in self._buckets[index].pieces(*self._range(index)):
-                if piece.spec.name == name:
-                    self.reduced(index, piece).zero_()
-        elif gradient is not self._unavailable[name]:
-            raise RuntimeError(
-                f"a gradient of {name} was assigned after backward, but at stage {self._stage} "
-                "each rank keeps a shard: assign it before backward, or use stage 0"
-            )
-        return gradient is not None
-
-
-class FlatGradients(Gradients):
-    """Flat gradient buckets for stages 0 and 1, of which stage 1 keeps this rank's shard.
-
-    At the first backward parameters have no gradients, so autograd hands over its own tensor, which
-    is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later
-    micro-batches accumulate in place. At stage 0, `parameter.grad` is a view of the bucket.
-    """
-
-    def __init__(self, collectives: Collectives, stage: int) -> None:
-        super().__init__(collectives, stage)
-        self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
-        self._views: dict[str, Tensor] = {}  # gradients by parameter name
-        self._shown: dict[str, ReferenceType[Tensor]] = {}  # aliases of them in `parameter.grad`
-        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
-        self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
-        self._works: list[Work] = []
-
-    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Allocate one flat tensor for each bucket. Collective."""
-        for bucket in buckets:
-            device = parameters[bucket.entries[0].spec.name].device
-            numel = padded_numel(bucket) if self._stage else bucket.numel
-            memory = self._collectives.allocate(numel, bucket.dtype, device)
-            self._memory.append(memory)
-            for entry in bucket.entries:
-                name = entry.spec.name
-                self._views[name] = own_view(memory, entry.start, parameters[name])
-        super().add(buckets, parameters)
-        self._note_peak()
-
-    def begin(self) -> None:
-        """Prepare for the first gradient of a reduction."""
-        super().begin()
-        self._wide.clear()
-
-    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
-        """Copy the gradient into its bucket, unless it has accumulated there."""
-        name = entry.spec.name
-        slot, accumulated = self._views[name], not self._stage and self.keeps(name)
-        gradient = self.pop(name)
-        if accumulated or gradient is slot:
-            rescale([slot], scale)
-            return slot
-        self._leave_to_user(name)
-        return copy_scaled(slot, gradient, scale)
-
-    def accumulate(self, index: int, entry: ParameterSlice) -> None:
-        """Copy the gradient into its bucket, where later micro-batches accumulate in place."""
-        name = entry.spec.name
-        self.take(index, entry, 1.0)
-        if self._stage:
-            self._unavailable[name].arrived = self._views[name]
-        else:
-            self._parameters[name].grad = self._published(name)
-
-    def flat(self, index: int) -> Tensor:
-        """Return the bucket without its padding."""
-        return self._memory[index][: self._buckets[index].numel]
-
-    def launched(self, index: int, work: Work) -> None:
-        """Record the reduction, which `wait` waits for, and advance the one before.
-
-        So the second collective of a chain overlaps backward, too. The first one of a hook between
-        nodes stays in the node, and is over soon.
-        """
-        before = self._works[-1] if self._works else None
-        self._works.append(work)
-        if isinstance(before, ChainedWork):
-            before.advance()
-
-    def wait(self) -> None:
-        """Wait for every reduction."""
-        works, self._works = self._works, []
-        wait_all(works)
-
-    def kept(self, index: int) -> Tensor:
-        """Return this rank's part of the bucket, or its fp32 gradients that have replaced it."""
-        if index in self._wide:
-            return self._wide[index]
-        return self.flat(index)[slice(*self._range(index))]
-
-    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
-        """Return the kept part in fp32, which overwrites `kept` if it fits into the bucket."""
-        memory, kept = self._memory[index], self.kept(index)
-        size = kept.numel() * torch.float32.itemsize
-        if size <= memory.nbytes:
-            wide = memory.view(torch.uint8)[:size].view(torch.float32)
-            kept = kept.clone()
-            self._wide[index] = wide
-        else:
-            wide = torch.empty_like(kept, dtype=torch.float32)
-            self._wide_bytes[index] = size
-            self._note_peak(sum(self._wide_bytes.values()))
-        kernels.pack(kept, factor, wide)
-        return wide
-
-    def forget(self) -> None:
-        """Forget what is kept."""
-        super().forget()
-        self._wide.clear()
-
-    def keeps(self, name: str) -> bool:
-        """Return whether a parameter's `grad` is still the view of its bucket, or stands for it."""
-        if self._stage:
-            return super().keeps(name)
-        shown = self._shown.get(name)
-        return shown is not None and shown() is self._parameters[name].grad is not None
-
-    @property
-    def _bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory)
-
-    def _published(self, name: str) -> Tensor:
         if self._stage:
             return self._unavailable[name]
         shown = self._shown.get(name)
@@ -404,15 +337,24 @@ class FlatGradients(Gradients):
             held.data = held.clone()
 
     def _adopt(self, index: int, entry: ParameterSlice) -> bool:
-        if self._stage:
-            return super()._adopt(index, entry)
+        """Take over a parameter's `grad`; return False if it is None."""
         name = entry.spec.name
         parameter = self._parameters[name]
         gradient = parameter.grad
-        if not self.keeps(name):
-            self._leave_to_user(name)
-            copy_scaled(self._views[name], gradient, 1.0)  # the user's own, or zeros
-            parameter.grad = None if gradient is None else self._published(name)
+        if not self._stage:
+            if not self.keeps(name):
+                self._leave_to_user(name)
+                copy_scaled(self._views[name], gradient, 1.0)  # the user's own, or zeros
+                parameter.grad = None if gradient is None else self._published(name)
+        elif gradient is None:
+            for piece in self._buckets[index].pieces(*self._range(index)):
+                if piece.spec.name == name:
+                    self.reduced(index, piece).zero_()
+        elif gradient is not self._unavailable[name]:
+            raise RuntimeError(
+                f"a gradient of {name} was assigned after backward, but at stage {self._stage} "
+                "each rank keeps a shard: assign it before backward, or use stage 0"
+            )
         return gradient is not None
 
 
@@ -442,9 +384,8 @@ class ShardedGradients(Gradients):
         self._sizes: list[int] = []  # as `working_sizes` returns them
         self._device = torch.device("cpu")  # of all parameters
 
-    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Allocate working tensors anew, for all buckets. Collective."""
-        super().add(buckets, parameters)
+    def _allocate(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate working tensors anew, for all buckets."""
         self._shards.extend(None for _ in buckets)
         self._free, self.working_bytes = [], 0
         self._sizes = working_sizes(self._buckets)
@@ -586,12 +527,9 @@ class LocalGradients(Gradients):
         super().__init__(collectives, stage=0)
         self._addresses: dict[int, str] = {}  # of gradients in this reduction, with their names
         self._seen: dict[str, ReferenceType[Tensor]] = {}  # gradients that have been taken
-        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients, by bucket
 
-    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Watch more parameters. Allocates nothing."""
-        super().add(buckets, parameters)
-        self._note_peak()
+    def _allocate(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate nothing."""
 
     def begin(self) -> None:
         """Prepare for the first gradient of a reduction."""
