@@ -12,6 +12,8 @@ QUICK = {("killed", 1), ("continues", 0)}
 ALIKE = {"memory", "raises after backward", "vanishes", "segfault", "spins", "never leaves"}
 ALIKE |= {"another shape", "another dtype", "one more", "stops early", "late to a broadcast"}
 ALIKE |= {"link cut for 30 s", "slow worker", "stuck worker", "exits"}
+# Of jobs there are tests in tests/jobs.
+ALIKE |= {"other option", "other task", "other data", "full disk"}
 TIMEOUT_S = 6.0
 
 

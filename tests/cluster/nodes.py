@@ -20,7 +20,6 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -264,25 +263,8 @@ def available() -> str | None:
         return str(refusal)
 
 
-def clean() -> None:
-    """Remove what clusters of dead processes left: directories, and nodes that a fork kept up."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY}*"):
-        owner = directory.name.removeprefix(_DIRECTORY).partition("-")[0]
-        if Path("/proc", owner).exists():
-            continue
-        hosts = os.fsencode(directory / "hosts")
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if hosts in (process / "cmdline").read_bytes().split(b"\0"):
-                    os.kill(int(process.name), signal.SIGKILL)
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def main() -> int:
-    """Bring nodes up, run a command under `mpirun` on them, take them down; its exit code.
-
-    124 when the time limit stopped it, 128 and the signal's number when a signal did.
-    """
+    """Bring nodes up, run a command under `mpirun` on them, take them down; its exit code."""
     parser = argparse.ArgumentParser(description="Run a command under mpirun on emulated nodes.")
     parser.add_argument(
         "--ranks",
@@ -292,51 +274,13 @@ def main() -> int:
         help="ranks of each node (default: 2,2)",
     )
     parser.add_argument("--link", default="1gbit", metavar="RATE", help="as tc has it, or none")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="then kill all: code 124")
-    parser.add_argument("--clean", action="store_true", help="remove what killed clusters left")
-    parser.add_argument("command", nargs="*", help="after --, e.g. -- python -m mntrain")
+    parser.add_argument("command", nargs="+", help="after --, e.g. -- python -m mntrain")
     options = parser.parse_args()
-    if options.clean:
-        clean()
-        return 0
-    if not options.command:
-        parser.error("give a command after --")
     if (reason := available()) is not None:
         parser.error(reason)
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def leave(number: int, frame: object) -> None:
-        for stop in stops:
-            signal.signal(stop, signal.SIG_IGN)  # the way out is not to be interrupted
-        sys.exit(128 + number)
-
-    for stop in stops:
-        signal.signal(stop, leave)
     with Cluster(options.ranks, None if options.link == "none" else options.link) as cluster:
         command, environment = cluster.mpirun(options.command)
-        # In a session of its own: Ctrl-C comes here alone, and mpirun ends before its nodes.
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            code = process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            print(f"stopped after {options.timeout:g} s", file=sys.stderr)
-            return 124
-        finally:
-            _stop(process)
-    return code if code >= 0 else 128 - code
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End mpirun, which removes its temporary files when it is asked to and has the time."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(3)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        return subprocess.run(command, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

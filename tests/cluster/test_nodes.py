@@ -6,17 +6,13 @@ The MPI library is the running environment's.
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import nodes
 import pytest
-from nodes import Cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -76,10 +72,6 @@ def output(cluster, program, *arguments):
     return subprocess.check_output(**started, timeout=SECONDS)
 
 
-def cli(*arguments):
-    return [sys.executable, nodes.__file__, *map(str, arguments)]
-
-
 @contextlib.contextmanager
 def background(args, **options):
     """A process with its output in a pipe, which is gone at the end."""
@@ -127,14 +119,6 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-@pytest.fixture
-def temporary(monkeypatch, tmp_path):
-    """A temporary directory of the test's own: `clean` of another session does not come here."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -229,17 +213,6 @@ def test_nodes_share_files_but_neither_memory_nor_names(make_cluster, tmp_path):
 
 
 @pytest.mark.thorough
-def test_clusters_run_side_by_side(make_cluster):
-    def run(ranks):
-        with make_cluster(ranks=ranks, link=None) as cluster:
-            return [(host, size) for host, size, *_ in json.loads(output(cluster, WHERE))]
-
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(run, [(1, 1), (2,), (1, 1)]))
-    assert found == [[("n1", 1), ("n2", 1)], [("n1", 2)] * 2, [("n1", 1), ("n2", 1)]]
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("failure", [None, KeyboardInterrupt])
 def test_nothing_is_left_of_a_cluster(make_cluster, tmp_path, failure):
     with contextlib.ExitStack() as stack:
@@ -256,98 +229,3 @@ def test_nothing_is_left_of_a_cluster(make_cluster, tmp_path, failure):
         assert not inside & processes().keys()
         running.wait(SECONDS)
         assert left(os.getpid(), str(tmp_path)) == ([], [], [])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("code", [0, 7])
-def test_command_line_passes_the_exit_code(code):
-    program = f"import sys; from mpi4py import MPI; sys.exit({code})"
-    command = cli("--ranks", "2,1", "--link", "none", "--", "python", "-c", program)
-    assert subprocess.run(command, timeout=SECONDS, check=False).returncode == code
-
-
-@pytest.mark.thorough
-def test_time_limit_ends_all_with_124(tmp_path):
-    command = cli("--timeout", 2, "--", "python", "-c", TALK, tmp_path / "stop")
-    with background(command) as running:
-        assert running.wait(SECONDS) == 124
-    assert left(running.pid, str(tmp_path)) == ([], [], [])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_all(tmp_path, number):
-    command = cli("--", "python", "-c", TALK, tmp_path / "stop")
-    with background(command) as running:
-        running.stdout.readline()
-        running.send_signal(number)
-        assert running.wait(SECONDS) == 128 + number
-    assert left(running.pid, str(tmp_path)) == ([], [], [])
-
-
-@pytest.mark.thorough
-def test_killed_cluster_leaves_a_directory_which_clean_removes(temporary):
-    command = cli("--", "python", "-c", TALK, temporary / "stop")
-    with background(command) as running:
-        running.stdout.readline()
-    wait_until(lambda: left(running.pid, str(temporary))[::2] == ([], []))
-    assert left(running.pid)[1] != []
-    subprocess.run(cli("--clean"), check=True)
-    assert left(running.pid) == ([], [], [])
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("temporary")
-def test_clean_ends_nodes_that_a_forked_process_keeps():
-    program = (
-        "import nodes, os, signal, time\n"
-        "with nodes.Cluster((1,)):\n"
-        "    if child := os.fork():\n"
-        "        print(child, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    time.sleep(1000)\n"
-    )
-    folder = Path(nodes.__file__).parent
-    owner = subprocess.Popen([sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE)
-    child = int(owner.stdout.readline())
-    owner.wait(SECONDS)
-    try:
-        assert all(left(owner.pid))
-        nodes.clean()
-        wait_until(lambda: left(owner.pid) == ([], [], []))
-    finally:
-        os.kill(child, signal.SIGKILL)
-        owner.stdout.close()
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("temporary")
-def test_clean_leaves_living_clusters_alone(make_cluster):
-    with make_cluster(ranks=(1,)) as cluster:
-        nodes.clean()
-        assert subprocess.check_output([*cluster.enter("n1"), "hostname"]) == b"n1\n"
-        assert all(left(os.getpid()))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [(), (2, 0)])
-def test_ranks_that_make_no_cluster_are_refused(ranks):
-    with pytest.raises(ValueError, match="at least one rank each"):
-        Cluster(ranks=ranks)
-
-
-@pytest.mark.thorough
-def test_a_rate_for_each_node_is_wanted():
-    with pytest.raises(ValueError, match="give one rate for each"):
-        Cluster(ranks=(1, 1), link=["1gbit"])
-
-
-@pytest.mark.thorough
-def test_the_reason_for_no_nodes_names_what_is_missing():
-    program = "import nodes; print(nodes.available())"
-    reason = subprocess.check_output(
-        [sys.executable, "-c", program],
-        env={"PATH": "", "PYTHONPATH": str(Path(nodes.__file__).parent)},
-        text=True,
-    )
-    assert reason == "emulated nodes need ip, tc, unshare, nsenter, mount, env, sh on PATH\n"

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -88,6 +89,14 @@ def completed(result: Result) -> Result:
     """The result, which must be a success."""
     assert result.returncode == 0, result.report()
     return result
+
+
+def autopsy(*paths: Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m mntrain autopsy`."""
+    words = [sys.executable, "-m", "mntrain", "autopsy", *map(str, paths)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -3,13 +3,12 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from job import LATE, completed, train, write_corpus
+from job import LATE, autopsy, completed, train, write_corpus
 from launch import mpirun
 
 from mntrain.recorder.recording import read
@@ -41,39 +40,6 @@ def folder(tmp_path):
 def line_of(text):
     """The line of TASKS that begins with a text."""
     return next(n for n, line in enumerate(TASKS.splitlines(), 1) if line.strip().startswith(text))
-
-
-def autopsy(*paths):
-    done = subprocess.run(
-        [sys.executable, "-m", "mntrain", "autopsy", *map(str, paths)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_completed_ended_well(folder):
-    completed(train(2, folder))
-    done = autopsy(folder / "run")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "The job ended well: completed." in done.stdout
-    assert "cause" not in done.stdout
-
-
-@pytest.mark.thorough
-def test_the_line_of_an_exception_is_named(folder):
-    train(2, folder, "--task", "broken:Raises")
-    done = autopsy(folder / "run")
-    host = os.uname().nodename
-    assert done.returncode == 1, done.stdout
-    assert f"rank 1 on {host} stopped first." in done.stdout
-    where = f"{folder / 'broken.py'}:{line_of('raise KeyError')}"
-    assert f"in forward of step 2: KeyError: 'a bug of rank one', at {where}" in done.stdout
-    assert "cause     an exception on one rank: KeyError" in done.stdout
 
 
 @pytest.mark.thorough
@@ -207,11 +173,14 @@ def test_a_rank_that_ends_at_once_while_no_other_waits_is_named(tmp_path, end):
 
 
 @pytest.mark.exhaustive
-def test_recordings_on_a_local_disk_are_found_by_the_run(folder):
+def test_a_run_with_recordings_on_a_local_disk_ended_well(folder):
     completed(train(2, folder, "--run.recorder", str(folder / "local")))
     assert not (folder / "run" / "recorder").exists()
     assert len(list((folder / "local").rglob("rank-*.bin"))) == 2
-    assert autopsy(folder / "run").returncode == 0
+    done = autopsy(folder / "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "The job ended well: completed." in done.stdout
+    assert "cause" not in done.stdout
 
 
 @pytest.mark.exhaustive

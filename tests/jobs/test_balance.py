@@ -166,7 +166,7 @@ def test_a_rank_on_an_old_processor_gets_fewer_samples_or_is_named(tmp_path, mod
         assert re.search(rf"warning: {named}.*{fix}", result.stderr), result.report()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_what_cannot_be_balanced_is_refused_before_any_work(tmp_path):
     options = ["--balance.mode", "throughput", "--balance.speed", "5:0.5"]
     result = train(2, tmp_path, *options)
@@ -228,7 +228,7 @@ def test_stage_2_is_warned_of_and_keeps_its_anchor(tmp_path):
     assert {plan["anchor"] for plan in summary(tmp_path)["cadence"]} == {10}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_batch_size_beside_a_cadence_is_refused_before_any_work(tmp_path):
     result = train(2, tmp_path, "--balance.mode", "cadence")
     assert result.returncode == 2

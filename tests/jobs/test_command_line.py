@@ -114,11 +114,3 @@ def test_bad_option_under_mpirun_is_told_by_one_rank():
     result = mpirun(2, [*COMMAND, *BAD], timeout=60, per_rank=True)
     assert result.returncode != 0, result.report()
     assert result.outputs == [MESSAGE, ""], result.report()
-
-
-@pytest.mark.thorough
-def test_help_under_mpirun_is_printed_by_one_rank():
-    result = mpirun(2, [*COMMAND, "--help"], timeout=60, per_rank=True)
-    assert result.returncode == 0, result.report()
-    assert result.outputs[0].startswith("usage: python -m mntrain"), result.report()
-    assert result.outputs[1] == "", result.report()

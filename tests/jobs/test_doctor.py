@@ -93,6 +93,7 @@ def test_shared_memory_that_mpi_would_die_of_is_reported_first(option, words, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_too_many_threads_are_one_warning(tmp_path):
     cores = len(os.sched_getaffinity(0))
     ended = mpirun(
@@ -108,7 +109,7 @@ def test_too_many_threads_are_one_warning(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_doctor_under_mpirun_is_one_json_object(ranks, tmp_path):
     ended = mpirun(ranks, [*MNTRAIN, "doctor", "--json", "--run.dir", tmp_path], timeout=100)
     assert ended.returncode == 0, ended.report()

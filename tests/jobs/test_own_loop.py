@@ -97,7 +97,7 @@ def check_commands(tmp_path: Path, whole: Path, parts: Path) -> None:
         assert ours[name].sub(tensor).abs().max() < 1e-2 * tensor.abs().max()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_example_killed_at_any_instant_continues_from_its_last_checkpoint(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -24,6 +24,9 @@ OPTIONS = [
 CONTEXT, LAYERS, WIDTH = 32, 2, 32  # of the small model
 
 
+pytestmark = pytest.mark.thorough
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory) -> tuple[Path, list[tuple[list[dict], dict, str]]]:
     """The folder of a run of two jobs, and the lines, the summary and the output of each."""
@@ -44,7 +47,6 @@ def flops_per_token(folder: Path) -> float:
     return 6 * weights + 6 * LAYERS * WIDTH * CONTEXT
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("job", [0, 1])
 def test_the_summary_is_what_its_lines_add_up_to(jobs, job):
     folder, found = jobs

@@ -217,7 +217,9 @@ def test_a_resumed_run_says_which_options_and_data_have_changed(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-@pytest.mark.parametrize(("room", "warnings"), [(400_000, 1), (700_000, 0)])
+@pytest.mark.parametrize(
+    ("room", "warnings"), [(400_000, 1), pytest.param(700_000, 0, marks=pytest.mark.exhaustive)]
+)
 def test_too_little_space_for_a_checkpoint_is_a_warning_at_the_start(tmp_path, room, warnings):
     small = tmp_path / "run"
     small.mkdir()
@@ -230,7 +232,7 @@ def test_too_little_space_for_a_checkpoint_is_a_warning_at_the_start(tmp_path, r
     assert said == warnings, result.report()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_that_cannot_save_fails(tmp_path):
     corpus = write_corpus(tmp_path)
     (tmp_path / "run").mkdir()

@@ -31,7 +31,7 @@ def folder(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "per_node", "stage"),
-    [(2, 1, 0), (4, 2, 2), (4, 2, 0)],
+    [(2, 1, 0), (4, 2, 2), pytest.param(4, 2, 0, marks=pytest.mark.exhaustive)],
 )
 def test_a_job_that_a_scheduler_ends_goes_on_and_has_the_record_of_every_step(
     folder, ranks, per_node, stage

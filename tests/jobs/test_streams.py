@@ -121,7 +121,7 @@ def test_a_stream_that_shards_itself_gives_each_sample_to_one_rank(tmp_path):
     assert sum(total for _, total, _ in found) == sum(range(30))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_stream_without_a_sample_is_refused(tmp_path):
     result = train(2, tmp_path, "--task", "own:Empty")
     assert result.returncode == 1

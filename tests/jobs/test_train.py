@@ -65,14 +65,6 @@ def test_a_run_needs_no_validation(tmp_path):
     assert (summary(tmp_path)["status"], summary(tmp_path)["eval_loss"]) == ("completed", None)
 
 
-@pytest.mark.thorough
-def test_the_summary_of_a_run_that_stops_has_its_last_evaluation(tmp_path):
-    completed(train(2, tmp_path, "--train.eval-every", "2", "--run.stop-after", "3"))
-    evaluated = [line for line in metrics(tmp_path) if "eval_loss" in line]
-    assert [line["step"] for line in evaluated] == [2]
-    assert summary(tmp_path)["eval_loss"] == evaluated[0]["eval_loss"]
-
-
 @pytest.mark.exhaustive
 def test_the_model_learns(tmp_path):
     completed(train(2, tmp_path, "--train.steps", "40", "--data.workers", "1"))
