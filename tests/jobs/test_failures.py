@@ -472,7 +472,7 @@ def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
         f"  rank 1 on {host} (process " in said
     )
     assert "in no collective, at " in said
-    assert "late.py:24 in <module>" in said
+    assert "late.py:23 in <module>" in said
 
 
 @pytest.mark.thorough
