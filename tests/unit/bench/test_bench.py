@@ -234,7 +234,7 @@ def test_rounds_end_at_the_time_limit_but_one_is_always_made():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 90])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, pytest.param(90, marks=pytest.mark.thorough)])
 def test_every_partial_sum_of_the_pattern_is_exact(size, dtype):
     patterns = [Pattern(rank, size, dtype, torch.device("cpu")) for rank in range(size)]
     total = torch.zeros_like(patterns[0].contribution)
@@ -487,6 +487,7 @@ def test_an_unwritable_file_is_reported_by_one_rank():
     assert result.outputs == [f"mntrain: error: {message}\n", ""], result.report()
 
 
+@pytest.mark.thorough
 def test_a_job_measures_every_collective_by_every_algorithm(tmp_path):
     picture = ["--plot", "bench.png"] if find_spec("matplotlib") else []
     sizes = ["--sizes", "24", "8K"]  # 24 bytes: shards of 3 and 3 elements; naive too

@@ -110,6 +110,7 @@ def test_the_root_of_a_group_is_named_by_its_rank_in_the_world():
     assert group.awaited_rank(Ticket(Signature("all_reduce"), "")) is None
 
 
+@pytest.mark.thorough
 def test_digests_do_not_depend_on_the_process():
     signature = Signature("all_reduce", "bucket 1", torch.bfloat16, (0, 5), 0, torch.float16)
     code = (
