@@ -44,7 +44,7 @@ from mntrain.watchdog.monitor import MONITORS
 from mntrain.watchdog.side_channel import SideChannel, address_towards, own_addresses
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 from mntrain.watchdog.thread import Watchdog
-from zero.comm_hooks.node_levels import NodeLevels
+from zero.comm_hooks import NodeLevels
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -27,8 +27,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
-from zero.comm_hooks import CommHook, ReducibleBucket
-from zero.comm_hooks.node_levels import NodeLevels
+from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
 from zero.exchange.schedule import SyncSchedule
 from zero.gradients.weights import BatchWeight
 from zero.kernels import Kernels, rescale

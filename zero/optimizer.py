@@ -17,8 +17,7 @@ from torch.nn import Parameter
 from zero.accumulation import Accumulation
 from zero.agreement import StepAgreement, agree, plain_numbers
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
-from zero.comm_hooks.node_levels import NodeLevels
+from zero.comm_hooks import CommHook, HookState, NodeLevels, bind_hook, make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.gradients.weights import BatchSource
 from zero.kernels import Kernels, order

@@ -17,8 +17,8 @@ import mntrain
 from mntrain import checkpoint
 from zero import NonFiniteGradientError, precision
 from zero.comm_hooks import ReducibleBucket
+from zero.comm_hooks.between_nodes import Int8Hook
 from zero.comm_hooks.codes import BlockCode
-from zero.comm_hooks.int8 import Int8Hook
 from zero.layout import ParameterSpec, plan_buckets
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs two nodes")]

@@ -16,7 +16,7 @@ from mntrain.comm.topology import Topology
 from mntrain.errors import AgreedError
 from mntrain.sync import DiLoCo, LocalSGD
 from zero.collectives import gather_objects
-from zero.comm_hooks.cast import CastHook
+from zero.comm_hooks import CommHook
 from zero.exchange.schedule import SyncSchedule
 
 pytestmark = pytest.mark.mpi
@@ -401,7 +401,7 @@ def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other)
 
 
 def test_a_hook_and_a_schedule_are_passed_on(world):
-    schedule, hook = SyncSchedule(world.node_collectives), CastHook(torch.bfloat16)
+    schedule, hook = SyncSchedule(world.node_collectives), CommHook(torch.bfloat16)
     optimizer = world.optimizer(two_layers(), comm_hook=hook, sync=schedule, **SGD)
     assert optimizer.schedule is schedule
     assert optimizer.group is world.node_collectives

@@ -3,14 +3,13 @@
 A hook is called with every bucket that backward has filled, in the same order on every rank, and
 returns the `Work` that leaves the sum in it. As in DDP, a hook may cast or compress:
 
-    class MyCompressor(CommHook):
-        def __call__(self, bucket: ReducibleBucket) -> Work:
-            return ChainedWork(self._steps(bucket))
+    def __call__(self, bucket: ReducibleBucket) -> Work:
+        return ChainedWork(self._steps(bucket))
 
-        def _steps(self, bucket: ReducibleBucket) -> Iterator[Work]:
-            encoded = ...                                    # encode
-            yield bucket.collectives.all_gather(encoded)     # exchange
-            bucket.gradients.copy_(...)                      # decode
+    def _steps(self, bucket: ReducibleBucket) -> Iterator[Work]:
+        encoded = ...                                    # encode
+        yield bucket.collectives.all_gather(encoded)     # exchange
+        bucket.gradients.copy_(...)                      # decode
 
     HOOKS = {"my-compressor": MyCompressor}
 
@@ -23,6 +22,7 @@ that within them sets `between_nodes`: its buckets then have the collectives of 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -32,9 +32,62 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
-from zero.comm_hooks.node_levels import NodeLevels
 from zero.layout import Bucket
-from zero.precision import check_travel_dtype
+from zero.precision import check_travel_dtype, narrower
+
+
+@dataclass(frozen=True)
+class NodeLevels:
+    """The nodes of a group of ranks, as one of them sees them.
+
+    The slots of the group are ordered by lane, then by node. Lane k consists of the shards that
+    local rank k of each node exchanges with the others; there are as many lanes as the smallest
+    node has ranks. With nodes of 3 and 2 ranks, and local ranks that are in the order of slots:
+
+        slots          | 0     | 1     | 2      | 3      | 4      |
+        owners         | 0.0   | 0.2   | 1.0    | 0.1    | 1.1    |      node.local rank
+        lane_slots     0                        3                 5
+        own_slots      | of node 0: 0 to 2, 3 to 4; of node 1: 2 to 3, 4 to 5
+    """
+
+    node: Collectives  # this rank's node
+    cross: Collectives  # the ranks with this local rank, by node
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each
+    lane_slots: tuple[int, ...]  # lane k has the slots lane_slots[k] to lane_slots[k + 1]
+    own_slots: tuple[tuple[int, int], ...]  # of this node's ranks, by lane
+
+    @property
+    def count(self) -> int:
+        """The number of nodes."""
+        return len(self.nodes)
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes."""
+        return len(self.own_slots)
+
+    @property
+    def lane(self) -> int | None:
+        """The lane that this rank owns on its node; None for a rank without one."""
+        own = self.node.slot(self.node.rank)
+        return own if own < self.lanes else None
+
+    def lane_bounds(self, layout: Bucket) -> list[int]:
+        """Return the bounds of a bucket's lanes, as shards of the node's ranks."""
+        bounds = [layout.bounds[slot] for slot in self.lane_slots]
+        return bounds + [layout.numel] * (self.node.size - self.lanes)
+
+    def own_range(self, layout: Bucket) -> tuple[int, int]:
+        """Return the elements of a bucket that lie in this rank's lane; empty without one."""
+        if self.lane is None:
+            return layout.numel, layout.numel
+        bounds = self.lane_bounds(layout)
+        return bounds[self.lane], bounds[self.lane + 1]
+
+    def node_range(self, layout: Bucket, lane: int) -> tuple[int, int]:
+        """Return the elements of a lane that this node's ranks own at stages 1 and 2."""
+        first, last = self.own_slots[lane]
+        return layout.bounds[first], layout.bounds[last]
 
 
 @dataclass(frozen=True)
@@ -69,14 +122,21 @@ class ReducibleBucket:
 
 
 class CommHook:
-    """Base class of communication hooks, which may have a state of their own on every rank."""
+    """The hook that sums buckets, and base class of others, which may have a state on every rank.
 
-    # The dtype in which sums travel, None for their own. With fp16 the optimizer scales gradients
-    # so that a sum over ranks is no larger than a rank's gradient times the number of ranks.
+    Sums travel between nodes in `wire_dtype`, if it is narrower than theirs: the collectives round
+    each node's sum and add the rounded sums in fp32; within a node nothing is rounded. With fp16
+    the optimizer scales gradients so that a sum over ranks is no larger than a rank's gradient
+    times the number of ranks.
+    """
+
     wire_dtype: torch.dtype | None = None
     between_nodes = False  # whether the hook needs `ReducibleBucket.levels`
     bound = False  # whether an optimizer has such a hook
     world_only = False  # whether the hook reduces over all ranks, whatever the bucket's group is
+
+    def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
+        self.wire_dtype = wire_dtype
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Start to sum a bucket over its group, in place. Collective.
@@ -85,7 +145,7 @@ class CommHook:
         that needs them. The gradients belong to the work until then. A hook that launches further
         collectives once the first has finished returns a `ChainedWork`.
         """
-        raise NotImplementedError
+        return bucket.reduce(narrower(self.wire_dtype, bucket.gradients.dtype))
 
     def expect_size(self, size: int) -> None:
         """Raise ValueError if the hook cannot serve a group of so many ranks. Local."""
@@ -168,6 +228,14 @@ def wait_all(works: Iterable[Work]) -> None:
         pending = chains
 
 
+_WIRES = {
+    "uncompressed": None,
+    "fp32": torch.float32,  # narrower than fp64 gradients
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
 def names() -> list[str]:
     """Return the names of all hooks; imports the modules of this package."""
     return sorted(_hooks())
@@ -180,9 +248,8 @@ def make_hook(hook: str | CommHook | None, wire_dtype: torch.dtype | None = None
     """
     check_travel_dtype("wire_dtype", wire_dtype)
     if hook is None:
-        by_dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        hook = by_dtype[wire_dtype] if wire_dtype else "uncompressed"
-    elif wire_dtype not in (None, torch.float32):
+        return CommHook(wire_dtype)
+    if wire_dtype not in (None, torch.float32):
         raise ValueError("a communication hook decides the wire dtype: give one of the two")
     if isinstance(hook, CommHook):
         return hook
@@ -196,9 +263,10 @@ def make_hook(hook: str | CommHook | None, wire_dtype: torch.dtype | None = None
 
 
 def _hooks() -> dict[str, Callable[[], CommHook]]:
-    """Return the factory of each hook, by name, from the `HOOKS` of the modules of this package."""
+    """Return the factory of each hook, by name: of casts, and of the `HOOKS` of modules here."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-    return {name: make for m in modules for name, make in getattr(m, "HOOKS", {}).items()}
+    named = {name: make for m in modules for name, make in getattr(m, "HOOKS", {}).items()}
+    return {name: partial(CommHook, dtype) for name, dtype in _WIRES.items()} | named
 
 
 def bind_hook(

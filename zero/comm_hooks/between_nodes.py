@@ -5,11 +5,16 @@
     of its node                  | the other nodes           | these are
 
 The owner of a lane encodes its node's sum together with what it has not sent before
-(`zero.comm_hooks.residual`), and receives the codes of all other nodes. All nodes decode the same
+(`Residual`), and receives the codes of all other nodes. All nodes decode the same
 bytes and add in the order of nodes, in fp32 or wider, so all ranks have the same bits. What is sent
 depends on lanes alone, so the stages agree.
 
 A NaN or an infinity makes the gradients of at least its own parameter not finite, on every node.
+
+Sources: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+ICML 2019, arXiv 1901.09847; Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR
+2022, arXiv 2110.02861; Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
+Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +24,89 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives, CompletedWork, Work
-from zero.comm_hooks import ChainedWork, CommHook, ReducibleBucket
-from zero.comm_hooks.codes import Code, aligned
-from zero.comm_hooks.node_levels import NodeLevels
-from zero.comm_hooks.residual import Residual
+from zero.comm_hooks import ChainedWork, CommHook, NodeLevels, ReducibleBucket
+from zero.comm_hooks.codes import BlockCode, Code, aligned
 from zero.kernels import sum_dtype
 from zero.layout import Bucket
+
+
+class Residual:
+    """What a lane's owner has not sent of its sums, in `dtype`. Takes twice its size.
+
+    A step that is skipped must leave nothing: its gradients are dropped, with all that was sent of
+    earlier ones. So the residual of the last step that was taken is kept until the next one is:
+
+        settled    of the last step that was taken
+        latest     of the last reduction; the same tensor, unless a step is open
+        open       of the reduction in progress
+
+    Sums are in units that change: gradients are multiplied by their batch's weight and by the loss
+    scale, and divided by a number that all ranks know only when the reduction ends. A mean is a sum
+    times `multiplier` / `divisor`. Residuals are added in units of means, so that all means
+    together are those without compression: what is added is scaled as if the divisor were that of
+    the last reduction, and `reduced` moves what the actual one adds or lacks into the residual.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Each a tensor, its multiplier and its divisor; a divisor of 0 stands for none.
+        self._settled = self._latest = torch.zeros(numel, dtype=dtype, device=device), 1.0, 0.0
+        self._spare: Tensor | None = torch.empty_like(self._settled[0])
+        self._open: Tensor | None = None
+        self._multiplier = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return 2 * self._settled[0].nbytes
+
+    def add(self, lane: Tensor, multiplier: float) -> Tensor:
+        """Return a lane's sums plus the residual, to be overwritten by what is not sent of them.
+
+        `multiplier` is that of the sums, the same in all calls of a reduction.
+        """
+        if self._open is not None:  # another micro-batch of the same reduction
+            return self._open.add_(lane)
+        (base, base_multiplier, _), self._multiplier = self._latest, multiplier
+        total = torch.empty_like(base) if self._spare is None else self._spare
+        torch.mul(base, base_multiplier / multiplier, out=total).add_(lane)
+        self._open, self._spare = total, None
+        return total
+
+    def reduced(self, divisor: float) -> None:
+        """End a reduction whose sums are divided by `divisor`."""
+        total, base, self._open = self._open, self._latest, None
+        if total is None:
+            return
+        # An infinity or a NaN has been sent, and is not sent again.
+        total.nan_to_num_(0.0, 0.0, 0.0)
+        tensor, multiplier, before = base
+        if before not in (0.0, divisor):
+            ratio = multiplier / self._multiplier
+            total.add_(tensor, alpha=ratio * (divisor / before - 1.0))
+        self._latest = total, self._multiplier, divisor
+        if base is not self._settled:
+            self._spare = tensor
+
+    def settle(self, *, taken: bool) -> None:
+        """End a step, or drop it: what its reductions have left counts, or never was."""
+        if self._open is not None:  # a reduction that has not ended
+            self._spare, self._open = self._open, None
+        if self._latest is self._settled:
+            return
+        self._spare = (self._settled if taken else self._latest)[0]
+        self._settled = self._latest = self._latest if taken else self._settled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residual of the last step that was taken."""
+        return dict(zip(("residual", "multiplier", "divisor"), self._settled, strict=True))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Raises ValueError for one of another length."""
+        tensor, saved = self._settled[0], state["residual"]
+        if saved.shape != tensor.shape:
+            raise ValueError(f"the residual has {saved.numel()} elements, not {tensor.numel()}")
+        multiplier, divisor = float(state["multiplier"]), float(state["divisor"])
+        self._settled = self._latest = tensor.copy_(saved), multiplier, divisor
 
 
 class BetweenNodesHook(CommHook):
@@ -167,3 +249,15 @@ class BetweenNodesHook(CommHook):
         for lane, (low, high) in enumerate(ranges):
             if low <= start and stop <= high:
                 bucket.shard.copy_(packed[bounds[lane] + start - low :][: stop - start])
+
+
+class Int8Hook(BetweenNodesHook):
+    """Exchanges node sums as integers of 8 bits with a scale for each block: 1.016 bytes each.
+
+    A block with a NaN or an infinity is decoded to NaN. So are fp64 sums beyond the range of fp32.
+    """
+
+    code = BlockCode(8)
+
+
+HOOKS = {"int8": Int8Hook}

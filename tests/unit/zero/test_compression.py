@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero.comm_hooks import CommHook, HookState, bind_hook, make_hook
-from zero.comm_hooks.int8 import Int8Hook
-from zero.comm_hooks.node_levels import NodeLevels
-from zero.comm_hooks.residual import Residual
+from zero.comm_hooks import CommHook, HookState, NodeLevels, bind_hook, make_hook
+from zero.comm_hooks.between_nodes import Int8Hook, Residual
 
 
 def sums_of(numel, dtype=torch.float32, seed=0):
