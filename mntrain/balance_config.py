@@ -44,11 +44,10 @@ def _parse_speeds(value: Any) -> Any:
 class BalanceConfig:
     """The division of work between ranks of unequal speed."""
 
-    mode: Literal["off", "throughput", "auto", "cadence"] = Field(
+    mode: Literal["off", "throughput", "cadence"] = Field(
         default="off",
         description="off: equal shares of each batch. throughput: in proportion to the speed of "
-        "each rank, measured while training. auto: throughput, if matrix products at the start "
-        "say that it could make training 1.2 times as fast. cadence: whole micro-batches, of which "
+        "each rank, measured while training. cadence: whole micro-batches, of which "
         "the slowest rank has 10 in a step and faster ranks more; --train.batch-size is not used.",
     )
     speed: Annotated[tuple[str, ...], BeforeValidator(_parse_speeds)] = Field(

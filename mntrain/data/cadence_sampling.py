@@ -12,7 +12,7 @@ Nothing in this module communicates.
 
 from dataclasses import replace
 
-from mntrain.data.cadence import Cadence, CountedParts
+from mntrain.balance.cadence import Cadence, CountedParts
 from mntrain.data.sampling import Position, SamplingPlan
 
 

@@ -33,11 +33,11 @@ from torch.utils.data import (
     default_collate,
 )
 
+from mntrain.balance.loader_balance import LoaderBalance
+from mntrain.balance.own_pace import BatchNumber, OwnClock
 from mntrain.data.cutting import Lists, cut, length_of
-from mntrain.data.loader_balance import LoaderBalance, OwnClock
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sample_digest import FirstBatch, ends, of_batch, of_samples, sizes_of
-from mntrain.data.shares import BatchNumber
 from mntrain.data.source import (
     Feed,
     Part,

@@ -3,7 +3,7 @@
     epoch:    a permutation of the samples, a function of (seed, epoch)
     step:     the next batch_size samples: the global batch   [------------------------]
     rank:     a contiguous share of the global batch          [-------|--------|-------]
-              (of equal size, unless `mntrain.data.shares` says otherwise)
+              (of equal size, unless `mntrain.balance.shares` says otherwise)
     worker:   micro-batches whose sizes differ by at most 1   [---|---|----|---|---|---]
 
 Every level but unequal shares is a closed form of the step, the rank and the size. The global order
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from mntrain.data.cadence import CountedParts
+from mntrain.balance.cadence import CountedParts
+from mntrain.balance.own_pace import BatchNumber
+from mntrain.balance.shares import Shares
 from mntrain.data.phase_notes import name_samples, noted
 from mntrain.data.randomness import SeededDraws, mixed_seed, permuted, seed_all
-from mntrain.data.shares import BatchNumber, Shares
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM

@@ -127,30 +127,26 @@ class Reporter:
             warning = plain(f"warning: {message}", console.encoding, "yellow")
             console.print(warning, soft_wrap=True)
 
-    def places(
-        self, places: Sequence[Place], flops: Sequence[float], links: Sequence[float]
-    ) -> None:
-        """Print the hosts, devices and speeds of the first ranks.
+    def places(self, places: Sequence[Place], links: Sequence[float]) -> None:
+        """Print the hosts and devices of the first ranks.
 
-        `places` and `flops` are by rank, and FLOP/s of NaN shown as "?"; `links` has the bytes/s of
-        each node's link, or nothing on one node.
+        `places` is by rank; `links` has the bytes/s of each node's link, or nothing on one node.
         """
         if not self._master:
             return
-        names = ["node", "rank", "local rank", "threads", "CPUs", "memory", "GFLOP/s"]
+        names = ["node", "rank", "local rank", "threads", "CPUs", "memory"]
         names += ["link MB/s"] if links else []
         table = _table("host", "device", *names, left=2)
-        for place, speed in list(zip(places, flops, strict=True))[:_MAX_PLACES]:
+        for place in places[:_MAX_PLACES]:
             device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
             texts = (plain(text, self._console.encoding) for text in (place.host, device))
             numbers = (place.node, place.rank, place.local_rank, place.threads, place.cpus)
-            known = f"{speed / 1e9:,.0f}" if math.isfinite(speed) else "?"
-            rounded = [f"{place.memory / 2**30:.0f} GiB", known]
+            rounded = [f"{place.memory / 2**30:.0f} GiB"]
             rounded += [f"{links[place.node] / 1e6:,.0f}"] if links else []
             table.add_row(*texts, *map(str, numbers), *rounded)
         if len(places) > _MAX_PLACES:
             table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
-        dropped = ("threads", "local rank", "memory", "CPUs", "device", "link MB/s", "GFLOP/s")
+        dropped = ("threads", "local rank", "memory", "CPUs", "device", "link MB/s")
         self._print_table(table, dropped)
 
     def step(self, record: StepRecord) -> None:

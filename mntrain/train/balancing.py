@@ -4,35 +4,33 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mntrain.data.cadence import Cadence
-from mntrain.data.shares import INTERVAL, BatchNumber, Pace, Shares
+from mntrain.balance.cadence import Cadence
+from mntrain.balance.own_pace import INTERVAL, BatchNumber, OwnPace, Pace
+from mntrain.balance.shares import Shares
+from mntrain.balance.stragglers import Straggler, Stragglers
 from mntrain.metrics.registry import StepTimer
 from mntrain.metrics.report import Reporter
 from mntrain.train.job_data import JobData
-from mntrain.train.own_time import OwnTime
-from mntrain.train.stragglers import Straggler, Stragglers
 from mntrain.world import World
-from zero.optimizer import ZeroOptimizer
 
 
 class Balancing:
     """Collects the ranks' speeds every few steps, names slow ranks, and revises their shares.
 
-    Speeds are those of own time (`OwnTime`). Shares or a cadence are those of `data`, if they may
+    Speeds are those of `OwnPace`. Shares or a cadence are those of `data`, if they may
     change. `steps` are those of this job. With a cadence, `world.batch_counts` is set in each step.
     """
 
     def __init__(
         self,
         world: World,
-        optimizer: ZeroOptimizer,
         data: JobData,
         reporter: Reporter,
         steps: range,
     ) -> None:
         self._world, self._data, self._reporter = world, data, reporter
         self._end_step = steps.stop
-        self._own = OwnTime(world, optimizer)
+        self._own = OwnPace(world.waits)
         self._shares: Shares | None = data.shares
         self._cadence: Cadence | None = data.cadence
         self._stragglers = Stragglers(world.size)
@@ -44,11 +42,16 @@ class Balancing:
 
     @contextmanager
     def computing(self, step: int, timer: StepTimer) -> Iterator[None]:
-        """Measure the forward and backward passes of a step. Local; does not wait for a device."""
+        """Measure the loading and computing of a step. Local; does not wait for a device."""
         if self._cadence is not None:
             self._world.batch_counts = self._data.batch_counts(step)
-        with self._own.computing(timer, self._data.own_samples(step)):
-            yield
+        self._own.begin()
+        yield
+        phases, rest = timer.times(), "forward"
+        host = {"data": phases["data"], "backward": phases["backward"]}
+        if self._world.device.type == "cuda":  # computes behind its host
+            host, rest = {"data": phases["data"]}, "forward and backward"
+        self._own.end(self._data.own_samples(step), host, rest)
 
     def after_reduction(self, step: int) -> None:
         """Exchange speeds, if that is due after this step. Collective."""
@@ -56,15 +59,12 @@ class Balancing:
         self._compared = step
         if self._world.size == 1 or step % INTERVAL:
             return
-        own = self._own.take_interval()
         drawn = self._shares.drawn if self._shares else BatchNumber(0, 0)
         if self._cadence is not None:
             drawn = BatchNumber(0, self._cadence.drawn)
-        pace = Pace(own.samples, sum(own.phases.values()), drawn, own.waits)
-        intervals = self._world.gather((pace, own.phases))
-        for straggler in self._stragglers.update(step, intervals):
+        paces = self._world.gather(self._own.take(drawn))
+        for straggler in self._stragglers.update(step, paces):
             self._report(straggler)
-        paces = [pace for pace, _ in intervals]
         if self._shares is not None:
             self._revise(self._shares, paces)
         if self._cadence is not None:
@@ -82,7 +82,7 @@ class Balancing:
 
     def by_rank(self) -> list[dict[str, Any]]:
         """Return the samples of each rank in this job, and its own seconds. Collective."""
-        self._own.end_step()
+        self._own.settle()
         return self._world.gather({"samples": self._own.samples, "own_s": self._own.seconds})
 
     def summary(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Balancing:
             self._reporter.note(f"{name} is no longer slow after step {straggler.until}")
             return
         fix = ""
-        if not (self._shares or self._cadence or self._data.unbalanced):
+        if self._data.balances and not (self._shares or self._cadence):
             fix = "; --balance.mode throughput would give it a smaller part of each batch"
         self._reporter.warn(
             f"since step {straggler.since}, {name} takes {straggler.ratio:.1f} times as long for a "

@@ -11,7 +11,6 @@ import torch
 
 from mntrain import checkpoint, tasks
 from mntrain.checkpoint import FoundCheckpoint, Stateful
-from mntrain.checks.all_ranks import fair_threads
 from mntrain.checks.storage import existing_folder
 from mntrain.cli import to_toml
 from mntrain.config import Config
@@ -29,7 +28,6 @@ from mntrain.train import resumption
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
 from mntrain.train.evaluation import BestMetric, EarlyStopping
-from mntrain.train.hardware import Speeds, matrix_flops
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
@@ -45,11 +43,6 @@ class Precision:
     parameters: torch.dtype | None = None  # and of buffers and gradients; None: the task's choice
     autocast: torch.dtype | None = None  # None: forward runs in the parameters' dtype
     loss_scale: Literal["dynamic"] | None = None
-
-    @property
-    def computes_in(self) -> torch.dtype:
-        """The dtype of matrix products."""
-        return self.autocast or self.parameters or torch.float32
 
 
 PRECISIONS = {
@@ -90,13 +83,9 @@ class TrainingJob:
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
             self.task = tasks.load(config.task, config)
-        known = world.facts[world.rank].cores  # unless the system does not tell
-        cores = fair_threads(world.facts, world.rank) if known else torch.get_num_threads()
-        flops = matrix_flops(world.device, self.precision.computes_in, cores)
-        self.speeds = Speeds(world.gather(flops))
         self.links = world.node_links()
         with world.agreement():
-            self.data = JobData(world, config, self.task, resumed, self.speeds)
+            self.data = JobData(world, config, self.task, resumed)
         self.data_facts = compare_task(world, self.task, self.data.datasets)
         self._make_model(world, config)
         self._make_optimizer(world, config)
@@ -188,7 +177,7 @@ class TrainingJob:
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
         self.reporter.items = self.task.items
         steps = range(self.done + 1, self.last_step + 1)
-        self.balancing = Balancing(world, self.optimizer, self.data, self.reporter, steps)
+        self.balancing = Balancing(world, self.data, self.reporter, steps)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
         self.early_stopping = EarlyStopping(config.train.patience, self.best.text)

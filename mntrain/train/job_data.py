@@ -7,23 +7,15 @@ from typing import Any, cast
 from torch.utils.data import Dataset, IterableDataset
 
 from mntrain import tasks
+from mntrain.balance.cadence import Cadence
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data import sampling
-from mntrain.data.cadence import Cadence
 from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.phase_notes import name_samples
 from mntrain.data.sample_digest import detached
 from mntrain.data.streams import StreamBatches
-from mntrain.train.division import (
-    check_rank_clipping,
-    choose_cadence,
-    choose_shares,
-    measures_speeds,
-    most_samples,
-    refusal_of_shares,
-)
-from mntrain.train.hardware import Speeds
+from mntrain.train.division import choose_cadence, choose_shares, refusal_of_balance
 from mntrain.world import World
 
 
@@ -36,7 +28,6 @@ class JobData:
         config: Config,
         task: tasks.Task,
         resumed: FoundCheckpoint | None,
-        speeds: Speeds,
     ) -> None:
         train = task.dataset("train")
         self.stream: StreamBatches | None = None
@@ -54,9 +45,9 @@ class JobData:
         size, seed, drop_last = config.train.batch_size, config.run.seed, config.data.drop_last
         self.samples = 0  # of an epoch; 0: of a stream
         self._batch_size = size
-        self._choose_shares(
-            world, config, resumed, speeds, stream=isinstance(train, IterableDataset)
-        )
+        stream = isinstance(train, IterableDataset)
+        self.shares = choose_shares(config, world.size, stream=stream)
+        self.balances = not refusal_of_balance(config, world.size, stream=stream)  # or could
         self.cadence: Cadence | None = None
         if isinstance(train, IterableDataset):
             self.stream = StreamBatches(
@@ -77,25 +68,6 @@ class JobData:
             self._plan = sampling.SamplingPlan(
                 self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.shares
             )
-
-    def _choose_shares(
-        self,
-        world: World,
-        config: Config,
-        resumed: FoundCheckpoint | None,
-        speeds: Speeds,
-        *,
-        stream: bool,
-    ) -> None:
-        """Choose whether ranks have unequal parts of a batch."""
-        check_rank_clipping(config)
-        self.unbalanced = refusal_of_shares(config, world.size, stream=stream)
-        self.gain = 1.0  # by shares in proportion to the measured speeds
-        if self.unbalanced is None:
-            self.gain = speeds.gain(self._batch_size, most_samples(config, world.size))
-        done = resumed.manifest.step if resumed else 0
-        measures = measures_speeds(config, len(world.topology.nodes), done)
-        self.shares = choose_shares(config, speeds, self.unbalanced, self.gain, measures=measures)
 
     def _add_validation_sets(self, task: tasks.Task, config: Config) -> None:
         """Note the validation sets that have samples, and spread an evaluation over each."""

@@ -1,30 +1,32 @@
 """The description of a run at its start, and its summary at the end."""
 
-import math
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from mntrain.checks import host
+from mntrain.checks.finding import naming
 from mntrain.config import Config
-from mntrain.data.cadence import Cadence
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, StepRecord
+from mntrain.rank_info import Place
 from mntrain.recorder.recording import FILE_BYTES, recordings
 from mntrain.run.resources import resources
-from mntrain.train.hardware import UNEQUAL, slow_links
+from mntrain.train.division import measures_speeds
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
 
+_SLOW_LINK = 0.5  # of the fastest node's, below which a link is named
+_HOSTS = 3  # that the text about slow links names
 _MANY_RANKS = 128  # whose recordings a shared file system may feel
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
@@ -105,7 +107,7 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
             "with memory to spare"
         )
-    reporter.places(world.places, job.speeds.flops, job.links)
+    reporter.places(world.places, job.links)
     if slow := slow_links(job.links, world.places):
         reporter.warn(slow)
     _describe_balance(world, config, job)
@@ -152,39 +154,47 @@ def _number(count: int) -> str:
 
 
 def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:
-    """Show how the work is divided, and warn of slow ranks if it is divided equally. Local."""
-    data, slow = job.data, job.speeds.slow_ranks(world.places)
-    gain = f"up to {data.gain:.1f} times as fast"
-    if data.cadence:
-        _describe_cadence(config, job, data.cadence)
-    elif config.balance.mode == "auto" and world.size > 1:
-        if data.shares:
-            counts = ", ".join(map(str, data.shares.counts(data.full_batch)))
-            choice = f"ranks have {counts} of {data.full_batch} samples, {gain}: {slow}"
-        elif slow:
-            reason = data.unbalanced.reason if data.unbalanced else "other parts would gain little"
-            choice = f"equal parts, although {slow}: {reason}"
-        else:
-            choice = "equal parts: the ranks are about equally fast"
-        job.reporter.note(f"balance auto: {choice}")
-    elif slow and not data.shares:
-        fix = f"; with --balance.mode throughput, training could be {gain}"
-        job.reporter.warn(slow + (fix if data.gain >= UNEQUAL else ""))
-
-
-def _describe_cadence(config: Config, job: TrainingJob, cadence: Cadence) -> None:
-    """Show the first plan of a cadence, and warn where it gains little. Local."""
-    counts = ", ".join(map(str, cadence.latest.counts))
-    job.reporter.note(
-        f"balance cadence: at first, ranks have {counts} micro-batches of {cadence.micro_batch} "
-        f"samples in a step, {job.data.full_batch} in all"
-    )
-    if config.zero.stage == 2:
-        job.reporter.warn(
-            "--balance.mode cadence: at stage 2, ranks reduce the gradients of every micro-batch "
-            "together, so faster ranks wait for slower ones; give --zero.stage 1 for less "
-            "communication"
+    """Show the first plan of a cadence, and warn where balancing gains little. Local."""
+    cadence, shares = job.data.cadence, job.data.shares
+    if cadence:
+        counts = ", ".join(map(str, cadence.latest.counts))
+        job.reporter.note(
+            f"balance cadence: at first, ranks have {counts} micro-batches of "
+            f"{cadence.micro_batch} samples in a step, {job.data.full_batch} in all"
         )
+        if config.zero.stage == 2:
+            job.reporter.warn(
+                "--balance.mode cadence: at stage 2, ranks reduce the gradients of every "
+                "micro-batch together, so faster ranks wait for slower ones; give --zero.stage 1 "
+                "for less communication"
+            )
+    measures = measures_speeds(config, len(world.topology.nodes), job.done)
+    if shares and not (shares.planned or measures):
+        job.reporter.warn(
+            "--balance.mode throughput: nodes that do not wait for each other compare no speeds, "
+            "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup"
+        )
+
+
+def slow_links(links: Sequence[float], places: Sequence[Place]) -> str:
+    """Return which nodes have slow links; "" if none does, or all are on one host. Pure.
+
+    `links` has the bytes/s of each node's link, and `places` is by rank.
+    """
+    if len({place.host for place in places}) == 1:
+        return ""
+    slow = {node: speed for node, speed in enumerate(links) if speed < _SLOW_LINK * max(links)}
+    if not slow:
+        return ""
+    hosts = list(dict.fromkeys(place.host for place in places if place.node in slow))
+    more = f" and {len(hosts) - _HOSTS} more hosts" if len(hosts) > _HOSTS else ""
+    many = len(slow) > 1
+    of_nodes = f"{naming('node', list(slow))} ({', '.join(hosts[:_HOSTS])}{more})"
+    return (
+        f"the link{'s' if many else ''} of {of_nodes} carr{'y' if many else 'ies'} "
+        f"{min(slow.values()) / 1e6:,.0f} MB/s, where the fastest carries "
+        f"{max(links) / 1e6:,.0f}: every exchange between nodes waits for it"
+    )
 
 
 def _describe_resumption(config: Config, job: TrainingJob) -> None:
@@ -263,11 +273,9 @@ def summarize(world: World, config: Config, job: TrainingJob, result: JobResult)
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     used = resources(world, [job.optimizer])
-    measured = zip(job.balancing.by_rank(), job.speeds.flops, world.places, strict=True)
-    for rank, (own, flops, place) in zip(used["ranks"], measured, strict=True):
-        known = flops if math.isfinite(flops) else None
-        link = job.links[place.node] if job.links else None
-        rank.update(own, matrix_flops_per_s=known, link_bytes_per_s=link)
+    measured = zip(used["ranks"], job.balancing.by_rank(), world.places, strict=True)
+    for rank, own, place in measured:
+        rank.update(own, link_bytes_per_s=job.links[place.node] if job.links else None)
     return {
         "status": result.status,
         "steps": last.step if last else job.done,

@@ -176,11 +176,10 @@ class Trainer:
         being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        with self._agreement.computing(step):
+        with self._agreement.computing(step), self._job.balancing.computing(step, timer):
             with timer("data"):
                 micro_batches = next(self._job.batches)
-            with self._job.balancing.computing(step, timer):
-                self._forward_backward(step, micro_batches, timer)
+            self._forward_backward(step, micro_batches, timer)
         with timer("reduce_wait"):
             self._counts.end_step()
             self._optimizer.synchronize()

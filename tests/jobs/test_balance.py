@@ -129,43 +129,6 @@ def test_hints_count_from_the_first_step(tmp_path):
     assert samples == [6 * 7, 6 * 1]
 
 
-# Products on rank 0 seem to take twice as long. (On one machine cores are equally fast.)
-OLD_PROCESSOR = """
-import os
-from mntrain.tasks.lm import LanguageModel
-from mntrain.train import hardware
-
-rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-hardware._fastest_s = lambda device, dtype: (2e-3, 1e-3)[rank]
-"""
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("auto", marks=pytest.mark.exhaustive),
-        pytest.param("off", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_rank_on_an_old_processor_gets_fewer_samples_or_is_named(tmp_path, mode):
-    (tmp_path / "old.py").write_text(OLD_PROCESSOR)
-    nine = ["--train.batch-size", "9"]
-    own = [*nine, "--task", "old:LanguageModel", "--balance.mode", mode]
-    result = completed(train(2, tmp_path, *own))
-    expect_losses(tmp_path, losses_alone(*nine))
-    samples = [rank["samples"] for rank in summary(tmp_path)["ranks"]]
-    named = r"rank 0 on \S+ multiplies matrices at 0\.50 of the speed of the fastest"
-    if mode == "auto":
-        assert samples == [6 * 3, 6 * 6]
-        assert summary(tmp_path)["shares"] == [{"step": 1, "samples": [3, 6]}]
-        choice = r"balance auto: ranks have 3, 6 of 9 samples, up to 1\.3 times as fast"
-        assert re.search(f"{choice}: {named}", result.stdout), result.report()
-    else:
-        assert samples == [6 * 4, 6 * 5]
-        fix = r"with --balance\.mode throughput, training could be up to 1\.3 times as fast"
-        assert re.search(rf"warning: {named}.*{fix}", result.stderr), result.report()
-
-
 @pytest.mark.exhaustive
 def test_what_cannot_be_balanced_is_refused_before_any_work(tmp_path):
     options = ["--balance.mode", "throughput", "--balance.speed", "5:0.5"]

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 from worlds import RANKS, refusal
 
 import mntrain
+from mntrain.balance.own_pace import OwnPace
 from mntrain.balance_config import BalanceConfig
 from mntrain.config import CheckpointConfig, Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
 from mntrain.data.randomness import permuted
 from mntrain.tasks import Loss, Task
-from mntrain.train.own_time import OwnInterval, OwnTime
 from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -89,16 +89,17 @@ def config_of(folder, *, stage=0, stop_after=None, max_anchor=0, speed=(), norm=
 @pytest.fixture
 def speeds(monkeypatch):
     """Let the last rank seem to take 4 times as long for a sample, and communication 2 s."""
-    take = OwnTime.take_interval
+    take = OwnPace.take
 
-    def as_if(self):
-        measured = take(self)
-        slow = self._world.rank == self._world.size - 1
-        seconds = measured.samples * (1.0 if slow else 0.25)
-        waits = tuple(2.0 if slow else 30.0 for _ in measured.waits)
-        return OwnInterval(measured.samples, {"forward": seconds}, waits)
+    def as_if(self, drawn):
+        measured = take(self, drawn)
+        slow = MPI.COMM_WORLD.rank == RANKS - 1
+        return measured._replace(
+            seconds=measured.samples * (1.0 if slow else 0.25),
+            waits=tuple(2.0 if slow else 30.0 for _ in measured.waits),
+        )
 
-    monkeypatch.setattr(OwnTime, "take_interval", as_if)
+    monkeypatch.setattr(OwnPace, "take", as_if)
 
 
 @pytest.fixture

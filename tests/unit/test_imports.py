@@ -22,7 +22,7 @@ LAYERS = [
         "mntrain.recorder.recording",
         "mntrain.recorder.waits",
     },
-    {"mntrain.checks", "mntrain.config_types"},
+    {"mntrain.balance", "mntrain.checks", "mntrain.config_types"},
     {
         "mntrain.comm",
         "mntrain.kernels",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.data.cadence import (
+from mntrain.balance.cadence import (
     LEAST_STEPS,
     Cadence,
     StepPlan,
@@ -15,10 +15,10 @@ from mntrain.data.cadence import (
     micro_batch_counts,
     tuned_anchor,
 )
+from mntrain.balance.shares import INTERVAL, REVISION, BatchNumber, Pace
 from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.randomness import permuted
 from mntrain.data.sampling import BEGIN, Position
-from mntrain.data.shares import INTERVAL, REVISION, BatchNumber, Pace
 
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 

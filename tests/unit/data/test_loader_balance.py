@@ -10,7 +10,7 @@ import torch
 from sharding import Log, in_turns, sharded
 from torch.utils.data import DataLoader, TensorDataset
 
-from mntrain.data.loader_balance import LoaderBalance
+from mntrain.balance.loader_balance import LoaderBalance
 
 SAMPLES, BATCH = 150, 6
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.data.sampling import SamplingPlan
-from mntrain.data.shares import (
+from mntrain.balance.shares import (
     INTERVAL,
     LEAST,
     REVISION,
@@ -18,6 +17,7 @@ from mntrain.data.shares import (
     share_bounds,
     smoothed,
 )
+from mntrain.data.sampling import SamplingPlan
 from zero.layout import split
 
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6).map(tuple)

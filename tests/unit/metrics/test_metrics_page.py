@@ -39,7 +39,6 @@ def test_every_figure_of_a_rank_is_documented():
     assert names("name in `ranks`") == declared | {
         "samples",
         "own_s",
-        "matrix_flops_per_s",
         "link_bytes_per_s",
     }
 

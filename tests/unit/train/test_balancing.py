@@ -1,84 +1,60 @@
-"""A rank's own time, on a GPU whose events are stood in for."""
+"""A rank's own time in a job, by a clock that tests set."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mntrain.train import own_time
+from mntrain.balance import own_pace
 from mntrain.train.balancing import Balancing
 
 PHASES = {"data": 0.5, "forward": 0.1, "backward": 0.2, "reduce_wait": 0.0}
 
 
-class Event:
-    """An event of a device whose clock a test sets, in seconds."""
+class Clock:
+    """The time of all, in seconds, and what of it this rank has waited."""
 
-    now = 0.0
+    now = waited = 0.0
 
-    def __init__(self, *, enable_timing):
-        assert enable_timing
+    def mark(self):
+        return self.now - self.waited
 
-    def record(self):
-        self.at = Event.now
+    def own_s(self, start, end):
+        return end - start
 
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.at - self.at)
+    def perf_counter(self):
+        return self.now
 
 
-def make(device, samples=4):
-    """Balancing of two ranks, the call that follows backward, and the paces it has sent."""
-    calls, sent = [], []
+@pytest.mark.parametrize(
+    ("device", "phases"),
+    [
+        ("cpu", {"data": 4.5, "forward": 9 * 1.3, "backward": 1.8}),
+        ("cuda", {"data": 4.5, "forward and backward": 9 * 1.5}),
+    ],
+)
+def test_own_time_is_that_of_a_step_without_waits(monkeypatch, device, phases):
+    clock, sent = Clock(), []
+    monkeypatch.setattr(own_pace, "time", clock)
     world = SimpleNamespace(
         size=2,
         device=torch.device(device),
-        collectives=SimpleNamespace(waited_s=0.0),
+        waits=clock,
         gather=lambda own: sent.append(own) or [own, own],
     )
-    optimizer = SimpleNamespace(call_after_backward=calls.append)
-    data = SimpleNamespace(
-        shares=None, cadence=None, own_samples=lambda step: samples, unbalanced=None
-    )
-    return Balancing(world, optimizer, data, None, range(1, 101)), calls[0], sent
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """Let the clock of the host be that of the device."""
-    monkeypatch.setattr(own_time, "time", SimpleNamespace(perf_counter=lambda: Event.now))
-
-
-def test_a_step_on_a_gpu_takes_the_devices_time_until_backward_ends(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    balancing, after_backward, sent = make("cuda")
+    data = SimpleNamespace(shares=None, cadence=None, own_samples=lambda step: 4)
+    balancing = Balancing(world, data, None, range(1, 101))
     timer = SimpleNamespace(times=lambda: PHASES)
     for step in range(1, 11):
         with balancing.computing(step, timer):
-            Event.now += 100.0 if step == 1 else 2.0  # the first step compiles
-            after_backward()
-            Event.now += 7.0  # waiting for other ranks
+            clock.now += 100.0 if step == 1 else 2.0  # the first step compiles
+            clock.now += 7.0  # waiting for other ranks
+            clock.waited += 7.0
+        clock.now += 0.5  # the rest of the step
         balancing.after_reduction(step)
-    [(pace, phases)] = sent
-    assert pace.samples == 9 * 4
-    assert pace.waits == pytest.approx([7.0] * 9)
-    assert pace.seconds == pytest.approx(9 * 2.5)
-    assert phases == pytest.approx({"data": 4.5, "forward and backward": 18.0})
-    assert balancing.by_rank()[0] == {"samples": 40, "own_s": pytest.approx(10 * 0.5 + 118.0)}
-
-
-def test_a_step_on_a_cpu_takes_the_phases_without_waits():
-    balancing, _, sent = make("cpu")
-    timer = SimpleNamespace(times=lambda: PHASES)
-    for step in range(1, 11):
-        with balancing.computing(step, timer):
-            balancing._world.collectives.waited_s += 0.04  # for parameters, in forward
-        Event.now += 0.3 + 0.5  # forward, backward and the rest of the step
-        balancing.after_reduction(step)
-        Event.now += 5.0  # an evaluation
-    [(pace, phases)] = sent
-    assert pace.waits == pytest.approx([0.54] * 9)
-    assert pace.seconds == pytest.approx(9 * 0.76)
-    assert phases == pytest.approx({"data": 4.5, "forward": 0.54, "backward": 1.8})
+        clock.now += 5.0  # an evaluation
+    [pace] = sent
+    assert (pace.samples, pace.seconds) == (9 * 4, pytest.approx(9 * 2.0))
+    assert pace.waits == pytest.approx([7.5] * 9)
+    assert pace.phases == pytest.approx(phases)
+    assert balancing.by_rank()[0] == {"samples": 40, "own_s": pytest.approx(118.0)}

@@ -10,7 +10,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data.sampling import BEGIN, Position
-from mntrain.train.hardware import Speeds
 from mntrain.train.job_data import JobData, _find_origin
 
 
@@ -36,7 +35,7 @@ def data_of(train, valid):
     task = SimpleNamespace(dataset={"train": train, "valid": valid}.get, collate=None)
     nodes = SimpleNamespace(nodes=((0,),))
     world = SimpleNamespace(rank=0, size=1, topology=nodes, gather=lambda value: [value])
-    return JobData(world, Config(task="own:Task"), task, None, Speeds([1.0]))
+    return JobData(world, Config(task="own:Task"), task, None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from torch.utils.data import TensorDataset
 
 from mntrain.config import Config, TrainConfig
 from mntrain.tasks import Loss, Task
-from mntrain.train.hardware import Speeds
 from mntrain.train.job_data import JobData
 from mntrain.train.sample_check import check_validation
 
@@ -77,7 +76,7 @@ def check(kind, micro_batch_size=2):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    data = JobData(world, config, task, None, Speeds([1.0]))
+    data = JobData(world, config, task, None)
     torch.set_rng_state(state)
     try:
         check_validation(task, model, data, config.task, floats=None, autocast=None)

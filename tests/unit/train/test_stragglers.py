@@ -1,7 +1,7 @@
 """Which ranks are named as slow, and when."""
 
-from mntrain.data.shares import BatchNumber, Pace
-from mntrain.train.stragglers import Straggler, Stragglers
+from mntrain.balance.own_pace import BatchNumber, Pace
+from mntrain.balance.stragglers import Straggler, Stragglers
 
 AT = BatchNumber(0, 0)
 
@@ -9,9 +9,11 @@ AT = BatchNumber(0, 0)
 def interval(*seconds, samples=10, phase="backward"):
     """Ranks whose 10 samples took so many seconds; what is above 1 second is of a phase."""
     return [
-        (
-            Pace(samples, own, AT),
-            {"data": 0.2, "forward": 0.3, "backward": 0.5} | {phase: own - 0.5},
+        Pace(
+            samples,
+            own,
+            AT,
+            phases={"data": 0.2, "forward": 0.3, "backward": 0.5} | {phase: own - 0.5},
         )
         for own in seconds
     ]
@@ -56,5 +58,5 @@ def test_a_small_share_is_not_slow():
 def test_ranks_without_samples_are_passed_over():
     watch = Stragglers(3)
     for step in range(10, 100, 10):
-        idle = (Pace(0, 0.0, AT), {"data": 0.0, "forward": 0.0, "backward": 0.0})
+        idle = Pace(0, 0.0, AT, phases={"data": 0.0, "forward": 0.0, "backward": 0.0})
         assert watch.update(step, [idle, *interval(1.0, 1.1)]) == []

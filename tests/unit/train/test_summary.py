@@ -18,14 +18,13 @@ from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.resources import memory_by_role
 from mntrain.sync import SyncConfig
-from mntrain.train.division import Refusal
-from mntrain.train.hardware import Speeds
 from mntrain.train.summary import (
     JobResult,
     describe_job,
     describe_recordings,
     peak_flops,
     resume_command,
+    slow_links,
 )
 from zero.memory import Memory
 
@@ -42,8 +41,8 @@ class Recorder:
     def warn(self, message):
         self.warnings.append(message)
 
-    def places(self, places, flops, links):
-        self.shown = places, flops, links
+    def places(self, places, links):
+        self.shown = places, links
 
 
 @pytest.fixture(autouse=True)
@@ -54,28 +53,22 @@ def arithmetic(monkeypatch):
     return found
 
 
-FLOPS = [4e10] * 4
-SLOW = [4e10, 1e10, 4e10, 1.4e10]
-
-
 def described(
     *,
     device="cpu",
     reasons=("", "", "", ""),
     compiles=False,
     nodes=2,
-    flops=FLOPS,
     balance="off",
-    unbalanced=None,
-    gain=2.6,
-    counts=None,
+    planned=False,
+    max_staleness=0,
     data="data: 3 files\n2 windows",
     resumed=None,
     stream=None,
     files=None,
     links=(1e8, 9e7),
 ):
-    mode = SyncConfig(mode="local-sgd", every=7)
+    mode = SyncConfig(mode="local-sgd", every=7, max_staleness=max_staleness)
     world = SimpleNamespace(
         topology=Topology(((0, 1), (2, 3))),
         algorithm="lanes",
@@ -89,8 +82,8 @@ def described(
         size=4,
     )
     train = TrainConfig(precision="bf16-pure", compile=compiles)
-    balance = BalanceConfig(mode=balance)
-    config = Config(train=train, zero=ZeroConfig(stage=2), sync=mode, balance=balance)
+    mode_of_work = BalanceConfig(mode=balance)
+    config = Config(train=train, zero=ZeroConfig(stage=2), sync=mode, balance=mode_of_work)
     reporter = Recorder()
     job = SimpleNamespace(
         model=nn.Linear(99, 100),
@@ -106,14 +99,12 @@ def described(
         choice="AdamW",
         schedule="cosine",
         sync=mode.description if nodes > 1 else None,
-        speeds=Speeds(flops),
+        done=0,
         links=links,
         data=SimpleNamespace(
             stream=stream,
-            unbalanced=unbalanced,
             cadence=None,
-            shares=SimpleNamespace(counts=lambda samples: counts) if counts else None,
-            gain=gain,
+            shares=SimpleNamespace(planned=planned) if balance == "throughput" else None,
             full_batch=32,
             describe=lambda steps: f"data of {steps} steps",
         ),
@@ -137,7 +128,7 @@ def test_description_has_model_place_and_sharding(device):
         "optimizer: AdamW, schedule cosine",
     ]
     assert reporter.warnings == []
-    assert reporter.shown == (places(4, 2), FLOPS, (1e8, 9e7))
+    assert reporter.shown == (places(4, 2), (1e8, 9e7))
 
 
 def test_data_that_the_task_does_not_describe_are_described_by_their_numbers():
@@ -174,39 +165,13 @@ def test_the_command_that_continues_a_run_leaves_out_what_has_ended_it(monkeypat
     assert command == start + more
 
 
-HELD_UP = "ranks 1, 3 on n0, n1 multiply matrices at 0.25 to 0.35 of the speed of the fastest rank"
-STREAM = Refusal("the training data is a stream", "leave it out")
-
-
-def test_slow_ranks_are_named_with_what_balancing_would_gain():
-    (said,) = described(flops=SLOW).warnings
-    assert said.startswith(f"{HELD_UP}, and hold the others up; with --balance.mode throughput,")
-    assert said.endswith("training could be up to 2.6 times as fast")
-    for without in ({"unbalanced": STREAM, "gain": 1.0}, {"gain": 1.1}):
-        (said,) = described(flops=SLOW, **without).warnings
-        assert said.endswith("hold the others up")
-    assert described(flops=SLOW, balance="throughput", counts=[8] * 4).warnings == []
-
-
-@pytest.mark.parametrize(
-    ("flops", "refusal", "counts", "choice"),
-    [
-        (FLOPS, None, None, "equal parts: the ranks are about equally fast"),
-        (FLOPS, STREAM, None, "equal parts: the ranks are about equally fast"),
-        (SLOW, STREAM, None, f"equal parts, although {HELD_UP}, and hold the others up: the train"),
-        (SLOW, None, None, f"equal parts, although {HELD_UP}, and hold the others up: other parts"),
-        (
-            SLOW,
-            None,
-            [12, 4, 12, 4],
-            "ranks have 12, 4, 12, 4 of 32 samples, up to 2.6 times as fa",
-        ),
-    ],
-)
-def test_an_automatic_division_of_work_is_explained(flops, refusal, counts, choice):
-    reporter = described(flops=flops, balance="auto", unbalanced=refusal, counts=counts)
-    assert reporter.warnings == []
-    assert any(note.startswith(f"balance auto: {choice}") for note in reporter.notes)
+def test_nodes_that_cannot_compare_their_speeds_are_told_so():
+    [said] = described(balance="throughput", max_staleness=2).warnings
+    assert said.endswith(
+        "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup"
+    )
+    assert described(balance="throughput", max_staleness=2, planned=True).warnings == []
+    assert described(balance="throughput").warnings == []
 
 
 def checkpoint_of(config):
@@ -370,3 +335,28 @@ def test_a_large_job_says_where_it_records():
     assert describe_recordings(1024, run, None).startswith(
         "recordings for autopsy: 1,024 files of 0.26 MB in run/recorder; --run.recorder with"
     )
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ([], ""),
+        ([1e9, 0.51e9, 0.9e9], ""),
+        (
+            [117e6, 11.6e6, 115e6],
+            "the link of node 1 (n1) carries 12 MB/s, where the fastest carries 117: "
+            "every exchange between nodes waits for it",
+        ),
+        (
+            [1e9, 2e8, 1e8],
+            "the links of nodes 1, 2 (n1, n2) carry 100 MB/s, where the fastest carries 1,000: "
+            "every exchange between nodes waits for it",
+        ),
+    ],
+)
+def test_nodes_with_slow_links_are_named(links, said):
+    assert slow_links(links, places(6, 2)) == said
+
+
+def test_nodes_of_one_host_have_no_links_of_their_own():
+    assert slow_links([1e9, 1e8], places(4, 2, host="n")) == ""

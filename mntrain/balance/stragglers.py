@@ -1,11 +1,11 @@
 """Detection of ranks that compute more slowly than the others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from mntrain.data.shares import INTERVAL, Pace
+from mntrain.balance.own_pace import INTERVAL, Pace
 
 SLOW, RECOVERED = 1.5, 1.25  # times the median of the other ranks
 LASTING = 2  # intervals for which a rank must be slow, or no longer slow, to be named
@@ -33,16 +33,14 @@ class Stragglers:
         self.found: list[Straggler] = []  # by the step at which they were named
         self._intervals = [0] * size  # for which a rank's state has contradicted what was said
 
-    def update(
-        self, step: int, by_rank: Sequence[tuple[Pace, Mapping[str, float]]]
-    ) -> list[Straggler]:
-        """Take the paces and phases of an interval that ends at a step; return what has changed.
+    def update(self, step: int, by_rank: Sequence[Pace]) -> list[Straggler]:
+        """Take the ranks' paces of an interval that ends at a step; return what has changed.
 
-        By rank; a phase is its seconds. A rank without samples in the interval is passed over.
+        A rank without samples in the interval is passed over.
         """
         changed = []
-        for rank, (pace, _) in enumerate(by_rank):
-            others = [other for other, _ in by_rank if other is not pace and other.samples]
+        for rank, pace in enumerate(by_rank):
+            others = [other for other in by_rank if other is not pace and other.samples]
             if not pace.samples or not others:
                 continue
             usual = median(other.seconds / other.samples for other in others)
@@ -64,13 +62,16 @@ class Stragglers:
         return changed
 
 
-def _slowest_phase(rank: int, by_rank: Sequence[tuple[Pace, Mapping[str, float]]]) -> str:
+def _slowest_phase(rank: int, by_rank: Sequence[Pace]) -> str:
     """Return the phase in which a rank exceeds the others' median per sample by most."""
     per_sample = [
-        {phase: seconds / pace.samples for phase, seconds in phases.items()}
-        for pace, phases in by_rank
+        {phase: seconds / pace.samples for phase, seconds in (pace.phases or {}).items()}
+        for pace in by_rank
         if pace.samples
     ]
-    own_pace, own = by_rank[rank]
-    usual = {phase: median(other[phase] for other in per_sample) for phase in own}
-    return max(own, key=lambda phase: own[phase] / own_pace.samples - usual[phase])
+    own = {
+        phase: seconds / by_rank[rank].samples
+        for phase, seconds in (by_rank[rank].phases or {}).items()
+    }
+    usual = {phase: median(other.get(phase, 0.0) for other in per_sample) for phase in own}
+    return max(own, key=lambda phase: own[phase] - usual[phase])

@@ -2,20 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from mntrain.data.shares import INTERVAL, BatchNumber, Pace, Shares
-
-
-class OwnClock(Protocol):
-    """A clock that stands still while this rank waits for others: `mntrain.comm.waits.Waits`."""
-
-    def mark(self) -> Any:
-        """Return this point in the rank's work. Does not wait for a device."""
-
-    def own_s(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks. May wait for the device to come to `end`."""
+from mntrain.balance.own_pace import INTERVAL, BatchNumber, OwnClock, OwnPace
+from mntrain.balance.shares import Shares
 
 
 class LoaderBalance:
@@ -38,13 +28,11 @@ class LoaderBalance:
         check: Callable[[], None],
     ) -> None:
         self._shares = Shares(size)
-        self._gather, self._clock, self._room, self._check = gather, clock, room, check
-        self._start: Any = None  # mark of the last request
+        self._own = OwnPace(clock, robust=True)
+        self._gather, self._room, self._check = gather, room, check
         self._passes, self._batches = 0, 0
         self._handed_over = 0  # passes, when another dataset last took over
         self._largest, self._largest_own = 0, 0  # samples of a batch, and of this rank's part
-        # Samples and marks, by batch since the last collection.
-        self._taken: list[tuple[int, Any, Any]] = []
 
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts of a batch. Local."""
@@ -58,7 +46,7 @@ class LoaderBalance:
         """Begin a training pass, and return its number, which is the same on all ranks. Local."""
         self._check()
         self._passes += 1
-        self._start = self._clock.mark()
+        self._own.begin()
         return self._passes
 
     def hand_over(self) -> bool:
@@ -66,7 +54,7 @@ class LoaderBalance:
 
         Not while a pass is under way: two loaders at a time need clocks of their own.
         """
-        free = self._start is None and self._passes > self._handed_over
+        free = not self._own.running and self._passes > self._handed_over
         if free:
             self._handed_over = self._passes
         return free
@@ -77,8 +65,7 @@ class LoaderBalance:
         No mark outlives it: a clock keeps what follows its marks.
         """
         if number == self._passes:
-            self._start = None
-            self._taken.clear()
+            self._own.drop()
 
     def batch_done(self, own: int, total: int) -> None:
         """Count a batch, of which this rank had `own` samples of `total`. Collective.
@@ -87,17 +74,18 @@ class LoaderBalance:
         waits for a GPU.
         Raises RuntimeError on all ranks if they have begun other passes or taken other batches.
         """
-        now, start = self._clock.mark(), self._start
-        self._start = now
+        self._own.end(own)
+        self._own.begin()
         self._batches += 1
         self._largest = max(self._largest, total)  # the last one of an epoch may be small
         self._largest_own = max(self._largest_own, own)
-        if own and self._batches > 1 and start is not None:  # the first one takes longer
-            self._taken.append((own, start, now))
         if self._batches % INTERVAL:
             return
         place = self._passes, self._batches
-        gathered = self._gather((place, self._pace()))
+        room, most = self._room(), None
+        if room < math.inf:  # memory grows no faster than the part
+            most = int(self._largest_own * max(1.0, room))
+        gathered = self._gather((place, self._own.take(self._shares.drawn, most)))
         if any(other != place for other, _ in gathered):
             places = ", ".join(f"rank {r}: pass {p}" for r, ((p, _), _) in enumerate(gathered))
             raise RuntimeError(
@@ -105,15 +93,4 @@ class LoaderBalance:
                 "over it equally often on all ranks; to look at a batch, use the loader itself"
             )
         self._shares.revise([pace for _, pace in gathered], self._largest)
-        self._start = self._clock.mark()
-
-    def _pace(self) -> Pace:
-        """Return this rank's pace since the last call. Waits for its device."""
-        per_sample = [self._clock.own_s(start, end) / own for own, start, end in self._taken]
-        self._taken.clear()
-        samples = len(per_sample)
-        seconds = samples * median(per_sample) if samples else 0.0
-        room, most = self._room(), None
-        if room < math.inf:  # memory grows no faster than the part
-            most = int(self._largest_own * max(1.0, room))
-        return Pace(samples, seconds, self._shares.drawn, most=most)
+        self._own.begin()

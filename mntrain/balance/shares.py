@@ -18,31 +18,14 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
+from mntrain.balance.own_pace import INTERVAL, BatchNumber, Pace
 from zero.layout import split
 
 CALIBRATION = 10  # batches with equal shares, or with those of given speeds
-INTERVAL = 10  # batches between the collections of speeds
 REVISION = 50  # batches between revisions of the shares
 SMOOTHING = 0.3  # weight of the latest interval in the exponential mean of a rank's speed
 LEAST = 0.05  # of the equal share, that every rank gets at least
 GAIN = 1.05  # by which a revision must shorten the expected time of a batch
-
-
-class BatchNumber(NamedTuple):
-    """A batch of a pass over a loader; a job has one pass, whose batches are its steps."""
-
-    of_pass: int
-    batch: int
-
-
-class Pace(NamedTuple):
-    """Samples and seconds of a rank since the last collection, and the last batch it has drawn."""
-
-    samples: int
-    seconds: float
-    drawn: BatchNumber
-    waits: tuple[float, ...] = ()  # seconds of each step in which it did not compute
-    most: int | None = None  # samples of a batch that fit into its memory; None: any
 
 
 def share_bounds(

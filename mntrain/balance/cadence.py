@@ -17,15 +17,8 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from mntrain.data.shares import (
-    GAIN,
-    SMOOTHING,
-    BatchNumber,
-    Calibration,
-    Pace,
-    hinted_speeds,
-    share_bounds,
-)
+from mntrain.balance.own_pace import BatchNumber, Pace
+from mntrain.balance.shares import GAIN, SMOOTHING, Calibration, hinted_speeds, share_bounds
 
 FIRST_ANCHOR = 10  # before communication is measured
 AIM = 0.8  # of the overhead target, for which a new anchor is chosen
