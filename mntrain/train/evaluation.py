@@ -1,15 +1,11 @@
 """Evaluations of a job: on which metric they are judged, and when they end the run."""
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from mntrain.metrics.registry import StepRecord
-from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.train.step_means import GlobalMeans
 
 EVAL_LOSS = "eval_loss"
@@ -46,70 +42,22 @@ class BestMetric:
         self._name, _, mode = text.partition(":")
         self._sign = -1.0 if mode == "max" else 1.0
 
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ValueError if an evaluation with these metrics of the task cannot be judged."""
-        if self._name != EVAL_LOSS and self._name not in metrics:
-            names = ", ".join([EVAL_LOSS, *metrics])
-            raise ValueError(
-                f"--checkpoint.best {self.text}: the evaluations have no such metric; "
-                f"they have {names}"
-            )
-
-    def check_trial(self, task: Task, losses: Mapping[str, Loss | Losses]) -> None:
-        """Raise ValueError as `check` if evaluations will not have the metric. Local.
-
-        `losses` are those of a micro-batch of each validation set, by its name. Nothing is known
-        without any set, if one has Losses, of which a micro-batch may lack some, and if the task's
-        `derive` fails on the metrics of a micro-batch.
-        """
-        if self._name == EVAL_LOSS or not losses:
-            return
-        by_set = {}
-        for name, loss in losses.items():
-            if isinstance(loss, Losses):
-                return
-            try:
-                metrics = _trial_metrics(task, loss)
-            except Exception:
-                return
-            by_set[name] = GlobalMeans(1.0, metrics, 1, "", {"loss": (1.0, 1.0)})
-        try:
-            self.check(merge_sets(by_set)[1])
-        except ValueError as error:
-            raise ValueError(
-                f"{error} (one that some micro-batches lack must be in all, there as Mean(0.0, 0))"
-            ) from error
-
     def score(self, record: StepRecord) -> float | None:
         """Return the score of a step's evaluation, of which the lowest is the best.
 
-        None if there was no evaluation, or its value is not a number. Raises ValueError as `check`.
+        None if there was no evaluation, or its value is not a number. Raises ValueError for an
+        evaluation without the metric.
         """
         if record.eval_loss is None:
             return None
-        metrics = record.eval_metrics or {}
-        self.check(metrics)
-        value = record.eval_loss if self._name == EVAL_LOSS else metrics[self._name]
+        values = {EVAL_LOSS: record.eval_loss, **(record.eval_metrics or {})}
+        if self._name not in values:
+            raise ValueError(
+                f"--checkpoint.best {self.text}: the evaluations have no such metric; "
+                f"they have {', '.join(values)}"
+            )
+        value = values[self._name]
         return None if math.isnan(value) else self._sign * value
-
-
-def _trial_metrics(task: Task, loss: Loss) -> dict[str, float]:
-    """Return the metrics that evaluations may have, by the loss of a micro-batch. Local.
-
-    Also those over no item in the micro-batch, and those that `derive` adds if all values are 1: it
-    may leave out a ratio if there is nothing to divide by.
-    """
-    given = dict(sorted(loss.metrics.items()))
-    ones = dict.fromkeys(given, 1.0)
-    if getattr(task.derive, "__func__", None) is Task.derive:
-        return ones
-    values = {
-        name: float(torch.as_tensor(metric if isinstance(metric, torch.Tensor) else metric.value))
-        for name, metric in given.items()
-        if not isinstance(metric, Mean) or metric.count
-    }
-    tried = copy.copy(task)
-    return {**tried.derive(1.0, ones), **tried.derive(float(loss.mean), values)}
 
 
 class EarlyStopping:

@@ -155,7 +155,7 @@ class TrainingJob:
         self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
         self.best = BestMetric(config.checkpoint.best)
         with world.agreement():
-            losses = check_validation(
+            check_validation(
                 self.task,
                 self.model,
                 self.data,
@@ -163,7 +163,6 @@ class TrainingJob:
                 floats=self.precision.parameters,
                 autocast=self.precision.autocast,
             )
-            self.best.check_trial(self.task, losses)
 
     def _load_initial_weights(self, world: World, config: Config) -> None:
         """Load the weights of --init.from on the master. Collective; its optimizer spreads them."""

@@ -4,10 +4,8 @@ import inspect
 import math
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -187,8 +185,7 @@ class Schedule:
 
     That of the task, whose state checkpoints hold (`objects`), or that of --optim.schedule, which
     is a function of the number of steps: a resumed run may change it. Raises ValueError if what the
-    task brings is none, for an error of the task, and for what a scheduler of torch refuses in its
-    first step only.
+    task brings is none, and for an error of the task.
     """
 
     def __init__(
@@ -201,10 +198,6 @@ class Schedule:
                 f"schedule() of the task returned a {type(own).__name__}: return a scheduler of "
                 "torch.optim.lr_scheduler, or None for that of --optim.schedule"
             )
-        if own is not None and type(own).__module__ == LRScheduler.__module__:
-            returned = f"{type(own).__name__} that schedule() of the task returned"
-            with _errors_of_task(f"the first step of the {returned}"):
-                _try_step(own, optimizer)  # others may do more in a step
         self._optimizer, self._name = optimizer, config.schedule
         self._factor = lr_factor(config, steps)
         self._scheduler = own
@@ -234,27 +227,6 @@ class Schedule:
         """Tell a scheduler that reacts to it the loss of an evaluation, the same on all ranks."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(loss)
-
-
-def _try_step(scheduler: LRScheduler, optimizer: Optimizer) -> None:
-    """Take a step of a scheduler, and restore its state and the hyperparameters. Local."""
-    state = deepcopy(scheduler.state_dict())
-    groups = [
-        {k: deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, before the first step of the optimizer
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(1.0)
-        else:
-            scheduler.step()
-        scheduler.load_state_dict(state)
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in before.items():
-            if isinstance(value, torch.Tensor):
-                group[key].copy_(value)  # the scheduler may hold it
-            else:
-                group[key] = value
 
 
 def lr_factor(config: OptimConfig, steps: int) -> Callable[[int], float]:

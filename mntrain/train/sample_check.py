@@ -14,7 +14,6 @@ from torch.utils.data import default_collate
 
 from mntrain import device, tasks
 from mntrain.checkpoint import random_states, set_random_states
-from mntrain.tasks import Loss, Losses
 from mntrain.train.job_data import JobData
 
 
@@ -27,10 +26,10 @@ def check_validation(
     *,
     floats: torch.dtype | None,
     autocast: torch.dtype | None,
-) -> dict[str, Loss | Losses]:
-    """Return the loss of one micro-batch of each validation set, as evaluations will. Local.
+) -> None:
+    """Compute the loss of one micro-batch of each validation set, as evaluations will. Local.
 
-    They are by the names of the sets. The dtypes are those of the batches' floating-point tensors
+    The dtypes are those of the batches' floating-point tensors
     and of autocast, None for none. Modules and random generators are left as they were. Raises
     ValueError for a task that fails or returns no Loss, with the error and its line; `name` is what
     --task names the task.
@@ -39,7 +38,6 @@ def check_validation(
     task = copy.copy(task)  # one that counts its calls, say, must not count this one
     training = {module: module.training for module in model.modules()}
     states = random_states(on)
-    losses: dict[str, Loss | Losses] = {}
     model.eval()
     try:
         for which in data.validation_sets:
@@ -56,12 +54,10 @@ def check_validation(
                 tasks.check_loss(loss, name)
             except TypeError as error:
                 raise ValueError(str(error)) from error
-            losses[which] = loss
     finally:
         set_random_states(states, on)
         for module, mode in training.items():
             module.training = mode
-    return losses
 
 
 @contextmanager
