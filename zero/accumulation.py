@@ -95,7 +95,6 @@ class Accumulation:
         self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
         self._weighing: list[RemovableHandle] = []  # hooks that run before a gradient is added
         self.clip: Callable[[], None] | None = None  # if given, called before anything is launched
-        self.before_finish: Callable[[], None] | None = None  # called when backward has ended
         self.waited_s = 0.0  # in `finish`
         self.sparse = set[str]()  # names of parameters that ever got a sparse gradient
         self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
@@ -417,8 +416,6 @@ class Accumulation:
         differ.
         """
         start = time.perf_counter()
-        if self.before_finish is not None:
-            self.before_finish()
         try:
             while self._reduce():
                 pass

@@ -303,10 +303,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Seconds so far in which backward and `step` finished reductions of gradients."""
         return self._accumulation.waited_s
 
-    def call_after_backward(self, action: Callable[[], None] | None) -> None:
-        """Call `action`, unless None, when backward is over, before it waits for others. Local."""
-        self._accumulation.before_finish = action
-
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
 
