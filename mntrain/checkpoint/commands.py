@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mntrain.checkpoint.exports import export_file, export_folder, missing_tokenizer
 from mntrain.checkpoint.format import DTYPES, FILES, MODEL, OPTIMIZER, Manifest, open_tensors
-from mntrain.checkpoint.reader import best_of, find_sound, inspect, list_checkpoints, scores
+from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, scores
 from mntrain.metrics.report import plain
 from mntrain.metrics.terminal import stdout
 
@@ -87,7 +87,7 @@ def _list(options: Namespace, console: Console) -> int:
             problems[path] = f"{path}: {error}"
     # The best is by the metric of the newest checkpoint.
     metric = next((content.scored_by for content in contents.values()), "eval_loss")
-    best = best_of(found := scores(paths, metric))
+    found = scores(paths, metric)
     others = [] if metric == "eval_loss" else [metric.partition(":")[0]]
     table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", *others, "files")
     for path in paths:
@@ -104,7 +104,7 @@ def _list(options: Namespace, console: Console) -> int:
             row += [f"{sign * found[path]:.4g}" if path in found else ""]
         table.add_row(path.name, *row, "complete")
     console.print(table)
-    if best is not None:
+    for best in list(found)[:1]:
         _print(console, f"the best by {metric}: {best.name}")
     return DAMAGED if problems else 0
 

@@ -69,19 +69,16 @@ def set_aside(run_dir: Path, step: int) -> None:
 
 
 def scores(paths: Iterable[Path], metric: str) -> dict[Path, float]:
-    """Return the scores by a metric of the checkpoints that have one and a readable manifest."""
+    """Return the scores by a metric of the checkpoints that have one; the lowest, oldest first.
+
+    Those without a readable manifest are left out.
+    """
     found: dict[Path, float] = {}
     for path in paths:
         with suppress(ValueError):
-            score = read_manifest(path).score_by(metric)
-            if score is not None:
+            if (score := read_manifest(path).score_by(metric)) is not None:
                 found[path] = score
-    return found
-
-
-def best_of(found: Mapping[Path, float]) -> Path | None:
-    """Return the first path with the lowest score, None without any."""
-    return min(found, key=lambda path: (found[path], path.name), default=None)
+    return dict(sorted(found.items(), key=lambda item: (item[1], item[0].name)))
 
 
 def inspect(path: Path) -> Manifest:

@@ -64,7 +64,7 @@ from mntrain.checkpoint.objects import (
     merge,
     merge_hooks,
 )
-from mntrain.checkpoint.reader import best_of, checkpoint_name, is_shared, list_checkpoints, scores
+from mntrain.checkpoint.reader import checkpoint_name, is_shared, list_checkpoints, scores
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
 from mntrain.comm.engine import Future as CommFuture
 from mntrain.errors import AgreedError, combined_refusals
@@ -165,7 +165,7 @@ class Saver:
     def best_score(self, last: int, metric: str) -> float | None:
         """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
         paths = [p for p in list_checkpoints(self._run_dir) if p.name <= checkpoint_name(last)]
-        own = min(scores(paths, metric).values(), default=None)
+        own = next(iter(scores(paths, metric).values()), None)
         best: float | None = self._world.gather(own)[0]
         return best
 
@@ -518,7 +518,7 @@ def remove_old(run_dir: Path, keep: int, metric: str) -> None:
     for leftover in (run_dir / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     paths = list_checkpoints(run_dir)
-    best = best_of(scores(paths, metric))
+    best = next(iter(scores(paths, metric)), None)
     for path in paths[keep:]:
         if path != best:
             # Renamed first: a half-removed folder must not look like a checkpoint.

@@ -65,7 +65,7 @@ class RunDirectory:
             if world.master:
                 try:
                     self._make(new=path is None)
-                    lost = world.watchdog.lose_directory if world.watchdog else _warn
+                    lost = world.watchdog.lose_directory if world.watchdog else warn
                     self._lock = RunLock(self.path, lost)
                 except OSError as error:
                     raise _unwritable(self.path, error) from error
@@ -157,7 +157,7 @@ class RunDirectory:
         job = world.gather(secrets.token_hex(8))[0]
         problems = world.gather(world.recorder.open(recordings(self.path, local), job) or None)
         if world.master and any(problems):
-            _warn(f"no recording for autopsy: {combined_refusals(problems)}")
+            warn(f"no recording for autopsy: {combined_refusals(problems)}")
 
     def write_early_end(self, status: str, reason: str) -> None:
         """Write the summary.json of a job that ends without its ranks, in one of EARLY_ENDS."""
@@ -200,7 +200,8 @@ def rewind(run_dir: Path, step: int) -> None:
         rewind_csv(run_dir, kept)
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Print a warning on stderr. Local."""
     print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
 
 

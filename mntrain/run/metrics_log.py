@@ -1,7 +1,6 @@
 """Metrics of a user's own training loop, in the files that the trainer writes."""
 
 import math
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
 from mntrain.run.delayed import DelayedSums
-from mntrain.run.directory import RunDirectory
+from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import to_float, weight_problem
 from zero.optimizer import ZeroOptimizer
 
@@ -138,7 +137,7 @@ class MetricsLog:
         """Close metrics.jsonl without waiting for other ranks; warn if it lacks lines. Local."""
         self._open = False
         if missing := self._close_files():
-            _warn(loss_text(self._directory.path, missing))
+            warn(loss_text(self._directory.path, missing))
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +167,12 @@ class MetricsLog:
             if self._world.master:
                 missing += try_summary(self._directory.path, summary, missing)
             self._world.watchdog.at_end.remove(self._early_end)
-            self._tell_missing(self._world.gather(missing)[0], error)
+            if missing := self._world.gather(missing)[0]:
+                text = loss_text(self._directory.path, missing)
+                if error is None:
+                    raise AgreedError(text, self._world.rank)
+                if self._world.master:
+                    warn(text)
         finally:
             self.abandon()
 
@@ -180,22 +184,12 @@ class MetricsLog:
         files.close(succeeded=succeeded)
         return files.missing
 
-    def _tell_missing(self, missing: list[str], error: AgreedError | None) -> None:
-        """Raise AgreedError for what could not be written; warn if `error` ends the loop."""
-        if not missing:
-            return
-        text = loss_text(self._directory.path, missing)
-        if error is None:
-            raise AgreedError(text, self._world.rank)
-        if self._world.master:
-            _warn(text)
-
     def _open_files(self) -> MetricsFiles:
         """Return the open files, which a rewind of the directory has replaced. Local."""
         if self._files is None or self._rewinds != self._directory.rewinds:
             self._close_files()
             self._rewinds = self._directory.rewinds
-            self._files = MetricsFiles(self._directory.path, self._log, ["step"], _warn)
+            self._files = MetricsFiles(self._directory.path, self._log, ["step"], warn)
         return self._files
 
     def _check(self, step: int, weight: float, reserved: set[str], unread: set[str]) -> None:
@@ -229,7 +223,3 @@ class MetricsLog:
     def _mean(self, mean: float, own: float) -> float:
         """Return a mean, or this rank's value if they differ by the rounding of the sum only."""
         return own if math.isclose(mean, own, rel_tol=self._world.size * 2**-52) else mean
-
-
-def _warn(text: str) -> None:
-    print(f"mntrain: warning: {text}", file=sys.stderr)

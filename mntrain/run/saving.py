@@ -1,7 +1,6 @@
 """Saves of a run: when its checkpoints are due, reports about them, and those of own loops."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
 from mntrain.run.delayed import DelayedSums
-from mntrain.run.directory import RunDirectory
+from mntrain.run.directory import RunDirectory, warn
 from zero.optimizer import ZeroOptimizer
 
 _LONG_WAIT_S = 1.0
@@ -251,6 +250,7 @@ class Checkpoints:
         self._world, self._directory = world, directory
         self._model, self._optimizer, self._objects = model, optimizer, objects
         self._interval, self._flush_metrics = interval, flush_metrics
+        self._warn: Callable[[str], None] = warn if world.master else lambda text: None
         directory.expect_shared()
         self._saver = Saver(world, model, optimizer, directory.path, keep, objects=objects)
         with world.agreement():
@@ -306,20 +306,24 @@ class Checkpoints:
             eval_loss = eval_loss if math.isfinite(eval_loss) else None
         progress = Manifest(step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss)
         if now:
-            self._save_now(progress)
+            self.settle()
+            if not self._run_saver.has(step):  # it may have been the one that was being written
+                self._flush_metrics()
+                self._run_saver.save_now(progress)
         elif not again:
             self._save_if_due(progress)
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written, and warn if it failed."""
-        self._flags.take()
-        self._run_saver.wait(self._step or 0)
-        self._saver.settle()
+        self._settle(warns=True)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written. Raises AgreedError if it failed."""
+        self._settle(warns=False)
+
+    def _settle(self, *, warns: bool) -> None:
         self._flags.take()
-        self._run_saver.wait(self._step or 0, warns=False)
+        self._run_saver.wait(self._step or 0, warns=warns)
         self._saver.settle()
 
     def __enter__(self) -> Self:
@@ -371,13 +375,6 @@ class Checkpoints:
         if self._interval.by_clock or self._saver.saving:
             self._flags.start(self._run_saver.local_flags())
 
-    def _save_now(self, progress: Manifest) -> None:
-        """Save, unless the checkpoint of this step is complete or being written."""
-        self.settle()
-        if not self._run_saver.has(progress.step):
-            self._flush_metrics()
-            self._run_saver.save_now(progress)
-
     def _load(self, found: FoundCheckpoint) -> None:
         scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
         if scheduled and not any(hasattr(value, "last_epoch") for value in self._objects.values()):
@@ -388,7 +385,3 @@ class Checkpoints:
             self._warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         checkpoint.load(found, self._model, self._optimizer, self._world, objects=self._objects)
         self._run_saver.continue_from(found)
-
-    def _warn(self, text: str) -> None:
-        if self._world.master:
-            print(f"mntrain: warning: {text}", file=sys.stderr)

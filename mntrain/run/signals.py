@@ -16,7 +16,6 @@ from typing import Any, Self
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
 from mntrain.run.delayed import DelayedSums
-from mntrain.watchdog.thread import Watchdog
 from zero.optimizer import ZeroOptimizer
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
@@ -34,20 +33,13 @@ _MIN_ALLOCATION_SPARE_S = 5.0
 class SignalRequests:
     """Notes the first signal that arrives while it is entered.
 
-    A second SIGINT raises KeyboardInterrupt, except inside `deferred`. With a watchdog, the job
-    ends `grace_s` seconds after the first signal unless `agreed` is called before; and with several
-    ranks, at the second signal. `option` is what the user sets the seconds with. `on_signal` is
-    called with the number of every signal.
+    A second SIGINT raises KeyboardInterrupt, except inside `deferred`. The job ends `grace_s`
+    seconds after the first signal unless `agreed` is called before; and with several ranks, at the
+    second signal. `option` is what the user sets the seconds with.
     """
 
-    def __init__(
-        self,
-        watchdog: Watchdog | None = None,
-        grace_s: float = math.inf,
-        option: str = "",
-        on_signal: Callable[[int], None] = lambda number: None,
-    ) -> None:
-        self._watchdog, self._on_signal = watchdog, on_signal
+    def __init__(self, world: Ranks, grace_s: float, option: str) -> None:
+        self._watchdog, self._on_signal = world.watchdog, world.recorder.signal_arrived
         self._grace_s, self._option = grace_s, option
         self._second_interrupts = True
         self.first: signal.Signals | None = None
@@ -68,15 +60,13 @@ class SignalRequests:
     def __enter__(self) -> Self:
         signals = (INTERRUPT, *PREEMPT)
         self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
-        watchdog = self._watchdog
-        if watchdog is not None and watchdog.expect_signals(signals, self._grace_s, self._option):
-            self._second_interrupts = watchdog.alone
+        if self._watchdog.expect_signals(signals, self._grace_s, self._option):
+            self._second_interrupts = self._watchdog.alone
         return self
 
     def agreed(self) -> None:
         """Note that all ranks know of the signal, and will end the job together. Local."""
-        if self._watchdog is not None:
-            self._watchdog.ignore_signals()
+        self._watchdog.ignore_signals()
         self._second_interrupts = True
 
     def __exit__(self, *exception: object) -> None:
@@ -162,9 +152,7 @@ class StopRequests:
         self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
-        on_signal = world.recorder.signal_arrived
-        option = "grace of world.stop_requested"
-        self._signals = SignalRequests(world.watchdog, grace_s, option, on_signal)
+        self._signals = SignalRequests(world, grace_s, "grace of world.stop_requested")
         self._signals.__enter__()
         self._sum = DelayedSums(world.collectives, optimizers)
         self._longest_step_s, self._last_poll = 0.0, time.monotonic()

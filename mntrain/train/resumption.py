@@ -145,21 +145,21 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def with_absolute_paths(config: Config) -> Config:
     """Return a configuration that finds its files from any folder."""
-    data, valid = config.data.path, config.data.valid_path
-    weights, model = config.init.from_, config.hf.model
-    if isinstance(valid, dict):
-        valid = {name: path.absolute() for name, path in valid.items()}
-    elif valid is not None:
-        valid = valid.absolute()
-    kind, colon, file = config.data.tokenizer.partition(":")
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: path.absolute() for name, path in value.items()}
+        return value and value.absolute()
+
+    data, init, hf = config.data, config.init, config.hf
+    kind, colon, file = data.tokenizer.partition(":")
     tokenizer = f"{kind}:{Path(file).absolute()}" if colon else kind
+    path, valid_path = absolute(data.path), absolute(data.valid_path)
     return replace(
         config,
-        data=replace(
-            config.data, path=data and data.absolute(), valid_path=valid, tokenizer=tokenizer
-        ),
-        init=replace(config.init, from_=weights and weights.absolute()),
-        hf=replace(config.hf, model=model and model.absolute()),
+        data=replace(data, path=path, valid_path=valid_path, tokenizer=tokenizer),
+        init=replace(init, from_=absolute(init.from_)),
+        hf=replace(hf, model=absolute(hf.model)),
     )
 
 

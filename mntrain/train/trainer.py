@@ -72,8 +72,7 @@ class Trainer:
         self._config = config = job.config
         self._model, self._optimizer = job.model, job.optimizer
         self._reporter = job.reporter
-        on_signal = world.recorder.signal_arrived
-        self._signals = SignalRequests(world.watchdog, config.run.grace, "--run.grace", on_signal)
+        self._signals = SignalRequests(world, config.run.grace, "--run.grace")
         self._early_end = job.directory.write_early_end
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = StepMeans(world.rank)

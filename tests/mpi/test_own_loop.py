@@ -187,16 +187,6 @@ def test_on_the_same_ranks_losses_are_bitwise_the_same_with_dropout(folder, stag
     assert column(folder / "parts", "loss") == column(folder / "whole", "loss")
 
 
-@pytest.mark.thorough
-def test_without_the_learning_rate_of_the_checkpoint_the_losses_would_differ(folder):
-    train(folder / "run", stop_after=4)
-    with world_of() as world:
-        loop = Loop(world, folder / "run")
-        fresh = loop.optimizer.param_groups[0]["lr"]
-        assert loop.checkpoints.restore() == 4
-        assert loop.optimizer.param_groups[0]["lr"] == loop.scheduler.get_last_lr()[0] != fresh
-
-
 @pytest.mark.parametrize(
     "number",
     [
@@ -423,8 +413,9 @@ def test_steps_that_cannot_be_counts_are_refused(folder):
         )
         assert loop.checkpoints.restore() == 0
         assert "give the number of steps taken, 1 after the first" in refusal(save, 0)
-        save(5, now=True)
-        save(5, now=True)  # is saved already
+        for now in (False, True, True, False):  # is saved once
+            save(5, now=now)
+        assert loop.checkpoints.summary()["checkpoints"]["saved"] == 1
         assert "step 5 came before: steps only increase" in refusal(save, 4)
         save(6)
         assert steps_kept(folder / "run")[-1] == 5
@@ -432,18 +423,6 @@ def test_steps_that_cannot_be_counts_are_refused(folder):
         loop = Loop(world, folder / "run")
         assert loop.checkpoints.restore() == 6
         assert "the run began after 6 steps" in refusal(loop.checkpoints.save, 6)
-
-
-@pytest.mark.thorough
-def test_the_same_step_is_saved_once(folder):
-    with world_of() as world:
-        loop = Loop(world, folder / "run", every=1)
-        loop.checkpoints.restore()
-        loop.step(1)
-        for now in (False, True, True, False):
-            loop.checkpoints.save(1, now=now)
-        loop.checkpoints.close()
-        assert loop.checkpoints.summary()["checkpoints"]["saved"] == 1
 
 
 @pytest.mark.thorough

@@ -133,14 +133,11 @@ def test_each_scheduler_is_asked_for_its_own_job(command):
     assert left_s({"SLURM_JOB_ID": "7"}) == 100
     assert left_s({"PBS_JOBID": "8.server"}) == 200
     assert left_s({"LSB_JOBID": "9", "LSB_JOBINDEX": "0"}) == 300
+    command("bjobs", '[ "$4" = "9[3]" ] && echo "0:06 L"')
+    assert left_s({"LSB_JOBID": "9", "LSB_JOBINDEX": "3"}) == 300  # an element of an array
     assert left_s({"FLUX_JOB_ID": "f23Q"}) == 400
     assert left_s({"FLUX_JOB_ID": "f23Q", "PBS_JOBID": "8.server"}) == 200  # one in the other
     assert left_s({}) is None
-
-
-def test_lsf_is_asked_for_the_element_of_a_job_array(command):
-    command("bjobs", '[ "$4" = "9[3]" ] && echo "0:06 L"')
-    assert left_s({"LSB_JOBID": "9", "LSB_JOBINDEX": "3"}) == 300
 
 
 def test_the_environment_of_a_newer_slurm_is_enough(command):

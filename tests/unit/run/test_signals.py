@@ -60,9 +60,10 @@ def test_a_clock_that_is_set_back_changes_nothing(clock, monkeypatch):
 def test_a_forked_child_ends_by_a_signal_as_without_handlers():
     program = """
 import os, signal, time
+from unittest.mock import MagicMock
 from mntrain.run.signals import SignalRequests
 ready, started = os.pipe()
-with SignalRequests() as requests:
+with SignalRequests(MagicMock(), 30.0, '') as requests:
     child = os.fork()
     if not child:
         os.write(started, b"1")
