@@ -6,7 +6,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import NamedTuple
 
 Environment = Mapping[str, str]
 
@@ -14,15 +13,6 @@ _COMMAND_TIMEOUT_S = 10.0
 _MINUTE_S = 60.0
 _UNLIMITED = 2**32 - 1  # what Flux reports for a job without a limit
 _TIME_UNITS_S = (1, 60, 3600, 86400)  # of a duration such as 2:00:00, from its end
-
-
-class Scheduler(NamedTuple):
-    """A way to ask one scheduler for the end of a job."""
-
-    command: Callable[[Environment], list[str]]
-    # From the command's output, and the time at which it was run: the end of the job in seconds
-    # since the epoch; None if it has no limit. Raises LookupError or ValueError for other outputs.
-    parse: Callable[[str, float], float | None]
 
 
 def allocation_end(environment: Environment) -> float | None:
@@ -101,14 +91,17 @@ def _ask_lsf(environment: Environment) -> list[str]:
     return ["bjobs", "-noheader", "-o", "time_left", job]
 
 
-SCHEDULERS = {  # by the variable that is set in the environment of their jobs
-    "SLURM_JOB_ID": Scheduler(
+# By the variable that is set in the environment of their jobs: the command that tells the end of a
+# job, and a function of its output and of the time at which it was run. It returns the end in
+# seconds since the epoch, None if there is no limit; LookupError or ValueError: it is unknown.
+SCHEDULERS: dict[
+    str, tuple[Callable[[Environment], list[str]], Callable[[str, float], float | None]]
+] = {
+    "SLURM_JOB_ID": (
         lambda environment: ["scontrol", "--oneliner", "show", "job", environment["SLURM_JOB_ID"]],
         parse_slurm,
     ),
-    "PBS_JOBID": Scheduler(
-        lambda environment: ["qstat", "-f", environment["PBS_JOBID"]], parse_pbs
-    ),
-    "LSB_JOBID": Scheduler(_ask_lsf, parse_lsf),
-    "FLUX_JOB_ID": Scheduler(lambda _: ["flux", "job", "timeleft"], parse_flux),
+    "PBS_JOBID": (lambda environment: ["qstat", "-f", environment["PBS_JOBID"]], parse_pbs),
+    "LSB_JOBID": (_ask_lsf, parse_lsf),
+    "FLUX_JOB_ID": (lambda _: ["flux", "job", "timeleft"], parse_flux),
 }

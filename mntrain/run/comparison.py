@@ -11,7 +11,7 @@ from contextlib import suppress
 from numbers import Real
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import Dataset
 
@@ -19,6 +19,7 @@ from mntrain.checks.finding import naming
 from mntrain.cli import RefusedOptionsError, named_options, options_in_file
 from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
+from mntrain.data.loader import LoaderRanks
 from mntrain.data.sample_digest import Content, FirstBatch, digest_of, of_samples
 from mntrain.equal_values import Given, compare, expect_same, same_digests
 from mntrain.errors import AgreedError, agreement
@@ -229,16 +230,7 @@ def _files_of(name: str, root: Path) -> Iterator[tuple[str, Path]]:
         yield from [(".".join(parts[:count]), path) for path in paths if path.is_file()][:1]
 
 
-class Gathering(Protocol):
-    """The ranks of a job, as far as loaders are compared."""
-
-    rank: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's object, by rank. Collective."""
-
-
-def compare_loaders(ranks: Gathering, first: FirstBatch) -> None:
+def compare_loaders(ranks: LoaderRanks, first: FirstBatch) -> None:
     """Raise AgreedError on all ranks unless their loaders have equal sizes and samples. Collective.
 
     Samples as in `_compare_samples`.
@@ -254,7 +246,7 @@ def compare_loaders(ranks: Gathering, first: FirstBatch) -> None:
     _compare_samples(ranks, first, "the first batch", _FIX_LOADERS)
 
 
-def length_of_divided(ranks: Gathering, loader: Iterable[Any]) -> int | None:
+def length_of_divided(ranks: LoaderRanks, loader: Iterable[Any]) -> int | None:
     """Return the number of batches of the longest of the ranks' own loaders. Collective.
 
     None if one has no length. Raises AgreedError on all ranks if others have not given divided.
@@ -266,7 +258,7 @@ def length_of_divided(ranks: Gathering, loader: Iterable[Any]) -> int | None:
     return None if None in lengths else max(lengths)
 
 
-def _expect_divided(ranks: Gathering, divided: bool, value: Any) -> list[Any]:
+def _expect_divided(ranks: LoaderRanks, divided: bool, value: Any) -> list[Any]:
     """Gather values. Raises AgreedError on all ranks unless these give the same `divided`."""
     gathered = ranks.gather((divided, value))
     given = [{"divided of world.shard": each} for each, _ in gathered]
@@ -274,7 +266,7 @@ def _expect_divided(ranks: Gathering, divided: bool, value: Any) -> list[Any]:
     return [each for _, each in gathered]
 
 
-def _compare_samples(ranks: Gathering, first: FirstBatch, of: str, fix: str) -> None:
+def _compare_samples(ranks: LoaderRanks, first: FirstBatch, of: str, fix: str) -> None:
     """Raise AgreedError on all ranks unless their samples are equal. Collective.
 
     A digest travels first. If samples differ, they are read again on every rank: the fields that

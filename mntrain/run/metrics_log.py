@@ -4,9 +4,8 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -24,20 +23,13 @@ from zero.optimizer import ZeroOptimizer
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """A line of metrics.jsonl, before its values are means over ranks."""
 
     step: int
     weight: float
     values: dict[str, float]
     times: dict[str, float]
-
-    @property
-    def digest(self) -> int:
-        """A number that ranks with the same step and names have in common."""
-        text = repr((self.step, sorted(self.values)))
-        return zlib.crc32(text.encode()) % (1 << _DIGEST_BITS)
 
     def weighted(self, names: list[str]) -> dict[str, float]:
         """Return the terms of the sums over ranks: 0 for a value that this rank lacks."""
@@ -101,8 +93,10 @@ class MetricsLog:
         self.flush()
         self._directory.last_step = step
         self._line = line = _Line(step, weight, read, times)
-        digest = {"digest": line.digest, "squared digest": line.digest**2}
-        self._sum.start({**digest, "weight": float(weight), **line.weighted(self._names)})
+        # A number that ranks with the same step and names have in common.
+        digest = zlib.crc32(repr((step, sorted(read))).encode()) % (1 << _DIGEST_BITS)
+        told = {"digest": digest, "squared digest": digest**2, "weight": float(weight)}
+        self._sum.start(told | line.weighted(self._names))
 
     def flush(self) -> None:
         """Write the last line. Collective; waits for its means."""
