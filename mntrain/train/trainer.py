@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mntrain import device, tasks
+from mntrain.checkpoint import Manifest
 from mntrain.config import Config
 from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
@@ -29,7 +30,7 @@ from mntrain.train.garbage import frozen_garbage
 from mntrain.train.job import TrainingJob
 from mntrain.train.model_digest import compare_replicas
 from mntrain.train.part_counts import PartCounts
-from mntrain.train.run_saving import RunSaving
+from mntrain.train.resumption import to_json
 from mntrain.train.step_agreement import Flags, StepAgreement
 from mntrain.train.step_means import StepMeans
 from mntrain.train.step_records import complete_step
@@ -79,7 +80,7 @@ class Trainer:
         self._counts = PartCounts(job.task, config.task, self._step_group)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
-        self._saving = RunSaving(world, config, job, self._result)
+        self._saved_config = to_json(config)
         failed_step = FailedStep(world, self._counts, job.optimizer)
         self._agreement = StepAgreement(
             world,
@@ -87,7 +88,7 @@ class Trainer:
             self._means,
             self._flags(),
             failed_step=failed_step,
-            save=self._saving.last_step,
+            save=self._save_before_error,
         )
         self._complete = partial(complete_step, job, self._result, world.rank)
         self._asked_to_stop: str | None = None  # why, by this rank's task
@@ -113,7 +114,7 @@ class Trainer:
             describe_job(self._world, self._config, self._job)
             self._train()
             with signals.deferred(), self._world.recorder.phase("checkpoint"):
-                self._saving.at_end()
+                self._save_at_end()
             if result.status == "completed" and self._world.master:
                 self._show_sample()
             result.seconds = time.perf_counter() - start
@@ -157,13 +158,61 @@ class Trainer:
                 if result.status != "running":
                     self._signals.agreed()
                     return
-                with self._world.recorder.phase("checkpoint", step):
-                    self._saving.after_step(record, self._agreement.flags)
+                saving, flags = (
+                    self._world.recorder.phase("checkpoint", step),
+                    self._agreement.flags,
+                )
+                with saving, non_finite_stops(self._world, step):
+                    self._job.checkpointing.after_step(self._progress(record), flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
                 return
             self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
+
+    def _progress(self, record: StepRecord) -> Manifest:
+        """Return what a checkpoint after a step records of the run. Local."""
+        job = self._job
+        return Manifest(
+            step=record.step,
+            config=self._saved_config,
+            samples=job.data.samples,
+            skipped_steps=self._result.skipped_steps,
+            eval_loss=record.eval_loss,
+            data=job.data_facts,
+            scored_by=job.best.text,
+            position=job.data.position(record.step),
+            score=job.best.score(record),
+        )
+
+    def _save_last(self, *, wanted: bool) -> AgreedError | None:
+        """Save the last completed step, if wanted and it is not saved; return why that failed."""
+        last, saver = self._result.last, self._job.checkpointing
+        saver.wait(last.step if last else self._job.done)  # it may be of this step
+        if last is None or not wanted or saver.has(last.step):
+            return None
+        try:
+            with non_finite_stops(self._world, last.step):
+                saver.save_now(self._progress(last))
+        except AgreedError as error:
+            return error
+        return None
+
+    def _save_at_end(self) -> None:
+        """Save if wanted or preempted; a failure is the job's result. Collective."""
+        result = self._result
+        saves = self._job.saves or result.status == "preempted"
+        error = self._save_last(wanted=saves and not result.error)
+        if error and result.status != "interrupted":
+            result.status = "failed"
+            result.error = TrainingStoppedError(str(error), self._world.rank)
+        elif error:
+            self._reporter.warn(str(error))
+
+    def _save_before_error(self) -> None:
+        """Save, if wanted, before an exception ends the job. Collective."""
+        if error := self._save_last(wanted=self._job.saves):
+            self._reporter.warn(str(error))
 
     def train_step(self, step: int) -> StepRecord:
         """Take one step, 1 for the first, and return its record. Collective.
