@@ -7,10 +7,13 @@ and without MPI_Finalize makes mpirun end all the others.
 
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,3 +174,17 @@ def rig() -> Iterator[Callable[..., Any]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The same new folder on all ranks."""
+    from mpi4py import MPI
+    from worlds import meet
+
+    first = MPI.COMM_WORLD.rank == 0
+    path = Path(MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if first else None))
+    yield path
+    meet()
+    if first:
+        shutil.rmtree(path)

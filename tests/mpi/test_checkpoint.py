@@ -3,11 +3,8 @@
 import copy
 import os
 import random
-import shutil
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,16 +45,6 @@ def worlds():
     made = SubWorlds()
     yield made
     made.close()
-
-
-@pytest.fixture
-def folder():
-    """The same new folder on all ranks."""
-    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
-    yield Path(path)
-    MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        shutil.rmtree(path)
 
 
 def progress(step):

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from job import SMALL, losses, metrics, summary, write_corpus
 from mpi4py import MPI
 from torch import nn
-from worlds import RANKS, refusal
+from worlds import RANKS, meet, refusal
 
 import mntrain
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
@@ -32,23 +31,6 @@ pytestmark = pytest.mark.mpi
 
 RANK = MPI.COMM_WORLD.rank
 EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "9"]
-
-
-@pytest.fixture
-def folder():
-    """The same new folder on all ranks."""
-    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
-    yield Path(path)
-    meet()
-    if RANK == 0:
-        shutil.rmtree(path)
-
-
-def meet():
-    """Wait for all ranks without keeping a core from those that work."""
-    arrived = MPI.COMM_WORLD.Ibarrier()
-    while not arrived.Test():
-        time.sleep(0.005)
 
 
 def train(folder, *options, comm=MPI.COMM_WORLD):

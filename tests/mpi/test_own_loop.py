@@ -20,7 +20,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 from torch.optim import lr_scheduler
-from worlds import RANKS, refusal
+from worlds import RANKS, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
@@ -33,23 +33,6 @@ pytestmark = pytest.mark.mpi
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
 STEPS = 12
-
-
-@pytest.fixture
-def folder():
-    """The same new folder on all ranks."""
-    path = COMM.bcast(tempfile.mkdtemp() if RANK == 0 else None)
-    yield Path(path)
-    meet()
-    if RANK == 0:
-        shutil.rmtree(path)
-
-
-def meet():
-    """Wait for all ranks without keeping a core from those that work."""
-    arrived = COMM.Ibarrier()
-    while not arrived.Test():
-        time.sleep(0.005)
 
 
 @contextmanager

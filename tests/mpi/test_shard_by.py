@@ -2,10 +2,7 @@
 
 import copy
 import math
-import shutil
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -238,16 +235,6 @@ def test_parameters_that_are_added_are_divided_alike(worlds):
                 assert bucket.bounds == split_by_weight(bucket.numel, weights)
             slot = weights.index(0)
             assert bucket.bounds[slot] == bucket.bounds[slot + 1]
-
-
-@pytest.fixture
-def folder():
-    """The same new folder on all ranks."""
-    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
-    yield Path(path)
-    MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        shutil.rmtree(path)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Worlds for the tests of this folder: every algorithm, on nodes of every shape."""
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -77,3 +78,10 @@ def refusal(function, *args, **kwargs):
     words = str(error.value)
     assert MPI.COMM_WORLD.allgather(words) == [words] * RANKS
     return words
+
+
+def meet() -> None:
+    """Wait for all ranks without keeping a core from those that work."""
+    arrived = MPI.COMM_WORLD.Ibarrier()
+    while not arrived.Test():
+        time.sleep(0.005)
