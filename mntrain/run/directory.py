@@ -59,12 +59,14 @@ class RunDirectory:
     def __init__(self, world: Ranks, path: Path | None = None) -> None:
         self._world, self.rewinds = world, 0
         self._lock: RunLock | None = None
-        self._made: list[Path] = []  # folders that were not there before, the innermost first
+        self._made: list[Path] = []  # what was not there before: the lock, and then folders
         self.path = path or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}")
         with world.agreement():
             if world.master:
                 try:
                     self._make(new=path is None)
+                    if not (self.path / LOCK_FILE).exists():
+                        self._made.insert(0, self.path / LOCK_FILE)
                     lost = world.watchdog.lose_directory if world.watchdog else warn
                     self._lock = RunLock(self.path, lost)
                 except OSError as error:
@@ -167,12 +169,13 @@ class RunDirectory:
     def discard(self) -> None:
         """Close the directory of a refused job, and remove it if this job has made it. Local."""
         with suppress(OSError):
-            if self._made:
-                (self.path / LOCK_FILE).unlink()
+            for made in self._made:
+                if made.name == LOCK_FILE:
+                    made.unlink()  # before the close, after which it may be another job's
+                    self.close()
+                else:
+                    made.rmdir()  # unless another run is in it
         self.close()
-        with suppress(OSError):
-            for folder in self._made:  # unless another run is in it
-                folder.rmdir()
 
     def close(self) -> None:
         """Let other jobs use the directory. Local."""

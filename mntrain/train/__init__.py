@@ -1,1 +1,1 @@
-"""The training job: setup, trainer, run directory, checkpointing, signals, summary."""
+"""The training job: setup, trainer, evaluation, summary."""

@@ -78,6 +78,9 @@ def test_a_refused_job_leaves_nothing_but_what_was_there(tmp_path):
     assert names(tmp_path) == []
     (tmp_path / "a").mkdir()
     RunDirectory(alone(), tmp_path / "a").discard()
+    assert names(tmp_path) == ["a"]
+    RunDirectory(alone(), tmp_path / "a").close()
+    RunDirectory(alone(), tmp_path / "a").discard()
     assert names(tmp_path) == ["a", "a/.lock"]
 
 
