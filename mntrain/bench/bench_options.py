@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -20,8 +19,8 @@ share of the link's bandwidth (on one node: of the memory's) that they reach. Fo
       all collectives, by all algorithms, at five sizes: about a minute
   mpirun -n 4 {_PROGRAM} --comm.ranks-per-node 2
       the same on one machine, as if it were two nodes
-  mpirun -n 16 {_PROGRAM} --sizes 1M 256M --verbs all_reduce --json bench.json --plot bench.png
-      two sizes of one collective, with all figures and a plot"""
+  mpirun -n 16 {_PROGRAM} --sizes 1M 256M --verbs all_reduce --json bench.json
+      two sizes of one collective, with all figures in a file"""
 
 Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 VERBS: tuple[Verb, ...] = get_args(Verb)
@@ -37,12 +36,6 @@ def _parse_size(word: Any) -> Any:
     if not nbytes or nbytes % 8:  # of fp64, the widest element
         raise ValueError("must be a positive multiple of 8 bytes, such as 64K")
     return nbytes
-
-
-def _check_png(path: Path | None) -> Path | None:
-    if path is not None and path.suffix.lower() != ".png":
-        raise ValueError("must end in .png")
-    return path
 
 
 def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -62,7 +55,7 @@ class BenchCommOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class BenchOptions:
-    """Cases to measure, and files for the results. The same on all ranks."""
+    """Cases to measure, and a file for the results. The same on all ranks."""
 
     sizes: Annotated[
         tuple[Annotated[int, BeforeValidator(_parse_size)], ...],
@@ -95,9 +88,6 @@ class BenchOptions:
         description="time limit in seconds. The largest sizes are left out if they do not fit.",
     )
     json: OptionalPath = Field(default=None, description="file for all figures. none: no file.")
-    plot: Annotated[OptionalPath, AfterValidator(_check_png)] = Field(
-        default=None, description="PNG file for a plot. none: no plot. Needs mntrain[plot]."
-    )
     device: Device = Field(
         default="auto", description="device of each rank. auto: cuda if there is one."
     )

@@ -1,9 +1,7 @@
-"""The results of a benchmark run, as tables and a plot, and what they advise for training."""
+"""The results of a benchmark run, as tables, and what they advise for training."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -125,28 +123,6 @@ def _cell(case: BenchCase, best_s: float) -> Text:
     style = "bold" if case.median_s == best_s else ""
     share = f"{case.share:.1%}" if case.share is not None else "> limit"
     return Text(f"{short_time(case.median_s)} ({share})", style)
-
-
-def plot(facts: Mapping[str, Any], cases: Sequence[BenchCase], path: Path) -> None:
-    """Write a PNG file with a panel for each collective: percentage of the limit against size."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-
-    timed = [case for case in cases if case.timed]
-    verbs = list(dict.fromkeys(case.verb for case in timed))
-    figure = Figure(figsize=(4.6 * max(1, len(verbs)), 3.8), layout="constrained")
-    for index, verb in enumerate(verbs, 1):
-        axes = figure.add_subplot(1, len(verbs), index)
-        lines: dict[str, dict[int, float]] = {}  # by algorithm: percent by size
-        for case in (case for case in timed if case.verb == verb):
-            share = math.nan if case.share is None else case.share
-            lines.setdefault(case.algorithm, {})[case.size_bytes] = 100 * share
-        for algorithm, points in lines.items():
-            axes.plot(list(points), list(points.values()), marker="o", label=algorithm)
-        axes.set(title=verb, xlabel="tensor size, bytes", ylabel="% of the limit", ylim=0)
-        axes.set_xscale("log", base=2)
-        axes.legend()
-    figure.suptitle(f"{facts['topology']}, {facts['library']}")
-    figure.savefig(path, dpi=160)
 
 
 def advice(facts: Mapping[str, Any], cases: Sequence[BenchCase]) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import accumulate, takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from mntrain._version import __version__
 from mntrain.bench import candidates
 from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, link_speed
-from mntrain.bench.results import BenchCase, advice, plot, show
+from mntrain.bench.results import BenchCase, advice, show
 from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.errors import AgreedError
@@ -56,7 +56,7 @@ def run(options: BenchOptions, words: Sequence[str]) -> int:
 
 def _bench(world: World, options: BenchOptions, words: Sequence[str]) -> int:
     start = time.perf_counter()
-    problem = world.gather(files_problem(options) if world.master else "")[0]
+    problem = world.gather(file_problem(options.json) if world.master else "")[0]
     if problem:
         raise AgreedError(problem, world.rank)
     # A communicator of its own, so that MPI calls made here cannot match the world's. An exception
@@ -105,13 +105,10 @@ def enough_s(rounds_s: float, prepared_s: float, spent_s: float, given_s: float)
     return limits[0] if limits[0] > given_s else limits[1]
 
 
-def files_problem(options: BenchOptions) -> str:
-    """Return why an output file could not be written, with the fix; "" if all can."""
-    for flag, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and (os.path.isdir(path) or not os.path.isdir(path.parent)):
-            return f"{flag} {path}: must be a file in a directory that exists"
-    if options.plot is not None and not find_spec("matplotlib"):
-        return f"--plot {options.plot}: needs matplotlib: pip install 'mntrain[plot]'"
+def file_problem(path: Path | None) -> str:
+    """Return why the output file could not be written, with the fix; "" if it can."""
+    if path is not None and (os.path.isdir(path) or not os.path.isdir(path.parent)):
+        return f"--json {path}: must be a file in a directory that exists"
     return ""
 
 
@@ -218,7 +215,7 @@ def _facts(
 
 
 def _publish(options: BenchOptions, facts: dict[str, Any], cases: Sequence[BenchCase]) -> None:
-    """Print the results, and write the requested files."""
+    """Print the results, and write the requested file."""
     show(facts, cases, stdout())
     if options.json is not None:
         kinds: dict[str, list[dict[str, Any]]] = {"results": [], "skipped": [], "wrong": []}
@@ -229,9 +226,6 @@ def _publish(options: BenchOptions, facts: dict[str, Any], cases: Sequence[Bench
         text = json.dumps(document, indent=1) + "\n"
         options.json.write_text(text, encoding="utf-8")
         _log(f"wrote {options.json}")
-    if options.plot is not None:
-        plot(facts, cases, options.plot)
-        _log(f"wrote {options.plot}")
 
 
 def _log(line: str) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from mntrain.comm import small_messages
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
 from mntrain.comm.engine import NumberedChunk, Pipelined, Steps, Test
-from mntrain.comm.mpi import Requests
+from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.resources import BufferView, CommContext, Take, TensorAccess, as_bytes
 from mntrain.comm.ticket import Ticket
 from zero.collectives import Work
@@ -40,8 +40,6 @@ from zero.kernels import sum_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from mntrain.comm.mpi import Bytes
 
 # Chunks in flight: enough to fill a link while other ranks compute on the core. More bytes than
 # switches can buffer would be dropped on the way to a node to which all others send.
@@ -103,15 +101,19 @@ def _chunks(
     first, tags = context.comm.tags(ticket.digest, len(chunks))
     wire = call.wire or tensor.dtype
     owner = LaneOwner(context, plan, tensor, tensors, wire=wire, tags=tags)
-    member = NodeMember(context, plan, tensor, tags) if tensors is None else None
     for chunk in chunks:
-        role = owner if chunk.lane == plan.local_rank else member
-        if role is None:
-            continue
-        if call.verb == "broadcast":
-            steps = role.broadcast(chunk, call.root, len(chunks))
+        if chunk.lane == plan.local_rank:
+            if call.verb == "broadcast":
+                steps = owner.broadcast(chunk, call.root, len(chunks))
+            elif call.verb == "all_gather":
+                steps = owner.all_gather(chunk)
+            else:
+                steps = owner.reduce(chunk)
+        elif tensors is None:
+            tag, comm = tags[chunk.index], context.comm
+            steps = member_steps(plan, ticket, tensor, chunk, tag=tag, comm=comm)
         else:
-            steps = role.all_gather(chunk) if call.verb == "all_gather" else role.reduce(chunk)
+            continue
         yield first + chunk.index, context.run(steps)
 
 
@@ -119,7 +121,7 @@ class LaneOwner:
     """The steps of the rank that owns a lane on its node, for the chunks of one collective.
 
     `tensors` are those of the node's ranks in shared memory; None: they are out of reach, and the
-    other ranks run the steps of `NodeMember`. `wire` is the dtype between nodes.
+    other ranks run `member_steps`. `wire` is the dtype between nodes.
     """
 
     def __init__(
@@ -377,58 +379,34 @@ class LaneOwner:
         self._comm.traffic.bytes["node"] += times * nbytes
 
 
-class NodeMember:
-    """The steps of a node's other ranks where everything within the node travels as messages.
-
-    They send and receive the lane owner's spans, in its order.
-    """
-
-    def __init__(
-        self, context: CommContext, plan: HierarchyPlan, tensor: Tensor, tags: Sequence[int]
-    ) -> None:
-        self._comm, self._plan, self._tensor = context.comm, plan, tensor
-        self._tags, self._own = tags, plan.node
-
-    def reduce(self, chunk: Chunk) -> Steps[None]:
-        """Send this rank's addends; receive the sums that it needs."""
-        parts = chunk.parts
-        others = [(self._own + step) % len(parts) for step in range(1, len(parts))]
-        own = self._own if len(parts) > 1 else 0
-        others_parts = [parts[node] for node in others]
-        yield from self._send(chunk, [*others_parts, parts[own]])
-        if not chunk.shard_owners:
-            yield from self._receive(chunk, [parts[own], *others_parts])
-        elif chunk.shard_owners[own] == self._comm.rank:
-            yield from self._receive(chunk, [parts[own]])
-
-    def all_gather(self, chunk: Chunk) -> Steps[None]:
-        """Send this rank's shard; receive those of the other ranks."""
-        parts, own = chunk.parts, self._own
-        before = [(own - step) % len(parts) for step in range(1, len(parts))]
-        wanted = [parts[node] for node in before]
-        if chunk.shard_owners[own] == self._comm.rank:
-            yield from self._send(chunk, [parts[own]])
-        else:
-            wanted.insert(0, parts[own])
-        yield from self._receive(chunk, wanted)
-
-    def broadcast(self, chunk: Chunk, root: int, chunks: int) -> Steps[None]:
-        """Send the chunk if this rank is the root; otherwise receive it."""
-        if root == self._comm.rank:
-            yield from self._send(chunk, chunk.parts)
-        else:
-            yield from self._receive(chunk, chunk.parts)
-
-    def _send(self, chunk: Chunk, spans: Sequence[Span]) -> Steps[None]:
-        owner, tag = self._plan.members[chunk.lane], self._tags[chunk.index]
-        yield Requests.of(*(self._comm.send(owner, self._bytes(s), tag) for s in spans)).test
-
-    def _receive(self, chunk: Chunk, spans: Sequence[Span]) -> Steps[None]:
-        owner, tag = self._plan.members[chunk.lane], self._tags[chunk.index]
-        yield Requests.of(*(self._comm.receive(owner, self._bytes(s), tag) for s in spans)).test
-
-    def _bytes(self, span: Span) -> "Bytes":
-        return as_bytes(self._tensor[slice(*span)])
+def member_steps(
+    plan: HierarchyPlan,
+    ticket: Ticket,
+    tensor: Tensor,
+    chunk: Chunk,
+    *,
+    tag: int,
+    comm: Communicator,
+) -> Steps[None]:
+    """Run a chunk by messages with its lane's owner on this node, in the owner's order of spans."""
+    call, parts, count = ticket.signature, chunk.parts, len(chunk.parts)
+    own = parts[plan.node if count > 1 else 0]
+    after = [parts[(plan.node + step) % count] for step in range(1, count)]
+    owns_shard = bool(chunk.shard_owners) and chunk.shard_owners[plan.node] == comm.rank
+    sent: Sequence[Span]
+    received: Sequence[Span]
+    if call.verb == "broadcast":
+        sent, received = (parts, ()) if call.root == comm.rank else ((), parts)
+    elif call.verb == "all_gather":
+        before = after[::-1]
+        sent, received = ([own], before) if owns_shard else ([], [own, *before])
+    else:
+        sent = [*after, own]
+        received = [own] * owns_shard if chunk.shard_owners else [own, *after]
+    owner = plan.members[chunk.lane]
+    for operation, spans in ((comm.send, sent), (comm.receive, received)):
+        data = [as_bytes(tensor[slice(*span)]) for span in spans]
+        yield Requests.of(*(operation(owner, each, tag) for each in data)).test
 
 
 def small_collective(

@@ -70,42 +70,21 @@ class BufferView(NamedTuple):
     arrays: Sequence["NDArray[Any]"] = ()
 
 
-class Buffer:
-    """Memory for elements of any dtype. Keeps its views, since creating one takes some time."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory, self.nbytes = memory, len(memory)
-        self._views: dict[tuple[int, int, torch.dtype], BufferView] = {}
-
-    def rows(self, count: int, numel: int, dtype: torch.dtype) -> BufferView:
-        """Return `count` uninitialized tensors of `numel` elements each, end to end."""
-        view = self._views.get((count, numel, dtype))
-        if view is None:
-            if len(self._views) >= MAX_VIEWS:
-                self._views.clear()
-            with torch.inference_mode(False):  # the caller's: it may be driving a collective
-                tensor = self._memory[: count * numel * dtype.itemsize].view(dtype)
-                tensors = tensor.view(count, numel).unbind()
-            try:
-                arrays = [row.numpy() for row in tensors]
-            except TypeError:  # of a dtype that NumPy lacks, or on a device
-                arrays = []
-            view = BufferView(tensor, as_bytes(tensor), tensors, arrays)
-            self._views[count, numel, dtype] = view
-        return view
-
-
 # Returns an uninitialized flat tensor of (numel, dtype), or with a third argument so many, end to
 # end.
 Take = Callable[..., BufferView]
+_Buffer = tuple[Tensor, dict[tuple[int, int, torch.dtype], BufferView]]  # memory, and its views
 
 
 class BufferPool:
-    """Buffers on one device whose sizes are powers of two. One thread at a time uses it."""
+    """Buffers on one device whose sizes are powers of two. One thread at a time uses it.
+
+    A buffer keeps its views, since creating one takes some time.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
-        self._free: dict[int, list[Buffer]] = defaultdict(list)
+        self._free: dict[int, list[_Buffer]] = defaultdict(list)
 
     @contextmanager
     def lease(self) -> Iterator[Take]:
@@ -113,22 +92,28 @@ class BufferPool:
 
         After an error they do not: MPI may still write to them.
         """
-        taken: list[Buffer] = []
+        taken: list[_Buffer] = []
 
         def take(numel: int, dtype: torch.dtype, rows: int = 1) -> BufferView:
             nbytes = rows * numel * dtype.itemsize
             size = max(MIN_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
             free = self._free[size]
-            taken.append(free.pop() if free else Buffer(self._allocate(size)))
-            return taken[-1].rows(rows, numel, dtype)
+            memory, views = free.pop() if free else (self._allocate(size), {})
+            taken.append((memory, views))
+            view = views.get((rows, numel, dtype))
+            if view is None:
+                if len(views) >= MAX_VIEWS:
+                    views.clear()
+                view = views[rows, numel, dtype] = _view(memory[:nbytes], rows, numel, dtype)
+            return view
 
         try:
             yield take
         except BaseException:
             atexit.register(lambda *kept: None, *taken)  # for the life of the process
             raise
-        for buffer in taken:
-            self._free[buffer.nbytes].append(buffer)
+        for memory, views in taken:
+            self._free[len(memory)].append((memory, views))
 
     def _allocate(self, size: int) -> Tensor:
         with torch.inference_mode(False):
@@ -136,6 +121,17 @@ class BufferPool:
         if memory.is_cuda:  # kernels that used this memory before may still run; MPI does not wait
             torch.cuda.current_stream(self._device).synchronize()
         return memory
+
+
+def _view(memory: Tensor, rows: int, numel: int, dtype: torch.dtype) -> BufferView:
+    with torch.inference_mode(False):  # the caller's: it may be driving a collective
+        tensor = memory.view(dtype)
+        tensors = tensor.view(rows, numel).unbind()
+    try:
+        arrays = [row.numpy() for row in tensors]
+    except TypeError:  # of a dtype that NumPy lacks, or on a device
+        arrays = []
+    return BufferView(tensor, as_bytes(tensor), tensors, arrays)
 
 
 def no_fence() -> Steps[None]:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -33,8 +32,8 @@ from mntrain.bench.candidates import (
     turn_order,
 )
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, minimum_traffic
-from mntrain.bench.results import BenchCase, advice, plot, show
-from mntrain.bench.run import enough_s, files_problem, time_budget_s
+from mntrain.bench.results import BenchCase, advice, show
+from mntrain.bench.run import enough_s, file_problem, time_budget_s
 from mntrain.comm import algorithms
 from mntrain.metrics.registry import short_time
 from zero.collectives import SingleProcessCollectives
@@ -65,8 +64,8 @@ def refused(*argv):
         (["--dtype", "bf16"], BenchOptions(dtype="bf16")),
         (["--repeats", "9", "--seconds", "1e2"], BenchOptions(repeats=9, seconds=100.0)),
         (
-            ["--json", "a.json", "--plot", "b.PNG"],
-            BenchOptions(json=Path("a.json"), plot=Path("b.PNG")),
+            ["--json", "a.json"],
+            BenchOptions(json=Path("a.json")),
         ),
         (["--json", "a.json", "--json", "none"], BenchOptions()),
         (["--device=cpu"], BenchOptions(device="cpu")),
@@ -99,7 +98,6 @@ def test_options_of_the_command_line(argv, expected):
             "--comm.ranks-per-node 0",
             "--comm.ranks-per-node: Input should be greater than or equal to 1, not 0",
         ),
-        ("--plot a.pdf", "--plot: must end in .png, not 'a.pdf'"),
         ("--size 1M", "--size: no such option; did you mean --sizes?"),
         (
             "--train.steps 5",
@@ -116,7 +114,7 @@ def test_help_is_printed_without_importing_torch_or_mpi():
     command = [sys.executable, "-X", "importtime", *COMMAND[1:], "--help"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.startswith("usage: python -m mntrain bench")
-    for name in ("sizes", "verbs", "algorithms", "json", "plot", "comm.ranks-per-node"):
+    for name in ("sizes", "verbs", "algorithms", "json", "comm.ranks-per-node"):
         assert f"--{name} " in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "mntrain.bench.bench_options" in imported
@@ -444,30 +442,10 @@ def test_times_have_three_digits():
     assert times == ["4.56 us", "21.3 us", "999 us", "1 ms", "12.3 ms", "1.23 s"]
 
 
-def test_unwritable_files_are_refused_before_the_measurement(tmp_path):
-    assert (
-        files_problem(BenchOptions()) == files_problem(BenchOptions(json=tmp_path / "a.json")) == ""
-    )
-    lost = tmp_path / "none" / "a.json"
-    message = f"--json {lost}: must be a file in a directory that exists"
-    assert files_problem(BenchOptions(json=lost)) == message
-    taken = tmp_path / "a.png"
-    taken.mkdir()
-    message = f"--plot {taken}: must be a file in a directory that exists"
-    assert files_problem(BenchOptions(plot=taken)) == message
-
-
-def test_a_plot_without_matplotlib_is_refused_with_the_fix(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert files_problem(BenchOptions(plot=tmp_path / "a.png")) == (
-        f"--plot {tmp_path / 'a.png'}: needs matplotlib: pip install 'mntrain[plot]'"
-    )
-
-
-def test_the_plot_is_a_png(tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    plot(FACTS, CASES, tmp_path / "a.png")
-    assert image.imread(tmp_path / "a.png").size
+def test_an_unwritable_file_is_refused_before_the_measurement(tmp_path):
+    assert file_problem(None) == file_problem(tmp_path / "a.json") == ""
+    for path in (tmp_path / "none" / "a.json", tmp_path):
+        assert file_problem(path) == f"--json {path}: must be a file in a directory that exists"
 
 
 def bench(ranks, folder, *words):
@@ -489,11 +467,8 @@ def test_an_unwritable_file_is_reported_by_one_rank():
 
 @pytest.mark.thorough
 def test_a_job_measures_every_collective_by_every_algorithm(tmp_path):
-    picture = ["--plot", "bench.png"] if find_spec("matplotlib") else []
     sizes = ["--sizes", "24", "8K"]  # 24 bytes: shards of 3 and 3 elements; naive too
-    result, found = bench(
-        2, tmp_path, *sizes, "--algorithms", *ALGORITHMS, "--repeats", "1", *picture
-    )
+    result, found = bench(2, tmp_path, *sizes, "--algorithms", *ALGORITHMS, "--repeats", "1")
     cases = {(case["verb"], case["algorithm"], case["size_bytes"]) for case in found["results"]}
     native = ["MPI_Allreduce", "MPI_Reduce_scatter", "MPI_Allgather", "MPI_Bcast"]
     assert cases == {
@@ -515,8 +490,6 @@ def test_a_job_measures_every_collective_by_every_algorithm(tmp_path):
     assert result.stdout.count("2 ranks on 1 node of 2") == 1  # one rank prints
     assert result.stdout.count("MPI_Bcast") == 1
     assert result.stderr.count("mntrain: measured all_reduce 8K\n") == 1
-    if picture:
-        assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough
