@@ -99,11 +99,6 @@ class Future(Generic[T]):
         return self._result  # type: ignore[return-value]  # T may itself be None
 
     @property
-    def failed(self) -> bool:
-        """True if `wait` raises an error."""
-        return self._error is not None
-
-    @property
     def oldest(self) -> int | None:
         """The lowest number of a chunk in flight."""
         return self.in_flight[0][0][0] if self.in_flight else None

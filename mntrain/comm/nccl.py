@@ -166,7 +166,12 @@ def shared_store(node: Communicator) -> tuple[Any, int]:
     Collective over the node; blocks. The store is a file in the leader's memory, which opens no
     port. Raises RuntimeError on all ranks where the ranks of a node cannot open it.
     """
-    file, error = _new_file() if node.rank == 0 else (-1, "")
+    file, error = -1, ""
+    if node.rank == 0:
+        try:
+            file = os.memfd_create("mntrain store", os.MFD_CLOEXEC)
+        except (AttributeError, OSError) as failure:
+            error = str(failure)
     offer = (os.getpid(), file, _identity(file), error)
     pid, of_leader, identity, error = node.gather_objects(offer)[0]
     if not error and node.rank > 0:
@@ -183,14 +188,6 @@ def shared_store(node: Communicator) -> tuple[Any, int]:
     if file >= 0:
         os.close(file)
     raise RuntimeError(f"the ranks of the node cannot share a store: {next(filter(None, errors))}")
-
-
-def _new_file() -> tuple[int, str]:
-    """Return a new file in memory, and the reason if there is none."""
-    try:
-        return os.memfd_create("mntrain store", os.MFD_CLOEXEC), ""
-    except (AttributeError, OSError) as error:
-        return -1, str(error)
 
 
 def _identity(file: int) -> tuple[int, int]:

@@ -110,21 +110,25 @@ class Topology:
     @cached_property
     def lane_slots(self) -> tuple[int, ...]:
         """The bounds of the lanes in the order of slots: lane k has slots [k] to [k + 1]."""
-        counts = [
-            sum(len(node[lane :: self.smallest_node]) for node in self.nodes)
-            for lane in range(self.smallest_node)
-        ]
-        return (0, *accumulate(counts))
+        return (0, *accumulate(map(sum, self._counts)))
+
+    @cached_property
+    def _counts(self) -> list[list[int]]:
+        """By lane, the number of slots of each node."""
+        lanes = self.smallest_node
+        return [[len(node[lane::lanes]) for node in self.nodes] for lane in range(lanes)]
 
     def node_slots(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the slots (from, to) of the ranks on a rank's node, by lane."""
-        node, lanes = self.node(rank), self.smallest_node
-        ranges = []
-        for lane in range(lanes):
-            counts = [len(ranks[lane::lanes]) for ranks in self.nodes]
-            start = self.lane_slots[lane] + sum(counts[:node])
-            ranges.append((start, start + counts[node]))
-        return tuple(ranges)
+        node = self.node(rank)
+        starts = [
+            first + sum(counts[:node])
+            for first, counts in zip(self.lane_slots, self._counts, strict=False)
+        ]
+        return tuple(
+            (start, start + counts[node])
+            for start, counts in zip(starts, self._counts, strict=True)
+        )
 
     def __str__(self) -> str:
         """Return a short description: "4 ranks on 2 nodes of 2"."""

@@ -81,23 +81,6 @@ def test_a_scheme_says_what_counts_as_a_node_and_who_owns_which_lane():
     assert (lanes.node, lanes.local_rank, lanes.members) == (1, 1, (2, 3))
 
 
-@given(topologies())
-def test_every_lane_has_an_owner_on_every_node_and_no_rank_owns_two(topology):
-    for algorithm, lanes in zip(FASTER, (1, 1, topology.smallest_node), strict=True):
-        scheme = load(algorithm).plan(topology, 0)
-        assert scheme.lanes == len(scheme.lane_owners) == lanes
-        for lane, owners in enumerate(scheme.lane_owners):
-            assert len(owners) == len(scheme.nodes.nodes)
-            assert all(scheme.nodes.local_rank(owner) == lane for owner in owners)
-
-
-@given(topologies())
-def test_slots_are_a_bijection_that_the_algorithm_does_not_change(topology):
-    slots = topology.slots
-    assert sorted(slots) == list(range(topology.size))
-    assert {scheme.slots for name in FASTER for scheme in schemes(name, topology)} == {slots}
-
-
 # All-reduce.
 
 

@@ -119,14 +119,6 @@ def test_who_waits_for_one_of_several_sleeps_from_the_start(engine, monkeypatch,
     assert any(pauses) != alone
 
 
-def test_an_operation_that_wakes_nobody_is_left_until_somebody_waits(engine):
-    log = []
-    future = engine.submit(Steps(log, "a").work, wake=False)
-    time.sleep(0.05)
-    assert not log
-    assert future.wait() == "a"
-
-
 def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engine):
     log, threads, answers = [], set(), cycle([False, False, True])
 
@@ -139,25 +131,6 @@ def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engi
     assert engine.submit(Steps(log, "a", count=2, **gates).work, wake=False).wait() == "a"
     assert threads == {threading.get_ident()}
     assert engine.busy_s > before
-
-
-def test_waiting_for_the_last_operation_progresses_those_before_it(engine):
-    log = []
-    for name in "ab":
-        engine.submit(Steps(log, name).work, wake=False)
-    assert engine.submit(Steps(log, "c").work, wake=False).wait() == "c"
-    assert of(log, "enter") == of(log, "finish") == ["a", "b", "c"]
-
-
-def test_waiting_for_the_first_operation_leaves_the_thread_asleep(engine):
-    log, gate = [], threading.Event()
-    first = engine.submit(Steps(log, "a").work, wake=False)
-    second = engine.submit(Steps(log, "b", chunk=gate.is_set).work, wake=False)
-    assert first.wait() == "a"
-    gate.set()
-    time.sleep(0.05)
-    assert not second.done
-    assert second.wait() == "b"
 
 
 def test_work_that_is_asked_for_progresses_without_a_wait(engine):
@@ -191,18 +164,6 @@ def test_asking_for_work_raises_the_error_that_has_ended_communication(engine):
         work.done()
 
 
-def test_an_operation_that_wakes_nobody_follows_those_in_flight(engine):
-    log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", chunk=gate.is_set).work)
-    until(lambda: of(log, "start"))
-    small = engine.submit(Steps(log, "b").work, wake=False)
-    later = threading.Timer(0.05, gate.set)
-    later.start()
-    assert small.wait() == "b"
-    later.join()
-    assert of(log, "finish") == ["a", "b"]
-
-
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(engine, wakes):
     other = ProgressEngine()
@@ -224,60 +185,45 @@ def test_a_later_task_that_wakes_the_thread_progresses_the_queue_in_order(engine
     assert of(log, "enter") == of(log, "finish") == ["a", "b"]
 
 
-def test_several_are_under_way_before_the_first_has_ended(engine):
+@pytest.mark.parametrize("chunked", [True, False])
+def test_what_wakes_no_thread_is_left_until_somebody_waits(engine, chunked):
     log, gate = [], threading.Event()
-    futures = [engine.submit(Steps(log, name, chunk=gate.is_set).work) for name in "abc"]
-    until(lambda: of(log, "start") == ["a", "b", "c"])
-    assert of(log, "enter") == ["a", "b", "c"]
+
+    def work(name, test):
+        return Steps(log, name, chunk=test).work if chunked else alone(log, name, test)
+
+    first = engine.submit(work("a", lambda: True), wake=False)
+    second = engine.submit(work("b", gate.is_set), wake=False)
+    time.sleep(0.05)
+    assert not log
+    assert first.wait() == "a"
     gate.set()
-    assert [future.wait() for future in reversed(futures)] == ["c", "b", "a"]
-    assert of(log, "finish") == ["a", "b", "c"]
-
-
-def test_they_leave_in_the_order_in_which_they_entered(engine):
-    log, gate = [], threading.Event()
-    first = engine.submit(Steps(log, "a", chunk=gate.is_set).work)
-    second = engine.submit(Steps(log, "b").work)
-    until(lambda: ("b", "end", 0) in log)
-    time.sleep(0.01)
-    assert of(log, "leave") == []
-    gate.set()
-    second.wait()
-    first.wait()
-    assert of(log, "leave") == of(log, "finish") == ["a", "b"]
-
-
-def test_none_starts_before_those_ahead_of_it_have_started(engine):
-    log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", all_entered=gate.is_set).work)
-    second = engine.submit(Steps(log, "b").work)
-    until(lambda: of(log, "enter") == ["a", "b"])  # for others may be waiting for that
-    time.sleep(0.01)
-    assert of(log, "start") == []
-    gate.set()
-    second.wait()
-    assert of(log, "start") == ["a", "b"]
-
-
-def test_none_enters_before_those_ahead_of_it_have_entered(engine):
-    log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", enter=gate.is_set).work)
-    second = engine.submit(Steps(log, "b").work)
-    time.sleep(0.01)
-    assert log == []
-    gate.set()
-    second.wait()
+    time.sleep(0.05)
+    assert not second.done
+    assert second.wait() == "b"
     assert of(log, "enter") == ["a", "b"]
 
 
-def test_no_tensor_is_handed_back_before_all_others_have_left(engine):
-    log, gate = [], threading.Event()
-    future = engine.submit(Steps(log, "a", all_left=gate.is_set).work)
-    until(lambda: of(log, "leave"))
+@pytest.mark.parametrize(
+    ("gate", "seen"),
+    [
+        ("enter", []),
+        ("all_entered", ["enter"]),  # for others may be waiting for that
+        ("chunk", ["enter", "start", "end"]),
+        ("all_left", ["enter", "start", "end", "leave"]),
+    ],
+)
+def test_each_step_comes_after_that_of_the_collective_ahead(engine, gate, seen):
+    log, event = [], threading.Event()
+    ahead, behind = Steps(log, "a", **{gate: event.is_set}), Steps(log, "b")
+    futures = [engine.submit(one.work) for one in (ahead, behind)]
+    until(lambda: [entry[1] for entry in log if entry[0] == "b"] == seen and behind.begun)
     time.sleep(0.01)
-    assert not future.done
-    gate.set()
-    assert future.wait() == "a"
+    assert [entry[1] for entry in log if entry[0] == "b"] == seen
+    event.set()
+    assert [future.wait() for future in reversed(futures)] == ["b", "a"]
+    for step in ("enter", "start", "leave", "finish"):
+        assert of(log, step) == ["a", "b"]
 
 
 def test_so_many_are_entered_and_no_more(engine):
@@ -304,18 +250,6 @@ def test_so_many_pieces_are_under_way_and_no_more(engine):
         future.wait()
     starts = [entry[::2] for entry in log if entry[1] == "start"]
     assert starts == [(name, index) for name in "abc" for index in range(WINDOW - 2)]
-
-
-def test_an_operation_with_a_smaller_window_waits_for_more_of_the_others(engine):
-    log, gate = [], threading.Event()
-    first = Steps(log, "a", count=4, chunk=gate.is_set)
-    second = Steps(log, "b", count=4, max_in_flight=2, chunk=gate.is_set)
-    futures = [engine.submit(one.work) for one in (first, second)]
-    until(lambda: len(of(log, "start")) >= 4)
-    time.sleep(0.01)
-    assert [one.moving for one in (first, second)] == [4, 0]
-    gate.set()
-    assert [future.wait() for future in futures] == ["a", "b"]
 
 
 def test_others_get_the_core_once_the_first_piece_has_started(engine, monkeypatch):
@@ -398,19 +332,6 @@ def test_steps_run_alone_and_in_their_turn(engine):
     assert log.index(("b", "finish")) < log.index(("c", "enter"))
 
 
-def test_steps_wake_no_thread_and_are_left_until_somebody_waits(engine):
-    log, gate = [], threading.Event()
-    first = engine.submit(alone(log, "a"), wake=False)
-    second = engine.submit(alone(log, "b", gate.is_set), wake=False)
-    time.sleep(0.05)
-    assert not log
-    assert first.wait() == "a"
-    gate.set()
-    time.sleep(0.05)
-    assert not second.done
-    assert second.wait() == "b"
-
-
 def test_the_thread_leaves_started_steps_to_who_waits_for_them(engine):
     threads, gate, before = set(), threading.Event(), engine.busy_s
 
@@ -427,15 +348,6 @@ def test_the_thread_leaves_started_steps_to_who_waits_for_them(engine):
     later.join()
     assert threading.get_ident() in threads
     assert engine.busy_s - before > 0.04
-
-
-def test_an_error_in_steps_reaches_who_waits(engine):
-    for test in (fail, lambda: 1 // 0):
-        future = engine.submit(alone([], "a", test), wake=False)
-        for _ in range(2):
-            with pytest.raises((OSError, ZeroDivisionError)):
-                future.wait()
-    assert engine.submit(alone([], "b"), wake=False).wait() == "b"
 
 
 def test_an_interrupt_in_steps_of_another_future_reaches_who_drives(engine):
@@ -583,22 +495,19 @@ def fail():
 
 
 @pytest.mark.parametrize("wakes", [True, False])
-@pytest.mark.parametrize("step", ["enter", "all_entered", "chunk", "all_left"])
+@pytest.mark.parametrize(
+    "step", ["enter", "all_entered", "chunk", "all_left", "chunks", "leave", "finish", "alone"]
+)
 def test_an_error_in_any_step_reaches_who_waits(engine, step, wakes):
-    future = engine.submit(Steps([], "a", **{step: fail}).work, wake=wakes)
+    failing = Steps([], "a", **{step: fail})
+    if step in ("chunks", "leave", "finish"):
+        setattr(failing, step, fail)
+    work = alone([], "a", fail) if step == "alone" else failing.work
+    future = engine.submit(work, wake=wakes)
     for _ in range(2):
         with pytest.raises(OSError, match="no way"):
             future.wait()
     assert engine.submit(Steps([], "b").work, wake=wakes).wait() == "b"
-
-
-@pytest.mark.parametrize("wakes", [True, False])
-@pytest.mark.parametrize("step", ["chunks", "leave", "finish"])
-def test_an_error_where_nothing_is_asked_reaches_who_waits(engine, step, wakes):
-    operation = Steps([], "a")
-    setattr(operation, step, fail)
-    with pytest.raises(OSError, match="no way"):
-        engine.submit(operation.work, wake=wakes).wait()
 
 
 def test_an_error_reaches_who_waits_for_those_behind_too(engine):
@@ -648,26 +557,6 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
 # Who moves them.
 
 
-def test_several_threads_wait_at_a_time():
-    engine, log, gate = ProgressEngine(), [], threading.Event()
-    futures = [engine.submit(Steps(log, name, chunk=gate.is_set).work) for name in range(20)]
-    results = {}
-
-    def wait(name):
-        results[name] = futures[name].wait()
-
-    threads = [threading.Thread(target=wait, args=(name,)) for name in range(20)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.01)
-    assert results == {}
-    gate.set()
-    for thread in threads:
-        thread.join(20)
-    assert results == {name: name for name in range(20)}
-    engine.close()
-
-
 def test_only_one_thread_at_a_time_moves_them():
     engine, inside, met = ProgressEngine(), threading.Lock(), []
 
@@ -689,15 +578,6 @@ def test_only_one_thread_at_a_time_moves_them():
     assert len(met) == 3 * 100 * 3
     assert all(met)
     engine.close()
-
-
-def test_what_is_left_when_a_caller_has_what_it_waited_for_goes_on(engine):
-    log, gate = [], threading.Event()
-    first = engine.submit(Steps(log, "a").work)
-    second = engine.submit(Steps(log, "b", chunk=gate.is_set).work)
-    first.wait()
-    gate.set()
-    until(lambda: second.done)
 
 
 def test_busy_seconds_are_those_with_something_under_way(engine):
@@ -758,44 +638,6 @@ def test_abandon_ends_the_thread_and_fails_what_is_pending_and_what_comes_later(
     assert done.wait() == "a"
     engine.close()  # local now
     engine.abandon()
-
-
-def test_abandon_ends_the_wait_of_another_thread():
-    engine, errors = ProgressEngine(), []
-    future = engine.submit(Steps([], "a", chunk=lambda: False).work)
-
-    def wait():
-        try:
-            future.wait()
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    time.sleep(0.05)
-    engine.abandon()
-    waiter.join(20)
-    assert len(errors) == 1
-
-
-def test_an_idle_thread_takes_no_time(engine):
-    engine.submit(Steps([], "a").work).wait()
-    time.sleep(0.02)
-    before = time.process_time()
-    time.sleep(0.2)
-    assert time.process_time() - before < 0.1
-
-
-def test_tensors_of_collectives_behind_one_that_waits_are_asked_for_meanwhile(engine):
-    log, there = [], threading.Event()
-    first = Steps(log, "a", enter=there.is_set)
-    second = Steps(log, "b")
-    futures = [engine.submit(first.work), engine.submit(second.work)]
-    until(lambda: second.begun)
-    assert log == []
-    there.set()
-    for future in futures:
-        future.wait()
 
 
 def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):

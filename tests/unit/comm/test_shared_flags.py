@@ -130,13 +130,6 @@ def test_an_inline_slot_and_a_shared_tensor_in_one_collective():
         assert torch.equal(found[1], own)
 
 
-def test_empty_tensors_are_reachable():
-    flags, _ = make(2)
-    for view in flags:
-        view.enter(torch.zeros(0))
-    assert [len(tensor) for tensor in flags[0].tensors(0, torch.zeros(0))] == [0, 0]
-
-
 def test_without_shared_memory_no_rank_is_waited_for():
     view = SharedFlags(NoMemory(), 0, 2)
     view.enter(torch.zeros(1))
@@ -144,14 +137,6 @@ def test_without_shared_memory_no_rank_is_waited_for():
     assert view.tensors(0, torch.zeros(1)) is None
     view.leave()
     assert view.all_left(0)
-
-
-def test_a_single_rank_has_its_own_tensor():
-    view = SharedFlags(NoMemory(), 0, 1)
-    mine = torch.zeros(1)
-    view.enter(mine)
-    (found,) = view.tensors(0, mine)
-    assert found is mine
 
 
 def test_data_written_before_entering_are_visible_afterwards():

@@ -17,16 +17,10 @@ TOPOLOGIES = st.builds(
     [
         ("aabb", None, ((0, 1), (2, 3))),
         ("aaab", None, ((0, 1, 2), (3,))),
-        ("abbb", None, ((0,), (1, 2, 3))),
         ("ababab", None, ((0, 2, 4), (1, 3, 5))),
-        ("abba", None, ((0, 3), (1, 2))),
         ("baab", None, ((0, 3), (1, 2))),
-        ("aaaa", None, ((0, 1, 2, 3),)),
-        ("abcd", None, ((0,), (1,), (2,), (3,))),
         ("a", None, ((0,),)),
-        ("aaaa", 2, ((0, 1), (2, 3))),
         ("aaaaa", 2, ((0, 1), (2, 3), (4,))),
-        ("aaaaa", 3, ((0, 1, 2), (3, 4))),
         ("aaaa", 1, ((0,), (1,), (2,), (3,))),
         ("aaaa", 7, ((0, 1, 2, 3),)),
         ("aaabb", 2, ((0, 1), (2,), (3, 4))),
@@ -36,10 +30,6 @@ TOPOLOGIES = st.builds(
 )
 def test_hosts_become_nodes(hosts, ranks_per_node, nodes):
     assert Topology.from_hosts(hosts, ranks_per_node).nodes == nodes
-
-
-def test_any_hashable_is_a_host():
-    assert Topology.from_hosts([("x", 1), 7, ("x", 1), None]).nodes == ((0, 2), (1,), (3,))
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1])
@@ -74,24 +64,6 @@ def test_a_node_group_is_the_ranks_of_one_host(hosts):
     assert topology.smallest_node == min(Counter(hosts).values())
 
 
-@given(HOSTS, st.integers(1, 5))
-def test_virtual_nodes_cut_each_host_in_order(hosts, ranks_per_node):
-    topology = Topology.from_hosts(hosts, ranks_per_node)
-    for host in set(hosts):
-        ranks = [rank for rank, where in enumerate(hosts) if where == host]
-        nodes = [node for node in topology.nodes if hosts[node[0]] == host]
-        assert [rank for node in nodes for rank in node] == ranks
-        assert all(len(node) == ranks_per_node for node in nodes[:-1])
-        assert len(nodes[-1]) <= ranks_per_node
-
-
-@given(TOPOLOGIES)
-def test_node_numbers_and_node_groups_agree(topology):
-    for rank in range(topology.size):
-        assert topology.nodes[topology.node(rank)] == topology.node_group(rank)
-        assert topology.node_group(rank)[topology.local_rank(rank)] == rank
-
-
 @given(TOPOLOGIES)
 def test_a_cross_group_has_one_rank_of_each_node_that_is_large_enough(topology):
     for rank in range(topology.size):
@@ -101,12 +73,6 @@ def test_a_cross_group_has_one_rank_of_each_node_that_is_large_enough(topology):
         assert {topology.local_rank(member) for member in group} == {local}
         nodes = [topology.node(member) for member in group]
         assert nodes == [i for i, node in enumerate(topology.nodes) if len(node) > local]
-
-
-def test_the_documented_cross_groups():
-    topology = Topology.from_hosts("aaabbb")
-    assert [topology.cross_group(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
-    assert [topology.cross_group(rank) for rank in range(3, 6)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_cross_groups_of_unequal_nodes_shrink():
