@@ -42,7 +42,7 @@ def call_in_child(method: Callable[[], object]) -> None:
     os.register_at_fork(after_in_child=call)
 
 
-@dataclass(eq=False)
+@dataclass
 class _SharedPart:
     """A rank's own part of a segment of shared memory."""
 
@@ -52,54 +52,55 @@ class _SharedPart:
     snapshot: int = 0  # address of a private mapping of the same length; 0: there is none
 
 
-# Kept until the process ends, since tensors may outlive their world.
-_parts: list[_SharedPart] = []
-_storages: list[Any] = []  # of the parts, alive while a fork is in progress
-_lock = threading.Lock()  # held during a fork
+class PrivateCopies:
+    """Replaces parts of shared memory by private copies in forked children. Local; Linux only.
 
-
-def copy_for_children(tensor: Tensor) -> None:
-    """Give later forked children a private copy of a tensor's whole storage. Local; Linux only.
-
-    It begins at a page.
+    The interpreter keeps it until the process ends, since tensors may outlive their world.
     """
-    storage = tensor.untyped_storage()
-    with _lock:
-        _parts.append(_SharedPart(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
 
+    def __init__(self) -> None:
+        self._parts: list[_SharedPart] = []
+        self._storages: list[Any] = []  # of the parts, alive while a fork is in progress
+        self._lock = threading.Lock()  # held during a fork
+        os.register_at_fork(
+            before=self._take_snapshots,
+            after_in_parent=self._end_fork,
+            after_in_child=self._use_snapshots,
+        )
 
-def _take_snapshots() -> None:
-    _lock.acquire()
-    for part in list(_parts):
-        storage = torch.UntypedStorage._new_with_weak_ptr(part.storage.cdata)
-        if storage is None:
+    def add(self, tensor: Tensor) -> None:
+        """Give later children a copy of the whole storage of a tensor, which begins at a page."""
+        storage = tensor.untyped_storage()
+        part = _SharedPart(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
+        with self._lock:
+            self._parts.append(part)
+
+    def _take_snapshots(self) -> None:
+        self._lock.acquire()
+        alive = []
+        for part in self._parts:
+            storage = torch.UntypedStorage._new_with_weak_ptr(part.storage.cdata)
+            if storage is None:
+                _unmap(part.snapshot, part.nbytes)
+                continue
+            alive.append(part)
+            self._storages.append(storage)
+            part.snapshot = part.snapshot or _map(part.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
             if part.snapshot:
-                _libc.munmap(ctypes.c_void_p(part.snapshot), ctypes.c_size_t(part.nbytes))
-            _parts.remove(part)
-            continue
-        _storages.append(storage)
-        part.snapshot = part.snapshot or _map(part.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        if part.snapshot:
-            _update(part.snapshot, part.address, part.nbytes)
+                _update(part.snapshot, part.address, part.nbytes)
+        self._parts = alive
 
+    def _end_fork(self) -> None:
+        self._storages.clear()
+        self._lock.release()
 
-def _end_fork() -> None:
-    _storages.clear()
-    _lock.release()
-
-
-def _use_snapshots() -> None:
-    for part in _parts:
-        if not (part.snapshot and _move(part.snapshot, part.address, part.nbytes)):
-            # Without memory for a copy, the child ends when it uses the tensor.
-            _map(part.nbytes, _NO_ACCESS, at=part.address)
-    _parts.clear()
-    _end_fork()
-
-
-os.register_at_fork(
-    before=_take_snapshots, after_in_parent=_end_fork, after_in_child=_use_snapshots
-)
+    def _use_snapshots(self) -> None:
+        for part in self._parts:
+            if not (part.snapshot and _move(part.snapshot, part.address, part.nbytes)):
+                # Without memory for a copy, the child ends when it uses the tensor.
+                _map(part.nbytes, _NO_ACCESS, at=part.address)
+        self._parts.clear()
+        self._end_fork()
 
 
 def _map(nbytes: int, protection: int, at: int = 0) -> int:
@@ -110,6 +111,11 @@ def _map(nbytes: int, protection: int, at: int = 0) -> int:
         ctypes.c_void_p(at), ctypes.c_size_t(nbytes), protection, flags, -1, ctypes.c_long(0)
     )
     return 0 if address == ctypes.c_void_p(-1).value else int(address)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    if address:
+        _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 def _move(source: int, target: int, nbytes: int) -> bool:

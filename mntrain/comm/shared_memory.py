@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mntrain.comm.forked import copy_for_children
+from mntrain.comm.forked import PrivateCopies
 from mntrain.comm.mpi import Communicator
 
 TOKEN_BYTES = 16  # at the end of a segment, to identify it
@@ -69,6 +69,7 @@ class NodeSharedMemory:
         self._count = 0
         self.why_not = ""
         if node.size > 1:
+            self._copies = PrivateCopies()
             self.allocate(TOKEN_BYTES)  # a trial
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -95,7 +96,7 @@ class NodeSharedMemory:
         weak = StorageWeakRef(own.untyped_storage())
         self._segments[self._count] = SharedSegment(own.data_ptr(), nbytes, weak, parts)
         self._count += 1
-        copy_for_children(own)
+        self._copies.add(own)
         return own
 
     def locate(self, tensor: Tensor) -> SegmentOffset | None:
