@@ -4,10 +4,11 @@ A step: load -> forward and backward of each micro-batch (full buckets are sent 
 the gradients and means -> update -> report.
 """
 
+import gc
 import textwrap
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -26,14 +27,12 @@ from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
 from mntrain.train.evaluation import merge_sets
 from mntrain.train.failed_step import FailedStep, non_finite_stops
-from mntrain.train.garbage import frozen_garbage
 from mntrain.train.job import TrainingJob
 from mntrain.train.model_digest import compare_replicas
 from mntrain.train.part_counts import PartCounts
 from mntrain.train.resumption import to_json
 from mntrain.train.step_agreement import Flags, StepAgreement
 from mntrain.train.step_means import StepMeans
-from mntrain.train.step_records import complete_step
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World, init
 from zero.collectives import Collectives
@@ -90,7 +89,6 @@ class Trainer:
             failed_step=failed_step,
             save=self._save_before_error,
         )
-        self._complete = partial(complete_step, job, self._result, world.rank)
         self._asked_to_stop: str | None = None  # why, by this rank's task
         self._longest_step_s = 0.0
 
@@ -109,7 +107,7 @@ class Trainer:
             self._job.directory,
             self._reporter,
             self._signals as signals,
-            frozen_garbage(),
+            _frozen_garbage(),
         ):
             describe_job(self._world, self._config, self._job)
             self._train()
@@ -239,13 +237,37 @@ class Trainer:
         self._agreement.after_update()
         if self._all_meet(step):
             self._agreement.meet()
-        return self._complete(
+        return self._complete(step, lr, update, timer.times())
+
+    def _complete(
+        self, step: int, lr: float, update: StepResult, times: Mapping[str, Any]
+    ) -> StepRecord:
+        """Count a step, warn if it was not finite, and return its record. Local.
+
+        `times` are by field of `StepRecord`.
+        """
+        job, means, items = self._job, self._agreement.means, self._agreement.items(step)
+        if means.nonfinite:
+            self._reporter.warn(f"in step {step}, the loss is {means.nonfinite}")
+        if update.skipped:
+            norm = update.grad_norm
+            self._reporter.warn(f"step {step} was skipped: the gradient's norm is {norm}")
+        self._result.add(items, times["step_s"], skipped=update.skipped)
+        with noted(self._world.rank, f"metrics of step {step}"):
+            metrics = job.task.derive(means.loss, means.metrics)
+        return StepRecord(
             step=step,
+            loss=means.loss,
             lr=lr,
-            update=update,
-            times=timer.times(),
-            means=self._agreement.means,
-            items=self._agreement.items(step),
+            grad_norm=None if update.skipped else update.grad_norm,
+            clip_coef=None if update.skipped else update.clip_coef,
+            clipped_norm=None if update.skipped else update.clipped_norm,
+            samples=job.data.batch_size(step),
+            tokens_per_s=items / times["step_s"],
+            metrics=metrics,
+            skipped=update.skipped,
+            slow_ranks=job.balancing.slow_ranks(step) or None,
+            **times,
         )
 
     def _report(self, record: StepRecord) -> None:
@@ -395,6 +417,17 @@ class Trainer:
 
     def _stopped(self, reason: str) -> TrainingStoppedError:
         return TrainingStoppedError(reason, self._world.rank)
+
+
+@contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """Exclude existing objects from garbage collection, which takes about 0.2 s for torch's."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _due(every: int, step: int) -> bool:
