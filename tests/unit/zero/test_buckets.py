@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from first_of_two import FirstOfTwo
-from sharding import Log, sharded
 from torch import Tensor, nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
@@ -225,16 +224,6 @@ def test_no_sync_launches_nothing():
     assert chained.launches() == [2, 1, 0]
 
 
-@stages
-def test_accumulated_micro_batches_are_those_of_torch(stage, world):
-    model, optimizer = linear(stage, world)
-    with optimizer.no_sync():
-        mean(model, 3.0).backward()
-    mean(model, 5.0).backward()
-    assert optimizer.step().grad_norm == 8.0
-    assert model.weight.item() == 1.0 - 8.0
-
-
 def test_no_sync_may_be_nested():
     chained = Chained()
     with chained.optimizer.no_sync():
@@ -242,18 +231,6 @@ def test_no_sync_may_be_nested():
             chained.loss().backward()
         chained.loss().backward()
     assert chained.launches() == []
-
-
-@stages
-def test_a_second_backward_in_a_step_adds_its_mean(stage, world):
-    model, optimizer = linear(stage, world)
-    optimizer.share(4)
-    mean(model, 3.0).backward()
-    optimizer.share(2)
-    mean(model, 5.0).backward()
-    result = optimizer.step()
-    assert (result.grad_norm, result.weight) == (8.0, 6.0)
-    assert model.weight.item() == 1.0 - 8.0
 
 
 @stages
@@ -267,15 +244,6 @@ def test_weighted_and_plain_backward_passes_add_their_means(stage, world):
 
 
 @stages
-def test_without_zero_grad_a_step_adds_to_the_one_before(stage, world):
-    model, optimizer = linear(stage, world)
-    for expected in (3.0, 6.0, 9.0):
-        optimizer.share(4)
-        mean(model, 3.0).backward()
-        assert optimizer.step().grad_norm == expected
-
-
-@stages
 def test_one_batch_weighs_every_backward_until_the_next(stage, world):
     model, optimizer = linear(stage, world)
     for batch in (5, 2):
@@ -284,25 +252,6 @@ def test_one_batch_weighs_every_backward_until_the_next(stage, world):
             mean(model, 3.0).backward()
             assert optimizer.step().weight == batch
             optimizer.zero_grad()
-
-
-@stages
-def test_batches_of_one_size_may_be_drawn_ahead(stage, world):
-    model, optimizer = linear(stage, world)
-    optimizer.expect_batch(4, 8)
-    for _ in range(3):
-        optimizer.expect_batch(4, 8)
-        mean(model, 3.0).backward()
-        assert optimizer.step().weight == 4
-
-
-@stages
-def test_a_batch_of_another_size_that_is_drawn_ahead_is_refused(stage, world):
-    model, optimizer = linear(stage, world)
-    optimizer.expect_batch(4, 8)
-    optimizer.expect_batch(0, 1)
-    with pytest.raises(RuntimeError, match="this rank has 4 of 8, 0 of 1 samples"):
-        mean(model, 3.0).backward()
 
 
 @stages
@@ -409,32 +358,6 @@ def test_close_removes_the_hooks():
 
 
 @stages
-def test_each_step_is_the_mean_over_its_own_weight(stage, world):
-    model, optimizer = linear(stage, world)
-    mean(model, 3.0).backward()
-    assert optimizer.step().weight == 1.0
-    optimizer.zero_grad()
-    optimizer.share(4)
-    mean(model, 3.0).backward()
-    assert optimizer.step().weight == 4.0
-    optimizer.zero_grad()
-    optimizer.backward(mean(model, 3.0), weight=5)
-    assert optimizer.step().weight == 5.0
-    assert model.weight.item() == 1.0 - 9.0
-
-
-@stages
-def test_weighted_micro_batches_make_the_mean_over_all_samples(stage, world):
-    model, optimizer = linear(stage, world)
-    with optimizer.no_sync():
-        optimizer.backward(mean(model, 1.0), weight=1)
-    optimizer.backward(mean(model, 4.0, 5.0, 6.0), weight=3)
-    result = optimizer.step()
-    assert (result.grad_norm, result.weight) == (4.0, 4.0)
-    assert model.weight.item() == 1.0 - 4.0
-
-
-@stages
 def test_shares_of_micro_batches_add_up(stage, world):
     model, optimizer = linear(stage, world)
     with optimizer.no_sync():
@@ -487,26 +410,6 @@ def test_zero_grad_drops_the_weight_of_what_it_drops(stage, world, how):
                 mean(model, value).backward()
     result = optimizer.step()
     assert (result.grad_norm, result.weight) == (3.0, 4.0)
-
-
-@stages
-def test_an_evaluation_leaves_the_share_of_the_batch_alone(stage, world):
-    model, optimizer = linear(stage, world)
-
-    def batches(*sizes):
-        log = Log()
-        log.expect = optimizer.expect_batch
-        log.forget = lambda drawn: optimizer.forget_batches(drawn=drawn)
-        return sharded([torch.ones(n, 1) for n in sizes], log=log)
-
-    @torch.no_grad()
-    def evaluate():
-        return sum(float(model(batch).sum()) for batch in batches(5, 2))
-
-    for batch in batches(3):
-        evaluate()
-        model(batch).mean().backward()
-        assert optimizer.step().weight == 3.0
 
 
 @stages

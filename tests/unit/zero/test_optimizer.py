@@ -361,26 +361,6 @@ def test_a_sharded_gradient_refuses_every_use(stage, partition):
     assert all(p.grad is None for p in model.parameters())
 
 
-@modes
-def test_clipping_and_scaling_by_hand_are_those_of_torch(mode):
-    mine, theirs = mlp(), mlp()
-    optimizer, plain = zero(mine, SGD, **mode), SGD(theirs.parameters())
-    for x in inputs(3):
-        for model, own in ((mine, optimizer), (theirs, plain)):
-            own.zero_grad()
-            model(x).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
-        torch.testing.assert_close(optimizer.clip_grad_norm_(0.05), norm.double())
-        optimizer.scale_gradients_(0.5)
-        for p, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-            other.grad.mul_(0.5)
-            torch.testing.assert_close(optimizer.full_gradient(p), other.grad)
-        optimizer.step()
-        plain.step()
-    for p, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, other)
-
-
 def test_a_gradient_of_a_tensor_that_is_not_trained_is_refused():
     optimizer = zero(mlp())
     with pytest.raises(ValueError, match="no parameter of this optimizer"):
@@ -448,23 +428,6 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone(stage, options, wor
             model(x).square().mean().backward()
             plain.step()
             plain.zero_grad()
-    assert_same_weights(mine, theirs)
-
-
-@modes
-def test_a_closure_runs_once_before_the_update(mode):
-    mine, theirs = mlp(), mlp()
-    optimizer, plain = zero(mine, SGD, **mode), SGD(theirs.parameters())
-    for x in inputs(3):
-
-        def closure(model=mine, own=optimizer, x=x):
-            own.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        loss = plain.step(partial(closure, theirs, plain))
-        assert torch.equal(optimizer.step(closure).loss, loss)
     assert_same_weights(mine, theirs)
 
 

@@ -205,31 +205,6 @@ class Waves(nn.Module):
 
 
 @STAGES
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_complex_parameters_train_as_in_torch(dtype, kind, stage, norm_type):
-    model, reference = Waves(dtype), Waves(dtype)
-    options = {"max_grad_norm": 0.1, "norm_type": norm_type}
-    optimizer = zero(model, kind, stage=stage, bucket_bytes=100, **options)
-    plain = kind(reference.parameters(), lr=0.1)
-    tolerance = 1e-4 if dtype == torch.complex64 else 1e-6  # the norm's squares are fp32
-    for seed in range(4):
-        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
-        model(x).square().mean().backward()
-        reference(x).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
-        assert optimizer.step().grad_norm == pytest.approx(float(norm), rel=tolerance)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        plain.step()
-        optimizer.zero_grad()
-        plain.zero_grad()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-    assert optimizer.memory() == optimizer.expected_memory()
-
-
-@STAGES
 @pytest.mark.parametrize("bad", [complex(math.nan, 1), complex(1, math.inf)])
 def test_complex_gradients_that_are_not_finite_are_found(stage, bad):
     model = Waves(torch.complex64)

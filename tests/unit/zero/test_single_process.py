@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, StepResult, ZeroOptimizer
 
@@ -90,27 +89,6 @@ def test_groups_keep_their_own_hyperparameters(pairs):
         (0.02, 0.1),
         (0.05, 0.3),
     ]
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
-        partial(lr_scheduler.StepLR, step_size=2, gamma=0.3),
-        partial(lr_scheduler.CosineAnnealingLR, T_max=5),
-        partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=5),
-    ],
-    ids=["LambdaLR", "StepLR", "CosineAnnealingLR", "OneCycleLR"],
-)
-def test_schedulers_of_torch_work_unchanged(schedule):
-    mine, theirs = pair(mlp())
-    optimizer, plain = zero(mine), SGD(theirs.parameters())
-    ours, torchs = schedule(optimizer), schedule(plain)
-    for x in inputs(4):
-        train(mine, optimizer, [x], ours)
-        train(theirs, plain, [x], torchs)
-        assert ours.get_last_lr() == torchs.get_last_lr()
-    assert_same_weights(mine, theirs)
 
 
 def test_is_a_torch_optimizer():
@@ -212,20 +190,3 @@ def test_two_parameters_of_one_name_are_refused():
 def test_nothing_to_train_is_refused(parameters):
     with pytest.raises(ValueError, match="nothing to train"):
         ZeroOptimizer(parameters, SGD, SingleProcessCollectives())
-
-
-def test_a_group_may_come_later():
-    mine, theirs = pair(mlp())
-    for model in (mine, theirs):
-        model[0].requires_grad_(False)
-    optimizer, plain = zero(mine, ADAMW), ADAMW(p for p in theirs.parameters() if p.requires_grad)
-    first, second = inputs(2)
-    train(mine, optimizer, [first])
-    train(theirs, plain, [first])
-    for model in (mine, theirs):
-        model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": mine[0].named_parameters(prefix="0"), "lr": 0.2})
-    plain.add_param_group({"params": theirs[0].parameters(), "lr": 0.2})
-    train(mine, optimizer, [second])
-    train(theirs, plain, [second])
-    assert_same_weights(mine, theirs)
