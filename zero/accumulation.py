@@ -14,7 +14,7 @@ round is what launches every bucket once: a whole accumulation, or at stage 2 a 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -74,11 +74,12 @@ class Accumulation:
         levels: NodeLevels | None,
         scale: LossScale,
         *,
+        kernels: Kernels,
         world_size: int,
     ) -> None:
         self._shard, self._gradients = shard, shard.gradients
         self._hook, self._schedule, self._levels, self._scale = hook, schedule, levels, scale
-        self._world_size = world_size
+        self._world_size, self._kernels = world_size, kernels
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken, skipped ones included
         self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
@@ -94,7 +95,8 @@ class Accumulation:
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
         self._weighing: list[RemovableHandle] = []  # hooks that run before a gradient is added
-        self.clip: Callable[[], None] | None = None  # if given, called before anything is launched
+        # The limit and kind of the norm of each rank's own mean: then nothing leaves in backward.
+        self.own_limit: tuple[float, float] | None = None
         self.waited_s = 0.0  # in `finish`
         self.sparse = set[str]()  # names of parameters that ever got a sparse gradient
         self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
@@ -264,21 +266,6 @@ class Accumulation:
         if not self._weighing:
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
-    @torch.no_grad()
-    def clip_own(self, max_norm: float, norm_type: float, kernels: Kernels) -> None:
-        """Scale this rank's own mean gradient to a norm of at most `max_norm`. Local.
-
-        Before its reduction. One that is not finite stays, so that the step finds it.
-        """
-        multiplied, own = self.weight.multiplied, self._gradients.own()
-        if not multiplied:
-            return
-        # Of what is summed, for the mean.
-        factor = self.weight.unit / multiplied / self._scale.value
-        norm = global_norm(SingleProcessCollectives(), own, norm_type, kernels) * factor
-        if math.isfinite(norm):
-            rescale(own, min(1.0, max_norm / (norm + 1e-6)))
-
     def _begin(self) -> None:
         """Begin a reduction, unless one has begun."""
         if not self.filling:
@@ -378,7 +365,7 @@ class Accumulation:
         self._begin()
         name = entry.spec.name
         self._used.add(name)
-        if self.clip is not None or not (self._syncing or self.announces):
+        if self.own_limit or not (self._syncing or self.announces):
             self._gradients.accumulate(index, entry)
         elif self._gradients.hides and name not in self._missing[index]:
             # Its layer lies in several reentrant checkpoints.
@@ -464,14 +451,25 @@ class Accumulation:
             for index in range(len(self._missing)):
                 self._note_assigned(index)
         if self._round_begun or not self.announces:
-            if self.clip is not None:
+            if self.own_limit:
                 for index, missing in enumerate(self._missing):
                     self._take_missing(index)
                     missing.clear()
-                self.clip()
+                self._clip_own(*self.own_limit)
             while self._launched < len(self._missing):
                 self._launch_next()
         self._start_round()
+
+    def _clip_own(self, max_norm: float, norm_type: float) -> None:
+        """Scale this rank's own mean gradient. One that is not finite stays: the step finds it."""
+        multiplied, own = self.weight.multiplied, self._gradients.own()
+        if not multiplied:
+            return
+        # Of what is summed, for the mean.
+        factor = self.weight.unit / multiplied / self._scale.value
+        norm = global_norm(SingleProcessCollectives(), own, norm_type, self._kernels) * factor
+        if math.isfinite(norm):
+            rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 
     def _launch_next(self) -> None:
         if self.announces and not self._launched:

@@ -200,6 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.schedule,
             self._levels,
             self._scale,
+            kernels=self._kernels,
             world_size=collectives.size,
         )
         self._make_inner = partial(optimizer_class, **kwargs)
@@ -405,7 +406,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         if max_norm is None:
-            self._accumulation.clip = None
+            self._accumulation.own_limit = None
             return
         if not is_positive(max_norm):
             raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
@@ -414,10 +415,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
                 "use stage 0 or 1"
             )
-        clip = partial(
-            self._accumulation.clip_own, float(max_norm), float(norm_type), self._kernels
-        )
-        self._accumulation.clip = clip
+        self._accumulation.own_limit = float(max_norm), float(norm_type)
 
     @_disable_dynamo
     @torch.no_grad()
