@@ -27,15 +27,15 @@ class ParameterWatch:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        # Each with its name, dtype, device, shape, order in memory, and the address of its flat
-        # memory; None if it may lie anywhere.
-        self._trained: list[tuple[Parameter, str, tuple[Any, ...], Any, int | None]] = []
+        # Each with its name; dtype, device and shape; strides and order in memory; and the address
+        # of its flat memory, or None if it may lie anywhere.
+        self._trained: list[tuple[Parameter, str, tuple[Any, ...], Any, Any, int | None]] = []
         self._places: list[tuple[dict[str, Any], str, object]] = []  # holder, key, what it holds
 
     def add(self, parameters: Mapping[str, Parameter], *, flat: bool) -> None:
         """Note parameters by name, which are views of flat memory if `flat`."""
         self._trained += [
-            (p, name, _kind(p), order(p), p.data_ptr() if flat else None)
+            (p, name, _kind(p), p.stride(), order(p), p.data_ptr() if flat else None)
             for name, p in parameters.items()
         ]
         self._note_places()
@@ -50,8 +50,8 @@ class ParameterWatch:
     def check(self) -> None:
         """Raise RuntimeError for a parameter that was changed, moved or replaced in the model."""
         self.check_kinds()
-        for parameter, name, _, memory_order, address in self._trained:
-            if order(parameter) != memory_order:
+        for parameter, name, _, strides, memory_order, address in self._trained:
+            if parameter.stride() != strides and order(parameter) != memory_order:
                 _refuse(name, "has another memory format (channels_last, say) than")
             if address is not None and parameter.data_ptr() != address:
                 _refuse(name, "has other memory than")
