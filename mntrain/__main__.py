@@ -7,21 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from mntrain._version import __version__
 from mntrain.checks import launcher
-from mntrain.checks.before_mpi import StartError
-
-if TYPE_CHECKING:
-    from mntrain.bench.bench_options import BenchOptions
-    from mntrain.config import Config
+from mntrain.checks.host import StartError
 
 # Modules that take long to import are imported inside functions: when Ctrl-C is handled already.
 # --help needs neither torch nor MPI.
 # ruff: noqa: PLC0415
 
-T = TypeVar("T")
 # Commands of one process, on rank 0 alone, and their modules.
 READERS = {
     "tokenize": "mntrain.corpus.tokenize_command",
@@ -47,24 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     named = bool(words) and not words[0].startswith("-")
     command = words.pop(0) if named else "train"
-    if command == "train":
-        from mntrain import cli
-
-        def train(config: "Config") -> int:
-            from mntrain.train.trainer import run
-
-            return _interruptible(lambda: run(config))
-
-        return _run_on_all_ranks(cli.parse, train, words, prints)
-    if command == "bench":
-        from mntrain.bench import bench_options
-
-        def bench(options: "BenchOptions") -> int:
-            from mntrain.bench.run import run
-
-            return _interruptible(lambda: run(options, words))
-
-        return _run_on_all_ranks(bench_options.parse, bench, words, prints)
+    if command in ("train", "bench"):
+        return _run_on_all_ranks(command, words, prints)
     if command == "doctor":  # says itself why the ranks cannot agree
         from mntrain.doctor import doctor_options
         from mntrain.doctor.doctor_command import run as run_doctor
@@ -88,20 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _run_on_all_ranks(
-    parse: Callable[..., T], run: Callable[[T], int], words: Sequence[str], prints: bool
-) -> int:
-    """Run a job with the options in `words`, if all ranks have the same. Collective.
+def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
+    """Train or measure with the options in `words`, if all ranks have the same. Collective.
 
     Returns 2 if a rank refuses its words, if options differ, or if the launcher's ranks do not form
     one MPI world.
     """
     from mntrain import cli
+    from mntrain.bench import bench_options
 
     launched = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
     quiet = launched and not {"-h", "--help"} & set(words)  # the ranks first tell each other
+    parse: Callable[..., Any] = cli.parse if command == "train" else bench_options.parse
     try:
-        parsed: T | cli.RefusedOptionsError = parse(words, print_errors=prints and not quiet)
+        parsed = parse(words, print_errors=prints and not quiet)
     except cli.RefusedOptionsError as refused:
         if not launched:
             raise
@@ -110,7 +89,14 @@ def _run_on_all_ranks(
     from mntrain.run.comparison import agree_on_options
 
     try:
-        return run(agree_on_options(parsed))
+        options = agree_on_options(parsed)
+        if command == "train":
+            from mntrain.train import trainer
+
+            return _interruptible(lambda: trainer.run(options))
+        from mntrain.bench import run as bench
+
+        return _interruptible(lambda: bench.run(options, words))
     except AgreedError as error:
         of_host = isinstance(error.__cause__, StartError) and error.rank == 0
         if prints or of_host:

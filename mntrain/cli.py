@@ -51,52 +51,6 @@ other commands, each with its own --help:
       draw the loss, or other metrics, of one or several runs"""
 
 
-# What other programs, or earlier versions, call an option.
-_ELSEWHERE = {
-    "accumulation_steps": ["train.micro_batch_size"],
-    "amp": ["train.precision"],
-    "batch": ["train.batch_size"],
-    "betas": ["optim.options"],
-    "bf16": ["train.precision"],
-    "block_size": ["model.context"],
-    "bs": ["train.batch_size"],
-    "clip": ["optim.max_grad_norm"],
-    "dataset": ["data.path"],
-    "epoch": ["train.steps"],
-    "epochs": ["train.steps"],
-    "eval_interval": ["train.eval_every"],
-    "fp16": ["train.precision"],
-    "grad_clip": ["optim.max_grad_norm"],
-    "gradient_accumulation_steps": ["train.micro_batch_size"],
-    "iterations": ["train.steps"],
-    "learning_rate": ["optim.lr"],
-    "lr_scheduler": ["optim.schedule"],
-    "max_iters": ["train.steps"],
-    "max_steps": ["train.steps"],
-    "model_name_or_path": ["hf.model"],
-    "momentum": ["optim.options"],
-    "no_tune": ["comm.algorithm"],
-    "num_epochs": ["train.steps"],
-    "num_train_epochs": ["train.steps"],
-    "num_workers": ["data.workers"],
-    "optimizer": ["optim.name"],
-    "out_dir": ["run.dir"],
-    "output": ["run.dir"],
-    "output_dir": ["run.dir"],
-    "per_device_train_batch_size": ["train.batch_size"],
-    "save_every": ["checkpoint.every"],
-    "save_steps": ["checkpoint.every"],
-    "scheduler": ["optim.schedule"],
-    "seq_len": ["model.context"],
-    "seq_length": ["model.context"],
-    "sequence_length": ["model.context"],
-    "tune": ["comm.algorithm"],
-    "warmup": ["optim.warmup_steps"],
-    "wd": ["optim.weight_decay"],
-    "zero_stage": ["zero.stage"],
-}
-
-
 class RefusedOptionsError(SystemExit):
     """An exit with code 2, for options that are wrong; `text` has a line for each problem."""
 
@@ -234,18 +188,14 @@ def _parser(model: Any, prog: str, description: str) -> ArgumentParser:
             off = flag_of(f"{section}.no_{key}".lstrip("."))
             add(flag_of(name), dest=name, action="store_true", help=about)
             add(off, dest=name, action="store_false", help=f"turn {flag_of(name)} off.")
-        elif word := _metavar_of_words(info.annotation, key):
+        elif get_origin(info.annotation) is tuple:
+            word = key.removesuffix("s").upper()
             add(flag_of(name), dest=name, metavar=word, help=about, nargs="+")
+        elif dict[str, Path] in get_args(info.annotation):
+            add(flag_of(name), dest=name, metavar="[NAME=]PATH", help=about, nargs="+")
         else:
             add(flag_of(name), dest=name, metavar=_metavar(info.annotation), help=about)
     return parser
-
-
-def _metavar_of_words(kind: Any, key: str) -> str:
-    """Return the placeholder of a word if an option takes several; else an empty text."""
-    if dict[str, Path] in get_args(kind):
-        return "[NAME=]PATH"
-    return key.removesuffix("s").upper() if get_origin(kind) is tuple else ""
 
 
 def _metavar(kind: Any) -> str:
@@ -263,15 +213,10 @@ def _read_command_line(
     parser: ArgumentParser, argv: Sequence[str], options: Mapping[str, FieldInfo]
 ) -> dict[str, Any]:
     """Return the given options. Raises ValueError or ArgumentError for unknown words."""
-    words, spelled = [], dict[str, str]()
+    words = []
     for word in argv:
         flag, equals, value = word.partition("=")
-        if flag[:2] == "--":
-            name = flag.replace("_", "-")
-            if spelled.setdefault(name, flag) != flag:
-                raise ValueError(f"{spelled[name]} and {flag} are one option: give it once")
-            flag = name
-        words.append(flag + equals + value)
+        words.append((flag.replace("_", "-") if flag[:2] == "--" else flag) + equals + value)
     given, unknown = parser.parse_known_args(words)
     if wrong := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
         flags = [flag_of(name) for name in options]
@@ -323,15 +268,11 @@ def _read_file(path: str, options: Mapping[str, FieldInfo], prog: str) -> dict[s
 
 
 def _unknown(name: str, allowed: Iterable[str], prog: str) -> str:
-    """Return the error for an unknown option, with the allowed ones that may be meant.
-
-    Those of another section have the same name there, or are what other programs call so.
-    """
+    """Return the error for an unknown option, with the allowed ones that may be meant."""
     plain = {option.lstrip("-").replace("-", "_"): option for option in allowed}
     given = name.lstrip("-").replace("-", "_")
     last = given.rpartition(".")[2]
     meant = [o for known, o in plain.items() if known.rpartition(".")[2] == last]
-    meant = meant or [plain[o] for o in _ELSEWHERE.get(last, ()) if o in plain]
     meant = meant or [plain[near] for near in get_close_matches(given, plain, n=1)]
     return f"{name}: no such option; " + (
         f"did you mean {' or '.join(meant)}?" if meant else f"{prog} --help lists all"

@@ -10,15 +10,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from mntrain.checks.finding import naming
-from mntrain.checks.process_group import advise
+from mntrain.checks.finding import alike, naming
 from mntrain.comm import mpi
 from mntrain.data.phase_notes import BATCH_OF_ONE
 from zero.norms import NonFiniteGradientError
+
+if TYPE_CHECKING:
+    from mntrain.watchdog.thread import Watchdog
 
 OWN_THREAD = "mntrain "  # beginning of the names of this package's threads
 REMOTE_ABORT_S = 10.0  # until a rank aborts the job, which the one that failed should have aborted
@@ -40,6 +42,15 @@ class AgreedError(ValueError):
         if self.rank == 0:
             print(f"mntrain: error: {self}", file=sys.stderr)
 
+
+# For code that needs a process group of torch.distributed.
+ADVICE = (
+    "mntrain's ranks exchange data over MPI, without a process group of torch.distributed: in the "
+    "place of DistributedDataParallel, fully_shard, accelerate's Accelerator and Hugging Face's "
+    "Trainer, use world.optimizer and world.shard in a loop of your own (docs/own-loop.md), or "
+    "python -m mntrain --task hf"
+)
+_NO_GROUP = ("process group has not been initialized", "MASTER_ADDR expected", "RANK expected")
 
 # Errors that every rank raises: rank 0 alone prints them.
 OF_ALL_RANKS = (AgreedError, NonFiniteGradientError)
@@ -68,17 +79,20 @@ class RemoteRankError(RuntimeError):
         self.rank, self.host, self.kind, self.traceback = rank, host, kind, traceback
 
 
-class Others(Protocol):
-    """The other ranks of a world, for a rank that fails."""
-
-    def tell_failure(self, report: Mapping[str, Any]) -> None:
-        """Let all others raise a RemoteRankError of these arguments; wait until they left."""
-
-    def leave(self) -> None:
-        """Tell the others that this rank leaves."""
-
-    def end_run(self, status: str, reason: str) -> None:
-        """Let the run's summary say how it ended, on rank 0."""
+def advise(error: BaseException, rank: int) -> None:
+    """Add what helps against an error of a user's own loop to it, as a note, if that is known."""
+    if any(sign in str(error) for sign in _NO_GROUP):
+        note = ADVICE
+    elif str(error).startswith(BATCH_OF_ONE):
+        note = (
+            f"mntrain: rank {rank}: BatchNorm needs at least two samples on each rank, and this "
+            "rank's part of the batch has one: give the loader drop_last=True if it is the last of "
+            "an epoch, or a larger batch"
+        )
+    else:
+        return
+    if not hasattr(error, "__notes__"):
+        error.add_note(note)
 
 
 class ExceptionWatch:
@@ -98,7 +112,7 @@ class ExceptionWatch:
         self._process = 0  # the process that installed the hooks; 0: they are not installed
         # Is told of an exception that ends the world, before anything else is done about it.
         self.on_error: Callable[[BaseException], None] = lambda error: None
-        self.others: Others | None = None
+        self.others: Watchdog | None = None
 
     def install(self) -> None:
         """Replace the interpreter's hooks for uncaught exceptions of all threads."""
@@ -118,8 +132,7 @@ class ExceptionWatch:
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
         self.on_error(error)
-        advise(error)
-        self._advise(error)
+        advise(error, self.rank)
         code = 1
         if isinstance(error, KeyboardInterrupt):
             code = 130
@@ -175,15 +188,6 @@ class ExceptionWatch:
         hook = self._next_hook(sys, of_user=True)
         return hook if hook is not sys.__excepthook__ else None
 
-    def _advise(self, error: BaseException) -> None:
-        """Add what helps against an error of a user's own loop to it, if that is known."""
-        if str(error).startswith(BATCH_OF_ONE) and not hasattr(error, "__notes__"):
-            error.add_note(
-                f"mntrain: rank {self.rank}: BatchNorm needs at least two samples on each rank, "
-                "and this rank's part of the batch has one: give the loader drop_last=True if it "
-                "is the last of an epoch, or a larger batch"
-            )
-
     def _report_failure(self, error: BaseException) -> None:
         """Print which rank failed; the user's hook, if any, reports the error itself."""
         line, text = f"mntrain: {self._place} failed:\n", "".join(traceback.format_exception(error))
@@ -238,13 +242,8 @@ def combined_refusals(refusals: Sequence[str | None]) -> str:
     """Return one sentence for the refusals of all ranks, by rank; None is no refusal."""
     if len(set(refusals)) == 1:
         return str(refusals[0])
-    ranks_by_message: dict[str, list[int]] = {}
-    for rank, message in enumerate(refusals):
-        if message is not None:
-            ranks_by_message.setdefault(message, []).append(rank)
-    return "; ".join(
-        f"{naming('rank', ranks)}: {message}" for message, ranks in ranks_by_message.items()
-    )
+    by_rank = {rank: message for rank, message in enumerate(refusals) if message is not None}
+    return "; ".join(f"{naming('rank', ranks)}: {message}" for message, ranks in alike(by_rank))
 
 
 @contextmanager

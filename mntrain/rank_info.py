@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,10 +49,8 @@ class Usage:
     pinned_memory: int = 0  # bytes of host memory that transports hold pinned
 
 
-def find_place(
-    *, rank: int, host: str, node: int, local_rank: int, device: torch.device, gpu: str
-) -> Place:
-    """Return the place of this rank, which computes on `device`. Local."""
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Return what is known of a rank's device and processor, by the fields of `Place`. Local."""
     if device.type == "cuda":
         model = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -59,18 +58,13 @@ def find_place(
         model = _processor()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     known = hasattr(os, "sched_getaffinity")
-    return Place(
-        rank=rank,
-        host=host,
-        node=node,
-        local_rank=local_rank,
-        device=str(device),
-        threads=torch.get_num_threads(),
-        gpu=gpu,
-        model=model,
-        cpus=len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1,
-        memory=memory,
-    )
+    return {
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "model": model,
+        "cpus": len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1,
+        "memory": memory,
+    }
 
 
 def _processor() -> str:

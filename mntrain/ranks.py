@@ -21,9 +21,9 @@ from torch import Tensor
 from mntrain import device as devices
 from mntrain import errors
 from mntrain.checks import all_ranks, launcher
-from mntrain.checks.before_mpi import StartError
-from mntrain.checks.facts import RankFacts, collect
+from mntrain.checks.all_ranks import RankFacts, collect
 from mntrain.checks.finding import Finding
+from mntrain.checks.host import StartError
 from mntrain.comm import mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import Transport, WorldCollectives
@@ -38,7 +38,7 @@ from mntrain.config_types import construct
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
 from mntrain.kernels import DeviceKernels
-from mntrain.rank_info import Place, Usage, device_memory, find_place, memory_room, peak_memory
+from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS
 from mntrain.watchdog.side_channel import SideChannel, address_towards, own_addresses
@@ -265,13 +265,13 @@ class Ranks:
 
     def _gather_places(self) -> None:
         """Gather the place of every rank on all ranks."""
-        place = find_place(
+        place = Place(
             rank=self.rank,
             host=self._watch.host,
             node=self.topology.node(self.rank),
             local_rank=self.local_rank,
-            device=self.device,
             gpu=self._gpus[self.rank],
+            **describe_device(self.device),
         )
         gathered = self._engine.call(lambda: self._comm.gather_objects(place))
         self.places: list[Place] = gathered.wait()

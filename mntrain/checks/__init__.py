@@ -2,10 +2,9 @@
 
 A check is a function that returns a `Finding`: pass, warn or fail, one sentence, and the fix.
 
-    launcher.py    before MPI starts, and of the size of the world; from the environment
-    before_mpi.py  those that come before MPI starts
-    host.py        of one host: shared memory, limits
+    launcher.py    of the launcher against the MPI library, from the environment
+    host.py        of one host: shared memory, limits; those that come before MPI starts
     storage.py     of the run directory
-    all_ranks.py  over the facts of all ranks (facts.py); to add one, write a function of the facts
-                   and name it in CHECKS
+    all_ranks.py   over the facts of all ranks; to add one, write a function of the facts and name
+                   it in CHECKS
 """

@@ -1,17 +1,127 @@
-"""Checks over the facts of all ranks, by rank. Pure: each returns a finding."""
+"""Checks over the facts of all ranks, by rank. A check is pure, and returns a finding."""
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from itertools import combinations
+from pathlib import Path
 
-from mntrain.checks.facts import RankFacts
-from mntrain.checks.finding import Finding, naming, passed
-from mntrain.checks.host import merge
+import torch
 
-Facts = Sequence[RankFacts]
+from mntrain._version import __version__
+from mntrain.checks import host as host_checks
+from mntrain.checks import launcher
+from mntrain.checks.finding import Finding, merge, naming, passed
+from mntrain.recorder.events import pid_namespace
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Versions that decide about results and messages; others that differ are a warning.
 _DECISIVE = ("mntrain", "torch", "MPI")
 _CLOCK_LIMIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Facts about one rank and its host. Picklable, about 1 kB."""
+
+    host: str
+    host_key: int  # the lowest rank of its host
+    cores: frozenset[int]  # logical cores that it may run on; empty if the system does not say
+    physical: int  # physical cores that these belong to
+    host_cores: int  # logical cores of its host
+    threads: int  # of its computations, if the user has set them; else 0
+    gpu: str  # identifier of its GPU; empty on the CPU
+    versions: dict[str, str]  # of Python and of packages
+    clock: tuple[float, float]  # see `clocks`
+    findings: dict[str, Finding]  # of the checks of its host, by name
+    pid: int = 0  # in its pid_namespace
+    pid_namespace: str = ""
+
+
+Facts = Sequence[RankFacts]
+
+
+def collect(
+    *, host: str, host_key: int, gpu: str, library: str, size: int, clock: tuple[float, float]
+) -> RankFacts:
+    """Return the facts of this process, in a job of `size` ranks. Local.
+
+    `library` is the full version string of MPI. Digests tell checkouts and builds apart.
+    """
+    # OpenMP may have bound this thread alone to one core.
+    bound = os.environ.get("OMP_PROC_BIND", "false").lower() != "false"
+    known = hasattr(os, "sched_getaffinity") and not bound
+    own = os.sched_getaffinity(0) if known else set()
+    physical = len({_physical_core(core) for core in own})
+    return RankFacts(
+        host=host,
+        host_key=host_key,
+        cores=frozenset(own),
+        physical=physical,
+        host_cores=os.cpu_count() or 1,
+        threads=_chosen_threads({len(own), physical, os.cpu_count()}),
+        gpu=gpu,
+        versions={
+            "mntrain": f"{__version__} (sources {_source_digest()})",
+            "torch": torch.__version__,
+            "numpy": _installed("numpy"),
+            "MPI": f"{' '.join(library.split()[:3])} (build {_digest(library.encode())})",
+            "mpi4py": _installed("mpi4py"),
+            "Python": platform.python_version(),
+        },
+        clock=clock,
+        findings={
+            "world size": launcher.world_size(os.environ, size),
+            "open files": host_checks.open_files(size),
+            "locked memory": host_checks.locked_memory(),
+        },
+        pid=os.getpid(),
+        pid_namespace=pid_namespace(),
+    )
+
+
+def _chosen_threads(defaults: set[int | None]) -> int:
+    """Return the number of threads that the user has set, by a variable or a call; else 0.
+
+    `defaults` are the numbers that torch may choose by itself. Of a variable that asks for more
+    threads than there are cores, torch's own count shows nothing.
+    """
+    stated = [os.environ[name] for name in THREAD_VARIABLES if name in os.environ]
+    count = torch.get_num_threads()
+    if not stated and count in defaults:
+        return 0
+    return max([count, *(int(number) for number in stated if number.isdigit())])
+
+
+def _physical_core(core: int) -> str:
+    """Return the logical cores of the physical core that a logical one belongs to: "0,4"."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(core)
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _source_digest() -> str:
+    """Return eight hexadecimal digits of the Python sources of this distribution."""
+    root = Path(__file__).parents[2]
+    found = (path for package in ("mntrain", "zero") for path in (root / package).rglob("*.py"))
+    paths = sorted(path for path in found if path.is_file())  # no locks of editors
+    return _digest(*(str(path.relative_to(root)).encode() + path.read_bytes() for path in paths))
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"\0".join(parts), digest_size=4).hexdigest()
 
 
 def by_host(facts: Facts) -> list[list[int]]:
@@ -22,10 +132,15 @@ def by_host(facts: Facts) -> list[list[int]]:
     return list(hosts.values())
 
 
+def _with_cores(facts: Facts) -> Iterator[tuple[list[int], frozenset[int]]]:
+    """Yield the ranks of each host, and the cores that any of them may use."""
+    for ranks in by_host(facts):
+        yield ranks, frozenset[int]().union(*(facts[rank].cores for rank in ranks))
+
+
 def cores(facts: Facts) -> Finding:
     """Find hosts with more ranks than cores that these may use."""
-    for ranks in by_host(facts):
-        usable = frozenset[int]().union(*(facts[rank].cores for rank in ranks))
+    for ranks, usable in _with_cores(facts):
         first = facts[ranks[0]]
         if not usable or len(ranks) <= len(usable):
             continue
@@ -40,24 +155,22 @@ def cores(facts: Facts) -> Finding:
 
 def binding(facts: Facts) -> Finding:
     """Find ranks that the launcher has bound to the same cores while others are free."""
-    for ranks in by_host(facts):
-        usable = frozenset[int]().union(*(facts[rank].cores for rank in ranks))
+    for ranks, usable in _with_cores(facts):
         if len(ranks) > len(usable):
             continue  # `cores` warns of it
         by_set: dict[frozenset[int], list[int]] = {}
         for rank in ranks:
             by_set.setdefault(facts[rank].cores, []).append(rank)
         crowded = [same for own, same in by_set.items() if len(same) > len(own)]
-        crossing = [
+        crowded += [
             by_set[one] + by_set[other] for one, other in combinations(by_set, 2) if one & other
         ]
-        if crowded or crossing:
-            group = (crowded or crossing)[0]
-            shared = frozenset.intersection(*(facts[rank].cores for rank in group))
+        if crowded:
+            shared = frozenset.intersection(*(facts[rank].cores for rank in crowded[0]))
             return Finding(
                 "warn",
-                f"{naming('rank', group)} on {facts[group[0]].host} are bound to the same "
-                f"{naming('core', sorted(shared))}, so they slow each other down",
+                f"{naming('rank', crowded[0])} on {facts[crowded[0][0]].host} are bound to the "
+                f"same {naming('core', sorted(shared))}, so they slow each other down",
                 "give each rank cores of its own: mpirun --bind-to core (MPICH: -bind-to core), "
                 "srun --cpu-bind=cores --cpus-per-task=N; do not bind ranks with taskset",
             )
@@ -66,22 +179,10 @@ def binding(facts: Facts) -> Finding:
 
 def threads(facts: Facts) -> Finding:
     """Find ranks that compute with more threads than there are cores for."""
-    for ranks in by_host(facts):
-        usable = frozenset[int]().union(*(facts[rank].cores for rank in ranks))
-        counts = [facts[rank].threads for rank in ranks]
-        for rank, count in zip(ranks, counts, strict=True):
-            own = facts[rank].cores
-            if own and count > len(own):
-                return _too_many(facts, rank, f"bound to {naming('core', sorted(own))}", len(own))
-        if usable and max(counts) > 1 and sum(counts) > len(usable):
-            rank = ranks[counts.index(max(counts))]
-            text = f"one of {len(ranks)} ranks on {len(usable)} cores"
-            return _too_many(facts, rank, text, max(1, len(usable) // len(ranks)))
-    return passed("no more threads than cores")
-
-
-def _too_many(facts: Facts, rank: int, place: str, allowed: int) -> Finding:
-    """Return the finding of a rank with too many threads."""
+    found = next(_too_many_threads(facts), None)
+    if found is None:
+        return passed("no more threads than cores")
+    rank, place, allowed = found
     fact = facts[rank]
     return Finding(
         "warn",
@@ -90,6 +191,19 @@ def _too_many(facts: Facts, rank: int, place: str, allowed: int) -> Finding:
         f"set OMP_NUM_THREADS={allowed}, or unset it (mntrain then chooses), or bind each rank to "
         f"{fact.threads} cores",
     )
+
+
+def _too_many_threads(facts: Facts) -> Iterator[tuple[int, str, int]]:
+    """Yield ranks with more threads than cores, where they run, and how many they may have."""
+    for ranks, usable in _with_cores(facts):
+        counts = [facts[rank].threads for rank in ranks]
+        for rank, count in zip(ranks, counts, strict=True):
+            own = facts[rank].cores
+            if own and count > len(own):
+                yield rank, f"bound to {naming('core', sorted(own))}", len(own)
+        if usable and max(counts) > 1 and sum(counts) > len(usable):
+            place = f"one of {len(ranks)} ranks on {len(usable)} cores"
+            yield ranks[counts.index(max(counts))], place, max(1, len(usable) // len(ranks))
 
 
 def gpus(facts: Facts) -> Finding:
@@ -162,14 +276,7 @@ def clocks(facts: Facts) -> Finding:
     return passed(f"no clocks differ by more than a second (measured to {widest:.3g} s)")
 
 
-CHECKS: tuple[Callable[[Facts], Finding], ...] = (
-    versions,
-    cores,
-    binding,
-    threads,
-    gpus,
-    clocks,
-)
+CHECKS: tuple[Callable[[Facts], Finding], ...] = (versions, cores, binding, threads, gpus, clocks)
 """All checks over the facts of the ranks, in the order of the report."""
 
 

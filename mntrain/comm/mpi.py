@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mntrain.checks import launcher
-from mntrain.checks.before_mpi import check_before_mpi, expect, library_missing
+from mntrain.checks.host import check_before_mpi, expect, library_missing
 from mntrain.comm.waits import Backoff, pause
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.checks import all_ranks, host, launcher, storage
-from mntrain.checks.before_mpi import StartError
-from mntrain.checks.finding import Finding, passed, worst
+from mntrain.checks.finding import Finding, merge, passed, worst
+from mntrain.checks.host import StartError
 from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, measure
 from mntrain.doctor import link_findings
@@ -67,7 +67,7 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
     exact = [replace(facts[rank], clock=offsets[rank]) for rank in leaders]
     gathered = comm.gather_objects(_local(world.local_size))
     merged = {
-        name: host.merge(zip(hosts, (found[name] for found in gathered), strict=True))
+        name: merge(zip(hosts, (found[name] for found in gathered), strict=True))
         for name in gathered[0]
     }
     findings = {
@@ -91,15 +91,15 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
 
 
 def _local(ranks: int) -> dict[str, Finding]:
-    """Return the checks of this host that scan files, by name. `ranks` are those of the host.
+    """Return the checks of this host alone, by name. `ranks` are those of the host.
 
     MPI's own segment of this job may lie in /dev/shm already.
     """
-    findings = {"dead jobs": host.segments_left_behind()}
-    with suppress(StartError):  # which is reported itself
+    try:
         library = mpi.import_unstarted().Get_library_version()
-        findings["shared memory"] = host.shared_memory(library, ranks, creates=False)
-    return findings
+    except StartError:  # which is reported itself
+        return {}
+    return {"shared memory": host.shared_memory(library, ranks, creates=False)}
 
 
 def _library(world: World) -> Finding:

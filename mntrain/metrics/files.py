@@ -68,10 +68,7 @@ def flatten(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write a run's summary.json: readers and crashes find the old file or the new one.
-
-    Makes the directory if there is none.
-    """
+    """Write a run's summary.json as a whole. Makes the directory if there is none."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / SUMMARY_FILE, (json_text(summary, indent=2) + "\n").encode())
 

@@ -5,27 +5,33 @@ One process, without MPI and torch, so that a job can draw its loss at its end i
 
 import argparse
 import io
+import math
 import subprocess
 import sys
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mntrain.metrics.curves import Curve, LoggedRun, read_run
-from mntrain.metrics.files import PLOT_FILE, write_whole
+from mntrain.metrics.files import METRICS_FILE, PLOT_FILE, flatten, read_metrics, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# ruff: noqa: PLC0415 - matplotlib is an extra
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+# One metric of one run, over an axis; a value is NaN where it was not finite.
+Curve = tuple[Array, Array]
+
 FORMATS = ("svg", "png", "pdf")
 NEEDED = "matplotlib, which is not installed: pip install 'mntrain[plot]'"
-REFUSED = 2  # exit code
 JOB_LIMIT_S = 2.0  # of a drawing at the end of a job, while all its ranks wait
 
 _AXES = {
@@ -34,21 +40,88 @@ _AXES = {
     "samples": "training samples",
     "tokens": "training tokens (or samples, if the loss is a mean over them)",
 }
-_WIDTH, _PANEL_HEIGHT, _ROW_HEIGHT = 8.0, 4.2, 0.21  # inches
-_LABEL_LENGTH = 80  # characters in a row of the legend
+# Columns whose product is the extent of a step on an axis.
+_EXTENTS = {"hours": ["step_s"], "samples": ["samples"], "tokens": ["tokens_per_s", "step_s"]}
+_SMOOTHED = 40  # the running mean spans a 40th of a curve
+_SHORT = 20  # a curve of fewer points shows each of them
 _PALETTE = 10  # colours of matplotlib's default cycle
+_LABEL_LENGTH = 80  # characters in a row of the legend
+_POINTS = {"marker": "o", "markersize": 3.5}
 _STYLES: dict[str, dict[str, Any]] = {
     "each step": {"linewidth": 0.8, "alpha": 0.4, "zorder": 2},
     "running mean": {"linewidth": 1.6, "zorder": 3},
-    "evaluation": {
-        "linewidth": 1.0,
-        "linestyle": "--",
-        "marker": "o",
-        "markersize": 3.5,
-        "zorder": 4,
-    },
+    "evaluation": {"linewidth": 1.0, "linestyle": "--", "zorder": 4, **_POINTS},
 }
-_SHORT = 20  # a curve of fewer points shows each of them
+
+
+def running_mean(values: Array) -> Array | None:
+    """Return the exponential running mean, None if there are few values.
+
+    Without the bias to the first value, as in TensorBoard.
+    """
+    span = len(values) / _SMOOTHED
+    if span <= 1:
+        return None
+    keep = 1 - 2 / (span + 1)
+    total = weight = 0.0
+    means = []
+    for value in values:
+        if np.isfinite(value):
+            total = keep * total + (1 - keep) * value
+            weight = keep * weight + (1 - keep)
+        means.append(total / weight if np.isfinite(value) else np.nan)
+    return np.array(means)
+
+
+class LoggedRun(NamedTuple):
+    """The lines of one run's metrics.jsonl, flattened, and the run's label."""
+
+    label: str
+    path: Path
+    lines: list[dict[str, Any]]
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that can be drawn."""
+        numbers = {n: None for line in self.lines for n, v in line.items() if _is_number(v)}
+        return [name for name in numbers if name != "step"]
+
+    def curve(self, name: str, axis: str) -> Curve | None:
+        """Return a metric over an axis, None if no line has a finite value of it.
+
+        A value lies at the end of its step.
+        """
+        columns = _EXTENTS.get(axis, ["step"])
+        for column in columns:
+            if not any(column in line for line in self.lines):
+                raise ValueError(f"--x {axis}: {self.path} has no {column}; give --x step")
+        amounts = [math.prod(line.get(column) or 0 for column in columns) for line in self.lines]
+        scale = 3600 if axis == "hours" else 1
+        points = [
+            (x / scale, line[name] if _is_number(line[name]) else np.nan)
+            for x, line in zip(
+                amounts if axis == "step" else accumulate(amounts), self.lines, strict=True
+            )
+            if name in line
+        ]
+        values = np.array(points, dtype=np.float64).reshape(-1, 2)
+        return (values[:, 0], values[:, 1]) if np.isfinite(values[:, 1]).any() else None
+
+
+def read_run(path: Path) -> list[dict[str, Any]]:
+    """Return the flattened lines of a run's steps. Raises ValueError if there are none."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; give the folder of a run")
+    if not (path / METRICS_FILE).exists():
+        raise ValueError(f"{path} has no {METRICS_FILE}: give the folder of a run")
+    lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
+    if not lines:
+        raise ValueError(f"{path}: its {METRICS_FILE} has no step yet")
+    return lines
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def run(words: Sequence[str]) -> int:
@@ -56,12 +129,36 @@ def run(words: Sequence[str]) -> int:
 
     Raises SystemExit, with 2 for a malformed command line and 0 after --help.
     """
-    options = _parser().parse_args(words)
+    parser = argparse.ArgumentParser(
+        prog="python -m mntrain plot",
+        description="Draw metrics of one or several runs from their metrics.jsonl: each step as a "
+        "thin line, the running mean as a thick one, and evaluations as points.",
+    )
+    add = parser.add_argument
+    add("runs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a run")
+    add(
+        "--metric",
+        metavar="NAME",
+        nargs="+",
+        default=["loss"],
+        help="names in metrics.jsonl, each with its evaluations: grad_norm, or a metric of the "
+        "task such as accuracy (default: loss)",
+    )
+    add("--x", choices=list(_AXES), default="step", help="horizontal axis (default: step)")
+    add(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help=f"file to write, whose ending is .{', .'.join(FORMATS)} (default: the metrics' names "
+        f"as in {PLOT_FILE}, in the folder of the run, or in this folder for several runs)",
+    )
+    add("--log", action="store_true", help="logarithmic vertical axis")
+    options = parser.parse_args(words)
     try:
         output = _draw(options.runs, options.metric, options.x, options.output, log=options.log)
     except (OSError, ValueError) as error:
         print(f"mntrain: {error}", file=sys.stderr)
-        return REFUSED
+        return 2
     print(output)
     return 0
 
@@ -96,34 +193,6 @@ def draw_at_end(run_dir: Path) -> str:
     return lines[-1].removeprefix("mntrain: ") if done.returncode else ""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m mntrain plot",
-        description="Draw metrics of one or several runs from their metrics.jsonl: each step as a "
-        "thin line, the running mean as a thick one, and evaluations as points.",
-    )
-    add = parser.add_argument
-    add("runs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a run")
-    add(
-        "--metric",
-        metavar="NAME",
-        nargs="+",
-        default=["loss"],
-        help="names in metrics.jsonl, each with its evaluations: grad_norm, or a metric of the "
-        "task such as accuracy (default: loss)",
-    )
-    add("--x", choices=list(_AXES), default="step", help="horizontal axis (default: step)")
-    add(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help=f"file to write, whose ending is .{', .'.join(FORMATS)} (default: the metrics' names "
-        f"as in {PLOT_FILE}, in the folder of the run, or in this folder for several runs)",
-    )
-    add("--log", action="store_true", help="logarithmic vertical axis")
-    return parser
-
-
 def _draw(
     paths: Sequence[Path], metrics: Sequence[str], axis: str, output: Path | None, *, log: bool
 ) -> Path:
@@ -140,8 +209,15 @@ def _draw(
         raise ValueError(f"plot needs {NEEDED}")
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
-    figure = make_figure([run.label for run in runs], panels, axis, log=log)
-    write_whole(output, _picture(figure, kind))
+    import matplotlib as mpl
+
+    content = io.BytesIO()
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": None}  # equal files
+    with mpl.rc_context({"svg.hashsalt": "mntrain"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
+        figure = make_figure([run.label for run in runs], panels, axis, log=log)
+        figure.savefig(content, format=kind, dpi=160, metadata=dates[kind])
+    write_whole(output, content.getvalue())
     return output
 
 
@@ -173,7 +249,7 @@ def curves_of(
             raise ValueError(
                 f"--metric {metric}: {run.path} has no value of it; it has {', '.join(run.names)}"
             )
-        if log and not any((curve.y > 0).any() for curve in found if curve):
+        if log and not any((curve[1] > 0).any() for curve in found if curve):
             raise ValueError(f"--log: {metric} of {run.path} has no value above 0")
     return {name: by_run for name, by_run in curves.items() if any(by_run)}
 
@@ -186,22 +262,20 @@ def make_figure(
     log: bool,
 ) -> "Figure":
     """Return a figure of panels, each of which has the curves of all runs by name."""
-    import matplotlib as mpl  # noqa: PLC0415 - an extra
-    from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import EngFormatter  # noqa: PLC0415
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     colours = [f"C{index}" for index in range(_PALETTE)]
     if len(labels) > _PALETTE:
-        shades = np.linspace(0.03, 0.97, len(labels))
-        colours = [mpl.colors.to_hex(mpl.colormaps["turbo"](shade)) for shade in shades]
-    figure = Figure(figsize=(_WIDTH, _PANEL_HEIGHT * len(panels)), layout="constrained")
+        colours = [mpl.colormaps["turbo"](shade) for shade in np.linspace(0, 1, len(labels))]
+    figure = Figure(figsize=(8.0, 4.2 * len(panels)), layout="constrained")
     every = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     styles: set[str] = set()
     for axes, panel in zip(every, panels, strict=True):
         styles |= _draw_panel(axes, panel, colours)
         axes.set_ylabel(next(iter(panel)))
-        if log:
-            _set_log_scale(axes)
+        axes.set_yscale("log" if log else "linear")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     every[-1].set_xlabel(_AXES[axis])
@@ -215,49 +289,30 @@ def make_figure(
     return figure
 
 
-def _picture(figure: "Figure", kind: str) -> bytes:
-    """Return the bytes of a picture, without a date: the same for the same figure."""
-    import matplotlib as mpl  # noqa: PLC0415 - an extra
-
-    content = io.BytesIO()
-    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": None}
-    with mpl.rc_context({"svg.hashsalt": "mntrain"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
-        figure.savefig(content, format=kind, dpi=160, metadata=dates[kind])
-    return content.getvalue()
-
-
 def _draw_panel(
-    axes: "Axes", panel: Mapping[str, Sequence[Curve | None]], colours: Sequence[str]
+    axes: "Axes", panel: Mapping[str, Sequence[Curve | None]], colours: Sequence[Any]
 ) -> set[str]:
     """Draw the curves of one metric, and return the styles that were used."""
-    used = set()
-
-    def draw(curve: Curve, style: str, colour: str) -> None:
-        used.add(style)
-        points = curve.thinned()
-        options = _STYLES[style] | (
-            {"marker": "o", "markersize": 3.5} if len(curve.y) < _SHORT else {}
-        )
-        axes.plot(points.x, points.y, color=colour, **options)
-
+    drawn: list[tuple[Curve, str, Any]] = []
     for name, by_run in panel.items():
         evaluation = name.startswith("eval_")
         for index, curve in enumerate(by_run):
-            if curve is None:
-                continue
-            colour = colours[int(evaluation)] if len(by_run) == 1 else colours[index]
-            draw(curve, "evaluation" if evaluation else "each step", colour)
-            if not evaluation and (smoothed := curve.smoothed()):
-                draw(smoothed, "running mean", colour)
-    return used
+            if curve is not None:
+                colour = colours[int(evaluation)] if len(by_run) == 1 else colours[index]
+                drawn.append((curve, "evaluation" if evaluation else "each step", colour))
+                if not evaluation and (means := running_mean(curve[1])) is not None:
+                    drawn.append(((curve[0], means), "running mean", colour))
+    for curve, style, colour in drawn:
+        points = _POINTS if len(curve[0]) < _SHORT else {}
+        axes.plot(*curve, color=colour, **{**_STYLES[style], **points})
+    return {style for _, style, _ in drawn}
 
 
 def _add_legends(
-    figure: "Figure", labels: Sequence[str], colours: Sequence[str], styles: set[str]
+    figure: "Figure", labels: Sequence[str], colours: Sequence[Any], styles: set[str]
 ) -> None:
     """Name the styles of lines above the panels, and several runs by colour below them."""
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - an extra
+    from matplotlib.lines import Line2D
 
     options: dict[str, Any] = {"fontsize": "small", "frameon": False}
     used = [style for style in _STYLES if style in styles]
@@ -270,24 +325,9 @@ def _add_legends(
     longest = max(len(line) for name in names for line in name.splitlines())
     columns = max(1, min(5, (_LABEL_LENGTH + 20) // (longest + 8), len(names)))
     rows = sum(name.count("\n") + 1 for name in names) / columns
-    figure.set_figheight(figure.get_figheight() + _ROW_HEIGHT * rows)
+    figure.set_figheight(figure.get_figheight() + 0.21 * rows)
     handles = [Line2D([], [], color=colour, linewidth=3) for colour in colours[: len(names)]]
     figure.legend(handles, names, loc="outside lower center", ncols=columns, **options)
-
-
-def _set_log_scale(axes: "Axes") -> None:
-    """Make the vertical axis logarithmic, with plain numbers at its ticks."""
-    from matplotlib import ticker  # noqa: PLC0415 - an extra
-
-    axes.set_yscale("log")
-    least, most = axes.get_ylim()
-    narrow = most < 10 * least  # perhaps without a power of 10
-    locator = ticker.MaxNLocator(6) if narrow else ticker.LogLocator(subs=(1, 2, 5))
-    axes.yaxis.set_major_locator(locator)
-    if narrow:
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _legible(label: str) -> str:

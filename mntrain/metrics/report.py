@@ -25,10 +25,9 @@ from rich.text import Text
 
 from mntrain.config import LogConfig
 from mntrain.metrics.files import try_summary
-from mntrain.metrics.live import LiveLines, fit, join
 from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
-from mntrain.metrics.terminal import console_on, find_terminal
+from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit, join
 from mntrain.metrics.writers import DECLARED, MetricsFiles
 from mntrain.rank_info import Place
 
@@ -80,8 +79,7 @@ class Reporter:
         self._console = console or console_on(self._terminal)
         self._errors = console or Console(stderr=True)
         self._one_terminal = self._terminal is None or self._terminal.shows(sys.stderr)
-        self._recent = RecentSteps[StepRecord](10)
-        self._last: StepRecord | None = None
+        self._recent = RecentSteps[StepRecord](10)  # the last of them is the last step
         self._live: LiveLines | None = None
         self._display_ended = False
         self._drawn_at = 0.0
@@ -135,15 +133,16 @@ class Reporter:
         if not self._master:
             return
         names = ["node", "rank", "local rank", "threads", "CPUs", "memory"]
-        names += ["link MB/s"] if links else []
-        table = _table("host", "device", *names, left=2)
+        table = _table("host", "device", *names, *(["link MB/s"] if links else []), left=2)
         for place in places[:_MAX_PLACES]:
             device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
-            texts = (plain(text, self._console.encoding) for text in (place.host, device))
             numbers = (place.node, place.rank, place.local_rank, place.threads, place.cpus)
-            rounded = [f"{place.memory / 2**30:.0f} GiB"]
-            rounded += [f"{links[place.node] / 1e6:,.0f}"] if links else []
-            table.add_row(*texts, *map(str, numbers), *rounded)
+            table.add_row(
+                *(plain(text, self._console.encoding) for text in (place.host, device)),
+                *map(str, numbers),
+                f"{place.memory / 2**30:.0f} GiB",
+                *([f"{links[place.node] / 1e6:,.0f}"] if links else []),
+            )
         if len(places) > _MAX_PLACES:
             table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
         dropped = ("threads", "local rank", "memory", "CPUs", "device", "link MB/s")
@@ -159,8 +158,7 @@ class Reporter:
         if self._metrics is None:
             raise RuntimeError(f"step {record.step} was reported outside of the reporter's block")
         self._metrics.write(record.to_json())
-        first = self._last is None
-        self._last = record
+        first = not self._recent.values
         self._recent.add(record)
         if self._console.is_terminal and self._console.is_interactive:
             self._redraw()
@@ -193,25 +191,28 @@ class Reporter:
         self.note("")
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
         self._print_table(self._result_table(summary))
-        if summary["ranks"]:
+        if ranks := summary["ranks"]:
             memory = _memory_table(summary["memory"])
             self._print_table(memory, ("least", "expected", "median", "on rank"))
-            self._print_table(_traffic_table(summary["ranks"]))
-            self.note(_overlap(summary["ranks"]))
+            self._print_table(_traffic_table(ranks))
+            busy, waited = (
+                statistics.median(rank[name] for rank in ranks)
+                for name in ("communication_s", "exposed_s")
+            )
+            self.note(f"communication {busy:.1f} s, of which exposed {waited:.1f} s")
         self.note(str(summary["run_dir"]))
         return [*self._missing, *try_summary(self._run_dir, summary, self._missing)]
 
     def _line(self) -> str:
         """Return the last step, and the speed of recent ones, as one line."""
-        assert self._last is not None
         count, *speed = self._progress()
-        values = [(0, f"{label} {text}") for label, text in self._last.pairs("line")]
+        last = self._recent.values[-1]
+        values = [(0, f"{label} {text}") for label, text in last.pairs("line")]
         return join([count, *values, *speed])
 
     def _progress(self) -> list[tuple[int, str]]:
         """Return the step's number, and the speed of recent ones after the warm-up, as parts."""
-        last = self._last
-        assert last is not None
+        last = self._recent.values[-1]
         count = f"step {last.step:>{len(str(self._steps))}}/{self._steps}"
         if not self._recent.warm:
             return [(0, count), (1, f"warm-up, {short_time(last.step_s)}")]
@@ -227,16 +228,16 @@ class Reporter:
 
     def _live_lines(self, width: int) -> list[Text]:
         """Return the progress, the last step, and the shares of the recent steps' time."""
-        assert self._last is not None
+        last = self._recent.values[-1]
         progress = fit(self._progress(), width)
-        values = [(_KEPT.get(n, 1), f"{n} {text}") for n, text in self._last.pairs("line")]
+        values = [(_KEPT.get(n, 1), f"{n} {text}") for n, text in last.pairs("line")]
         lines = [progress, fit(values, width)]
         if self._recent.warm:
             lines.append(fit(self._shares(), width))
         texts = [plain(line, self._console.encoding) for line in lines]
         left = width - len(progress) - 2
         if left >= _MIN_BAR:
-            bar = ProgressBar(total=self._steps, completed=self._last.step, width=left)
+            bar = ProgressBar(total=self._steps, completed=last.step, width=left)
             segments = self._console.render(bar)
             texts[0].append("  ").append_tokens((part, style) for part, style, _ in segments)
         return texts
@@ -257,12 +258,8 @@ class Reporter:
         if self._display_ended:
             return
         if self._live is None:
-            self._live = LiveLines(
-                self._console,
-                self._live_lines,
-                self._terminal,
-                takes_stderr=self._one_terminal,
-            )
+            console, terminal, shared = self._console, self._terminal, self._one_terminal
+            self._live = LiveLines(console, self._live_lines, terminal, takes_stderr=shared)
         if time.monotonic() - self._drawn_at >= _REDRAW_S:
             self._live.refresh()
             self._drawn_at = time.monotonic()
@@ -293,10 +290,9 @@ class Reporter:
                 named = value if metric.named else {metric.summary.replace("_", " "): value}
                 facts += [(name, metric.format(item)) for name, item in named.items()]
         facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
-        rates = (count_text(summary[key]) for key in ("tokens_per_s", "step_tokens_per_s"))
-        facts.append(
-            (f"{self.items}/s", "{}; in a step, without evaluation and saves, {}".format(*rates))
-        )
+        rate, in_step = (count_text(summary[n]) for n in ("tokens_per_s", "step_tokens_per_s"))
+        apart = f"{rate}; in a step, without evaluation and saves, {in_step}"
+        facts.append((f"{self.items}/s", apart))
         if flops := summary["model_flops_per_s"]:
             share, dtype = summary["utilisation"], summary["computes_in"]
             of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
@@ -326,13 +322,6 @@ def _traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
         messages = sum(rank[f"{level}_messages"] for rank in ranks)
         table.add_row(label, count_text(messages), decimal(sum(r[f"{level}_bytes"] for r in ranks)))
     return table
-
-
-def _overlap(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the median rank's time in communication, and its time waiting for it, as a text."""
-    busy = statistics.median(rank["communication_s"] for rank in ranks)
-    waited = statistics.median(rank["exposed_s"] for rank in ranks)
-    return f"communication {busy:.1f} s, of which exposed {waited:.1f} s"
 
 
 def _table(*names: str, left: int = 1) -> Table:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mntrain.checks.facts import RankFacts
+from mntrain.checks.all_ranks import RankFacts
 from mntrain.checks.finding import alike
 from mntrain.recorder.waits import Wait, find_culprits, late_ranks, name_ranks
 from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state

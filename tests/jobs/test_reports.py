@@ -125,12 +125,7 @@ def test_the_copies_have_the_numbers_of_metrics_jsonl(jobs):
     assert [{name: cell for name, cell in row.items() if cell} for row in rows] == [
         {name: str(value) for name, value in line.items()} for line in lines
     ]
-
-
-def test_tensorboard_has_the_numbers_of_metrics_jsonl(jobs):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    folder, _ = jobs
-    lines = [flatten(line) for line in metrics(folder)]
     board = accumulator.EventAccumulator(str(folder / "run" / "tensorboard")).Reload()
     assert set(board.Tags()["scalars"]) == set().union(*lines) - {"step"}
     for tag in board.Tags()["scalars"]:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mntrain
 from mntrain import ranks
 from mntrain.__main__ import main
-from mntrain.checks.facts import collect
+from mntrain.checks.all_ranks import collect
 from mntrain.comm import mpi
 from mntrain.comm.links import measure, rounds
 from mntrain.doctor.link_findings import clock_offsets

@@ -41,19 +41,17 @@ def test_no_options_give_the_defaults():
         ),
         (["--data.valid-path", "a=b", "--data.valid-path", "none"], Config()),
         (["--train.batch-size", "64"], Config(train=TrainConfig(batch_size=64))),
-        (["--train.batch_size=64"], Config(train=TrainConfig(batch_size=64))),
+        (
+            ["--train.batch-size=5", "--train.batch_size=64"],
+            Config(train=TrainConfig(batch_size=64)),
+        ),
         (["--train.compile"], Config(train=TrainConfig(compile=True))),
         (["--train.compile", "--train.no-compile"], Config()),
         (["--train.steps", "5", "--train.steps", "6"], Config(train=TrainConfig(steps=6))),
-        (["--train.precision", "bf16"], Config(train=TrainConfig(precision="bf16"))),
-        (["--train.precision", "bf16-pure"], Config(train=TrainConfig(precision="bf16-pure"))),
-        (["--optim.non-finite", "skip"], Config(optim=OptimConfig(non_finite="skip"))),
-        (["--zero.stage", "2"], Config(zero=ZeroConfig(stage=2))),
         (
             ["--zero.stage", "1", "--zero.shard-by", "memory"],
             Config(zero=ZeroConfig(stage=1, shard_by="memory")),
         ),
-        (["--zero.partition", "parameter"], Config(zero=ZeroConfig(partition="parameter"))),
         (["--optim.lr", "1e-5"], Config(optim=OptimConfig(lr=1e-5))),
         (["--optim.max-grad-norm", "none"], Config(optim=OptimConfig(max_grad_norm=None))),
         (["--comm.ranks-per-node", "2"], Config(comm=CommConfig(ranks_per_node=2))),
@@ -85,11 +83,6 @@ def test_options_of_the_command_line(argv, expected):
             "code=code/, not ('a', 'b')",
         ),
         (
-            "--data.valid-path a=x b/c=y",
-            "--data.valid-path: must be one path, or several as NAME=PATH, such as news=news.txt "
-            "code=code/, not ('a=x', 'b/c=y')",
-        ),
-        (
             "--data.valid-path a=x a=y",
             "--data.valid-path: must have each name once ('a' is there twice), not ('a=x', 'a=y')",
         ),
@@ -97,11 +90,6 @@ def test_options_of_the_command_line(argv, expected):
             "--data.valid-path =x",
             "--data.valid-path: must have names of letters, digits, '_', '.' and '-', since "
             "metrics have them ('' is none), not ('=x',)",
-        ),
-        (
-            "--data.valid-path a:min=x",
-            "--data.valid-path: must have names of letters, digits, '_', '.' and '-', since "
-            "metrics have them ('a:min' is none), not ('a:min=x',)",
         ),
         (
             "--data.valid-path a=",
@@ -113,15 +101,9 @@ def test_options_of_the_command_line(argv, expected):
             "--data.valid-fraction 0.1: --data.valid-path gives other validation data, so that all "
             "of --data.path trains: leave one of both out",
         ),
-        ("--data.valid-fraction 1", "--data.valid-fraction: Input should be less than 1, not 1.0"),
-        (
-            "--optim.max-grad-norm 0",
-            "--optim.max-grad-norm: Input should be greater than 0, not 0.0",
-        ),
         ("--optim.lr nan", "--optim.lr: Input should be a finite number, not nan"),
         ("--optim.lr=-1e-3", "--optim.lr: Input should be greater than 0, not -0.001"),
         ("--data.glob=", "--data.glob: String should have at least 1 character, not ''"),
-        ("--zero.stage 3", "--zero.stage: Input should be less than or equal to 2, not 3"),
         ("--run.dir=", "--run.dir: must be a path or none, not ''"),
         (
             "--checkpoint.every 0min",
@@ -144,19 +126,8 @@ def test_error_states_the_value_and_what_is_allowed(argv, message):
     ("argv", "hint"),
     [
         ("--train.batchsize 32", "did you mean --train.batch-size?"),
-        ("--train.batchsize=32", "did you mean --train.batch-size?"),
         ("--trian.steps 5", "did you mean --train.steps?"),
-        ("--batch-size 5", "did you mean --train.batch-size?"),
         ("--lr 0.1", "did you mean --optim.lr?"),
-        ("--train.lr 0.1", "did you mean --optim.lr?"),
-        ("--epochs 5", "did you mean --train.steps?"),
-        ("--steps 5", "did you mean --train.steps?"),
-        ("--seed 5", "did you mean --run.seed?"),
-        ("--learning-rate=0.1", "did you mean --optim.lr?"),
-        ("--num-workers 5", "did you mean --data.workers?"),
-        ("--comm.tune", "did you mean --comm.algorithm?"),
-        ("--comm.no-tune", "did you mean --comm.algorithm?"),
-        ("--output-dir a", "did you mean --run.dir?"),
         ("--every 5", "did you mean --sync.every or --checkpoint.every?"),
         ("--quux", "python -m mntrain --help lists all"),
         ("-n 4", "python -m mntrain --help lists all"),
@@ -168,11 +139,18 @@ def test_unknown_option_is_refused_with_similar_ones(argv, hint):
     assert refused(*words) == [f"mntrain: {option}: no such option; {hint}"]
 
 
-def test_all_unknown_options_are_reported_at_once():
-    assert [line.split(": ")[1] for line in refused("--a", "1", "--train.steps", "2", "--b")] == [
-        "--a",
-        "--b",
-    ]
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        (["--a", "1", "--train.steps", "2", "--b"], ["--a", "--b"]),
+        (
+            ["--train.steps", "0", "--optim.lr", "x", "--task="],
+            ["--optim.lr", "--train.steps", "--task"],
+        ),
+    ],
+)
+def test_all_problems_are_reported_at_once(argv, options):
+    assert [line.split(": ")[1] for line in refused(*argv)] == options
 
 
 @pytest.mark.parametrize("argv", [["--train.compile", "yes"], ["yes"]])
@@ -183,11 +161,6 @@ def test_word_without_an_option_is_refused(argv):
 @pytest.mark.parametrize("flag", ["--train.compile", "--train.no-compile"])
 def test_switch_refuses_a_value(flag):
     assert refused(f"{flag}=no") == [f"mntrain: argument {flag}: ignored explicit argument 'no'"]
-
-
-def test_all_bad_values_are_reported_at_once():
-    lines = refused("--train.steps", "0", "--optim.lr", "x", "--task=")
-    assert [line.split(":")[1] for line in lines] == [" --optim.lr", " --train.steps", " --task"]
 
 
 def test_quiet_ranks_print_nothing(capsys, tmp_path):
@@ -216,10 +189,3 @@ def test_help_lists_every_option_with_its_default_and_examples(capsys):
     assert "--data.valid-path [NAME=]PATH [[NAME=]PATH ...]" in out
     assert "1: the optimizer's state. 2: gradients too." in " ".join(out.replace("│", " ").split())
     assert "(default: 200)" in out
-
-
-def test_one_option_in_both_spellings_is_refused():
-    words = ["--train.batch-size", "5", "--train.batch_size=6"]
-    assert refused(*words) == [
-        "mntrain: --train.batch-size and --train.batch_size are one option: give it once"
-    ]

@@ -117,13 +117,6 @@ def test_file_and_command_line_are_checked_together(toml):
     )
 
 
-def test_none_in_a_file(toml):
-    path = toml('[optim]\nmax_grad_norm = "none"\n[data]\npath = "none"\n')
-    config = parse(["--config", str(path)])
-    assert config.optim.max_grad_norm is None
-    assert config.data.path is None
-
-
 def test_empty_file_and_empty_table_give_the_defaults(toml):
     for text in ("", "[train]\n"):
         path = toml(text)
@@ -137,16 +130,10 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
             '[train]\nbatch_size = "x"',
             "train.batch_size: Input should be a valid integer, not 'x'",
         ),
-        ('[train]\nsteps = "5"', "train.steps: Input should be a valid integer, not '5'"),
         ("[train]\nsteps = 5.0", "train.steps: Input should be a valid integer, not 5.0"),
         ("[train]\nsteps = true", "train.steps: Input should be a valid integer, not True"),
-        (
-            "[train]\nsteps = 2000-01-01",
-            "train.steps: Input should be a valid integer, not datetime.date(2000, 1, 1)",
-        ),
         ("[train]\ncompile = 1", "train.compile: Input should be a valid boolean, not 1"),
         ("[optim]\nlr = inf", "optim.lr: Input should be a finite number, not inf"),
-        ("[optim]\nlr = 0", "optim.lr: Input should be greater than 0, not 0"),
         ('[run]\ndir = ""', "run.dir: must be a path or none, not ''"),
         (
             '[data.valid_path]\n"a b" = "x"',
@@ -157,21 +144,16 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
             "[data.valid_path]\na = 3",
             "data.valid_path: must be names and paths (the path of 'a' is missing), not {'a': 3}",
         ),
-        ("[data]\nglob = 3", "data.glob: Input should be a valid string, not 3"),
         (
             "[checkpoint]\nevery = true",
             "checkpoint.every: must be a number of steps, minutes such as 10min, or auto, not True",
         ),
-        ("[zero]\nstage = true", "zero.stage: Input should be a valid integer, not True"),
-        ("[zero]\nstage = 1.0", "zero.stage: Input should be a valid integer, not 1.0"),
         ("device = 0", "device: Input should be 'auto', 'cpu' or 'cuda', not 0"),
         ("[trian]\nsteps = 5", "trian.steps: no such option; did you mean train.steps?"),
         (
             "[train]\nbatch-siz = 5",
             "train.batch-siz: no such option; did you mean train.batch_size?",
         ),
-        ("steps = 5", "steps: no such option; did you mean train.steps?"),
-        ("[train]\nlr = 5", "train.lr: no such option; did you mean optim.lr?"),
         (
             "[train]\nbatch_size = 5\nbatch-size = 5",
             "train.batch_size and train.batch-size are one option: give it once",
@@ -192,28 +174,20 @@ def test_error_names_the_file_and_the_option(toml, text, problem):
     assert refused("--config", path) == [f"mntrain: {path}: {problem}"]
 
 
-def names_of_problems(path):
-    """The options that the errors about a file name."""
-    return [line.split(": ")[2].split(" ")[0] for line in refused("--config", path)]
-
-
-def test_all_unknown_names_of_a_file_are_reported_at_once(toml):
-    path = toml("[train]\nsteps = 0\nbatch_size = 32\nlr = 1\n[foo]\nbar = 1")
-    assert names_of_problems(path) == ["train.lr", "foo.bar"]
-
-
-def test_all_bad_values_of_a_file_are_reported_at_once(toml):
-    path = toml("task = 1\n[train]\nsteps = 0\nbatch_size = 32\n[optim]\nlr = 0")
-    assert names_of_problems(path) == ["optim.lr", "train.steps", "task"]
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[train]\nsteps = 0\nlr = 1\n[foo]\nbar = 1", ["train.lr", "foo.bar"]),
+        ("task = 1\n[train]\nsteps = 0\n[optim]\nlr = 0", ["optim.lr", "train.steps", "task"]),
+    ],
+)
+def test_all_problems_of_a_file_are_reported_at_once(toml, text, names):
+    assert [line.split(": ")[2] for line in refused("--config", toml(text))] == names
 
 
 def test_overridden_value_of_a_file_is_not_checked(toml):
     path = toml("[train]\nsteps = 0")
     assert parse(["--config", str(path), "--train.steps", "5"]).train.steps == 5
-
-
-def test_number_of_steps_between_checkpoints_may_be_an_integer(toml):
-    assert parse(["--config", str(toml("[checkpoint]\nevery = 5"))]).checkpoint.every == "5"
 
 
 def test_file_that_cannot_be_read(toml, tmp_path):
@@ -250,10 +224,12 @@ def test_to_toml_leaves_the_file_of_origin_out(toml):
 
 
 def test_names_may_have_dashes_as_on_the_command_line(toml):
-    text = "[train]\nbatch-size = 40\nmicro_batch-size = 5\n[run]\nallow-change = ['batch_size']\n"
+    text = "[train]\nbatch-size = 40\nmicro_batch-size = 5\n[checkpoint]\nevery = 5\n"
+    text += "[run]\nallow-change = ['batch_size']\n"
     text += "[data.valid-path]\na-b = 'x'\n[optim.options]\nmax-lr = 1"
     config = parse(["--config", str(toml(text))])
     assert (config.train.batch_size, config.train.micro_batch_size) == (40, 5)
+    assert config.checkpoint.every == "5"  # a file may have a number
     assert config.run.allow_change == ("batch-size",)
     assert config.data.valid_path == {"a-b": Path("x")}  # names of the user's own stay
     assert config.optim.options == {"max-lr": 1}

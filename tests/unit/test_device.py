@@ -14,25 +14,20 @@ CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
 
 
+class Graph:
+    def to(self, device, non_blocking):
+        return "moved", device, non_blocking
+
+
 def test_a_batch_keeps_its_structure_and_its_values():
     batch = {"pair": Pair(torch.arange(3), [torch.ones(2)]), "name": "b", "more": (1, None)}
-    moved = move(batch, CPU)
+    moved = move({**batch, "graph": Graph()}, CPU)
     assert moved["pair"].x.tolist() == [0, 1, 2]
     assert moved["pair"].y[0].dtype == torch.float32
     assert (moved["name"], moved["more"]) == ("b", (1, None))
-
-
-def test_floats_are_cast_and_nothing_else():
-    moved = move([torch.ones(2), torch.tensor([7]), torch.tensor([True])], CPU, torch.bfloat16)
-    assert [tensor.dtype for tensor in moved] == [torch.bfloat16, torch.int64, torch.bool]
-
-
-def test_objects_are_moved_by_their_own_method():
-    class Graph:
-        def to(self, device, non_blocking):
-            return "moved", device, non_blocking
-
-    assert move(Graph(), CPU, torch.bfloat16) == ("moved", CPU, True)
+    assert moved["graph"] == ("moved", CPU, True)
+    cast = move([torch.ones(2), torch.tensor([7]), torch.tensor([True])], CPU, torch.bfloat16)
+    assert [tensor.dtype for tensor in cast] == [torch.bfloat16, torch.int64, torch.bool]
 
 
 # Assignment of GPUs
@@ -48,11 +43,9 @@ def test_ranks_that_see_all_gpus_get_them_in_turn():
     assert gpus(*["abcd"] * 4) == [*"abcd"]
     assert assign([0] * 4, ["abcd"] * 4) == [0, 1, 2, 3]
     assert gpus(*["ab"] * 5) == [*"ababa"]
-    assert gpus(*["abcd"] * 2) == [*"ab"]
 
 
 def test_a_rank_that_sees_one_gpu_gets_it():
-    assert gpus("a", "b", "c") == [*"abc"]
     assert assign([0] * 3, ["a", "b", "c"]) == [0, 0, 0]
 
 
@@ -114,18 +107,11 @@ def test_identifier_is_the_uuid_or_a_fallback(properties, visible, name):
     assert name_of(SimpleNamespace(**properties), 1, visible.split(",")) == name
 
 
-def test_cpu_needs_no_gpu():
-    assert visible_gpus("cpu") == []
-
-
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match="device 'gpu' is unknown: choose auto, cpu or cuda"):
-        visible_gpus("gpu")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device here")
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
-    assert visible_gpus("auto") == []
+    assert visible_gpus("auto") == visible_gpus("cpu") == []
+    with pytest.raises(ValueError, match="device 'gpu' is unknown: choose auto, cpu or cuda"):
+        visible_gpus("gpu")
     with pytest.raises(ValueError, match="torch sees no GPU here: choose cpu or auto, or install"):
         visible_gpus("cuda")
 

@@ -35,11 +35,11 @@ LAYERS = [
     {"mntrain.balance_config"},
     {
         "mntrain.config",
-        "mntrain.errors",
         "mntrain.rank_info",
         "mntrain.recorder",
         "mntrain.watchdog",
     },
+    {"mntrain.errors"},
     {"mntrain.equal_values"},
     {
         "mntrain.metrics",

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mntrain.checks import all_ranks
-from mntrain.checks.facts import RankFacts, collect
+from mntrain.checks.all_ranks import RankFacts, collect
 from mntrain.checks.finding import Finding, naming, passed
 
 VERSIONS = {"mntrain": "0.1.0", "torch": "2.6.0", "MPI": "MPICH 5", "mpi4py": "4", "Python": "3.12"}
@@ -109,18 +110,16 @@ def test_a_shared_gpu_is_reported_with_the_ranks_and_the_fix():
     assert "srun --gpus-per-task=1 or --gpu-bind=none" in found.fix
 
 
-@pytest.mark.parametrize("name", ["mntrain", "torch", "MPI"])
-def test_other_versions_of_what_computes_or_communicates_fail(name):
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("mntrain", "fail"), ("torch", "fail"), ("MPI", "fail"), ("Python", "warn")],
+)
+def test_other_versions_fail_if_they_compute_or_communicate(name, status):
     facts = [fact(), fact(), other_host(versions=VERSIONS | {name: "0"})]
     found = all_ranks.versions(facts)
-    assert found.status == "fail"
+    assert found.status == status
     assert f"{name} differs between ranks: rank 0 on n1 has {VERSIONS[name]}, rank 2" in found.text
     assert "(the first on n2) has 0" in found.text
-
-
-def test_another_python_is_a_warning():
-    found = all_ranks.versions([fact(), fact(versions=VERSIONS | {"Python": "3.13"})])
-    assert found.status == "warn"
 
 
 @pytest.mark.parametrize(("shift", "word"), [(3600, "ahead of"), (-3600, "behind")])
@@ -179,3 +178,57 @@ def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
 )
 def test_numbers_are_written_as_ranges(values, words):
     assert naming("rank", values) == words
+
+
+# Threads of torch
+
+CORES = 8  # of which two each are hyperthreads of one core
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Return the threads of a rank among others with the same cores."""
+    state = {"count": CORES // 2}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(all_ranks.os, "sched_getaffinity", lambda pid: state["cores"])
+    monkeypatch.setattr(all_ranks.os, "cpu_count", lambda: CORES)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: state["count"])
+    monkeypatch.setattr(all_ranks, "_physical_core", lambda core: str(core // 2))
+
+    def threads(ranks, before=CORES // 2, cores=range(CORES)):
+        state.update(count=before, cores=set(cores))
+        own = all_ranks.collect(
+            host="n", host_key=0, gpu="", library="MPICH", size=ranks, clock=(0.0, 0.0)
+        )
+        return own.threads or all_ranks.fair_threads([own] * ranks, 0)
+
+    return threads
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 4), (2, 2), (3, 1), (4, 1), (16, 1)])
+def test_torch_gets_a_share_of_the_physical_cores(threads, ranks, count):
+    assert threads(ranks) == count
+    assert threads(ranks, before=CORES) == count  # torch's default without MKL
+
+
+def test_a_rank_that_is_bound_to_one_hyperthread_of_each_core_has_as_many_threads(threads):
+    assert threads(1, before=2, cores=[0, 2]) == 2
+    assert threads(2, before=1, cores=[0, 1]) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_a_count_that_the_user_has_set_stays(threads, count):
+    assert threads(4, before=count) == count
+    assert threads(1, before=count) == count
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_a_count_in_the_environment_stays(threads, monkeypatch, name):
+    monkeypatch.setenv(name, "3")
+    assert threads(2, before=3) == 3
+
+
+def test_a_variable_counts_for_more_than_what_torch_makes_of_it(threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert threads(2, before=1, cores=[0]) == 4

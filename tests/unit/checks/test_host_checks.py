@@ -5,24 +5,19 @@ import errno
 import fcntl
 import os
 import resource
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 
 from mntrain.checks import host, storage
-from mntrain.checks.finding import Finding, passed
+from mntrain.checks.finding import Finding, merge, passed
 
 MPICH, OPEN_MPI = "MPICH Version:      5.0.2\n", "Open MPI v5.0.11"
 
 
-def test_shared_memory_with_space_passes(tmp_path):
-    assert host.shared_memory(MPICH, 4, folder=tmp_path).status == "pass"
-
-
 @pytest.mark.parametrize(("library", "status"), [(MPICH, "fail"), (OPEN_MPI, "warn")])
 def test_missing_shared_memory_is_fatal_where_mpi_would_end(library, status, tmp_path):
+    assert host.shared_memory(library, 4, folder=tmp_path).status == "pass"
     found = host.shared_memory(library, 4, folder=tmp_path / "none")
     assert found.status == status
     assert "No such file" in found.text
@@ -45,53 +40,15 @@ def fake_space(monkeypatch, free, size):
     ],
 )
 def test_little_shared_memory_is_refused_without_a_false_alarm(
-    monkeypatch, free, size, creates, status
+    monkeypatch, tmp_path, free, size, *, creates, status
 ):
     fake_space(monkeypatch, free, size)
-    found = host.shared_memory(MPICH, 4, creates=creates, folder=storage.Path("/"))
+    (tmp_path / "mpich_shm_1_0").touch()
+    found = host.shared_memory(MPICH, 4, creates=creates, folder=tmp_path)
     assert found.status == status
     if status == "fail":
         assert "MPI needs 4.4 MB for the 4 ranks of this host" in found.text
-
-
-def segment(folder, name="mpich_shm_1_0", age_s=100):
-    path = folder / name
-    path.write_bytes(bytes(4096))
-    host_now = os.stat(path).st_ctime
-    return path, host_now + age_s
-
-
-def test_only_old_segments_that_no_process_uses_are_left_behind(tmp_path, monkeypatch):
-    dead, now = segment(tmp_path)
-    mapped, _ = segment(tmp_path, "mpich_shm_2_0")
-    opened, _ = segment(tmp_path, "mpich_shm_3_0")
-    (tmp_path / "other").touch()
-    assert host.left_behind(tmp_path) == []  # too new
-    monkeypatch.setattr(host.time, "time", lambda: now)
-    program = (
-        "import mmap, sys\n"
-        "file = open(sys.argv[1], 'r+b')\n"
-        "memory = mmap.mmap(file.fileno(), 0)\n"
-        "file.close()\n"
-        "print(flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with (
-        opened.open(),
-        subprocess.Popen([sys.executable, "-c", program, str(mapped)], **pipes) as child,
-    ):
-        child.stdout.readline()
-        assert host.left_behind(tmp_path) == [dead]
-        found = host.segments_left_behind(tmp_path)
-        child.stdin.close()
-    assert found.status == "warn"
-    assert found.fix == f"cd {tmp_path} && rm mpich_shm_1_0"
-    assert host.left_behind(tmp_path) == [dead, mapped, opened]
-
-
-def test_no_segments_pass(tmp_path):
-    assert host.segments_left_behind(tmp_path).status == "pass"
+        assert found.fix.startswith("remove the mpich_shm_* there that no running job uses, or ")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +57,6 @@ def test_no_segments_pass(tmp_path):
         ((1024, 4096), "pass", ""),
         ((-1, -1), "pass", ""),
         ((128, 4096), "warn", "ulimit -n 260 before the job is started"),
-        ((128, -1), "warn", "ulimit -n 260 before the job is started"),
         ((128, 128), "warn", "raise the hard limit of 128 on all hosts to 260: nofile"),
         ((40, 40), "fail", "raise the hard limit of 40 on all hosts to 260: nofile"),
     ],
@@ -126,13 +82,13 @@ def test_locked_memory_matters_with_an_rdma_network_only(tmp_path, monkeypatch):
 
 def test_the_worst_finding_of_all_hosts_counts_and_names_them():
     warn, fail = Finding("warn", "slow", "faster"), Finding("fail", "gone", "come")
-    assert host.merge([("a", passed("1")), ("b", passed("2"))]) == passed("1")
-    assert host.merge([("a", warn), ("b", fail), ("b", fail), ("c", fail)]) == Finding(
+    assert merge([("a", passed("1")), ("b", passed("2"))]) == passed("1")
+    assert merge([("a", warn), ("b", fail), ("b", fail), ("c", fail)]) == Finding(
         "fail", "b, c: gone", "come"
     )
-    assert host.merge([("a", warn), ("b", warn)]) == warn
+    assert merge([("a", warn), ("b", warn)]) == warn
     many = [*((f"n{i}", warn) for i in range(6)), ("n7", passed("fine"))]
-    assert host.merge(many).text == "n0, n1, n2, n3 and 2 others: slow"
+    assert merge(many).text == "n0, n1, n2, n3 and 2 others: slow"
 
 
 def test_a_folder_that_works_passes_and_is_left_as_it_was(tmp_path):
@@ -141,14 +97,10 @@ def test_a_folder_that_works_passes_and_is_left_as_it_was(tmp_path):
     assert storage.is_visible(probe.path, probe.token)
     probe.close()
     assert list(tmp_path.iterdir()) == []
-    assert storage.existing_folder(tmp_path / "a" / "b") == tmp_path
-
-
-def test_a_folder_that_cannot_be_written_fails():
     with pytest.raises(OSError, match=r"Permission|permitted|No such"):
         storage.Probe(storage.Path("/proc/self"))
-    found = storage.writing(storage.Path("/proc/self"), None, "Operation not permitted")
-    assert found.status == "fail"
+    assert storage.writing(storage.Path("/proc/self"), None, "not permitted").status == "fail"
+    assert storage.existing_folder(tmp_path / "a" / "b") == tmp_path
 
 
 def test_a_file_with_another_text_is_not_the_one_that_was_written(tmp_path, monkeypatch):
@@ -175,10 +127,8 @@ def test_little_free_space_is_reported(tmp_path, monkeypatch):
     ("dtype", "line", "status"),
     [
         ("bf16", "flags\t\t: fpu avx2 avx512f", "warn"),
-        ("bf16", "flags\t\t: fpu avx2 amx_bf16", "pass"),
         ("fp16", "flags\t\t: fpu avx2 amx_bf16", "warn"),
         ("bf16", "Features\t: fp asimd bf16 i8mm", "pass"),
-        ("bf16", "Features\t: fp asimd", "warn"),
         ("bf16", "model name\t: none is known", "pass"),
     ],
 )

@@ -30,13 +30,6 @@ def test_absent_values_are_not_shown():
     assert skipped(2).pairs("line") == [("loss", "2.4312"), ("lr", "2.9e-03")]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(math.nan, "nan"), (1e-7, "1.0000e-07"), (0.0, "0.0000"), (12.5, "12.500")]
-)
-def test_loss(value, text):
-    assert METRICS["loss"].format(value) == text
-
-
 def test_keys_of_the_summary_are_unique():
     keys = [metric.summary for metric in METRICS.values() if metric.summary]
     assert len(keys) == len(set(keys))
@@ -44,30 +37,21 @@ def test_keys_of_the_summary_are_unique():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("function", "value", "text"),
     [
-        (0, "0"),
-        (7, "7"),
-        (3.71234, "3.71"),
-        (812, "812"),
-        (12_345, "12,345"),
-        (1.2e6, "1,200,000"),
-        (math.nan, "nan"),
+        (METRICS["loss"].format, math.nan, "nan"),
+        (METRICS["loss"].format, 1e-7, "1.0000e-07"),
+        (METRICS["loss"].format, 12.5, "12.500"),
+        (count_text, 0, "0"),
+        (count_text, 3.71234, "3.71"),
+        (count_text, 812, "812"),
+        (count_text, 1.2e6, "1,200,000"),
+        (short_time, 0.0, "0 us"),
+        (short_time, 2.13e-5, "21.3 us"),
+        (short_time, 0.01234, "12.3 ms"),
+        (short_time, 0.42, "0.42 s"),
+        (short_time, 75.0, "75.00 s"),
     ],
 )
-def test_count(value, text):
-    assert count_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 us"),
-        (2.13e-5, "21.3 us"),
-        (0.01234, "12.3 ms"),
-        (0.42, "0.42 s"),
-        (75.0, "75.00 s"),
-    ],
-)
-def test_short_time(seconds, text):
-    assert short_time(seconds) == text
+def test_numbers_are_short(function, value, text):
+    assert function(value) == text

@@ -89,12 +89,7 @@ def test_the_terminal_of_the_user_is_found(tmp_path, command):
         "mpirun pty RANK | cat",
         "mpirun pipe hydra_pmi_proxy pipe RANK | cat",
         "mpirun pipe RANK > file",
-        "mpirun pty RANK > file",
-        "mpirun pipe RANK > /dev/null",
-        "mpirun pipe sh -c 'RANK | cat'",
         "mpirun pty sh -c 'RANK | cat'",
-        "mpirun pty sh -c 'RANK > file'",
-        "mpirun pipe sh -c 'RANK > /dev/null'",
         "mpirun pipe driver pipe RANK",
         "driver pipe RANK",
         "driver pipe mpirun pipe RANK",
@@ -118,6 +113,12 @@ def test_stderr_in_a_file_is_told_from_stderr_on_the_terminal(tmp_path, command)
     assert found(tmp_path, command) == [70, 20, False]
 
 
+def test_streams_that_are_no_files_have_none():
+    closed = io.TextIOWrapper(io.BytesIO())
+    closed.close()
+    assert [find_terminal(stream) for stream in (None, io.StringIO(), closed)] == [None] * 3
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_there_is_none_where_the_launcher_is_another_users(tmp_path):
     assert found(tmp_path, "mpirun pipe RANK nobody") is None
@@ -133,12 +134,6 @@ def test_a_size_is_that_of_the_moment_and_none_after_the_process(tmp_path):
             process.kill()
         assert of_process.size() is None
         assert Terminal(terminal.file).size() == (50, 10)
-
-
-def test_streams_that_are_no_files_have_none():
-    closed = io.TextIOWrapper(io.BytesIO())
-    closed.close()
-    assert [find_terminal(stream) for stream in (None, io.StringIO(), closed)] == [None] * 3
 
 
 def console_in(terminal: Terminal | None, monkeypatch, **environment: str):

@@ -10,7 +10,7 @@ from helpers.first_of_two import FirstOfTwo
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from mntrain.checks.process_group import ADVICE, advise
+from mntrain.errors import ADVICE, advise
 from mntrain.run.other_libraries import check_model, guard_torch_checkpoints, lone_accelerator
 from zero.collectives import SingleProcessCollectives
 from zero.optimizer import ZeroOptimizer
@@ -71,10 +71,10 @@ def test_an_error_for_want_of_a_process_group_gets_advice_once():
     with pytest.raises(ValueError, match="process group has not been initialized") as error:
         DistributedDataParallel(nn.Linear(1, 1))
     for _ in range(2):
-        advise(error.value)
+        advise(error.value, 0)
     assert error.value.__notes__ == [ADVICE]
     other = ValueError("of something else")
-    advise(other)
+    advise(other, 0)
     assert not hasattr(other, "__notes__")
 
 
