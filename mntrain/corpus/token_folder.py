@@ -88,9 +88,7 @@ class TokenFolder(NamedTuple):
 
 
 def dtype_of(vocabulary: int) -> Literal["uint16", "uint32"]:
-    """Return the dtype of tokens, by the size of their vocabulary. Raises ValueError above 2^32."""
-    if vocabulary > 1 << 32:
-        raise ValueError(f"a vocabulary of {vocabulary} does not fit 32 bits")
+    """Return the dtype of tokens, by the size of their vocabulary."""
     return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
@@ -117,8 +115,7 @@ def open_token_folder(path: Path) -> TokenFolder:
         raise ValueError(
             f"{file} is no manifest of tokens: {where}: {first['msg']}; {_AGAIN}"
         ) from None
-    tokenizer: Tokenizer
-    tokenizer = ByteTokenizer()
+    tokenizer: Tokenizer = ByteTokenizer()
     if content.tokenizer != "bytes":
         tokenizer = FileTokenizer(path / TOKENIZER_FILE)
     found = TokenFolder(path, content, tokenizer)
@@ -316,33 +313,25 @@ def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -
                 return found
             if problem := lock.read():  # of the process that had the lock before
                 raise ValueError(problem.decode())
+            size = sum(file.stat().st_size for file in sources.files) / 1e6
+            what = f"{size:.1f} MB of {sources.root} into {output}"
+            print(f"mntrain: tokenizing {what}, once", file=sys.stderr, flush=True)
             try:
-                return _make(output, sources, text_field, tokenizer)
+                write_token_folder(
+                    output, sources, text_field, tokenizer, overwrite=output.exists()
+                )
             except ValueError as error:
-                lock.write(str(error).encode(errors="replace"))
-                raise
+                if (found := _find(output)) is None:  # else a process without the lock made it
+                    lock.write(str(error).encode(errors="replace"))
+                    raise
+                return found
+            return open_token_folder(output)
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"the tokens of {sources.root} cannot be cached: {error}; set XDG_CACHE_HOME to a "
             "folder with space, or run `python -m mntrain tokenize` and give its output as "
             "--data.path"
         ) from error
-
-
-def _make(output: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -> TokenFolder:
-    nbytes = sum(file.stat().st_size for file in sources.files)
-    print(
-        f"mntrain: tokenizing {nbytes / 1e6:.1f} MB of {sources.root} into {output}, once",
-        file=sys.stderr,
-        flush=True,
-    )
-    try:
-        write_token_folder(output, sources, text_field, tokenizer, overwrite=output.exists())
-    except ValueError:
-        if (found := _find(output)) is None:  # else a process without the lock has made it
-            raise
-        return found
-    return open_token_folder(output)
 
 
 def _find(folder: Path) -> TokenFolder | None:

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mntrain.corpus.text_files import CorpusFiles, OptionNames, find_files
+from mntrain.corpus.text_files import OptionNames, find_files
 from mntrain.corpus.token_folder import check_output, write_token_folder
 from mntrain.corpus.token_stream import text_batches
 from mntrain.corpus.tokenizer import (
     MIN_BPE_VOCABULARY,
+    TOKENIZER_FILE,
     FileTokenizer,
-    Tokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     try:
         _tokenize(options)
     except (OSError, ValueError) as error:
-        print(f"mntrain: {error}", file=sys.stderr)
+        _tell(str(error))
         return 2
     return 0
 
@@ -71,45 +71,35 @@ def _parser() -> argparse.ArgumentParser:
 def _tokenize(options: argparse.Namespace) -> None:
     """Check the options, tokenize, and print what was made. Raises ValueError and OSError."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    vocabulary = options.bpe_vocab
+    output, field, vocabulary = options.output, options.text_field, options.bpe_vocab
     if vocabulary is not None and vocabulary < MIN_BPE_VOCABULARY:
         raise ValueError(
             f"--bpe-vocab {vocabulary}: must be at least {MIN_BPE_VOCABULARY}: all bytes, and the "
             "end-of-text token"
         )
-    output: Path = options.output
     check_output(output, overwrite=options.overwrite)
     tokenizer = load_tokenizer(options.tokenizer, _OPTIONS) if vocabulary is None else None
     sources = find_files(options.input, options.glob, _OPTIONS)
     if skipped := sources.describe_skipped():
-        print(f"mntrain: {skipped}", file=sys.stderr)
+        _tell(skipped)
     if tokenizer is None:
-        tokenizer = _train(sources, options.text_field, vocabulary, output)
+        _tell(f"training a vocabulary of {vocabulary:,}")
+        content = train_bpe(text_batches(sources, field, _OPTIONS), vocabulary)
+        tokenizer = FileTokenizer(output / TOKENIZER_FILE, content)
+        if tokenizer.size < vocabulary:
+            _tell(
+                f"the text is too small for {vocabulary:,} tokens: the vocabulary has "
+                f"{tokenizer.size:,}"
+            )
     manifest = write_token_folder(
-        output,
-        sources,
-        options.text_field,
-        tokenizer,
-        overwrite=options.overwrite,
-        options=_OPTIONS,
+        output, sources, field, tokenizer, overwrite=options.overwrite, options=_OPTIONS
     )
-    nbytes = sum(manifest.sources.values())
     print(
         f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}, vocabulary "
         f"{manifest.vocabulary:,}) of {manifest.documents:,} documents in "
-        f"{len(manifest.sources):,} files, {nbytes / 1e6:.1f} MB"
+        f"{len(manifest.sources):,} files, {sum(manifest.sources.values()) / 1e6:.1f} MB"
     )
 
 
-def _train(sources: CorpusFiles, text_field: str, vocabulary: int, output: Path) -> Tokenizer:
-    """Return a byte-pair encoding that is trained on the files."""
-    print(f"mntrain: training a vocabulary of {vocabulary:,}", file=sys.stderr)
-    content = train_bpe(text_batches(sources, text_field, _OPTIONS), vocabulary)
-    made = FileTokenizer(output / "tokenizer.json", content)
-    if made.size < vocabulary:
-        print(
-            f"mntrain: the text is too small for {vocabulary:,} tokens: the vocabulary has "
-            f"{made.size:,}",
-            file=sys.stderr,
-        )
-    return made
+def _tell(text: str) -> None:
+    print(f"mntrain: {text}", file=sys.stderr)

@@ -81,29 +81,26 @@ class Passes:
     compared: bool = False
 
 
-class PassesByOwner:
-    """The passes over datasets and loaders, for as long as these live."""
+def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
+    """Return the passes over the first object that takes weak references; None for lists, say.
 
-    def __init__(self) -> None:
-        self._passes: dict[int, Passes] = {}
-
-    def of(self, *owners: Any) -> Passes | None:
-        """Return those over the first object that takes weak references; None for lists, say."""
-        for owner in owners:
-            if id(owner) in self._passes:
-                return self._passes[id(owner)]
-            try:
-                finalize(owner, self._passes.pop, id(owner)).atexit = False
-            except TypeError:
-                continue
-            return self._passes.setdefault(id(owner), Passes())
-        return None
+    `known` has those over datasets and loaders, for as long as these live.
+    """
+    for owner in owners:
+        if id(owner) in known:
+            return known[id(owner)]
+        try:
+            finalize(owner, known.pop, id(owner)).atexit = False
+        except TypeError:
+            continue
+        return known.setdefault(id(owner), Passes())
+    return None
 
 
 class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
-    `ranks` may be a weak proxy of the world. Its methods are looked up when they are called: a
+    `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
     bound one would keep the world alive. Collective are `compare`, which raises an error on all
     ranks if their loaders differ, and `length_of_divided`, which returns the number of batches of
     the longest of the ranks' own loaders.
@@ -121,7 +118,7 @@ class ShardRegistry:
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self._ranks, self._optimizers = ranks, optimizers
         self._length_of_divided = length_of_divided
-        self._passes = PassesByOwner()
+        self._passes: dict[int, Passes] = {}
         # The batch of a pass in progress.
         self._batch: tuple[float, int | None, BatchSource] | None = None
         self._balances: list[LoaderBalance] = []
@@ -159,7 +156,7 @@ class ShardRegistry:
         key = id(loader), seed, id(weight), lists, balance, divided
         shard = self._shards.get(key)
         if shard is None:
-            passes = self._passes.of(dataset, loader) or Passes()
+            passes = passes_of(self._passes, dataset, loader) or Passes()
             if balance and self.size > 1 and passes.balance is None:
                 passes.balance = self._next_balance()
             shard = ShardedLoader(
@@ -169,7 +166,7 @@ class ShardRegistry:
                 seed=seed,
                 weight=weight,
                 lists=lists,
-                known=self._passes.of(loader),
+                known=passes_of(self._passes, loader),
                 balance=passes.balance if balance else None,
                 divided=divided,
                 batches=batches,
@@ -452,25 +449,43 @@ def _share(
     return rows, Part(None, own, samples, plan=plan, number=number)
 
 
+def _shares(
+    this: Pass,
+    batches: Iterator[Any],
+    length: Callable[[Any], int],
+    describe: Callable[[Any, int], FirstBatch],
+    share: Share,
+) -> Iterator[tuple[Any, slice, Part]]:
+    """Yield each batch of a pass with this rank's rows and part; ranks compare the first one."""
+    compare = this.compare
+    for number, batch in enumerate(batches):
+        if number < this.done:
+            continue
+        samples = length(batch)
+        if compare is not None:
+            compare(describe(batch, samples))
+            compare = None
+        rows, part = share(samples, this, number)
+        if part.own or this.stand_ins:
+            yield batch, rows, part
+    if compare is not None:
+        compare(describe(None, 0))
+
+
 def _cut_parts(loader: Iterable[Any], share: Share, lists: Lists, this: Pass) -> Iterator[Part]:
     """Yield this rank's part of each batch of any iterable of whole batches, which it cuts."""
+
+    def describe(batch: Any, samples: int) -> FirstBatch:
+        return of_batch(loader, batch, samples, again)
 
     def again() -> Any:
         return next(islice(_seeded(loader, this.seed), this.done, None), None)
 
-    compare = this.compare
-    for number, batch in enumerate(_seeded(loader, this.seed)):
-        if number < this.done:
-            continue
-        total = length_of(batch, lists)
-        if compare is not None:
-            compare(of_batch(loader, batch, total, again))
-            compare = None
-        rows, part = share(total, this, number)
-        if part.own or this.stand_ins:
-            yield part._replace(batch=cut(batch, rows, lists))
-    if compare is not None:
-        compare(of_batch(loader, None, 0, again))
+    batches = _seeded(loader, this.seed)
+    for batch, rows, part in _shares(
+        this, batches, partial(length_of, lists=lists), describe, share
+    ):
+        yield part._replace(batch=cut(batch, rows, lists))
 
 
 class _IndexedSource:
@@ -494,24 +509,16 @@ class _IndexedSource:
 
     def _draw(self, this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
         """Yield the indices of this rank's part, or stand-in, of each batch."""
-        compare, batches = this.compare, cast(Iterable[Any], self._given.batch_sampler)
-        for number, batch in enumerate(_seeded(batches, this.seed, list)):
-            if number < this.done:
-                continue
-            digest = _digest(batch)
-            if compare is not None:
-                compare(self._describe(batch, digest))
-                compare = None
-            rows, part = self._share(len(batch), this, number)
-            if part.own or this.stand_ins:
-                parts.append(part._replace(digest=digest))
-                yield batch[rows]
-        if compare is not None:
-            compare(self._describe([], None))
+        batches = _seeded(cast(Iterable[Any], self._given.batch_sampler), this.seed, list)
+        for indices, rows, part in _shares(this, batches, len, self._describe, self._share):
+            parts.append(part._replace(digest=_digest(indices)))
+            yield indices[rows]
 
-    def _describe(self, batch: list[Any], digest: int | None) -> FirstBatch:
-        sizes = sizes_of(self._given, len(batch))
-        return of_samples(self._given.dataset, ends(batch), sizes, digest)
+    def _describe(self, batch: list[Any] | None, samples: int) -> FirstBatch:
+        digest = None if batch is None else _digest(batch)
+        return of_samples(
+            self._given.dataset, ends(batch or []), sizes_of(self._given, samples), digest
+        )
 
 
 def _digest(indices: list[Any]) -> int | None:

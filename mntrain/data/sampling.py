@@ -7,11 +7,8 @@
     worker:   micro-batches whose sizes differ by at most 1   [---|---|----|---|---|---]
 
 Every level but unequal shares is a closed form of the step, the rank and the size. The global order
-is therefore the same on any number of ranks, and a job resumes by starting at a later step. The
-random numbers that a dataset draws for a sample are a function of the seed, the step and the
-sample.
-
-Nothing in this module communicates.
+is therefore the same on any number of ranks, and a job resumes by starting at a later step. Nothing
+in this module communicates.
 """
 
 import signal

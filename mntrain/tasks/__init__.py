@@ -60,8 +60,7 @@ Metric = Tensor | Mean | Sum | Max
 class Loss:
     """Loss and metrics of one micro-batch.
 
-    Means over ranks and micro-batches are weighted by their counts. They are therefore means over
-    all items, however unevenly the items are distributed.
+    Means over ranks and micro-batches are weighted by their counts: they are means over all items.
     """
 
     mean: Tensor  # over `count` items, 0-dim; `backward` is called on it
@@ -90,9 +89,8 @@ class Losses:
 class Task(ABC):
     """Base class of a model with its data and its loss.
 
-    The constructor takes the job's configuration, which is equal on all ranks but for what
-    `mntrain.config.MAY_DIFFER` names. All three abstract methods must return equal results on all
-    ranks. A task knows no rank and does not communicate.
+    The constructor takes the job's configuration. All three abstract methods must return equal
+    results on all ranks. A task knows no rank and does not communicate.
     """
 
     # Makes a batch of a list of samples; None for torch's `default_collate`. It must be picklable
@@ -137,10 +135,10 @@ class Task(ABC):
         return {}
 
     def derive(self, loss: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to report of a step or an evaluation. Called on every rank.
+        """Return the metrics to report of a step or an evaluation, from those over all ranks.
 
-        `loss` and `metrics` are over all ranks, so that figures can be computed which are no means:
-        the perplexity, or a precision of two sums. The default returns `metrics`.
+        Such as figures that are no means: the perplexity, or a precision of two sums. Called on
+        every rank. The default returns `metrics`.
         """
         return metrics
 
@@ -211,10 +209,9 @@ class Task(ABC):
     def regions(self, model: nn.Module) -> list[nn.Module]:
         """Return the submodules that --train.compile compiles, each separately.
 
-        All gradients of a compiled region become ready when its backward ends. With a single
-        region, communication would not overlap backward. Equal layers are compiled only once. The
-        default regions are the modules of each outermost ModuleList; other modules are not
-        compiled. A model without a ModuleList is one region.
+        All gradients of a compiled region become ready when its backward ends; with a single
+        region, communication would not overlap backward. By default the modules of each outermost
+        ModuleList, or the whole model without one.
         """
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         regions = {item: None for modules in lists for item in modules if item not in lists}

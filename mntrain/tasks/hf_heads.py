@@ -212,7 +212,7 @@ class Classification:
         self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
         self.files = sources.compared(TRAIN_OPTIONS)
         self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
-        samples = LabelledTokens(texts, found, tokenizer, length)
+        samples = LabelledTokens(texts, found, names, tokenizer, length)
         # Files are often sorted by label; both splits should have all labels.
         count, given = len(samples), data.validation_paths
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -222,20 +222,17 @@ class Classification:
         self._valid: dict[str, Dataset[Any]] = {}  # by name; "" is the name of an only one
         if not given:
             self._valid[""] = Subset(samples, order[count - valid :])
-        self._text = (
-            f"data: {count:,} records{'' if given else f', {valid:,} of them for validation,'} "
-            f"with {_describe_labels(found, names)}\n{samples.describe(length)}"
-        )
+        part = "" if given else f", {valid:,} of them for validation,"
+        self._lines = [f"data: {count:,} records{part} with {samples.describe()}"]
         for name, path in given.items():
             with validation_set(name) as options:
                 files = find_files(path, data.glob, options)
                 refuse_shared(sources, files, options)
                 texts, found, _ = read_labelled(files, *fields, names, only_known=True)
-            self._valid[name] = LabelledTokens(texts, found, tokenizer, length)
+            made = self._valid[name] = LabelledTokens(texts, found, names, tokenizer, length)
             self.files |= named_files(files.compared(options), options)
-            self._text += (
-                f"\n{options.validation}: {len(texts):,} records with "
-                f"{_describe_labels(found, names)}"
+            self._lines.append(
+                f"{options.validation}: {len(texts):,} records with {made.describe()}"
             )
 
     def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
@@ -253,21 +250,26 @@ class Classification:
 
     def describe(self) -> str:
         """Return the number of records, of labels, and of tokens."""
-        return self._text
+        return "\n".join(self._lines)
 
 
 class LabelledTokens(Dataset[Any]):
     """Token ids with labels, in two tensors that worker processes share."""
 
     def __init__(
-        self, texts: list[str], labels: list[int], tokenizer: FileTokenizer, length: int
+        self,
+        texts: list[str],
+        labels: list[int],
+        names: list[str],
+        tokenizer: FileTokenizer,
+        length: int,
     ) -> None:
         end = torch.tensor([tokenizer.end_of_text])
         encoded = map(torch.from_numpy, tokenizer.encode_samples(texts, length))
         samples = [one if len(one) else end for one in encoded]
         self._ids = torch.cat(samples).to(torch.int32)
         self._ends = torch.tensor([0, *map(len, samples)]).cumsum(0)
-        self._labels = torch.tensor(labels)
+        self._labels, self._names, self._length = torch.tensor(labels), names, length
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -276,12 +278,16 @@ class LabelledTokens(Dataset[Any]):
         start, stop = self._ends[index : index + 2].tolist()
         return self._ids[start:stop].long(), int(self._labels[index])
 
-    def describe(self, length: int) -> str:
-        """Return the number of tokens, and of samples that were cut to a length."""
-        full = int((self._ends.diff() == length).sum())
+    def describe(self) -> str:
+        """Return the numbers of labels, of records with the first ones, and of tokens."""
+        counts = torch.bincount(self._labels, minlength=len(self._names)).tolist()
+        first = zip(self._names[:8], counts, strict=False)
+        listed = ", ".join(f"{name} {count:,}" for name, count in first)
+        full = int((self._ends.diff() == self._length).sum())
         return (
-            f"{len(self._ids) / len(self):.1f} tokens each; {full:,} have the most, {length}, or "
-            "were cut"
+            f"{len(counts):,} labels: {listed}{', ...' if len(counts) > 8 else ''}\n"
+            f"{len(self._ids) / len(self):.1f} tokens each; {full:,} have the most, "
+            f"{self._length}, or were cut"
         )
 
 
@@ -331,13 +337,6 @@ def read_labelled(
         names = list(known)
     indices = {name: index for index, name in enumerate(names)}
     return texts, [indices[str(label)] for label in found], names
-
-
-def _describe_labels(labels: list[int], names: list[str]) -> str:
-    """Return the number of labels, and how many records have each of the first ones."""
-    counts = torch.bincount(torch.tensor(labels), minlength=len(names)).tolist()
-    listed = ", ".join(f"{name} {count:,}" for name, count in zip(names[:8], counts, strict=False))
-    return f"{len(counts):,} labels: {listed}{', ...' if len(counts) > 8 else ''}"
 
 
 def pad_batch(samples: list[tuple[Tensor, int]], padding: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,6 @@ from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import (
     cache_folder,
     cached_tokens,
-    dtype_of,
     is_token_folder,
     open_token_folder,
     write_token_folder,
@@ -115,12 +114,6 @@ def test_ids_fit_their_dtype_at_the_limit_of_16_bits(tmp_path, size, dtype):
     assert np.dtype(open_token_folder(tmp_path / "tokens").dtype).itemsize == ids.itemsize
 
 
-def test_more_than_32_bits_are_refused():
-    assert dtype_of(1 << 32) == "uint32"
-    with pytest.raises(ValueError, match="does not fit 32 bits"):
-        dtype_of((1 << 32) + 1)
-
-
 def edit(**changes):
     def apply(folder):
         path = folder / "manifest.json"
@@ -201,28 +194,6 @@ def test_an_output_that_exists_is_kept_unless_it_may_be_replaced(tmp_path, recor
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", tmp_path / "b.txt")
     assert open_token_folder(tmp_path / "empty").manifest.tokens == 6
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.jsonl", "a.jsonl exists, and is no folder"),
-        ("absent/tokens", "absent is not a folder: make it"),
-    ],
-)
-def test_an_output_that_cannot_be_made_is_refused(tmp_path, records, name, message):
-    with pytest.raises(ValueError, match=message):
-        write(tmp_path / name, records, overwrite=True)
-
-
-def test_input_without_text_or_of_ids_is_refused(tmp_path):
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(ValueError, match="has no text: its 1 files are empty"):
-        write(tmp_path / "tokens", tmp_path / "a.txt")
-    np.save(tmp_path / "b.npy", np.arange(9))
-    with pytest.raises(ValueError, match=r"b.npy holds token ids already"):
-        write(tmp_path / "tokens", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.npy"]
 
 
 def test_files_that_change_meanwhile_are_refused(tmp_path, records, at_batch):

@@ -65,29 +65,6 @@ def test_the_tokenizer_of_the_training_data_makes_the_tokens(tmp_path, kinds, tr
     assert found.tokenizer.identity == load_tokenizer(given).identity
 
 
-@pytest.mark.parametrize("valid", ["text", "lines"])
-def test_the_tokenizer_of_a_token_folder_needs_no_option(kinds, valid):
-    paths, given = kinds
-    assert ids(opened(paths["tokens", 1], paths[valid, 2])) == ids(
-        opened(paths["text", 1], paths[valid, 2], given)
-    )
-
-
-@pytest.mark.parametrize("valid", ["text", "lines", "bytes"])
-def test_bytes_validate_on_bytes(kinds, valid):
-    paths, _ = kinds
-    for train in ("text", "lines", "bytes"):
-        found = opened(paths[train, 1], paths[valid, 2])
-        between = "" if valid == "text" else "\0"
-        assert bytes(ids(found)).decode() == "".join(text + between for text in stories(40))
-
-
-def test_token_ids_validate_on_token_ids(kinds):
-    paths, given = kinds
-    for tokenizer in ("bytes", given):
-        assert ids(opened(paths["ids", 1], paths["ids", 2], tokenizer)) == list(range(100))
-
-
 @pytest.mark.parametrize(
     ("train", "valid"),
     [
@@ -132,12 +109,6 @@ def test_data_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch)
             opened(train, tmp_path / valid, name="")
     assert len(ids(opened(folder, folder / "sub" / "val.txt", glob="a*"))) == 4
     assert len(ids(opened(folder, elsewhere / "b.txt"))) == 4
-
-
-def test_a_token_folder_that_is_trained_on_is_refused(kinds):
-    paths, _ = kinds
-    with pytest.raises(ValueError, match=r"--data.path .* trains on .*tokens.bin, too"):
-        opened(paths["tokens", 1], paths["tokens", 1])
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,6 @@ def test_nested_batches_are_sliced_and_keep_their_types():
     assert len(batch["words"]) == len(batch["pair"].x) == 5
 
 
-def test_a_short_batch_is_sliced_with_a_stand_in():
-    got = [epoch_of([torch.tensor([7, 8])], rank, 3)[0] for rank in range(3)]
-    assert [(batch.tolist(), share) for batch, share in got] == [([7], 0), ([7], 1), ([8], 1)]
-
-
 class Reversed(DataLoader):
     def __iter__(self):
         return iter(list(super().__iter__())[::-1])
@@ -89,22 +84,6 @@ class Numbers(Dataset):
 def test_loaders_that_cannot_be_rebuilt_are_cut(loader, expected):
     got = [batch for batch, _ in epoch_of(loader, rank=1, size=2)]
     assert [(x[0] if isinstance(x, tuple | list) else x).tolist() for x in got] == expected
-
-
-class Shuffled:
-    """A hand-written loader, in the style of torch.randperm(n).split(b)."""
-
-    def __iter__(self):
-        return iter(torch.randperm(10).split(4))
-
-
-def test_ranks_agree_on_hand_written_loaders_that_draw():
-    drawn = []
-    for rank in range(2):
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(rank)
-            drawn += [batch for batch, _ in epoch_of(Shuffled(), rank, 2)]
-    assert sorted(torch.cat(drawn).tolist()) == list(range(10))
 
 
 IMAGES = [torch.full((3, 4, 4), float(i)) for i in range(5)]

@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from mntrain.data.loader import PassesByOwner
+from mntrain.data.loader import passes_of
 
 WORKERS = [(0, "spawn"), (2, "fork")]
 SPAWNED = (1, "spawn")  # seconds each: a spawned worker imports torch
@@ -150,35 +150,6 @@ class UnevenBatches(Sampler):
         return len(self.SIZES)
 
 
-class RandomDraws(Sampler):
-    """Draws at each step, unlike torch's RandomSampler, which seeds itself at the first."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        for _ in range(self.n):
-            yield int(torch.randint(self.n, (1,)))
-
-    def __len__(self):
-        return self.n
-
-
-def test_a_sampler_that_draws_lazily_continues_its_own_random_stream():
-    loader = DataLoader(Numbers(50), batch_sampler=BatchSampler(RandomDraws(50), 5, False))
-    drawn = []
-    for rank in range(2):
-        values = []
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(rank)
-            for batch, _ in epoch_of(loader, 0, 1):
-                values.append(batch.tolist())
-                torch.rand(1 + rank)  # what training draws in between
-        drawn.append(values)
-    assert drawn[0] == drawn[1]
-    assert len({tuple(batch) for batch in drawn[0]}) > 1
-
-
 def test_the_loaders_own_collate_function_is_kept():
     loader = DataLoader(Numbers(4), batch_size=4, collate_fn=as_list_plus_one)
     assert epoch_of(loader, rank=1, size=2) == [([3, 4], 2)]
@@ -199,17 +170,6 @@ def test_a_loader_that_is_sharded_already_is_refused():
             sharded(DataLoader(Numbers(8), **options), 0, 2)
 
 
-def test_weighted_shares_and_stand_ins_give_the_exact_mean():
-    data = TensorDataset(torch.randn(7, 3, generator=torch.Generator().manual_seed(0)))
-    loader = DataLoader(data, batch_size=5)
-    whole = [batch.mean() for (batch,) in loader]
-    size = 4
-    ranks = [epoch_of(loader, rank, size) for rank in range(size)]
-    for mean, parts in zip(whole, zip(*ranks, strict=True), strict=True):
-        weighed = sum(batch.mean() * share for (batch,), share in parts)
-        torch.testing.assert_close(weighed / sum(share for _, share in parts), mean)
-
-
 # ---- epochs ----
 
 
@@ -224,28 +184,30 @@ def test_epochs_advance_also_with_a_new_shard_or_loader_for_each_pass():
     expected = [drawn(parts) for _ in range(4)]
     assert len({str(epoch) for epoch in expected}) == 4
 
-    passes = PassesByOwner()
-    got = [drawn(sharded(loader, passes=passes.of(loader.dataset, loader))) for _ in range(2)]
+    passes = {}
+    got = [
+        drawn(sharded(loader, passes=passes_of(passes, loader.dataset, loader))) for _ in range(2)
+    ]
     for _ in range(2):
         another = DataLoader(data, batch_size=20, shuffle=True)
-        got.append(drawn(sharded(another, passes=passes.of(another.dataset, another))))
+        got.append(drawn(sharded(another, passes=passes_of(passes, another.dataset, another))))
     assert got == expected
     parts.epoch = 1
     assert drawn(parts) == expected[1]
 
 
 def test_the_passes_over_a_dataset_are_forgotten_with_it():
-    passes = PassesByOwner()
+    passes = {}
     for _ in range(3):
         loader = DataLoader(Numbers(4), shuffle=True)
-        assert passes.of(loader.dataset, loader).epoch == 0
-        drawn(sharded(loader, passes=passes.of(loader.dataset, loader)))
-        assert passes.of(loader.dataset, loader).epoch == 1
+        assert passes_of(passes, loader.dataset, loader).epoch == 0
+        drawn(sharded(loader, passes=passes_of(passes, loader.dataset, loader)))
+        assert passes_of(passes, loader.dataset, loader).epoch == 1
         del loader
-    assert not passes._passes
+    assert not passes
     listed = DataLoader([1, 2], batch_size=2)  # a list takes no weak references
-    assert passes.of(listed.dataset, listed) is passes.of(listed)
-    assert passes.of([1]) is None
+    assert passes_of(passes, listed.dataset, listed) is passes_of(passes, listed)
+    assert passes_of(passes, [1]) is None
 
 
 class Augmented(Numbers):
@@ -373,17 +335,6 @@ def test_the_digest_tells_batches_of_other_indices_apart():
     assert one == tensors
     assert unknown is None
     assert len({one, order, longer, words, unknown}) == 5
-
-
-def test_the_digest_tells_a_sampler_with_a_generator_of_its_own():
-    logs = [Log(), Log()]
-    for rank, log in enumerate(logs):
-        own = np.random.default_rng(rank)
-        sampler = Draws(lambda own=own: int(own.integers(50)))
-        list(sharded(DataLoader(Numbers(50), batch_size=4, sampler=sampler), rank, 2, log))
-    for one, other in zip(logs[0].expected, logs[1].expected, strict=True):
-        assert one[:2] == other[:2]
-        assert one[2] != other[2]
 
 
 # ---- evaluation ----

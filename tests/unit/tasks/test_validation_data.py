@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from corpora import stories, write_records, write_saved_dataset
+from corpora import stories, write_records
 from hf_models import write_bert, write_gpt2
 
 from mntrain.config import Config
@@ -115,17 +115,6 @@ def test_data_too_short_for_a_window_are_refused_with_the_set(tmp_path):
         lm(tmp_path / "a.txt", {"b": tmp_path / "b.txt"})
     with pytest.raises(ValueError, match=r"^the data has 4 tokens, but training needs a window, 5"):
         lm(tmp_path / "b.txt", tmp_path / "a.txt")
-
-
-def test_splits_of_a_saved_dataset_train_and_validate(tmp_path):
-    pytest.importorskip("pyarrow")
-    texts = stories(30)
-    for name, part in (("train", texts[:20]), ("validation", texts[20:])):
-        write_saved_dataset(tmp_path / "set" / name, [{"text": text} for text in part])
-    made = lm(tmp_path / "set" / "train", tmp_path / "set" / "validation")
-    for split, part in (("train", texts[:20]), ("valid", texts[20:])):
-        whole = "".join(text + "\0" for text in part).encode()
-        assert bytes(tokens(made.dataset(split))) == whole[: (len(whole) - 1) // 4 * 4 + 1]
 
 
 # ---- Hugging Face models ----
