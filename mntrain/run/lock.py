@@ -104,12 +104,6 @@ class RunLock:
         """Close a forked child's copy of the file, whose file lock would outlive the parent."""
         self._file.close()
 
-    def __enter__(self) -> "RunLock":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _own_name() -> Holder:
     pid, host, now = os.getpid(), socket.gethostname(), datetime.now(UTC)

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -382,7 +382,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(stopped, options, said
 @pytest.mark.thorough
 def test_nothing_is_read_from_a_run_that_another_job_uses(stopped):
     """The other job may save another checkpoint before this one is refused, or has waited."""
-    with RunLock(stopped / "run", print) if RANK == 0 else nullcontext():
+    with closing(RunLock(stopped / "run", print)) if RANK == 0 else nullcontext():
         meet()
         said = refusal(train, stopped, "--train.steps", "2")  # which its checkpoint refuses, too
         assert "run is in use by a job" in said

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, replace
 
 import pytest
@@ -71,7 +72,7 @@ def until(condition):
 
 
 def test_a_second_job_is_refused_until_the_first_has_ended(flock, tmp_path):
-    with take(tmp_path):
+    with closing(take(tmp_path)):
         words = f"on {socket.gethostname()}, process {os.getpid()}, since 2"
         for _ in range(2):
             with pytest.raises(ValueError, match=f"is in use by a job \\({words}.*another run dir"):
@@ -190,12 +191,12 @@ def test_a_lock_that_nobody_refers_to_is_let_go(flock, tmp_path):
 
 def test_a_text_of_an_earlier_version_keeps_nobody_out(flock, tmp_path):
     (tmp_path / ".lock").write_text("on a host, process 7")
-    with take(tmp_path):
+    with closing(take(tmp_path)):
         assert read(tmp_path)["pid"] == os.getpid()
 
 
 def test_a_forked_child_does_not_let_go(flock, tmp_path):
-    with take(tmp_path) as mine:
+    with closing(take(tmp_path)) as mine:
         if not (child := os.fork()):
             mine.close()
             os._exit(0)
@@ -226,7 +227,7 @@ def test_a_forked_child_that_outlives_a_killed_holder_keeps_nobody_out(flock, tm
 
 
 def test_a_file_that_was_removed_is_made_again(flock, tmp_path):
-    with take(tmp_path):
+    with closing(take(tmp_path)):
         (tmp_path / ".lock").unlink()
         until((tmp_path / ".lock").exists)
         until((tmp_path / ".lock").read_text)
