@@ -129,15 +129,6 @@ def test_hints_count_from_the_first_step(tmp_path):
     assert samples == [6 * 7, 6 * 1]
 
 
-@pytest.mark.exhaustive
-def test_what_cannot_be_balanced_is_refused_before_any_work(tmp_path):
-    options = ["--balance.mode", "throughput", "--balance.speed", "5:0.5"]
-    result = train(2, tmp_path, *options)
-    assert result.returncode == 2
-    assert result.stderr.count("--balance.speed 5:0.5: speed 0.5 is of rank 5") == 1
-    assert not (tmp_path / "run").exists()
-
-
 # SMALL has a batch size, which a cadence does not use: 32 is the default.
 CADENCE = ["--train.steps", "24", "--train.eval-every", "0", "--balance.mode", "cadence"]
 CADENCE += ["--train.batch-size", "32"]
@@ -189,12 +180,3 @@ def test_stage_2_is_warned_of_and_keeps_its_anchor(tmp_path):
     result = train_very_slow(2, tmp_path, "--zero.stage", "2")
     assert result.stderr.count("--balance.mode cadence: at stage 2, ranks reduce") == 1
     assert {plan["anchor"] for plan in summary(tmp_path)["cadence"]} == {10}
-
-
-@pytest.mark.exhaustive
-def test_a_batch_size_beside_a_cadence_is_refused_before_any_work(tmp_path):
-    result = train(2, tmp_path, "--balance.mode", "cadence")
-    assert result.returncode == 2
-    said = r"--balance.mode cadence: --train.batch-size 8 is not used, .*; leave it out, and give"
-    assert len(re.findall(said, result.stderr)) == 1, result.report()
-    assert not (tmp_path / "run").exists()

@@ -274,25 +274,11 @@ def test_an_error_of_the_task_says_the_rank_the_phase_and_the_samples(folder, ph
         assert f'File "{folder / "broken.py"}", line ' in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        pytest.param(
-            ["--train.batchsize", "8"],
-            "did you mean --train.batch-size",
-            marks=pytest.mark.thorough,
-        ),
-        (["--data.path", "no/such/file"], "no/such/file"),
-        pytest.param(["--device", "cuda"], "torch sees no GPU", marks=pytest.mark.thorough),
-    ],
-)
-def test_bad_input_gets_one_clear_error_before_any_work(folder, options, said):
-    if options[0] == "--device" and __import__("torch").cuda.is_available():
-        pytest.skip("there is a GPU here")
+def test_bad_input_gets_one_clear_error_before_any_work(folder):
     write_corpus(folder)
-    result = train(2, folder, *options)
+    result = train(2, folder, "--data.path", "no/such/file")
     assert result.returncode == 2, result.report()
-    assert result.stderr.count(said) == 1, result.report()
+    assert result.stderr.count("no/such/file") == 1, result.report()
     assert "Traceback" not in result.stderr
     assert not (folder / "run").exists()
 

@@ -58,12 +58,3 @@ def test_a_resumed_run_keeps_its_weights_and_its_frozen_layers(tmp_path, first):
     result = completed(tune(2, tmp_path / "parts", first, *frozen))
     assert "weights: " not in result.stdout
     assert losses(tmp_path / "parts") == losses(tmp_path)
-
-
-@pytest.mark.exhaustive
-def test_weights_that_do_not_match_are_refused_before_any_work(tmp_path, first):
-    torch.save({"other": torch.ones(1)}, tmp_path / "other.pt")
-    result = tune(2, tmp_path, first, "--init.from", str(tmp_path / "other.pt"))
-    assert result.returncode == 2
-    assert result.stderr.count("nothing matches the model. The file has other") == 1
-    assert not (tmp_path / "run").exists()

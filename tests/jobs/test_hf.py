@@ -82,24 +82,6 @@ def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss
     assert said.startswith("12 and 13")
 
 
-@torch.no_grad()
-@pytest.mark.exhaustive
-def test_the_built_in_model_is_exported_as_a_llama_that_has_its_loss(tmp_path, text):
-    options = [*text, "--model.kv-heads", "1", "--zero.stage", "2", "--train.eval-samples", "0"]
-    options += ["--train.steps", "3", "--checkpoint.every", "100"]
-    completed(train(2, tmp_path, *options))
-    said = command(tmp_path, "ckpt", "export", "run", "exported", "--hf")
-    assert "exported: tokens are bytes, so there is no tokenizer.json" in said
-    model = opened(AutoModelForCausalLM, tmp_path / "exported")
-    assert type(model).__name__ == "LlamaForCausalLM"
-    ids = torch.tensor(list("".join(f"{one}\0" for one in stories(200)).encode()))
-    windows = [ids[i * 32 : i * 32 + 33] for i in range((len(ids) - 1) // 32)]
-    valid = torch.stack(windows[-round(0.05 * len(windows)) :])
-    logits = model(valid[:, :-1]).logits.double().log_softmax(-1)
-    loss = -logits.gather(2, valid[:, 1:, None]).mean().item()
-    assert loss == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
-
-
 @pytest.mark.exhaustive
 def test_a_run_is_resumed_with_its_model_and_refused_with_another(tmp_path, text):
     options = [*HF, *text, "--hf.model", str(write_gpt2(tmp_path / "gpt2"))]

@@ -231,12 +231,3 @@ def test_the_best_checkpoint_by_a_metric_is_kept_and_the_run_ends_without_a_bett
     assert len(lines) == highest + 2 < STEPS
     kept = [inspect(path).step for path in list_checkpoints(tmp_path / "run")]
     assert kept == [highest + 2, highest]
-
-
-@pytest.mark.exhaustive
-def test_a_metric_that_the_evaluations_lack_is_refused_with_those_they_have(tmp_path):
-    result = train(2, tmp_path, "--checkpoint.best", "accuracies:max")
-    assert result.returncode == 2, result.report()
-    said = "--checkpoint.best accuracies:max: the evaluations have no such metric; they have "
-    assert result.stderr.count(said + "eval_loss, accuracy, ") == 1
-    assert not (tmp_path / "run").exists()

@@ -144,18 +144,6 @@ def test_a_job_leaves_a_picture_of_its_loss_or_says_why_not(jobs):
 
 
 @pytest.mark.exhaustive
-def test_a_missing_package_is_refused_on_all_ranks_before_any_work(tmp_path):
-    (tmp_path / "wandb.py").write_text("raise ModuleNotFoundError('no wandb')\n")
-    result = train(2, tmp_path, "--log.wandb", "digits")  # from the current folder
-    assert result.returncode == 2
-    needed = (
-        "mntrain: error: rank 0: --log.wandb needs the package wandb, which cannot be imported: "
-    )
-    assert result.stderr.count(f"{needed}pip install 'mntrain[wandb]'") == 1
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.exhaustive
 def test_a_job_that_fails_in_its_first_step_says_how_far_its_run_is(tmp_path):
     (tmp_path / "late.py").write_text(
         LATE
