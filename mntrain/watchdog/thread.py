@@ -103,7 +103,7 @@ class Watchdog:
         self._ending = threading.Lock()  # taken by the first that says how the run ends
         self._signals: Collection[int] = ()  # that are expected
         self._signalled_at: float | None = None  # the first of them
-        self._late: tuple[float, str, int] | None = None  # when the job ends for one, why, its code
+        self._late: list[tuple[float, str, int]] = []  # when the job ends for one, why, its code
         self._looked_at = time.monotonic()
         self._tick = min(MAX_TICK_S, warn_after / 8, (timeout or warn_after) / 8)
         if hasattr(faulthandler, "register"):
@@ -201,14 +201,14 @@ class Watchdog:
             signal.set_wakeup_fd(previous)
             return False
         self._grace_s, self._grace_option = grace_s, option
-        self._signals, self._signalled_at, self._late = numbers, None, None
+        self._signals, self._signalled_at, self._late = numbers, None, []
         return True
 
     def ignore_signals(self) -> None:
         """End what `expect_signals` has begun. Local."""
         if self._signals:
             signal.set_wakeup_fd(-1)
-        self._signals, self._late = (), None
+        self._signals, self._late = (), []  # not emptied: the thread may be about to write there
 
     def _tell(self, message: Message) -> None:
         """Let the thread send a message to the monitors."""
@@ -253,9 +253,9 @@ class Watchdog:
     def _look(self, now: float) -> None:
         """Compare the times with their limits."""
         self._look_at_own_wait(now)
-        if (late := self._late) is not None and now >= late[0]:
-            self._late = None
-            self._tell_waiting(ends=True, reason=late[1], code=late[2])
+        if (late := self._late) and now >= late[0][0]:
+            _, reason, code = late.pop()
+            self._tell_waiting(ends=True, reason=reason, code=code)
         if self._monitor is not None:
             self._monitor.look(now)
             if self._monitor.all_at_exit is not None:
@@ -354,7 +354,7 @@ class Watchdog:
 
     def _on_signal(self, number: int) -> None:
         """End the job some time after the first signal, or at a second one in a larger world."""
-        now = time.monotonic()
+        now, late = time.monotonic(), self._late
         if number not in self._signals:
             return
         name, code = signal.Signals(number).name, 130 if number == signal.SIGINT else 1
@@ -364,11 +364,11 @@ class Watchdog:
                 f"{name} on rank {self._rank}: the step has not ended within {self._grace_s:g} s "
                 f"({self._grace_option})"
             )
-            self._late = now + self._grace_s, reason, code
+            late[:] = [(now + self._grace_s, reason, code)]
         elif not self.alone and number in _ENDING and now > self._signalled_at + _SENDERS_S:
-            code = self._late[2] if self._late else code
+            code = late[0][2] if late else code
             reason = f"a second signal, {name} on rank {self._rank}, ends the job at once"
-            self._late = now, reason, code
+            late[:] = [(now, reason, code)]
 
     def _end_job(self, report: str, reason: str, status: str, code: int) -> None:
         """Print a report, and end the job."""
