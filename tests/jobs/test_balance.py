@@ -1,7 +1,5 @@
 """Jobs whose ranks differ in speed: shares follow it, and nothing else changes."""
 
-import re
-
 import pytest
 from job import completed, losses, losses_alone, metrics, summary, train, write_corpus
 
