@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from statistics import median
 
 import numpy as np
@@ -18,6 +19,7 @@ _LOST, _LEAST_LOST = 0.005, 2  # of the segments of small messages, which no que
 
 # One direction of a pair of ranks: MB/s, latency in us, sender, receiver.
 _Way = tuple[float, float, int, int]
+_rate = itemgetter(0)
 
 
 def clock_offsets(comm: Communicator, leaders: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -66,7 +68,7 @@ def judge(
     if not links:
         return passed(f"there is no pair {where}")
     ways = _ways(links)
-    text = f"the slowest of {len(ways)} directions {where} is {_words(min(ways), hosts)}"
+    text = f"the slowest of {len(ways)} directions {where} is {_words(min(ways, key=_rate), hosts)}"
     if where != BETWEEN:
         return passed(text)
     found = [
@@ -107,7 +109,7 @@ def _sides(ways: Sequence[_Way]) -> dict[tuple[int, str], float]:
 def _below_expected(
     ways: Sequence[_Way], hosts: Sequence[str], words: str, rate: float
 ) -> list[Finding]:
-    slowest = min(ways)
+    slowest = min(ways, key=_rate)
     share = slowest[0] / rate
     if share >= _BELOW:
         return []
@@ -123,7 +125,7 @@ def _slower_than_others(
     links: Sequence[LinkSpeed], ways: Sequence[_Way], hosts: Sequence[str]
 ) -> list[Finding]:
     """Compare each direction with the fastest; of two nodes, the two directions."""
-    slowest, fastest = min(ways), max(ways)
+    slowest, fastest = min(ways, key=_rate), max(ways, key=_rate)
     limit = _SLOW * fastest[0]
     if slowest[0] >= limit:
         return []
