@@ -49,7 +49,6 @@ def make_optimizer(
     description; `shard_by` says what `shard_weights` are. Raises AgreedError on all ranks, before
     anything is allocated, if they differ in what they give or if any of them cannot accept it.
     """
-    make = partial(optimizer_class, **kwargs)
     with world.agreement():
         _check_kinds(model, optimizer_class, world.size)
         check_model(model)
@@ -61,6 +60,7 @@ def make_optimizer(
                 "the model was given to world.sync_batchnorm, which needs all ranks in every "
                 "step, and with sync= nodes take steps of their own: leave one of the two out"
             )
+    make = partial(optimizer_class, **kwargs)
     description = equal_values.describe(model, options)
     gathered = world.collectives.gather_objects(description, "world.optimizer")
     equal_values.expect_same(gathered.wait(), world.rank)
