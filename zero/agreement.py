@@ -193,21 +193,19 @@ class StepAgreement:
         values: dict[str, list[float]] = {}
         for each in self._parameters if self._compares_parameters(step) else ():
             values |= each.by_name(step)
-        numbers, own = dict(plain_numbers(groups)), frozenset(self._own)
+        place = {"rank": self._rank, "replica": self._replica, "step": step}
         mine = Report(
-            self._rank,
-            self._replica,
-            numbers,
-            own,
-            without,
-            samples,
-            values,
-            self._frozen(),
-            step,
-            self._begun_anew,
+            **place,
+            numbers=dict(plain_numbers(groups)),
+            own=frozenset(self._own),
+            without=without,
+            gradients=samples,
+            parameters=values,
+            frozen=self._frozen(),
+            begun_anew=self._begun_anew,
         )
         reports = gather_objects(ranks, mine)
-        own = own.union(*(report.own for report in reports))
+        own = frozenset[Place]().union(*(report.own for report in reports))
         difference = (
             _differing_step(reports)
             or _differing_number(reports, own, sharded=sharded)
@@ -380,28 +378,6 @@ def _differing_step(reports: Sequence[Report]) -> str:
     return ""
 
 
-def _differing_parameter(reports: Sequence[Report], tolerance: float) -> str:
-    """Return the first difference in the parameters of one replica; else an empty string."""
-    for report, first in _firsts(reports):
-        for name in sorted(first.frozen ^ report.frozen):
-            lacking, other = (report, first) if name in report.frozen else (first, report)
-            return (
-                f"rank {lacking.rank} has requires_grad=False in parameter {name}, rank "
-                f"{other.rank} has True: freeze parameters alike on all ranks"
-            )
-        for name, values in first.parameters.items():
-            others = report.parameters[name]
-            largest = max((abs(v) for v in [*values, *others] if math.isfinite(v)), default=0.0)
-            for here, there in zip(values, others, strict=True):
-                if not (_same(here, there) or abs(here - there) <= tolerance * largest):
-                    return (
-                        f"rank {report.rank} has {there:g} in parameter {name}, where rank "
-                        f"{first.rank} has {here:g}: change parameters alike on all ranks, such "
-                        "as by load_state_dict"
-                    )
-    return ""
-
-
 def _differing_number(reports: Sequence[Report], own: frozenset[Place], *, sharded: bool) -> str:
     """Return the first difference in numbers that ranks must have in common; else empty.
 
@@ -432,6 +408,25 @@ def _may_count(here: Any, there: Any, *, sharded: bool) -> bool:
     return False
 
 
+def _differing_parameter(reports: Sequence[Report], tolerance: float) -> str:
+    """Return the first difference in the parameters of one replica; else an empty string."""
+    for report, first in _firsts(reports):
+        for name in sorted(first.frozen ^ report.frozen):
+            lacking, other = (report, first) if name in report.frozen else (first, report)
+            return (
+                f"rank {lacking.rank} has requires_grad=False in parameter {name}, rank "
+                f"{other.rank} has True: freeze parameters alike on all ranks"
+            )
+        for name, values in first.parameters.items():
+            if found := _differing_sample(values, report.parameters[name], tolerance, 1.0):
+                return (
+                    f"rank {report.rank} has {found[1]:g} in parameter {name}, where rank "
+                    f"{first.rank} has {found[0]:g}: change parameters alike on all ranks, such "
+                    "as by load_state_dict"
+                )
+    return ""
+
+
 def _differing_gradient(reports: Sequence[Report], tolerances: Mapping[str, float]) -> str:
     """Return the first difference in the gradients of one replica; else an empty string."""
     for report, first in _firsts(reports):
@@ -442,15 +437,28 @@ def _differing_gradient(reports: Sequence[Report], tolerances: Mapping[str, floa
                 "same to p.grad on all ranks"
             )
         for name, values in first.gradients.items():
-            others = report.gradients[name]
-            scale = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
-            for here, there in zip(values, others, strict=True):
-                if not _close(here, there, tolerances[name], scale):
-                    return (
-                        f"rank {report.rank} has {there:g} in the gradient of {name}, where rank "
-                        f"{first.rank} has {here:g}: do the same to p.grad on all ranks"
-                    )
+            if found := _differing_sample(values, report.gradients[name], tolerances[name], 1e-3):
+                return (
+                    f"rank {report.rank} has {found[1]:g} in the gradient of {name}, where rank "
+                    f"{first.rank} has {found[0]:g}: do the same to p.grad on all ranks"
+                )
     return ""
+
+
+def _differing_sample(
+    values: Sequence[float], others: Sequence[float], tolerance: float, floor: float
+) -> tuple[float, float] | None:
+    """Return the first pair that differs by more than a tolerance; None if none does.
+
+    It is relative to the larger of both, or to `floor` times the largest of all.
+    """
+    largest = max((abs(v) for v in [*values, *others] if math.isfinite(v)), default=0.0)
+    for here, there in zip(values, others, strict=True):
+        limit = tolerance * max(abs(here), abs(there), floor * largest)
+        finite = math.isfinite(here) and math.isfinite(there)
+        if not (_same(here, there) or (finite and abs(here - there) <= limit)):
+            return here, there
+    return None
 
 
 def _same(here: Any, there: Any) -> bool:
@@ -459,10 +467,3 @@ def _same(here: Any, there: Any) -> bool:
         return len(here) == len(there) and all(map(_same, here, there))
     both_nan = all(isinstance(value, float) and math.isnan(value) for value in (here, there))
     return bool(here == there) or both_nan
-
-
-def _close(here: float, there: float, tolerance: float, scale: float) -> bool:
-    if _same(here, there):
-        return True
-    limit = tolerance * max(abs(here), abs(there), 1e-3 * scale)
-    return math.isfinite(here) and math.isfinite(there) and abs(here - there) <= limit

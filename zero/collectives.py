@@ -126,23 +126,11 @@ class SingleProcessCollectives:
         """Return zeros in ordinary memory."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
+    def all_reduce(self, *_: object, **__: object) -> Work:
         """Leave the tensor as it is."""
         return CompletedWork()
 
-    def reduce_scatter(
-        self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
-    ) -> Work:
-        """Leave the tensor as it is."""
-        return CompletedWork()
-
-    def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
-        """Leave the tensor as it is."""
-        return CompletedWork()
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        """Leave the tensor as it is."""
-        return CompletedWork()
+    reduce_scatter = all_gather = broadcast = all_reduce
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import GradientEdge
-from torch.nn import functional
 from torch.nn.modules.batchnorm import LazyBatchNorm1d, _BatchNorm
 
 from zero.collectives import Collectives
@@ -66,19 +65,9 @@ class SyncBatchNorm(_BatchNorm):
         Raises ValueError for an input without channels, and on all ranks if they have one value a
         channel together; RuntimeError for a layer that was loaded with its class from a file.
         """
-        if x.dim() < 2:
-            raise ValueError(f"the input has {x.dim()} dimensions: give (samples, channels, ...)")
         if not self.training:
-            return functional.batch_norm(
-                x,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                self.running_mean is None and self.running_var is None,
-                0.0,
-                self.eps,
-            )
+            return super().forward(x)
+        self._check_input_dim(x)
         if self.ranks is None:
             raise RuntimeError(
                 f"{self.path} was loaded from a file or another process, without its ranks: call "
@@ -86,6 +75,10 @@ class SyncBatchNorm(_BatchNorm):
             )
         y: Tensor = _normalize(self, self.ranks, x)
         return y
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"the input has {x.dim()} dimensions: give (samples, channels, ...)")
 
 
 def convert(model: nn.Module, ranks: RanksOfBatch) -> int:
@@ -133,16 +126,8 @@ def layers_below(loss: Tensor) -> tuple[list[GradientEdge], list[Tensor]]:
     return edges, zeros
 
 
-class Statistics(NamedTuple):
-    """Statistics of the samples of all ranks, by channel, in fp32 or fp64."""
-
-    mean: Tensor
-    var: Tensor  # biased
-    values: float  # of each channel
-
-
 class _Call(NamedTuple):
-    """Values that the normalization of one forward needs."""
+    """Values that the normalization of one forward needs, by channel, in fp32 or fp64."""
 
     mean: Tensor
     scale: Tensor  # the inverse of the standard deviation
@@ -157,31 +142,33 @@ def _normalize(layer: SyncBatchNorm, ranks: RanksOfBatch, x: Tensor) -> Tensor:
     collectives = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), forward")
     counts = ranks.weight() > 0  # or the samples are a stand-in
     own = x.detach() if counts else x[:0].detach()
-    statistics = _gather_statistics(collectives, own, refused=ranks.lacks_tokens())
-    if math.isnan(statistics.values):
+    mean, var, values = _gather_statistics(collectives, own, refused=ranks.lacks_tokens())
+    if math.isnan(values):
         raise ValueError(
             f"the samples of a rank have no token, and weigh 0 by weight= of world.shard: its loss "
             f"then hides what the statistics of {layer.path} owe to them; leave weight= out, and "
             "call optimizer.backward(loss, weight=n)"
         )
-    if statistics.values <= 1:
+    if values <= 1:
         raise ValueError(
-            f"{layer.path} has {statistics.values:g} values a channel on all ranks together, and "
+            f"{layer.path} has {values:g} values a channel on all ranks together, and "
             "training needs more than 1"
         )
-    _update_running(layer, statistics)
+    _update_running(layer, mean, var * (values / (values - 1)))
     backward = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), backward")
-    scale = (statistics.var + layer.eps).rsqrt()
-    call = _Call(statistics.mean, scale, statistics.values, counts, backward, ranks.weight)
+    call = _Call(mean, (var + layer.eps).rsqrt(), values, counts, backward, ranks.weight)
     y: Tensor = _Normalize.apply(x, layer.weight, layer.bias, call)  # type: ignore[no-untyped-call]
     return y
 
 
 @torch.no_grad()
-def _gather_statistics(collectives: Collectives, x: Tensor, *, refused: bool) -> Statistics:
-    """Return the statistics of all ranks' samples, with the same bits on all. Collective.
+def _gather_statistics(
+    collectives: Collectives, x: Tensor, *, refused: bool
+) -> tuple[Tensor, Tensor, float]:
+    """Return the mean and the biased variance of all ranks' samples, and their number. Collective.
 
-    The number of values is NaN if any rank has `refused`.
+    By channel, in fp32 or fp64, with the same bits on all. The number is NaN if any rank has
+    `refused`.
     """
     channels, size = x.shape[1], collectives.size
     wide = _wide(x.dtype)
@@ -202,11 +189,11 @@ def _gather_statistics(collectives: Collectives, x: Tensor, *, refused: bool) ->
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     var = (deviations + counts * (means - mean).square()).sum(0) / total
-    return Statistics(mean.to(wide), var.to(wide), float(total))
+    return mean.to(wide), var.to(wide), float(total)
 
 
 @torch.no_grad()
-def _update_running(layer: SyncBatchNorm, statistics: Statistics) -> None:
+def _update_running(layer: SyncBatchNorm, mean: Tensor, unbiased: Tensor) -> None:
     """Update the running statistics as torch's layers do: with the unbiased variance."""
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
         return
@@ -216,8 +203,7 @@ def _update_running(layer: SyncBatchNorm, statistics: Statistics) -> None:
         if factor is None:
             factor = 1.0 / float(layer.num_batches_tracked)
     factor = 0.0 if factor is None else factor
-    unbiased = statistics.var * (statistics.values / (statistics.values - 1))
-    for running, new in ((layer.running_mean, statistics.mean), (layer.running_var, unbiased)):
+    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
         running.copy_((1 - factor) * running + factor * new)
 
 

@@ -1,16 +1,17 @@
-"""Exchanges of coded outer gradients, at once or during later steps, against one process."""
+"""Nodes that exchange parameters every few steps, against replicas in one process."""
 
 import copy
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from models import Tiny, net
 from mpi4py import MPI
-from oracle import ADAMW, Alone, assert_parity, init, loss_of, mine, samples
+from oracle import ADAMW, EXACT, SGD, Alone, assert_parity, init, loss_of, mine, samples
 from replicas import (
     NODE,
     NODES,
@@ -25,19 +26,21 @@ from replicas import (
     take_step,
 )
 from torch import nn
-from worlds import RANKS
+from worlds import RANKS, refusal
 
-from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
+from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
 from mntrain.train.model_digest import differing_ranks, model_digest
 from zero.comm_hooks.codes import BlockCode, ChunkCode
 from zero.exchange.exchange import ARRIVING, EXCHANGED, MOMENTUM
 from zero.norms import NonFiniteGradientError
-from zero.state import ERROR, UNSENT
+from zero.state import ERROR, MASTER, UNSENT
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 STREAM = partial(StreamingDiLoCo, every=4, warmup=2, fragments=3, overlap=2)
+MEANS = [LocalSGD(every=3, warmup=2), DiLoCo(every=3, warmup=2)]
 SYNCS = [STREAM(), SparseLoCo(every=3, warmup=2, density=0.1)]
+means = pytest.mark.parametrize("sync", MEANS, ids=["local SGD", "DiLoCo"])
 syncs = pytest.mark.parametrize("sync", SYNCS, ids=["streaming", "SparseLoCo"])
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 PLAIN = partial(torch.optim.SGD, lr=0.2)
@@ -53,6 +56,12 @@ def make(world):
     yield from keep_optimizers(world, whole=True)
 
 
+@pytest.fixture
+def cut(world):
+    """Makes optimizers whose shards cut parameters at stages 1 and 2."""
+    yield from keep_optimizers(world)
+
+
 class Replicas:
     """A replica for each node, trained with plain torch in this process."""
 
@@ -63,10 +72,7 @@ class Replicas:
 
     def step(self, step):
         if step == self.sync.warmup:
-            self.exchanged = [p.detach().clone() for p in self.models[0].parameters()]
-            self.momentum = [torch.zeros_like(p) for p in self.exchanged]
-            self.left = [[torch.zeros_like(p) for p in self.exchanged] for _ in self.models]
-            self.arriving = {}
+            self.begin()
         for node, (model, inner) in enumerate(zip(self.models, self.inner, strict=True)):
             batch = samples(12, step)
             if step >= self.sync.warmup:
@@ -77,6 +83,19 @@ class Replicas:
         if step >= self.sync.warmup:
             with torch.no_grad():
                 self.exchange(step - self.sync.warmup + 1)
+
+    def begin(self):
+        self.exchanged = [p.detach().clone() for p in self.models[0].parameters()]
+        self.momentum = [torch.zeros_like(p) for p in self.exchanged]
+        self.left = [[torch.zeros_like(p) for p in self.exchanged] for _ in self.models]
+        self.arriving = {}
+
+    def exchange(self, taken):
+        if taken % self.sync.every == 0:
+            self.exchange_now()
+
+    def mean(self, index):
+        return sum(list(model.parameters())[index].detach() for model in self.models) / NODES
 
     def send(self, index, code, keeps=1.0):
         """The mean of what the nodes send for a parameter."""
@@ -97,6 +116,32 @@ class Replicas:
         for model in self.models:
             parameter = list(model.parameters())[index]
             parameter.copy_(mix * parameter + (1 - mix) * self.exchanged[index])
+
+
+class Means(Replicas):
+    """Of local SGD, and of DiLoCo with torch's outer optimizer."""
+
+    def begin(self):
+        super().begin()
+        if isinstance(self.sync, DiLoCo):
+            self.outer = torch.optim.SGD(
+                [p.requires_grad_() for p in self.exchanged],
+                lr=self.sync.outer_lr,
+                momentum=self.sync.outer_momentum,
+                nesterov=True,
+            )
+
+    @torch.no_grad()
+    def exchange_now(self):
+        means = [self.mean(index) for index in range(len(self.exchanged))]
+        if isinstance(self.sync, DiLoCo):
+            for parameter, mean in zip(self.exchanged, means, strict=True):
+                parameter.grad = parameter - mean
+            self.outer.step()
+            means = self.exchanged
+        for model in self.models:
+            for parameter, mean in zip(model.parameters(), means, strict=True):
+                parameter.copy_(mean)
 
 
 # By number of fragments: the fragment of each parameter of `net`, which have 80, 16, 16, 16, 48 and
@@ -131,10 +176,6 @@ class Streams(Replicas):
 
 
 class Sparse(Replicas):
-    def exchange(self, taken):
-        if taken % self.sync.every == 0:
-            self.exchange_now()
-
     def exchange_now(self):
         for index in range(6):
             mean = self.send(index, ChunkCode(self.sync.density), keeps=0.95)
@@ -175,41 +216,196 @@ def assert_equal_between_nodes(world, optimizer, *keys):
 @pytest.mark.parametrize(
     ("kind", "sync"),
     [
+        pytest.param(Means, MEANS[0], id="local SGD"),
+        pytest.param(Means, MEANS[1], id="DiLoCo"),
         pytest.param(Streams, STREAM(), id="streaming"),
         pytest.param(Streams, STREAM(fragments=2, overlap=3, mix=0.0, bits=32), id="32 bits"),
         pytest.param(Streams, STREAM(fragments=1, overlap=0, mix=0.25), id="one fragment at once"),
         pytest.param(Sparse, SYNCS[1], id="SparseLoCo"),
     ],
 )
-def test_nodes_train_as_replicas_in_one_process_do(world, make, kind, sync, stage):
+def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sync, stage):
     model = net()
-    replicas = kind(model, sync)
-    optimizer = make(model, sync=sync, stage=stage)
+    replicas, exact = kind(model, sync), kind is Means
+    optimizer = (cut if exact else make)(model, sync=sync, stage=stage)
+    tolerance = EXACT if exact else 1e-9
     for step in range(14):
         replicas.step(step)
         take_step(world, model, optimizer, step)
         optimizer.wait_for_parameters()
-        assert_close(model, replicas.models[NODE], 1e-9)
+        assert_close(model, replicas.models[NODE], tolerance)
         together = digests(world, model)
         assert optimizer.in_sync == (len(set(together)) == 1)
+        if exact:
+            assert optimizer.in_sync == (step < 2 or step % 3 == 1)
         assert not differing_ranks(together, world.topology.nodes)
-        if step % 4 == 1:  # it waits for what is in flight
+        if step % 4 == 1 and not exact:  # it waits for what is in flight
             assert_equal_between_nodes(world, optimizer, EXCHANGED, ARRIVING)
-    before = model_digest(model)
-    with optimizer.averaged():
+    before, optimizer_in_sync = model_digest(model), optimizer.in_sync
+    with optimizer.averaged() as differing:
+        assert differing != optimizer_in_sync
         assert len(set(digests(world, model))) == 1
         for index, parameter in enumerate(model.parameters()):
-            mean = sum(list(m.parameters())[index].detach() for m in replicas.models) / NODES
-            torch.testing.assert_close(parameter.detach(), mean, rtol=1e-9, atol=1e-9)
+            mean = replicas.mean(index)
+            torch.testing.assert_close(parameter.detach(), mean, rtol=tolerance, atol=tolerance)
+        if differing:
+            with pytest.raises(RuntimeError, match="call this after the block"):
+                optimizer.step()
     assert model_digest(model) == before
     with torch.no_grad():
         if not optimizer.in_sync:
             optimizer.exchange()
             replicas.exchange_now()
     assert optimizer.in_sync
-    assert_close(model, replicas.models[0], 1e-9)
+    assert_close(model, replicas.models[0], tolerance)
     assert len(set(digests(world, model))) == 1
     assert_equal_between_nodes(world, optimizer, EXCHANGED)
+
+
+@stages
+@pytest.mark.parametrize(
+    "sync",
+    [
+        LocalSGD(every=1),
+        DiLoCo(1, 0, 1.0, 0.0),
+        StreamingDiLoCo(1, 0, 1.0, 0.0, overlap=0, mix=0.0, bits=32),
+    ],
+)
+def test_exchanging_plain_sgd_after_each_step_is_synchronous_training(world, cut, sync, stage):
+    model = net()
+    alone = Alone(model, PLAIN)
+    optimizer = cut(model, PLAIN, sync=sync, stage=stage)
+    for step in range(4):
+        alone.step(loss_of(alone.model, samples(12, step)))
+        take_step(world, model, optimizer, step)
+    # Means of updated parameters and updates by mean gradients round differently: by a few times
+    # 2**-53 of a parameter in each step.
+    assert_parity(world, model, alone, tolerance=1e-14)
+
+
+@stages
+@pytest.mark.parametrize("sync", [MEANS[1], *SYNCS], ids=["DiLoCo", "streaming", "SparseLoCo"])
+def test_the_warm_up_has_the_bits_of_synchronous_training(world, cut, sync, stage):
+    models = [net(torch.float32) for _ in range(2)]
+    optimizers = [
+        cut(model, sync=sync, stage=stage)
+        for model, sync in zip(models, [None, replace(sync, warmup=4)], strict=True)
+    ]
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            take_step(world, model, optimizer, step)
+        assert model_digest(models[0]) == model_digest(models[1])
+
+
+@stages
+@pytest.mark.parametrize("sync", [MEANS[1], *SYNCS], ids=["DiLoCo", "streaming", "SparseLoCo"])
+def test_memory_is_as_expected(world, make, sync, stage):
+    dtype = torch.bfloat16 if stage == 1 else torch.float64
+    model = net(dtype)
+    optimizer = make(model, sync=sync, stage=stage)
+    expected = optimizer.expected_memory()
+    for step in range(10):
+        take_step(world, model, optimizer, step)
+    measured = optimizer.memory()
+    assert (measured.state, measured.master) == (expected.state, expected.master)
+    assert expected.state > make(net(dtype), stage=stage).expected_memory().state
+
+
+@stages
+@pytest.mark.parametrize(
+    ("sync", "saved_after"),
+    [
+        pytest.param(MEANS[0], 4, id="local SGD between exchanges, in the background"),
+        pytest.param(MEANS[1], 7, id="DiLoCo between exchanges"),
+        pytest.param(MEANS[1], 5, id="DiLoCo after an exchange"),
+        *[
+            pytest.param(sync, after, id=f"{type(sync).__name__} after {after}")
+            for sync in SYNCS
+            for after in (4, 5, 7)
+        ],
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, sync, stage, saved_after):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    final = []
+    for name, every in (("whole", 0), ("parts", 2)):
+        with init(ranks_per_node=PER_NODE) as world:
+            if name == "parts":
+                now = saved_after if saved_after % every else None
+                _, optimizer = run(
+                    world, folder / name, stage, sync, saved_after, every=every, now=now
+                )
+                if isinstance(sync, StreamingDiLoCo):
+                    assert any(world.gather(bool(kept(optimizer, ARRIVING))))
+                MPI.COMM_WORLD.barrier()
+        with init(ranks_per_node=PER_NODE) as world:
+            model, _ = run(world, folder / name, stage, sync, 10)
+            final.append(world.gather(model_digest(model)))
+    assert final[0] == final[1]
+    assert len(set(final[0])) == NODES
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        LocalSGD(3),
+        DiLoCo(2),
+        DiLoCo(2, 9),
+        pytest.param(STREAM(fragments=2, overlap=0), marks=pytest.mark.thorough),
+        pytest.param(SYNCS[1], marks=pytest.mark.thorough),
+        pytest.param(STREAM(warmup=12), marks=pytest.mark.thorough),
+        None,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "saved", [*MEANS, *SYNCS], ids=["local SGD", "DiLoCo", "streaming", "SparseLoCo"]
+)
+def test_a_checkpoint_between_exchanges_continues_with_another_schedule(tmp_path, saved, then):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    with init(ranks_per_node=PER_NODE) as world:
+        run(world, folder, 1, saved, 6, now=6)
+    with init(ranks_per_node=PER_NODE) as world:
+        model, optimizer = run(world, folder, 1, then, 6)
+        for step in range(6, 14):
+            take_step(world, model, optimizer, step)
+            together = len(set(digests(world, model))) == 1
+            assert together or not optimizer.in_sync
+            if not isinstance(then, StreamingDiLoCo):
+                assert together == optimizer.in_sync
+            if isinstance(then, DiLoCo | SparseLoCo):
+                assert_equal_between_nodes(world, optimizer, EXCHANGED, ARRIVING)
+        optimizer.exchange()
+        assert len(set(digests(world, model))) == 1
+
+
+def cross_bytes(world):
+    return sum(usage.cross_bytes for usage in world.usage())
+
+
+@stages
+@means
+def test_an_exchange_sends_each_parameter_once_to_each_other_node(world, cut, sync, stage):
+    model = net()
+    optimizer = cut(model, sync=sync, stage=stage)
+    sent = []
+    for step in range(6):
+        before = cross_bytes(world)
+        take_step(world, model, optimizer, step)
+        sent.append(cross_bytes(world) - before)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    *_, alone, exchanging, _ = sent  # steps 3 and 4
+    # So does an all-reduce of a small tensor.
+    expected = NODES * (NODES - 1) * numbers * 8 + agreement_bytes(world)
+    assert exchanging - alone == expected
+    assert alone < 1000 < sent[0]  # whether all steps are finite, and their weights
+
+
+def agreement_bytes(world):
+    """What ranks send to agree on whether all is finite, and on what nodes weigh. Collective."""
+    before = cross_bytes(world)
+    world.collectives.all_reduce(torch.zeros(1 + RANKS, dtype=torch.float64)).wait()
+    return cross_bytes(world) - before
 
 
 @stages
@@ -249,31 +445,6 @@ def test_a_manual_exchange_leaves_the_mean_and_the_outer_momentum(world, make, s
     assert_equal_between_nodes(world, optimizer, EXCHANGED)
 
 
-@stages
-def test_exchanging_plain_sgd_after_each_step_is_synchronous_training(world, make, stage):
-    model, sync = net(), StreamingDiLoCo(1, 0, 1.0, 0.0, overlap=0, mix=0.0, bits=32)
-    alone = Alone(model, PLAIN)
-    optimizer = make(model, PLAIN, sync=sync, stage=stage)
-    for step in range(4):
-        alone.step(loss_of(alone.model, samples(12, step)))
-        take_step(world, model, optimizer, step)
-    assert_parity(world, model, alone, tolerance=1e-14)
-
-
-@stages
-@syncs
-def test_the_warm_up_has_the_bits_of_synchronous_training(world, make, sync, stage):
-    models = [net(torch.float32) for _ in range(2)]
-    optimizers = [
-        make(model, sync=sync, stage=stage)
-        for model, sync in zip(models, [None, sync], strict=True)
-    ]
-    for step in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            take_step(world, model, optimizer, step)
-        assert model_digest(models[0]) == model_digest(models[1])
-
-
 def wide(world, make, sync, stage, numel=30_000):
     """An optimizer of one large parameter, whose nodes change it unlike."""
     model = nn.Linear(numel, 1, bias=False)
@@ -285,10 +456,6 @@ def push(model, optimizer, step):
     model(torch.randn(1, model.in_features, generator=generator)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def cross_bytes(world):
-    return sum(usage.cross_bytes for usage in world.usage())
 
 
 @stages
@@ -305,9 +472,7 @@ def test_an_exchange_sends_the_bytes_of_its_code_to_each_other_node(world, make,
         before = cross_bytes(world)
         push(model, optimizer, step)
         sent.append(cross_bytes(world) - before)
-    before = cross_bytes(world)
-    world.collectives.all_reduce(torch.zeros(1 + RANKS, dtype=torch.float64)).wait()
-    agreement = cross_bytes(world) - before
+    agreement = agreement_bytes(world)
     (piece,) = optimizer.slices()
     sizes = world.gather(piece.high - piece.low)[:PER_NODE] if optimizer.sharded else [30_000]
     if name == "32 bits":
@@ -335,20 +500,6 @@ def test_an_exchange_travels_while_the_program_does_something_else(world, make):
     assert all(map(torch.equal, before, exchanged(optimizer)))
     push(model, optimizer, 4)
     assert not any(map(torch.equal, before, exchanged(optimizer)))
-
-
-@stages
-@syncs
-def test_memory_is_as_expected(world, make, sync, stage):
-    model = net(torch.bfloat16 if stage == 1 else torch.float64)
-    optimizer = make(model, sync=sync, stage=stage)
-    expected = optimizer.expected_memory()
-    for step in range(10):
-        take_step(world, model, optimizer, step)
-    measured = optimizer.memory()
-    assert (measured.state, measured.master) == (expected.state, expected.master)
-    without = make(net(torch.bfloat16 if stage == 1 else torch.float64), stage=stage)
-    assert expected.state > without.expected_memory().state
 
 
 def test_what_arrives_is_applied_by_message_and_not_kept(world, make, monkeypatch):
@@ -424,29 +575,6 @@ def test_skipped_steps_start_and_finish_exchanges_all_the_same(world, make):
         assert together == (1 if step == 3 else NODES)
 
 
-@stages
-@syncs
-@pytest.mark.parametrize("saved_after", [4, 5, 7])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, sync, stage, saved_after):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
-    final = []
-    for name, every in (("whole", 0), ("parts", 2)):
-        with init(ranks_per_node=PER_NODE) as world:
-            if name == "parts":
-                now = saved_after if saved_after % every else None
-                _, optimizer = run(
-                    world, folder / name, stage, sync, saved_after, every=every, now=now
-                )
-                if isinstance(sync, StreamingDiLoCo):
-                    assert any(world.gather(bool(kept(optimizer, ARRIVING))))
-                MPI.COMM_WORLD.barrier()
-        with init(ranks_per_node=PER_NODE) as world:
-            model, _ = run(world, folder / name, stage, sync, 10)
-            final.append(world.gather(model_digest(model)))
-    assert final[0] == final[1]
-    assert len(set(final[0])) == NODES
-
-
 def whole(world, optimizer, key):
     """A tensor of the outer state by parameter, of every node: a list of flat tensors."""
     optimizer.schedule.settle()
@@ -488,34 +616,6 @@ def test_what_is_in_flight_and_not_sent_continues_on_another_number_of_nodes(tmp
         for step in range(6, 12):
             take_step(world, model, optimizer, step)
             assert_equal_between_nodes(world, optimizer, EXCHANGED)
-        optimizer.exchange()
-        assert len(set(digests(world, model))) == 1
-
-
-@pytest.mark.parametrize(
-    "then",
-    [
-        DiLoCo(2),
-        pytest.param(STREAM(fragments=2, overlap=0), marks=pytest.mark.thorough),
-        pytest.param(SYNCS[1], marks=pytest.mark.thorough),
-        pytest.param(STREAM(warmup=12), marks=pytest.mark.thorough),
-        None,
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("saved", SYNCS, ids=["streaming", "SparseLoCo"])
-def test_a_checkpoint_between_exchanges_continues_with_another_schedule(tmp_path, saved, then):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
-    with init(ranks_per_node=PER_NODE) as world:
-        run(world, folder, 1, saved, 6, now=6)
-    with init(ranks_per_node=PER_NODE) as world:
-        model, optimizer = run(world, folder, 1, then, 6)
-        for step in range(6, 14):
-            take_step(world, model, optimizer, step)
-            if optimizer.in_sync:
-                assert len(set(digests(world, model))) == 1
-            if then:
-                assert_equal_between_nodes(world, optimizer, EXCHANGED, ARRIVING)
         optimizer.exchange()
         assert len(set(digests(world, model))) == 1
 
@@ -593,3 +693,158 @@ def test_a_run_may_end_with_an_exchange_in_flight():
         optimizer = world.optimizer(model, PLAIN, sync=StreamingDiLoCo(3, fragments=1))
         for step in range(3):
             take_step(world, model, optimizer, step)
+
+
+def test_a_longer_warm_up_begins_the_outer_state_anew(world, cut):
+    kind, first = partial(torch.optim.SGD, lr=0.1), net()
+    before = cut(first, kind, sync=DiLoCo(every=2))
+    for step in range(4):
+        take_step(world, first, before, step)
+    resumed, fresh = copy.deepcopy(first), copy.deepcopy(first)
+    longer = cut(resumed, kind, sync=DiLoCo(every=2, warmup=9))
+    longer.load_state_dict(before.state_dict())
+    expected = cut(fresh, kind, sync=DiLoCo(every=2, warmup=5))
+    for step in range(4, 13):
+        take_step(world, resumed, longer, step)
+        take_step(world, fresh, expected, step)
+    assert_close(resumed, fresh)
+
+
+def test_a_state_of_the_warm_up_is_loaded_after_it(world, cut):
+    kind, sync, model, other = partial(torch.optim.SGD, lr=0.1), LocalSGD(3, 2), net(), net()
+    start = copy.deepcopy(model.state_dict())
+    optimizer, expected = cut(model, kind, sync=sync), cut(other, kind, sync=sync)
+    state = copy.deepcopy(optimizer.state_dict())
+    for step in range(4):
+        loss = loss_of(model, mine(world, samples(12, step)))
+        optimizer.backward(loss, weight=1000.0 if NODE else 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict(start)
+    optimizer.load_state_dict(state)
+    for step in range(2):
+        take_step(world, model, optimizer, step)
+        take_step(world, other, expected, step)
+        assert_close(model, other)
+
+
+@pytest.mark.skipif(RANKS != 4, reason="needs nodes of two ranks")
+def test_parameters_without_saved_masters_are_loaded_as_they_are(cut):
+    with init(ranks_per_node=2, gather_dtype="bf16") as narrow:
+        model = net()
+        saved = narrow.optimizer(model, ADAMW, sync=LocalSGD(3)).state_dict()  # at stage 0
+        other = net()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.0009765)
+        optimizer = narrow.optimizer(other, ADAMW, sync=LocalSGD(3), stage=1)
+        other.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(saved)
+        optimizer.publish_loaded()
+        exact = dict(model.named_parameters())
+        for piece in optimizer.slices():
+            right = exact[piece.name].detach().reshape(-1)[piece.low : piece.high]
+            assert torch.equal(piece.tensors[MASTER], right)
+
+
+def test_one_model_of_two_optimizers_that_exchange_is_not_saved(world, cut, tmp_path):
+    model = net()
+    pairs = list(model.named_parameters())
+    one, _ = (cut(model, sync=LocalSGD(3), groups=part) for part in (pairs[:2], pairs[2:]))
+    folder = world.gather(str(tmp_path))[0]
+    said = refusal(world.checkpoints, folder, model=model, optimizer=one)
+    assert "another optimizer with sync= trains parameters of model" in said
+
+
+@stages
+def test_the_norm_of_a_step_is_that_of_the_whole_gradient(world, cut, stage):
+    model = net()
+    alone = Alone(model, SGD)
+    optimizer = cut(model, SGD, sync=LocalSGD(every=5, warmup=1), stage=stage)
+    batches = samples(12, 0), samples(12, 1)
+    norm = alone.step(loss_of(alone.model, batches[0]))
+    loss_of(model, mine(world, batches[0])).backward()
+    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-12)
+    optimizer.zero_grad()
+    norm = alone.step(loss_of(alone.model, tuple(c.chunk(NODES)[NODE] for c in batches[1])))
+    loss_of(model, mine(world, batches[1])).backward()
+    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-12)
+
+
+def test_a_step_that_stops_leaves_nodes_as_they_were(world, cut):
+    model = net()
+    optimizer = cut(model, sync=LocalSGD(every=2))
+    take_step(world, model, optimizer, 0)
+    factor = float("nan") if RANK == RANKS - 1 else 1.0
+    (loss_of(model, mine(world, samples(12, 1))) * factor).backward()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    assert not optimizer.in_sync
+    with optimizer.averaged():
+        assert len(set(digests(world, model))) == 1
+
+
+@stages
+def test_a_node_without_samples_waits_for_the_next_step(world, cut, stage):
+    model = net()
+    optimizer = cut(model, sync=LocalSGD(every=3), stage=stage)
+    before = model_digest(model)
+    for _ in range(2):
+        if NODE == 0:
+            loss_of(model, samples(4)).backward()
+        else:
+            optimizer.share(0)
+        assert optimizer.step().weight == (PER_NODE if NODE == 0 else 0)
+        optimizer.zero_grad()
+        optimizer.wait_for_parameters()
+        assert (model_digest(model) == before) == (NODE > 0)
+    optimizer.share(0)
+    with pytest.raises(ValueError, match="weights sum to 0"):
+        optimizer.step()
+
+
+def test_buffers_are_those_of_rank_0_after_an_exchange(world, cut):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    optimizer = cut(model, sync=LocalSGD(every=2))
+    buffer = model[0].running_mean
+    for step in range(2):
+        x, _ = mine(world, samples(12, step))
+        own = 0.1 * x.mean(0) + 0.9 * buffer
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        everyone = world.gather(own)
+        of_node, of_first = everyone[NODE * PER_NODE], everyone[0]
+        torch.testing.assert_close(buffer, of_first if step else of_node)
+        with optimizer.averaged():
+            torch.testing.assert_close(buffer, of_first)
+        torch.testing.assert_close(buffer, of_first if step else of_node)
+
+
+def test_a_checkpoint_continues_on_another_number_of_nodes(tmp_path):
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    with init(ranks_per_node=PER_NODE) as world:
+        model, optimizer = run(world, folder, 2, MEANS[1], 6, now=6)
+        with optimizer.averaged():
+            mean = copy.deepcopy(model)
+    other = RANKS if PER_NODE == 1 else 1  # one node, or one rank on each
+    with init(ranks_per_node=other) as world:
+        sync = MEANS[1] if other == 1 else None
+        model, optimizer = run(world, folder, 2, sync, 6)
+        assert_close(model, mean, 0)
+        for step in (6, 7):
+            take_step(world, model, optimizer, step)
+        assert len(set(digests(world, model))) == 1
+
+
+def test_nodes_of_unequal_sizes_and_a_single_node_are_reported():
+    told = pytest.warns(UserWarning, match="there is one node, so every step is synchronous")
+    with init(ranks_per_node=RANKS) as one:
+        with told if RANK == 0 else nullcontext():
+            optimizer = one.optimizer(net(), ADAMW, sync=LocalSGD(2))
+        assert optimizer.schedule.replicas == 1
+    if RANKS == 3:
+        with init(ranks_per_node=2) as unequal:
+            said = refusal(unequal.optimizer, net(), ADAMW, sync=LocalSGD(2))
+        assert said.startswith("the nodes have 2+1 ranks: nodes that exchange rarely need")
