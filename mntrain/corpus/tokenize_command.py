@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mntrain.corpus.text_files import OptionNames, find_files
-from mntrain.corpus.token_folder import check_output, write_token_folder
-from mntrain.corpus.token_stream import text_batches
+from mntrain.corpus.token_folder import check_output, text_batches, write_token_folder
 from mntrain.corpus.tokenizer import (
     MIN_BPE_VOCABULARY,
     TOKENIZER_FILE,

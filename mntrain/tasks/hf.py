@@ -1,16 +1,401 @@
-"""Training of Hugging Face models: language models and classifiers."""
+"""Training of Hugging Face models: language models and classifiers, with data and loss of each."""
 
+import inspect
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
+from mntrain.corpus.records import holds_records, read_fields
+from mntrain.corpus.text_files import (
+    TRAIN_OPTIONS,
+    CorpusFiles,
+    checked_text,
+    find_files,
+    is_token_ids,
+)
+from mntrain.corpus.token_folder import is_token_folder, open_token_folder
+from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
+from mntrain.corpus.training_tokens import (
+    named_files,
+    open_training_tokens,
+    refuse_shared,
+    validation_set,
+)
+from mntrain.data.randomness import mixed_seed
 from mntrain.tasks import Loss, Split, Task
-from mntrain.tasks.hf_heads import HEADS, CausalLM, MaskedLM
 from mntrain.tasks.hf_model import ModelFolder
-from mntrain.tasks.token_windows import SAMPLE_TOKENS, TEMPERATURE, continue_text
+from mntrain.tasks.token_windows import (
+    SAMPLE_TOKENS,
+    TEMPERATURE,
+    TokenSplits,
+    Windows,
+    continue_text,
+)
+
+IGNORED = -100  # label of a token that is no target
+_RANDOM, _KEPT = 0.1, 0.1  # of the tokens to predict; the others become mask tokens
+
+
+class CausalLM:
+    """Next-token prediction; a sample is a window of length + 1 tokens.
+
+    Raises ValueError for data that do not fit the model.
+    """
+
+    collate: Callable[[list[Any]], Any] | None = None
+    items = "tokens"  # that the loss counts
+    overlap = 1  # tokens that a window shares with the next one
+
+    def __init__(self, config: Config, folder: ModelFolder) -> None:
+        data = config.data
+        self.length = folder.length()
+        given, tokenizer = _find_tokenizer(config, folder)
+        self.around = self.find_around(tokenizer)
+        self.content = self.length - len(self.around)
+        if self.content < 1:
+            raise ValueError(f"--hf.max-length {self.length}: leaves no room for a token of text")
+        self.data = open_training_tokens(data.path, data.glob, given, data.text_field)
+        self.tokenizer = self.data.tokenizer
+        fix = f"the model of {folder.path} has no such token; give tokens of its tokenizer"
+        windows = Windows(self.data.tokens, self.content, folder.vocabulary, self.overlap, fix)
+        self.splits = TokenSplits(config, self.data, windows, "--hf.max-length")
+        self.files, self.values = self.splits.files, self.splits.values
+        self.tokens_per_item: float | None = 1.0  # computed for each item that the loss counts
+
+    def find_around(self, tokenizer: Tokenizer | None) -> list[int]:
+        """Return the tokens that are added to a window: none, or the first and the last."""
+        return []
+
+    def describe(self) -> str:
+        """Return the amount of data, its split, and how often the run passes over it."""
+        return self.splits.describe()
+
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
+        """Return windows (length + 1) of token ids."""
+        return self.splits.dataset(split)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Return the mean cross-entropy in nats of windows (b, length + 1), counted in tokens."""
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        targets = batch[:, 1:]
+        return Loss(
+            F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), targets.numel()
+        )
+
+
+class MaskedLM(CausalLM):
+    """Prediction of masked tokens (Devlin et al., 2018).
+
+    A sample is a window between a cls and a sep token, if the tokenizer has both. Its loss counts
+    masked tokens.
+    """
+
+    overlap = 0
+
+    def __init__(self, config: Config, folder: ModelFolder) -> None:
+        super().__init__(config, folder)
+        self._fraction = config.hf.mask_fraction
+        self.tokens_per_item = self.length / max(1, round(self._fraction * self.content))
+
+    def find_around(self, tokenizer: Tokenizer | None) -> list[int]:
+        """Return the cls and the sep token. Raises ValueError if there is no mask token."""
+        known = tokenizer if isinstance(tokenizer, FileTokenizer) else None
+        if known is None or known.special_token("mask_token") is None:
+            raise ValueError(
+                "--hf.head masked-lm: the tokenizer has no mask token: give --data.tokenizer "
+                "hf:PATH of one that has"
+            )
+        first, last = (known.special_token(kind) for kind in ("cls_token", "sep_token"))
+        return [] if first is None or last is None else [first, last]
+
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
+        """Return pairs of token ids and labels; those of validation are masked always alike."""
+        windows = self.splits.dataset(split)
+        masked = partial(
+            MaskedWindows,
+            tokenizer=cast(FileTokenizer, self.tokenizer),
+            around=self.around,
+            fraction=self._fraction,
+            fixed=split == "valid",
+        )
+        if isinstance(windows, dict):
+            return {name: masked(one) for name, one in windows.items()}
+        return masked(windows)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Return the mean cross-entropy in nats of masked tokens, which it counts."""
+        ids, labels, masked = batch
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        total = F.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        count = int(masked.sum())
+        return Loss(total / max(count, 1), count)
+
+
+class MaskedWindows(Dataset[Any]):
+    """Windows with some tokens masked; an item is ids, labels, and the number of masked tokens.
+
+    As in BERT's own code, so many tokens are chosen as the fraction gives, at least one: 80 %
+    become the mask token and 10 % another token. Special tokens are neither chosen nor drawn.
+    `around`: tokens that are put before and behind a window. `fixed`: an item is always the same.
+    Otherwise it is drawn by torch's default generator.
+    """
+
+    def __init__(
+        self,
+        windows: Dataset[Tensor],
+        *,
+        tokenizer: FileTokenizer,
+        around: Sequence[int],
+        fraction: float,
+        fixed: bool,
+    ) -> None:
+        self._windows, self._fraction, self._fixed = windows, fraction, fixed
+        self._mask = cast(int, tokenizer.special_token("mask_token"))
+        special = tokenizer.special_ids() | {self._mask, *around}
+        self._special = torch.tensor(sorted(special))
+        everything = torch.arange(tokenizer.size)
+        self._others = everything[~torch.isin(everything, self._special)]
+        self._around = [torch.tensor([one]) for one in around]
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._windows))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        window = self._windows[index]
+        generator = torch.Generator().manual_seed(mixed_seed(index)) if self._fixed else None
+        candidates = (~torch.isin(window, self._special)).nonzero()[:, 0]
+        wanted = min(max(1, round(len(window) * self._fraction)), len(candidates))
+        order = torch.randperm(len(candidates), generator=generator)[:wanted]
+        chosen = candidates[order]
+        labels = torch.full_like(window, IGNORED)
+        labels[chosen] = window[chosen]
+        draw = torch.rand(wanted, generator=generator)
+        others = torch.randint(len(self._others), (wanted,), generator=generator)
+        ids = window.clone()
+        ids[chosen[draw >= _RANDOM + _KEPT]] = self._mask
+        random = draw < _RANDOM
+        ids[chosen[random]] = self._others[others[random]]
+        if self._around:
+            first, last = self._around
+            none = torch.tensor([IGNORED])
+            ids, labels = torch.cat((first, ids, last)), torch.cat((none, labels, none))
+        return ids, labels, wanted
+
+
+class Classification:
+    """Classification of labelled records; a sample is token ids and the index of the label.
+
+    Raises ValueError for data that do not fit the model.
+    """
+
+    items = "samples"
+    tokens_per_item: float | None = None
+
+    def __init__(self, config: Config, folder: ModelFolder) -> None:
+        data, fields = config.data, (config.data.text_field, config.hf.label_field)
+        _, tokenizer = _find_tokenizer(config, folder)
+        if data.path is None or not isinstance(tokenizer, FileTokenizer):
+            raise ValueError(
+                "--hf.head classification: give --data.path of .jsonl, .parquet or .arrow "
+                "files, and --data.tokenizer hf:PATH or bpe:FILE"
+            )
+        self.tokenizer: Tokenizer | None = tokenizer
+        sources, length = find_files(data.path, data.glob), folder.length()
+        named = {name: index for index, name in (folder.config.id2label or {}).items()}
+        texts, found, names = read_labelled(sources, *fields, sorted(named, key=named.__getitem__))
+        folder.config.id2label = dict(enumerate(names))
+        folder.config.label2id = {name: index for index, name in enumerate(names)}
+        if folder.config.pad_token_id is None:
+            folder.config.pad_token_id = tokenizer.end_of_text
+        self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
+        self.files = sources.compared(TRAIN_OPTIONS)
+        self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
+        samples = LabelledTokens(texts, found, names, tokenizer, length)
+        # Files are often sorted by label; both splits should have all labels.
+        count, given = len(samples), data.validation_paths
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+        valid = min(max(round(count * data.valid_fraction), 1), count - 1)
+        valid = valid if data.valid_fraction and not given else 0
+        self._train = Subset(samples, order[: count - valid])
+        self._valid: dict[str, Dataset[Any]] = {}  # by name; "" is the name of an only one
+        if not given:
+            self._valid[""] = Subset(samples, order[count - valid :])
+        part = "" if given else f", {valid:,} of them for validation,"
+        self._lines = [f"data: {count:,} records{part} with {samples.describe()}"]
+        for name, path in given.items():
+            with validation_set(name) as options:
+                files = find_files(path, data.glob, options)
+                refuse_shared(sources, files, options)
+                texts, found, _ = read_labelled(files, *fields, names, only_known=True)
+            made = self._valid[name] = LabelledTokens(texts, found, names, tokenizer, length)
+            self.files |= named_files(files.compared(options), options)
+            self._lines.append(
+                f"{options.validation}: {len(texts):,} records with {made.describe()}"
+            )
+
+    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
+        """Return pairs of token ids and the index of the label."""
+        return self._train if split == "train" else self._valid.get("", self._valid)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Return the mean cross-entropy in nats over records, and the accuracy."""
+        ids, attention, labels = batch
+        cache = "use_cache" in inspect.signature(model.forward).parameters
+        options = {"use_cache": False} if cache else {}
+        logits = model(input_ids=ids, attention_mask=attention, **options).logits.float()
+        accuracy = (logits.argmax(dim=1) == labels).float().mean()
+        return Loss(F.cross_entropy(logits, labels), len(labels), {"accuracy": accuracy})
+
+    def describe(self) -> str:
+        """Return the number of records, of labels, and of tokens."""
+        return "\n".join(self._lines)
+
+
+class LabelledTokens(Dataset[Any]):
+    """Token ids with labels, in two tensors that worker processes share."""
+
+    def __init__(
+        self,
+        texts: list[str],
+        labels: list[int],
+        names: list[str],
+        tokenizer: FileTokenizer,
+        length: int,
+    ) -> None:
+        end = torch.tensor([tokenizer.end_of_text])
+        encoded = map(torch.from_numpy, tokenizer.encode_samples(texts, length))
+        samples = [one if len(one) else end for one in encoded]
+        self._ids = torch.cat(samples).to(torch.int32)
+        self._ends = torch.tensor([0, *map(len, samples)]).cumsum(0)
+        self._labels, self._names, self._length = torch.tensor(labels), names, length
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        start, stop = self._ends[index : index + 2].tolist()
+        return self._ids[start:stop].long(), int(self._labels[index])
+
+    def describe(self) -> str:
+        """Return the numbers of labels, of records with the first ones, and of tokens."""
+        counts = torch.bincount(self._labels, minlength=len(self._names)).tolist()
+        first = zip(self._names[:8], counts, strict=False)
+        listed = ", ".join(f"{name} {count:,}" for name, count in first)
+        full = int((self._ends.diff() == self._length).sum())
+        return (
+            f"{len(counts):,} labels: {listed}{', ...' if len(counts) > 8 else ''}\n"
+            f"{len(self._ids) / len(self):.1f} tokens each; {full:,} have the most, "
+            f"{self._length}, or were cut"
+        )
+
+
+def read_labelled(
+    sources: CorpusFiles,
+    text_field: str,
+    label_field: str,
+    known: Sequence[str] = (),
+    *,
+    only_known: bool = False,
+) -> tuple[list[str], list[int], list[str]]:
+    """Return the texts of all records, the indices of their labels, and the labels' names.
+
+    Labels are integers or text. They are numbered in the order of `known` names if these are the
+    names of all labels, else in sorted order. `only_known`: they are numbered in the order of
+    `known`, of which some may be missing, and others are refused. Raises ValueError.
+    """
+    fields = {
+        text_field: f"the text by {TRAIN_OPTIONS.text_field}",
+        label_field: "the label by --hf.label-field",
+    }
+    texts: list[str] = []
+    found: list[Any] = []
+    for file in sources.files:
+        if not holds_records(file) or len(fields) < 2:
+            raise ValueError(
+                f"{file} has no labels: give .jsonl, .parquet or .arrow files to classify, whose "
+                f"{TRAIN_OPTIONS.text_field} and --hf.label-field are two fields"
+            )
+        for place, (text, label) in read_fields(file, fields):
+            texts.append(checked_text(text, place, text_field))
+            if type(label) not in (int, str) or type(label) is not type((found or [label])[0]):
+                raise ValueError(
+                    f"{place}: {label_field!r} is a {type(label).__name__}: labels must all be "
+                    "integers, or all be text"
+                )
+            if only_known and str(label) not in known:
+                raise ValueError(
+                    f"{place}: {label_field!r} is {label!r}, which no record of "
+                    f"{TRAIN_OPTIONS.path} has"
+                )
+            found.append(label)
+    names = [str(label) for label in sorted(set(found))]
+    if len(names) < (1 if only_known else 2):
+        raise ValueError(f"{sources.root} has {len(names)} labels: give more records")
+    if only_known or set(known) == set(names):
+        names = list(known)
+    indices = {name: index for index, name in enumerate(names)}
+    return texts, [indices[str(label)] for label in found], names
+
+
+def pad_batch(samples: list[tuple[Tensor, int]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids (b, longest), padded at the end, the attention mask, and labels (b,)."""
+    ids = nn.utils.rnn.pad_sequence([one for one, _ in samples], True, padding)
+    lengths = torch.tensor([len(one) for one, _ in samples])
+    attention = torch.arange(ids.shape[1]) < lengths[:, None]
+    return ids, attention.long(), torch.tensor([label for _, label in samples])
+
+
+def _find_tokenizer(config: Config, folder: ModelFolder) -> tuple[str, Tokenizer | None]:
+    """Return the tokenizer of --data.tokenizer or of the model's folder, and its option's value.
+
+    It is None for token ids that come without one. Raises ValueError if there is none for text, or
+    if it does not fit the model or the data.
+    """
+    path, given = config.data.path, config.data.tokenizer
+    own = folder.path / TOKENIZER_FILE
+    tokenizer: Tokenizer | None = None
+    if path is not None and is_token_folder(path):
+        tokenizer = open_token_folder(path).tokenizer
+        if given == "auto":
+            given = "bytes"  # which stands for that of the folder
+            known = FileTokenizer(own).sha256 if own.is_file() else None
+            if known and isinstance(tokenizer, FileTokenizer) and tokenizer.sha256 != known:
+                raise ValueError(
+                    f"the tokens of {path} are of another tokenizer than {own}: tokenize the text "
+                    f"by `tokenize --tokenizer hf:{folder.path}`"
+                )
+    elif given != "auto" or own.is_file():
+        given = f"hf:{own}" if given == "auto" else given
+        tokenizer = load_tokenizer(given)
+    elif path is not None and any(map(is_token_ids, find_files(path, config.data.glob).files)):
+        given = "bytes"  # which is not applied
+    else:
+        raise ValueError(
+            f"--hf.model {folder.path} has no {TOKENIZER_FILE}: give --data.tokenizer hf:PATH, "
+            "bpe:FILE or bytes"
+        )
+    if tokenizer is not None and tokenizer.size > folder.vocabulary:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.size} tokens, and the model of {folder.path} only "
+            f"{folder.vocabulary}: give the tokenizer of the model, or a larger vocab_size"
+        )
+    return given, tokenizer
+
+
+HEADS: dict[str, type[CausalLM] | type[Classification]] = {
+    "causal-lm": CausalLM,
+    "masked-lm": MaskedLM,
+    "classification": Classification,
+}
 
 
 class HuggingFaceTask(Task):

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
 from mntrain.corpus.text_files import TRAIN_OPTIONS
-from mntrain.corpus.tokens import Corpus
 from mntrain.corpus.training_tokens import (
+    Corpus,
     TrainingTokens,
     named_files,
     open_validation_tokens,

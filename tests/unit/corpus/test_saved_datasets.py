@@ -5,7 +5,7 @@ from corpora import stories, write_bpe, write_records, write_saved_dataset
 
 from mntrain.corpus.text_files import OptionNames, find_files, read_pieces
 from mntrain.corpus.training_tokens import open_training_tokens
-from mntrain.tasks.hf_heads import read_labelled
+from mntrain.tasks.hf import read_labelled
 
 pytest.importorskip("pyarrow")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from corpora import bpe, stories, write_bpe, write_records
 
-from mntrain.corpus import token_folder, token_stream
+from mntrain.corpus import token_folder
 from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import (
     cache_folder,
@@ -216,7 +216,7 @@ def test_an_id_that_the_tokenizer_does_not_list_is_refused(tmp_path, records):
 
 def write_slowly(folder, source):
     """Begin a tokenization that does not end."""
-    token_stream._BATCH = 1
+    token_folder._BATCH = 1
     batches = token_folder.token_batches
     token_folder.token_batches = lambda *words: (
         (batch, time.sleep(60))[0] for batch in batches(*words)
@@ -288,8 +288,8 @@ def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch):
         return encode(self, texts)
 
     monkeypatch.setattr(ByteTokenizer, "encode", measured)
-    monkeypatch.setattr(token_stream, "_BATCH", 100_000)
-    monkeypatch.setattr(token_stream, "_PIECE", 10_000)
+    monkeypatch.setattr(token_folder, "_BATCH", 100_000)
+    monkeypatch.setattr(token_folder, "_PIECE", 10_000)
     (tmp_path / "a.txt").write_text("word " * 600_000)
     write_records(tmp_path / "b.jsonl", ["word " * 600_000, "short"])
     manifest = write(tmp_path / "tokens", tmp_path)

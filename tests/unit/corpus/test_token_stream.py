@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from corpora import WORDS, bpe, write_records
 
-from mntrain.corpus import token_stream
+from mntrain.corpus import token_folder
 from mntrain.corpus.text_files import find_files
-from mntrain.corpus.token_stream import resplit, text_batches, token_batches
+from mntrain.corpus.token_folder import resplit, text_batches, token_batches
 from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer
 
 
@@ -23,8 +23,8 @@ def random_text(chance, words):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(token_stream, "_PIECE", 200)
-    monkeypatch.setattr(token_stream, "_CONTEXT", 40)
+    monkeypatch.setattr(token_folder, "_PIECE", 200)
+    monkeypatch.setattr(token_folder, "_CONTEXT", 40)
     chance = random.Random(seed)
     texts = [random_text(chance, 400), "x" * 1000, random_text(chance, 3), "日本" * 300]
     made = bpe(tmp_path, texts=texts, vocabulary=400)
@@ -42,7 +42,7 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch,
 
 
 def test_a_document_is_not_split_where_its_tokens_would_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_stream, "_PIECE", 100)
+    monkeypatch.setattr(token_folder, "_PIECE", 100)
     made = bpe(tmp_path)
     monkeypatch.setattr(FileTokenizer, "splits", lambda self, before, after: False)
     text = "some words \n" * 100
@@ -81,7 +81,7 @@ def test_text_files_are_documents_of_a_tokenizer_and_joined_bytes(tmp_path):
 def test_batches_of_any_size_have_the_same_tokens(tmp_path, monkeypatch, size):
     texts = [f"document {i}\n" for i in range(30)]
     path = write_records(tmp_path / "a.jsonl", texts)
-    monkeypatch.setattr(token_stream, "_BATCH", size)
+    monkeypatch.setattr(token_folder, "_BATCH", size)
     expected = "".join(text + "\0" for text in texts)
     assert tokens_of(path, ByteTokenizer()) == (list(expected.encode()), 30)
     batches = list(text_batches(find_files(path, ""), "text"))

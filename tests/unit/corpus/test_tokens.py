@@ -3,9 +3,9 @@ import pickle
 import numpy as np
 import pytest
 
-from mntrain.corpus import tokens
+from mntrain.corpus import training_tokens
 from mntrain.corpus.text_files import find_files
-from mntrain.corpus.tokens import Corpus
+from mntrain.corpus.training_tokens import Corpus
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
     found = Corpus(files)
     assert found.read(0, 150).tolist() == list(range(150))
     assert found.read(0, 2).tolist() == [0, 1]
-    assert tokens._map_tokens.cache_info().currsize == 64
+    assert training_tokens._map_tokens.cache_info().currsize == 64
 
 
 def test_a_pickled_corpus_reopens_its_files(text):
@@ -75,7 +75,7 @@ def test_a_pickled_corpus_reopens_its_files(text):
 
 
 def test_ids_are_found_wherever_they_lie_and_of_much_data_in_some_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "_BLOCK", 10)
+    monkeypatch.setattr(training_tokens, "_BLOCK", 10)
     for at in (0, 9, 10, 55, 99):
         ids = np.full(100, 7, dtype=np.int32)
         ids[at] = -3

@@ -15,7 +15,7 @@ from transformers import RobertaConfig
 from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.tasks import load
-from mntrain.tasks.hf_heads import IGNORED, MaskedWindows, pad_batch
+from mntrain.tasks.hf import IGNORED, MaskedWindows, pad_batch
 
 
 @pytest.fixture(autouse=True)

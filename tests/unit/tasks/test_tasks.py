@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mntrain.config import Config
 from mntrain.corpus.tokenizer import load_tokenizer
-from mntrain.corpus.tokens import Corpus
+from mntrain.corpus.training_tokens import Corpus
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load
 from mntrain.tasks.token_windows import Windows
