@@ -1,6 +1,7 @@
 """Benchmark a training step of a GPT, in time and memory: every stage, torch's and DeepSpeed's.
 
     sudo python benchmarks/step.py [--layouts 1 2 2,2] [--link 1gbit] [--steps 3] [--turns 5]
+    sudo python benchmarks/step.py --computing 1 2 4 --layouts 1,1 2,2 2
 
 A layout is the number of ranks on each node. Nodes are network namespaces connected by links of the
 given rate; a single node has no network. Every variant is a job of its own, so that its memory peak
@@ -9,6 +10,11 @@ given as a multiple of theirs, because the machine's speed differs between jobs.
 single process with a plain torch loop, in turns in one job. At the end the built-in task trains
 with each wire dtype, and their losses are compared (`--no-curves` skips this). Prints tables,
 writes them and all figures to docs/results/, and plots to docs/img/. Takes about 25 minutes.
+
+With `--computing`, micro-batches are so large that a step computes for about so many times the
+seconds in which its gradients travel at the rate of the link; on one node, where nothing says how
+large, they are so many times the usual size. One page compares the library's stages with DDP in all
+of these, and has the CPU seconds.
 """
 
 import argparse
@@ -47,6 +53,8 @@ PEERS = (
     "Horovod",
 )
 VARIANTS = (*BASELINES, *STAGES, *OVERLAPPED, *WIRED, *PEERS)  # of a run without options
+COMPARED = (BASELINES[0], *STAGES, *OVERLAPPED, "DDP", "DDP, 4 MB buckets")  # with `--computing`
+CALIBRATION = 4, 12  # sequences of two micro-batches, whose seconds are interpolated
 WIRED_LOSS = 5e-3  # by how much a 16-bit wire may change the loss after so few steps
 
 
@@ -68,8 +76,14 @@ def main() -> int:
         "--variants",
         nargs="+",
         choices=[*VARIANTS, *SLOW, *SLOW_PEERS],
-        default=VARIANTS,
         metavar="VARIANT",
+    )
+    parser.add_argument(
+        "--computing",
+        nargs="+",
+        type=option_types.positive,
+        metavar="MULTIPLE",
+        help="of the time in which the gradients travel, instead of --sequences",
     )
     parser.add_argument("--note", help="what a reader of the page has to know of this measurement")
     parser.add_argument("--suffix", help="of the page's name, for a choice of variants")
@@ -77,11 +91,17 @@ def main() -> int:
     parser.add_argument("--curve-steps", type=count, default=120)
     parser.add_argument("--output", type=Path, default=HERE.parent / "docs", metavar="DIR")
     options = parser.parse_args()
+    options.variants = options.variants or (COMPARED if options.computing else VARIANTS)
     if options.sequences != SEQUENCES and any("DeepSpeed" in name for name in options.variants):
         parser.error(
             f"DeepSpeed's variants have {SEQUENCES} sequences: give --variants without them"
         )
     need_nodes()
+    if options.computing:
+        pages = [page for text in options.layouts for page in measure_regimes(text, options)]
+        together = {key: pages[0][key] for key in ("command", "versions")} | {"regimes": pages}
+        step_page.publish(together, f"step-regimes{suffix_of(options)}", options.output)
+        return 0
     for text in options.layouts:
         layout = Layout.of(text, options.link)
         if sum(layout.ranks) == 1:
@@ -91,12 +111,48 @@ def main() -> int:
         if options.note:
             page["note"] = options.note
         rate = f"-{layout.link}" if layout.link not in (None, "1gbit") else ""
-        suffix = f"-{options.suffix}" if options.suffix else ""
-        step_page.publish(page, f"step-{layout.name}{rate}{suffix}", options.output)
+        name = f"step-{layout.name}{rate}{suffix_of(options)}"
+        step_page.publish(page, name, options.output)
     if options.curves:
         page = loss_curves.measure(options.curve_steps)
         loss_curves.publish(page, "wire-dtype", options.output)
     return 0
+
+
+def suffix_of(options: argparse.Namespace) -> str:
+    """Return the end of a page's name."""
+    return f"-{options.suffix}" if options.suffix else ""
+
+
+def measure_regimes(text: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one layout with every multiple of `--computing`. Returns a page for each."""
+    layout, pages = Layout.of(text, options.link), []
+    for multiple in options.computing:
+        options.sequences = round(multiple * SEQUENCES)
+        if layout.bytes_per_s:
+            options.sequences = sequences_for(layout, multiple)
+        pages.append({"multiple": multiple, **measure(layout, options)})
+    return pages
+
+
+def sequences_for(layout: Layout, multiple: float) -> int:
+    """Return for how many sequences a step computes so many times as long as gradients travel."""
+    seconds = []
+    with nodes(layout) as running:
+        for count in CALIBRATION:
+            job = running.run("step.py", ["--what", BASELINES[0], "--sequences", count])
+            seconds.append(statistics.median(job["alone_s"]))
+    fewest, most = CALIBRATION
+    each_s = (seconds[1] - seconds[0]) / (most - fewest)
+    wanted_s = multiple * travel_s(layout, job["gradient_bytes"])
+    return max(1, round(fewest + (wanted_s - seconds[0]) / each_s))
+
+
+def travel_s(layout: Layout, nbytes: int) -> float:
+    """Return the seconds of an fp32 all-reduce between nodes at the rate of the link."""
+    count = len(layout.ranks)
+    assert layout.bytes_per_s, "one node has no link"
+    return 2 * (count - 1) / count * nbytes / layout.bytes_per_s
 
 
 def measure_solo(layout: Layout, steps: int) -> dict[str, Any]:
@@ -132,10 +188,8 @@ def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
     )
     rows = [row_of(variant, job, layout) for variant, job in jobs.items()]
     add_comparisons(rows, alone_s)
-    gradient_bytes, floor_s = jobs[variants[0]]["gradient_bytes"], None
-    if layout.bytes_per_s:
-        count = len(layout.ranks)
-        floor_s = 2 * (count - 1) / count * gradient_bytes / layout.bytes_per_s
+    gradient_bytes = jobs[variants[0]]["gradient_bytes"]
+    floor_s = travel_s(layout, gradient_bytes) if layout.bytes_per_s else None
     return {
         **before,
         "layout": str(layout),
@@ -177,6 +231,9 @@ def row_of(variant: str, job: dict[str, Any], layout: Layout) -> dict[str, Any]:
         "alone_s": statistics.median(job["alone_s"]),
         "ratio": statistics.median(turns),
         "ratios": (min(turns), max(turns)),
+        "extra_cpu_s": statistics.median(
+            own - alone for own, alone in zip(job["step_cpu_s"], job["alone_cpu_s"], strict=True)
+        ),
         "waited_s": job["waited_s"],
         "busy_s": job["busy_s"],
         "sent_bytes": job["sent_bytes"],

@@ -14,14 +14,18 @@ HEAP_NOTE = (
 )
 COLUMNS = (
     "× compute only",  # noqa: RUF001 - a multiplication sign
-    *("min - max", "exposed", "vs. best peer", "step, s", "waited (busy), s"),
+    *("min - max", "exposed, s", "CPU beyond compute, s", "vs. best peer", "step, s"),
+    "waited (busy), s",
     *("sent per node, MB", "memory per node, MiB", "mean per rank, MiB"),
 )
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
-    """Write the page of a layout as Markdown and JSON, and its plot."""
+    """Write the page of a layout, or of several regimes, as Markdown and JSON, and its plot."""
     results, images = folders(output)
+    if "regimes" in page:
+        write(results, name, page, regimes_report(page["regimes"]))
+        return
     if "ways" in page:
         write(results, name, page, solo_report(page))
         return
@@ -48,7 +52,8 @@ def report(page: dict[str, Any], name: str) -> str:
         "- *compute only* is measured against itself: its difference from 1 is noise.",
         "- *compute only, barriers* waits for the slowest rank after every step, as any "
         "synchronous training must.",
-        "- *exposed* is the part of the multiple above 1.",
+        "- *exposed* is the part of a step above that of compute only, and *CPU beyond compute* "
+        "the same of the CPU seconds of all threads of a rank, the mean over ranks.",
         f"- *step, s* is the multiple of {page['alone_s']:.3f} s, the median of compute only over "
         "all jobs.",
         "- *waited* is the time per step in which the program waited for collectives, and *busy* "
@@ -66,11 +71,13 @@ def report(page: dict[str, Any], name: str) -> str:
     ]
     for row in page["rows"]:
         if "absent" in row:
-            lines.append(f"| {row['what']} | not available: {row['absent']} |{' |' * 8}")
+            lines.append(
+                f"| {row['what']} | not available: {row['absent']} |{' |' * (len(COLUMNS) - 1)}"
+            )
         else:
             lines.append("| " + " | ".join([row["what"], *cells(row)]) + " |")
     if page["floor_s"]:
-        lines.append(f"| all-reduce at line rate | | | | | {page['floor_s']:.3f} |{' |' * 4}")
+        lines.append(f"| all-reduce at line rate |{' |' * 5} {page['floor_s']:.3f} |{' |' * 4}")
         lines += [
             "",
             "The last row is the time of an fp32 all-reduce over the nodes at line rate; with the "
@@ -82,6 +89,44 @@ def report(page: dict[str, Any], name: str) -> str:
     lines += ["", "Settings:", ""]
     lines += [f"- {row['what']}: {row['settings']}." for row in present]
     return "\n".join(lines) + "\n"
+
+
+def regimes_report(pages: list[dict[str, Any]]) -> str:
+    """Return one page for several multiples of the time in which gradients travel."""
+    first = pages[0]
+    lines = [
+        "# A training step where computing takes longer than sending",
+        "",
+        f"{environment_line(first, first['versions'])}. A GPT of "
+        f"{first['gradient_bytes'] / 4e6:.1f} M parameters (gradient "
+        f"{first['gradient_bytes'] / 1e6:.1f} MB) in fp32, AdamW, one thread per rank. {HEAP_NOTE} "
+        "Command:",
+        "",
+        f"    {first['command']}",
+        "",
+        "Larger micro-batches compute for longer, and send as much. In the job of each row, its "
+        "steps alternate with those of as many ranks that only compute: "
+        f"{first['turns']} turns each, of {first['steps']} steps after a warm-up step. *exposed* "
+        "is what a step takes beyond compute only, and *CPU beyond compute* what all threads of a "
+        "rank compute beyond it. The best peer is the fastest row of DDP in the same table.",
+    ]
+    for page in pages:
+        lines += ["", f"## {page['layout']}, {regime(page)}", ""]
+        columns = ["× compute only", "min - max", "exposed, s", "CPU beyond compute, s"]  # noqa: RUF001
+        lines += [f"| | {' | '.join(columns)} | vs. best peer |", f"|---|{'--:|' * 5}"]
+        for row in page["rows"]:
+            if "absent" not in row:
+                lines.append("| " + " | ".join([row["what"], *cells(row)[:5]]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def regime(page: dict[str, Any]) -> str:
+    """Describe how long a step computes, beside the time in which its gradients travel."""
+    computes = f"micro-batches of {page['sequences']} sequences: computing takes "
+    computes += f"{page['alone_s']:.2f} s"
+    if page["floor_s"]:
+        computes += f", {page['alone_s'] / page['floor_s']:.1f} times the all-reduce at line rate"
+    return computes
 
 
 def intervals(page: dict[str, Any]) -> str:
@@ -122,7 +167,10 @@ def cells(row: dict[str, Any]) -> list[str]:
         waited = f"{row['waited_s']:.3f} ({row['busy_s']:.3f})"
     memory = [f"{row[key] / MIB:.0f}" for key in ("node_peak_bytes", "rank_peak_bytes")]
     low, high = row["ratios"]
-    turns = [f"{row['ratio']:.3f}", f"{low:.2f} - {high:.2f}", f"{row['ratio'] - 1:.1%}"]
+    exposed_s = row["scaled_s"] * (1 - 1 / row["ratio"])
+    turns = [f"{row['ratio']:.3f}", f"{low:.2f} - {high:.2f}", f"{exposed_s:.3f}"]
+    # Pages of before this was measured have no CPU seconds.
+    turns.append(f"{row['extra_cpu_s']:.3f}" if "extra_cpu_s" in row else "")
     sent = f"{row['sent_bytes'] / 1e6:.1f}"
     return [*turns, to_best, f"{row['scaled_s']:.3f}", waited, sent, *memory]
 

@@ -405,6 +405,8 @@ def init(comm: "MPI.Intracomm | None" = None, *, device: str = "auto", **options
         options: as those of `python -m mntrain` that begin with --comm:
 
     """
+    if options.get("tune") is False:  # of scripts for versions that tried algorithms at the start
+        del options["tune"]
     world = World(comm, device, **options)
     print_warnings(world.findings.values() if world.master else ())
     return world

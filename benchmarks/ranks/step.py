@@ -28,6 +28,7 @@ import mntrain
 from mntrain.bench.candidates import rendezvous, turn_order
 
 WARM_UP = 2
+UNITS = "_s", "_cpu_s"  # of a clock, and of the processor
 
 
 def main() -> None:
@@ -106,20 +107,22 @@ def take_turns(
     """Alternate the variant with compute only, and return their seconds per step for every turn.
 
     A turn is one step on every batch, after a step that is not timed: so communication that a step
-    leaves to the next one is included once.
+    leaves to the next one is included once. CPU seconds are those of all threads of this rank.
     """
-    both = {"step_s": variant, "alone_s": alone}
-    times: dict[str, list[float]] = {name: [] for name in both}
+    both = {"step": variant, "alone": alone}
+    times: dict[str, list[float]] = {f"{name}{unit}": [] for name in both for unit in UNITS}
     clocks, totals = variant.clocks or (lambda: (0.0, 0.0)), [0.0, 0.0]
     for number in range(turns):
         for name in reversed(both) if number % 2 else both:
             current = both[name]
             rendezvous(MPI.COMM_WORLD)
             current.step(batches[0])
-            before, start = clocks(), time.perf_counter()
+            before, start, cpu_start = clocks(), time.perf_counter(), time.process_time()
             for batch in batches:
                 current.step(batch)
-            times[name].append((time.perf_counter() - start) / len(batches))
+            seconds = time.perf_counter() - start, time.process_time() - cpu_start
+            for unit, passed in zip(UNITS, seconds, strict=True):
+                times[name + unit].append(passed / len(batches))
             totals = [c + b - a for c, a, b in zip(totals, before, clocks(), strict=True)]
             if current.finish:
                 current.finish()
@@ -129,7 +132,7 @@ def take_turns(
 
 
 def summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the figures of all ranks: times are those of the slowest rank."""
+    """Combine the figures of all ranks: times of the slowest rank, CPU seconds of the mean one."""
     first = by_rank[0]
 
     def largest(key: str) -> float | None:
@@ -139,6 +142,10 @@ def summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         **{
             key: [max(turn) for turn in zip(*(local[key] for local in by_rank), strict=True)]
             for key in ("step_s", "alone_s")
+        },
+        **{
+            key: [statistics.mean(turn) for turn in zip(*(it[key] for it in by_rank), strict=True)]
+            for key in ("step_cpu_s", "alone_cpu_s")
         },
         **{key: largest(key) for key in ("waited_s", "busy_s", "sent_bytes")},
         **{key: [local[key] for local in by_rank] for key in ("peak_bytes", "shared_bytes")},

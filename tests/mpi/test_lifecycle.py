@@ -219,3 +219,4 @@ def test_init_takes_the_options_of_communication():
     assert "gradients travel between nodes" in mntrain.init.__doc__
     with pytest.raises(TypeError, match="unexpected argument 'tune'"):
         mntrain.init(tune=True)
+    mntrain.init(device="cpu", tune=False).close()  # of older scripts
