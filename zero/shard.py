@@ -108,7 +108,7 @@ class OptimizerShard:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the torch optimizer updates on this rank."""
+        """The tensors that the torch optimizer updates on this rank."""
         return [owned.tensor for owned in self.pieces]
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:

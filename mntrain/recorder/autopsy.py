@@ -19,8 +19,8 @@ from typing import Any
 from mntrain.checks.finding import alike
 from mntrain.recorder.autopsy_diagnosis import Autopsy, Process
 from mntrain.recorder.events import boot_id, pid_namespace, process_start, read_oom_kills
+from mntrain.recorder.late_ranks import name_ranks
 from mntrain.recorder.recording import Event, Header, Kind, Recording, read, recordings
-from mntrain.recorder.waits import name_ranks
 
 _MAX_GROUPS = 6  # of ranks that are shown
 _SLURM_TIMEOUT_S = 5.0

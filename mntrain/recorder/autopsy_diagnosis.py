@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
 from mntrain.recorder.recording import GROUP, Event, Kind, Recording
-from mntrain.recorder.waits import Wait, find_culprits, late_ranks
 
 APART_S = 3.0  # between what happened together and what did not; a sign of life comes each second
 RECENT_S = 60.0  # a file on another node may arrive that late

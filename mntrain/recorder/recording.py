@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
 
-from mntrain.recorder.waits import Wait
+from mntrain.recorder.late_ranks import Wait
 
 MAGIC = b"mntrain recording 1\n"
 HEADER_BYTES, CAPACITY, SIGNS = 4096, 1000, 2

@@ -1,4 +1,4 @@
-"""What other libraries do wrongly here: refusals and warnings, and torchmetrics over ranks."""
+"""Other libraries, which know nothing of ranks: refusals and warnings, torchmetrics over ranks."""
 
 import sys
 import warnings

@@ -22,8 +22,8 @@ from mntrain.metrics.writers import expect_installed
 from mntrain.ranks import Ranks
 from mntrain.run.comparison import compare_config
 from mntrain.run.directory import RunDirectory
+from mntrain.run.job_resources import resources
 from mntrain.run.metrics_log import MetricsLog
-from mntrain.run.resources import resources
 from mntrain.run.saving import Checkpoints, SaveInterval
 from mntrain.run.signals import Deadline, StopRequests
 from zero.optimizer import ZeroOptimizer

@@ -19,7 +19,7 @@ from mntrain.metrics.recent import RecentSteps
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.rank_info import Place
 from mntrain.recorder.recording import FILE_BYTES, recordings
-from mntrain.run.resources import resources
+from mntrain.run.job_resources import resources
 from mntrain.train.division import measures_speeds
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mntrain.checks.all_ranks import RankFacts
 from mntrain.checks.finding import alike
-from mntrain.recorder.waits import Wait, find_culprits, late_ranks, name_ranks
+from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks, name_ranks
 from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
 from mntrain.watchdog.side_channel import Message, SideChannel
 

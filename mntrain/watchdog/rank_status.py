@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mntrain.comm import engine
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.ticket import INTERNAL
-from mntrain.recorder.waits import Wait
+from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog.unanswered import call_for
 
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")

@@ -20,7 +20,7 @@ LAYERS = [
         "mntrain.optim",
         "mntrain.recorder.events",
         "mntrain.recorder.recording",
-        "mntrain.recorder.waits",
+        "mntrain.recorder.late_ranks",
     },
     {"mntrain.balance", "mntrain.checks", "mntrain.config_types"},
     {

@@ -31,7 +31,7 @@ from zero.layout import Bucket
 
 
 class Residual:
-    """What a lane's owner has not sent of its sums, in `dtype`. Takes twice its size.
+    """The part of its sums that a lane's owner has not sent, in `dtype`. Takes twice its size.
 
     A step that is skipped must leave nothing: its gradients are dropped, with all that was sent of
     earlier ones. So the residual of the last step that was taken is kept until the next one is:

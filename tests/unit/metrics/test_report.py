@@ -30,7 +30,7 @@ from rich.console import Console
 
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Place, Usage
-from mntrain.run.resources import memory_by_role
+from mntrain.run.job_resources import memory_by_role
 from zero.memory import Memory
 
 UP = "A\r"  # the cursor returns to the beginning of the live lines

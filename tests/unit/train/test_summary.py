@@ -16,7 +16,7 @@ from mntrain.checks.finding import Finding, passed
 from mntrain.comm.topology import Topology
 from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
-from mntrain.run.resources import memory_by_role
+from mntrain.run.job_resources import memory_by_role
 from mntrain.sync import SyncConfig
 from mntrain.train.summary import (
     JobResult,

@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from mntrain.recorder.waits import Wait
+from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog.monitor import UNCONNECTED, Inquiry
 from mntrain.watchdog.rank_status import EXIT, RankStatus
 

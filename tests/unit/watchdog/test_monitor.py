@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mntrain.recorder.waits import Wait
+from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
 from mntrain.watchdog.monitor import ANSWER_S, CONNECT_S, EXIT_S, TAKE_OVER_S, Monitor
 from mntrain.watchdog.rank_status import EXIT, RankStatus

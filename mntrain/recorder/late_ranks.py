@@ -1,4 +1,4 @@
-"""Which rank waits for which, by the collectives that each has begun: pure functions.
+"""Search for ranks that others wait for, by the collectives that each has begun: pure functions.
 
 The watchdog of a running job asks them of statuses, and `autopsy` of recordings.
 """
