@@ -148,7 +148,7 @@ def ordered(world, loader):
 
 def test_what_cannot_be_balanced_is_refused(world):
     stream = DataLoader(Stream(), 4)
-    with pytest.raises(ValueError, match="IterableDataset are divided equally"):
+    with pytest.raises(ValueError, match="samples of an IterableDataset"):
         world.shard(stream, balance=True)
 
 
