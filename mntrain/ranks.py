@@ -98,7 +98,7 @@ class Ranks:
         topology: the node of every rank.
         places: the host, device and threads of every rank, by rank.
         collectives: a `zero.Collectives` over all ranks.
-        kernels: sums, casts and norms on the device (`zero.kernels.Kernels`).
+        kernels: sums on the device (`zero.kernels.Kernels`).
         algorithm: name of the algorithm that reduces full buckets.
         settings: the options of communication (`mntrain.config.CommConfig`).
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).

@@ -30,7 +30,7 @@ from zero.collectives import Collectives, CompletedWork, SingleProcessCollective
 from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
 from zero.exchange.schedule import SyncSchedule
 from zero.gradients.weights import BatchWeight
-from zero.kernels import Kernels, rescale
+from zero.kernels import rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
 from zero.parameter_watch import accumulation_node
@@ -74,12 +74,11 @@ class Accumulation:
         levels: NodeLevels | None,
         scale: LossScale,
         *,
-        kernels: Kernels,
         world_size: int,
     ) -> None:
         self._shard, self._gradients = shard, shard.gradients
         self._hook, self._schedule, self._levels, self._scale = hook, schedule, levels, scale
-        self._world_size, self._kernels = world_size, kernels
+        self._world_size = world_size
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken, skipped ones included
         self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
@@ -467,7 +466,7 @@ class Accumulation:
             return
         # Of what is summed, for the mean.
         factor = self.weight.unit / multiplied / self._scale.value
-        norm = global_norm(SingleProcessCollectives(), own, norm_type, self._kernels) * factor
+        norm = global_norm(SingleProcessCollectives(), own, norm_type) * factor
         if math.isfinite(norm):
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 class Kernels:
-    """Operations on flat contiguous tensors of one device, on its current stream. Local.
+    """Sums of flat contiguous tensors of one device, on its current stream, by torch. Local.
 
-    This class uses torch. All subclasses give the same bits of sums and products, and sums of
-    squares that agree to within 1e-12.
+    All subclasses give the same bits.
     """
 
     name = "torch"  # or "cupy"
@@ -29,34 +28,36 @@ class Kernels:
         else:
             _add_many(addends, total)
 
-    def pack(self, source: Tensor, scale: float, target: Tensor) -> None:
-        """Write `source` times `scale`, rounded to target's dtype, to `target`, of equal length.
 
-        The product is computed in fp32, or fp64 if source is. A scale of 0 gives zeros for any
-        values.
-        """
-        wide = sum_dtype(source.dtype)
-        if scale == 0:
-            target.zero_()  # not a product: 0 * NaN is NaN
-        elif scale == 1:
-            target.copy_(source)
-        elif source.dtype in (target.dtype, wide):
-            torch.mul(source, scale, out=target)
-        elif target.dtype == wide:
-            target.copy_(source).mul_(scale)
-        else:  # torch rounds 16-bit products to 16 bits, whatever the output's dtype
-            target.copy_(source.to(wide).mul_(scale))
+def pack(source: Tensor, scale: float, target: Tensor) -> None:
+    """Write `source` times `scale`, rounded to target's dtype, to `target`, of equal length.
 
-    def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of each tensor: fp64, one element each, on their device.
+    The product is computed in fp32, or fp64 if source is. A scale of 0 gives zeros for any
+    values.
+    """
+    wide = sum_dtype(source.dtype)
+    if scale == 0:
+        target.zero_()  # not a product: 0 * NaN is NaN
+    elif scale == 1:
+        target.copy_(source)
+    elif source.dtype in (target.dtype, wide):
+        torch.mul(source, scale, out=target)
+    elif target.dtype == wide:
+        target.copy_(source).mul_(scale)
+    else:  # torch rounds 16-bit products to 16 bits, whatever the output's dtype
+        target.copy_(source.to(wide).mul_(scale))
 
-        Equal elements give equal bits at any address. An empty tensor gives 0.
-        """
-        if not tensors:
-            return torch.zeros(0, dtype=torch.float64)
-        # Copies, since on CUDA the address decides in which order torch adds.
-        wide = (tensor.to(torch.float64, copy=True) for tensor in tensors)
-        return torch.stack([torch.linalg.vector_norm(tensor) for tensor in wide]).square()
+
+def square_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor: fp64, one element each, on their device.
+
+    Equal elements give equal bits at any address. An empty tensor gives 0.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    # Copies, since on CUDA the address decides in which order torch adds.
+    wide = (tensor.to(torch.float64, copy=True) for tensor in tensors)
+    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in wide]).square()
 
 
 @cache

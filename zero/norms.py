@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives, gather_objects
-from zero.kernels import Kernels
+from zero.kernels import square_sums
 
 RUN = 1 << 16  # elements that the CPU widens at a time, so that they stay in its cache
 
@@ -27,18 +27,16 @@ def global_norm(
     collectives: Collectives,
     shards: Iterable[Tensor],
     p: float,
-    kernels: Kernels,
     beside: Tensor | None = None,
 ) -> float:
     """Return the p-norm of all ranks' shards together; p may be infinite. Collective.
 
     Sums are made in fp64, so the result depends on the number of ranks by rounding only. `beside`,
     a flat fp64 tensor, travels with them, and becomes its sum over ranks. Waits for the device.
-    `kernels` sum squares on a device other than the CPU.
     """
     shards = [shard.abs() if shard.is_complex() else shard for shard in shards if shard.numel()]
     if p == 2 and any(shard.device.type != "cpu" for shard in shards):
-        parts = [kernels.square_sums(shards).sum()]
+        parts = [square_sums(shards).sum()]
     else:
         parts = [_power_sum(run, p) for shard in shards for run in _runs(shard)]
     # Collectives sum, so for a maximum every rank writes into an element of its own.

@@ -20,7 +20,7 @@ from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, NodeLevels, bind_hook, make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.gradients.weights import BatchSource
-from zero.kernels import Kernels, order
+from zero.kernels import order
 from zero.layout import MIB, ParameterSpec, plan_buckets
 from zero.memory import Memory, predict, state_bytes
 from zero.norms import (
@@ -118,7 +118,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
       update. Each module of `model` waits for its own when it is called or read. Code that reads
       parameters from a list made before has to call `wait_for_parameters`.
-    - `kernels`: widen 16-bit gradients, and sum squares on a device; by default torch's.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
@@ -156,7 +155,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         order: Iterable[str] | None = None,
         model: nn.Module | None = None,
         overlap_forward: bool = False,
-        kernels: Kernels | None = None,
         **kwargs: Any,
     ) -> None:
         check_sharding(stage, partition)
@@ -167,8 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
         if max_grad_norm is not None and not is_positive(max_grad_norm):
             raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
-        self._collectives, self._kernels = collectives, kernels or Kernels()
-        self._norm_type = float(norm_type)
+        self._collectives, self._norm_type = collectives, float(norm_type)
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
         self._buffers, self._model = buffers, model
@@ -200,7 +197,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.schedule,
             self._levels,
             self._scale,
-            kernels=self._kernels,
             world_size=collectives.size,
         )
         self._make_inner = partial(optimizer_class, **kwargs)
@@ -781,7 +777,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Local, unless the torch optimizer counts steps by group (`StepAgreement.after_update`).
         """
-        self._shard.scale_gradients(sums, factor, unused, self._kernels)
+        self._shard.scale_gradients(sums, factor, unused)
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
         self._give_groups()
         self._inner.step()
@@ -831,7 +827,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         figures = None
         if without is not None and sharding.size > 1:
             figures = self._agreement.figures(groups, without, step)
-        norm = global_norm(sharding, shards, norm_type, self._kernels, figures) / self._scale.value
+        norm = global_norm(sharding, shards, norm_type, figures) / self._scale.value
         differ = figures is not None and not agree(figures)
         alone = self.schedule.independent(step) or self.group.size == self._collectives.size
         if alone and differ:

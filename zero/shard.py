@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives
 from zero.gradients.stages import Gradients, LocalGradients, ShardedGradients
-from zero.kernels import Kernels, rescale, view
+from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.parameter_watch import ParameterWatch
 from zero.parameters import FlatParameters
@@ -225,7 +225,7 @@ class OptimizerShard:
 
     @torch.no_grad()
     def scale_gradients(
-        self, sums: Sequence[Tensor], factor: float, unused: Collection[str], kernels: Kernels
+        self, sums: Sequence[Tensor], factor: float, unused: Collection[str]
     ) -> None:
         """Multiply the sums of `gradients_set` by a factor; widen 16-bit ones, and set these."""
         rescale(sums, factor)
@@ -233,7 +233,7 @@ class OptimizerShard:
         for owned in self.pieces:
             if is_16_bit(owned.piece.spec.dtype):
                 if owned.index not in wide:
-                    wide[owned.index] = self.gradients.widened(owned.index, factor, kernels)
+                    wide[owned.index] = self.gradients.widened(owned.index, factor)
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
                 self._set(owned, part, unused)
 

@@ -94,7 +94,6 @@ def make_optimizer(
             order=[name for name, _ in model.named_parameters()],
             model=model,
             gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
-            kernels=world.kernels,
             schedule=schedule,
             levels=levels,
             comm_hook=hook,

@@ -15,9 +15,9 @@ import torch
 from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 
 from mntrain.kernels import MAX_ADDENDS, TYPES, DeviceKernels, can_add, source
+from zero import norms
 from zero.collectives import SingleProcessCollectives
-from zero.kernels import Kernels
-from zero.norms import global_norm
+from zero.kernels import Kernels, pack, square_sums
 
 INTEGERS = [torch.uint8, torch.int32, torch.int64]
 TORCH = Kernels()
@@ -91,7 +91,7 @@ def test_a_product_is_computed_in_fp32_or_wider_and_rounded_once(dtype, target, 
     for numel in SIZES if scale == 0.1 else (1000,):
         (values,) = far_apart([dtype], numel)
         out = torch.full((numel,), 77, dtype=target)
-        TORCH.pack(values, scale, out)
+        pack(values, scale, out)
         assert out.equal(packed(values, scale, target))
 
 
@@ -100,9 +100,9 @@ def test_a_product_is_computed_in_fp32_or_wider_and_rounded_once(dtype, target, 
 def test_a_scale_of_zero_turns_non_finite_numbers_into_zeros(dtype, target):
     odd = torch.tensor([math.nan, math.inf, -math.inf, 1.0], dtype=dtype)
     out = torch.ones(4, dtype=target)
-    TORCH.pack(odd, 0.0, out)
+    pack(odd, 0.0, out)
     assert out.tolist() == [0.0] * 4
-    TORCH.pack(odd, 0.5, out)
+    pack(odd, 0.5, out)
     assert out.isnan().tolist() == [True, False, False, False]
     assert out[1:].tolist() == [math.inf, -math.inf, 0.5]
 
@@ -113,7 +113,7 @@ def test_a_scale_of_zero_turns_non_finite_numbers_into_zeros(dtype, target):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_squares_are_summed_in_fp64(dtype):
     tensors = [torch.randn(numel, dtype=torch.float64).to(dtype) for numel in SIZES]
-    sums = TORCH.square_sums(tensors)
+    sums = square_sums(tensors)
     assert sums.dtype == torch.float64
     expected = [math.fsum(x * x for x in tensor.tolist()) for tensor in tensors]
     assert sums.tolist() == pytest.approx(expected, rel=1e-12, abs=0)
@@ -123,45 +123,37 @@ def test_squares_are_summed_in_fp64(dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_squares_have_the_same_bits_at_every_address(dtype):
     values, room = torch.randn(100_003).to(dtype), torch.empty(100_010, dtype=dtype)
-    found = {float(TORCH.square_sums([values])) for _ in range(3)}
+    found = {float(square_sums([values])) for _ in range(3)}
     for start in range(5):
         moved = room[start : start + len(values)].copy_(values)
-        found.add(float(TORCH.square_sums([moved])))
+        found.add(float(square_sums([moved])))
     assert len(found) == 1
 
 
 def test_squares_keep_non_finite_numbers_and_neither_overflow_nor_vanish():
     tensors = [torch.tensor([x, 1.0]) for x in (math.nan, math.inf, 3e38, 1e-42)]
-    nan, inf, large, _ = TORCH.square_sums(tensors).tolist()
+    nan, inf, large, _ = square_sums(tensors).tolist()
     assert math.isnan(nan)
     assert inf == math.inf
     assert large == pytest.approx(9e76)
-    assert float(TORCH.square_sums([torch.tensor([1e-42])])) > 0
+    assert float(square_sums([torch.tensor([1e-42])])) > 0
 
 
 def test_squares_of_no_tensors_are_empty():
-    assert TORCH.square_sums([]).tolist() == []
+    assert square_sums([]).tolist() == []
 
 
-class Known(Kernels):
-    """Gives numbers that nobody else would."""
-
-    def square_sums(self, tensors):
+def test_only_norms_off_the_cpu_are_of_the_squares_of_whole_tensors(monkeypatch):
+    def known(tensors):  # numbers that nobody else would give
         assert all(tensor.numel() for tensor in tensors)
         return torch.full((len(tensors),), 12.5, dtype=torch.float64)
 
-
-def test_only_norms_off_the_cpu_use_the_kernels_squares():
+    monkeypatch.setattr(norms, "square_sums", known)
     afar = [torch.empty(numel, device="meta") for numel in (3, 0, 5)]
-    assert global_norm(SingleProcessCollectives(), afar, 2.0, Known()) == 5.0
     here = [torch.tensor([3.0, 4.0])]
-    assert (
-        global_norm(SingleProcessCollectives(), here, 2.0, Known()) == 5.0
-    )  # of the CPU's own way: not 3.5
-    assert (
-        global_norm(SingleProcessCollectives(), [2 * part for part in here], 1.0, Known()) == 14.0
-    )
-    assert global_norm(SingleProcessCollectives(), [], 2.0, Known()) == 0.0
+    cases = [(afar, 2.0, 5.0), (here, 2.0, 5.0), ([2 * part for part in here], 1.0, 14.0)]
+    for shards, p, expected in [*cases, ([], 2.0, 0.0)]:  # not 3.5 on the CPU
+        assert norms.global_norm(SingleProcessCollectives(), shards, p) == expected
 
 
 # Which kernels a device gets.

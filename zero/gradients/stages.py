@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork, wait_all
 from zero.gradients.unavailable import UnavailableGradient
-from zero.kernels import Kernels, copy_scaled, in_memory_order, own_view, rescale, sum_dtype, view
+from zero.kernels import copy_scaled, in_memory_order, own_view, pack, rescale, sum_dtype, view
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit
 
@@ -150,7 +150,7 @@ class Gradients:
         start = piece.start - self._range(index)[0]
         return self.kept(index)[start : start + piece.numel]
 
-    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+    def widened(self, index: int, factor: float) -> Tensor:
         """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
 
         It overwrites `kept` if it fits into the bucket.
@@ -165,7 +165,7 @@ class Gradients:
             wide = torch.empty_like(kept, dtype=torch.float32)
             self._wide_bytes[index] = size
             self._note_peak(sum(self._wide_bytes.values()))
-        kernels.pack(kept, factor, wide)
+        pack(kept, factor, wide)
         return wide
 
     @property
@@ -429,14 +429,14 @@ class ShardedGradients(Gradients):
             self._shards[index] = shard
         return shard
 
-    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+    def widened(self, index: int, factor: float) -> Tensor:
         """Return the kept shard in fp32, which replaces a 16-bit one."""
         shard = self.kept(index)
         if not is_16_bit(shard.dtype):  # the fp32 sum of several micro-batches
             rescale([shard], factor)
             return shard
         wide = torch.empty_like(shard, dtype=torch.float32)
-        kernels.pack(shard, factor, wide)
+        pack(shard, factor, wide)
         self._keep(index, wide)
         return wide
 
@@ -575,14 +575,14 @@ class LocalGradients(Gradients):
         flat = parameter.grad.detach().as_strided((piece.spec.numel,), (1,))
         return flat[piece.low : piece.high]
 
-    def widened(self, index: int, factor: float, kernels: Kernels) -> Tensor:
+    def widened(self, index: int, factor: float) -> Tensor:
         """Return the gradients of a bucket in fp32, in a new tensor; zeros where there is none."""
         bucket = self._buckets[index]
         device = self._parameters[bucket.entries[0].spec.name].device
         wide = torch.zeros(bucket.numel, dtype=torch.float32, device=device)
         for entry in bucket.entries:
             if self.has_gradient(entry):
-                kernels.pack(self.reduced(index, entry), factor, wide[entry.start : entry.stop])
+                pack(self.reduced(index, entry), factor, wide[entry.start : entry.stop])
         self._wide_bytes[index] = wide.nbytes
         self._note_peak(sum(self._wide_bytes.values()))
         return wide

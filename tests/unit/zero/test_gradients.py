@@ -9,7 +9,6 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.kernels import Kernels
 from zero.norms import RUN, FiniteCheck, NonFiniteGradientError, global_norm
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -380,7 +379,7 @@ def test_a_loss_that_cannot_run_backward_leaves_no_half_of_a_step(stage, world):
 
 
 def norm(*shards, p=2.0):
-    return global_norm(SingleProcessCollectives(), shards, p, Kernels())
+    return global_norm(SingleProcessCollectives(), shards, p)
 
 
 def exact(*shards, p=2.0):
