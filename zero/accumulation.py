@@ -266,7 +266,6 @@ class Accumulation:
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
     def _begin(self) -> None:
-        """Begin a reduction, unless one has begun."""
         if not self.filling:
             self.filling = True
             if self._gradients.all_dropped:
@@ -297,7 +296,6 @@ class Accumulation:
             self._used.difference_update(dropped)
 
     def _discard(self) -> None:
-        """Forget what is known of gradients that were discarded."""
         self.weight.discard()
         self._late.clear()
         self.finite.reset()
@@ -334,7 +332,6 @@ class Accumulation:
     def _on_gradient(
         self, index: int, entry: ParameterSlice, _: Any, arrived: Sequence[Tensor | None]
     ) -> None:
-        """Take the gradient that backward has just made, and launch full buckets."""
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._begin_backward(task, entry.spec.name)
@@ -360,7 +357,6 @@ class Accumulation:
         Variable._execution_engine.queue_callback(self._on_end_of_backward)
 
     def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
-        """Take a gradient into its bucket; keep it for later where that is not possible."""
         self._begin()
         name = entry.spec.name
         self._used.add(name)
@@ -460,7 +456,6 @@ class Accumulation:
         self._start_round()
 
     def _clip_own(self, max_norm: float, norm_type: float) -> None:
-        """Scale this rank's own mean gradient. One that is not finite stays: the step finds it."""
         multiplied, own = self.weight.multiplied, self._gradients.own()
         if not multiplied:
             return
@@ -477,7 +472,6 @@ class Accumulation:
         self._launched += 1
 
     def _send(self, index: int) -> None:
-        """Take the gradients that a bucket still lacks, and start its reduction."""
         self._take_missing(index)
         self._gradients.launched(index, self._launch(index))
 
@@ -521,7 +515,6 @@ class Accumulation:
         return self._hook(bucket)
 
     def _begin_message(self) -> StepMessage:
-        """Return a message with this rank's part of a reduction. Local."""
         message, weight = StepMessage(), self.weight
         message.put("running", 0.0)
         message.put("weight", lambda: weight.weight)
@@ -555,7 +548,6 @@ class Accumulation:
         return totals
 
     def _unused(self) -> frozenset[str]:
-        """Return the names of parameters that no rank has used. Collective."""
         flags = torch.tensor([n in self._used for n in self._parameters], dtype=torch.float64)
         if self.group.size > 1:
             self.group.all_reduce(flags).wait()

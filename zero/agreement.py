@@ -32,6 +32,7 @@ RARELY = 64  # steps between comparisons of parameters that were rounded differe
 ABSENT = "no value"
 
 Place = tuple[int, str]  # the number of a group, and a key of it
+Samples = tuple[dict[str, int], Tensor]  # how many are of each parameter, by name; one by one
 
 
 class Report(NamedTuple):
@@ -59,67 +60,47 @@ class FlatSamples:
         self._owned, self._flat = owned, flat
         self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
 
-    def take(self, step: int) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield each bucket with its samples, of which a step takes others than the one before."""
+    def take(self, step: int) -> Iterator[Samples]:
+        """Yield the samples of each bucket, of which a step takes others than the one before."""
         for index, bucket in enumerate(self._owned.plan):
             flat, key = self._flat(index), (step % CYCLE, index)
             if key not in self._places:
                 start, offset, size = _places(bucket, flat.device)
                 for turn in range(CYCLE):
                     self._places[turn, index] = start + (offset + turn * STRIDE) % size
-            found = flat.index_select(0, self._places[key])
-            yield bucket, torch.view_as_real(found).flatten() if found.is_complex() else found
-
-    def digest(self, step: int) -> int:
-        """Return a digest of the leading bits of all samples. Waits for the device."""
-        return _digest_of_samples(found for _, found in self.take(step))
-
-    def by_name(self, step: int) -> dict[str, list[float]]:
-        """Return the samples of each parameter."""
-        samples: dict[str, list[float]] = {}
-        for bucket, found in self.take(step):
-            values = iter(found.tolist())
-            for entry in bucket.entries:
-                count = min(entry.numel, SAMPLED) * (2 if bucket.dtype.is_complex else 1)
-                samples[entry.spec.name] = [next(values) for _ in range(count)]
-        return samples
-
-    def tolerances(self) -> dict[str, float]:
-        """Return by how much a parameter's gradient may differ, relative to its size."""
-        return {
-            entry.spec.name: max(TOLERANCE, 1.5 * torch.finfo(bucket.dtype).eps)
-            for bucket in self._owned.plan
-            for entry in bucket.entries
-        }
+            counts = {e.spec.name: min(e.numel, SAMPLED) for e in bucket.entries}
+            yield counts, flat.index_select(0, self._places[key])
 
 
-class ParameterSamples:
-    """A few elements of some parameters, in each step of others. Local."""
+def _samples_of_some(parameters: Sequence[tuple[str, Parameter]], step: int) -> Iterator[Samples]:
+    """Yield a few elements of some parameters, in each step of others."""
+    count = len(parameters)
+    for place in range(min(COMPARED, count)):
+        name, parameter = parameters[(step * COMPARED + place) % count]
+        flat = parameter.detach().reshape(-1)
+        stride = max(flat.numel() // SAMPLED, 1)
+        found = flat[step * STRIDE % stride :: stride][:SAMPLED]
+        yield {name: len(found)}, found
 
-    def __init__(self) -> None:
-        self._parameters: list[tuple[str, Parameter]] = []
 
-    def add(self, parameters: Mapping[str, Parameter]) -> None:
-        """Add parameters by name."""
-        self._parameters += [(name, p) for name, p in parameters.items() if p.numel()]
+def _digest_of_samples(samples: Iterable[Samples]) -> int:
+    """Return a digest of the leading bits of all samples. Waits for the device."""
+    rounded = [_real(found).bfloat16() for _, found in samples]
+    if not rounded:
+        return 0
+    return zlib.crc32(torch.cat(rounded).view(torch.int16).cpu().numpy().tobytes())
 
-    def take(self, step: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names of some parameters with samples."""
-        count = len(self._parameters)
-        for place in range(min(COMPARED, count)):
-            name, parameter = self._parameters[(step * COMPARED + place) % count]
-            flat = parameter.detach().reshape(-1)
-            stride = max(flat.numel() // SAMPLED, 1)
-            found = flat[step * STRIDE % stride :: stride][:SAMPLED]
-            yield name, torch.view_as_real(found).flatten() if found.is_complex() else found
 
-    def digest(self, step: int) -> int:
-        """Return a digest of the leading bits of all samples. Waits for the device."""
-        return _digest_of_samples(found for _, found in self.take(step))
+def _by_name(samples: Iterable[Samples]) -> dict[str, list[float]]:
+    return {
+        name: _real(part).tolist()
+        for counts, found in samples
+        for name, part in zip(counts, found.split([*counts.values()]), strict=True)
+    }
 
-    def by_name(self, step: int) -> dict[str, list[float]]:
-        """Return the samples of each parameter."""
-        return {name: found.tolist() for name, found in self.take(step)}
+
+def _real(found: Tensor) -> Tensor:
+    return torch.view_as_real(found).flatten() if found.is_complex() else found
 
 
 class StepAgreement:
@@ -131,11 +112,10 @@ class StepAgreement:
 
     def __init__(self, owned: OptimizerShard, rank: int, replica: int) -> None:
         self._owned, self._rank, self._replica = owned, rank, replica
-        self._samples = FlatSamples(owned, owned.gradients.kept)
-        self._whole = ParameterSamples()
+        self._gradients = FlatSamples(owned, owned.gradients.kept)
         # Code of the user's may write them on one rank alone; a step at stages 1 and 2 hides that.
-        flat = FlatSamples(owned, owned.parameters.flat)
-        self._parameters = (flat, self._whole) if owned.sharded else (self._whole,)
+        self._flat = FlatSamples(owned, owned.parameters.flat)
+        self._whole: list[tuple[str, Parameter]] = []  # parameters that are not flat
         self._rounding = False  # whether processors have rounded parameters differently
         self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
@@ -148,7 +128,7 @@ class StepAgreement:
         """Compare more parameters, by name. Local."""
         self._named |= parameters
         if not self._owned.sharded:
-            self._whole.add(parameters)
+            self._whole += [(name, p) for name, p in parameters.items() if p.numel()]
 
     def add_untrained(self, parameters: Mapping[str, Parameter]) -> None:
         """Compare also the values of parameters that are not trained, by name. Local.
@@ -156,21 +136,20 @@ class StepAgreement:
         But for those of classes of their own, which may hold codes, and on other devices.
         """
         devices = {parameter.device for parameter in self._named.values()}
-        plain = {
-            name: p
+        self._whole += [
+            (name, p)
             for name, p in parameters.items()
             if type(p) is Parameter and p.is_floating_point() and {p.device} == devices
-        }
-        self._whole.add(plain)
+            if p.numel()
+        ]
 
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
         updated = zlib.crc32(",".join(words).encode())
-        if self._compares_parameters(step):
-            updated += sum(samples.digest(step) for samples in self._parameters)
+        updated += _digest_of_samples(self._parameters(step))
         if not self._owned.sharded:
-            updated += self._samples.digest(step)
+            updated += _digest_of_samples(self._gradients.take(step))
         return _addends((_digest(groups), updated), step)
 
     def figures_of_replica(self, groups: Iterable[ParamGroup], step: int) -> Tensor:
@@ -189,19 +168,16 @@ class StepAgreement:
         Raises RuntimeError on all of them for what must not differ.
         """
         sharded = self._owned.sharded
-        samples = {} if sharded else self._samples.by_name(step)
-        values: dict[str, list[float]] = {}
-        for each in self._parameters if self._compares_parameters(step) else ():
-            values |= each.by_name(step)
-        place = {"rank": self._rank, "replica": self._replica, "step": step}
         mine = Report(
-            **place,
+            rank=self._rank,
+            replica=self._replica,
             numbers=dict(plain_numbers(groups)),
             own=frozenset(self._own),
             without=without,
-            gradients=samples,
-            parameters=values,
+            gradients={} if sharded else _by_name(self._gradients.take(step)),
+            parameters=_by_name(self._parameters(step)),
             frozen=self._frozen(),
+            step=step,
             begun_anew=self._begun_anew,
         )
         reports = gather_objects(ranks, mine)
@@ -210,7 +186,7 @@ class StepAgreement:
             _differing_step(reports)
             or _differing_number(reports, own, sharded=sharded)
             or _differing_parameter(reports, TOLERANCE if sharded else DRIFT)
-            or _differing_gradient(reports, self._samples.tolerances())
+            or _differing_gradient(reports, self._tolerances())
         )
         if difference:
             raise RuntimeError(difference)
@@ -253,8 +229,19 @@ class StepAgreement:
         self._own |= counts.keys()
         _set(groups, {p: (before.get(p) or 0) + c for p, c in counts.items() if p not in changed})
 
-    def _compares_parameters(self, step: int) -> bool:
-        return not self._rounding or step % RARELY == 0
+    def _parameters(self, step: int) -> Iterator[Samples]:
+        """Yield the samples of parameters that a step compares."""
+        if not self._rounding or step % RARELY == 0:
+            yield from self._flat.take(step) if self._owned.sharded else ()
+            yield from _samples_of_some(self._whole, step)
+
+    def _tolerances(self) -> dict[str, float]:
+        """Return by how much a parameter's gradient may differ, relative to its size."""
+        return {
+            entry.spec.name: max(TOLERANCE, 1.5 * torch.finfo(bucket.dtype).eps)
+            for bucket in self._owned.plan
+            for entry in bucket.entries
+        }
 
     def _frozen(self) -> frozenset[str]:
         return frozenset(name for name, p in self._named.items() if not p.requires_grad)
@@ -290,7 +277,6 @@ def plain_numbers(groups: Iterable[ParamGroup]) -> Iterator[tuple[Place, Any]]:
 
 
 def _largest(reports: Sequence[Mapping[Place, Any]], places: Iterable[Place]) -> dict[Place, Any]:
-    """Return the largest number that any rank has at each place; none where there is none."""
     found = {}
     for place in places:
         values = [report[place] for report in reports if isinstance(report.get(place), Real)]
@@ -309,7 +295,6 @@ def _names(
 
 
 def _set(groups: Sequence[ParamGroup], numbers: Mapping[Place, Any]) -> None:
-    """Set numbers of groups, in place where they are tensors."""
     for (place, key), value in numbers.items():
         before = groups[place].get(key)
         if isinstance(before, Tensor):
@@ -352,22 +337,13 @@ def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     return start.to(device), offset.to(device), size.to(device)
 
 
-def _digest_of_samples(samples: Iterable[Tensor]) -> int:
-    rounded = [found.bfloat16() for found in samples]
-    if not rounded:
-        return 0
-    return zlib.crc32(torch.cat(rounded).view(torch.int16).cpu().numpy().tobytes())
-
-
 def _firsts(reports: Sequence[Report]) -> Iterator[tuple[Report, Report]]:
-    """Yield each report with the first one of its replica."""
     firsts: dict[int, Report] = {}
     for report in reports:
         yield report, firsts.setdefault(report.replica, report)
 
 
 def _differing_step(reports: Sequence[Report]) -> str:
-    """Return the first difference in the step, or in loaded states, of one replica; else empty."""
     for report, first in _firsts(reports):
         if (report.step, report.begun_anew) != (first.step, first.begun_anew):
             return (
@@ -409,7 +385,6 @@ def _may_count(here: Any, there: Any, *, sharded: bool) -> bool:
 
 
 def _differing_parameter(reports: Sequence[Report], tolerance: float) -> str:
-    """Return the first difference in the parameters of one replica; else an empty string."""
     for report, first in _firsts(reports):
         for name in sorted(first.frozen ^ report.frozen):
             lacking, other = (report, first) if name in report.frozen else (first, report)
@@ -428,7 +403,6 @@ def _differing_parameter(reports: Sequence[Report], tolerance: float) -> str:
 
 
 def _differing_gradient(reports: Sequence[Report], tolerances: Mapping[str, float]) -> str:
-    """Return the first difference in the gradients of one replica; else an empty string."""
     for report, first in _firsts(reports):
         for name in sorted(first.without ^ report.without):
             lacking, other = (report, first) if name in report.without else (first, report)
@@ -462,7 +436,6 @@ def _differing_sample(
 
 
 def _same(here: Any, there: Any) -> bool:
-    """Return whether values are equal, and NaN to NaN."""
     if isinstance(here, list | tuple) and isinstance(there, list | tuple):
         return len(here) == len(there) and all(map(_same, here, there))
     both_nan = all(isinstance(value, float) and math.isnan(value) for value in (here, there))

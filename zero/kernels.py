@@ -68,7 +68,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_many(addends: Sequence[Tensor], total: Tensor) -> None:
-    """Add any number of addends of any dtypes."""
     wide = sum_dtype(total.dtype)
     at = total.data_ptr()
     shared_at = next((i for i, addend in enumerate(addends) if addend.data_ptr() == at), -1)

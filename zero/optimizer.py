@@ -747,7 +747,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # Phases of a step.
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        """Return what a closure returns, which may run backward; None without one."""
         self._check_open()
         self._replicas.check_not_averaging()
         if closure is None:
@@ -767,7 +766,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
-        """Return the norm of the mean gradient, and the factor that clips it. Collective."""
         norm = self._agreed_norm(self._norm_type, unused)
         finite = math.isfinite(norm)
         return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
@@ -873,7 +871,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.update(hyperparameters(inner))
 
     def _check_open(self) -> None:
-        """Raise RuntimeError if this optimizer was closed."""
         if self._given_up:
             raise RuntimeError(
                 f"this optimizer was closed when another one was made that trains "
@@ -918,7 +915,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _named(self) -> dict[str, Parameter]:
-        """The parameters that are trained, by name."""
         return self._names.trained
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

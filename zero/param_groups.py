@@ -94,7 +94,6 @@ def _is_pair(pair: Any) -> bool:
 
 
 def _check_memory(parameters: Mapping[str, Parameter]) -> None:
-    """Raise ValueError if two parameters overlap in memory."""
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in parameters.items()

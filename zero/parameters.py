@@ -148,7 +148,6 @@ class FlatParameters:
         flat.copy_(narrow)
 
     def _watch(self) -> None:
-        """Make all that reads parameters wait."""
         assert self._model is not None, "forward is overlapped"
         for module in self._model.modules():
             parameters = module._parameters
@@ -178,7 +177,6 @@ class FlatParameters:
             self._hook = None
 
     def _release(self, module: nn.Module) -> None:
-        """Wait for a module's parameters, and give it its own dictionary back."""
         original = self._original.get(module)
         if original is None:
             return
@@ -198,7 +196,6 @@ class FlatParameters:
             self._unhook()
 
     def _buckets_of(self, parameters: Iterable[Parameter | None]) -> list[int]:
-        """Return the buckets of parameters, in the order of forward."""
         bucket_of = self._bucket_of
         return sorted({bucket_of[p] for p in parameters if p in bucket_of}, reverse=True)
 
@@ -299,7 +296,6 @@ def compiles() -> bool:
 
 
 def _among(value: Any) -> Iterator[ArrivingParameter]:
-    """Yield the parameters in flight among arguments, also within containers."""
     if type(value) is ArrivingParameter:
         yield value
     elif isinstance(value, dict):

@@ -129,6 +129,5 @@ class Replicas:
             self._shard.publish()
 
     def _complete(self) -> None:
-        """Wait for parameters in flight, and take changes of them over."""
         self._shard.wait()
         self._shard.take_changes()

@@ -175,7 +175,6 @@ class _SliceAssembler:
             self._tensors[key][low - self._low : high - self._low] = elements
 
     def _begin(self, saved_order: tuple[int, ...]) -> None:
-        """Prepare for a state in an order of dimensions."""
         piece, self._order = self.owned.piece, saved_order
         turned = saved_order != self._own_order
         self._low, self._high = (0, piece.spec.numel) if turned else (piece.low, piece.high)
@@ -192,7 +191,6 @@ class _SliceAssembler:
         )
 
     def _mismatch(self, part: StateSlice) -> str:
-        """Return why a slice does not fit the parameter or earlier slices, or an empty string."""
         if tuple(part.order) != self._order:
             return f"the slices of {part.name} are in the orders {self._order} and {part.order}"
         for key, value in part.others.items():

@@ -74,7 +74,6 @@ class StepMessage:
 
 
 def _read(tensors: list[Tensor]) -> list[float]:
-    """Return the values of tensors of one element. Waits for their device, once."""
     if not tensors:
         return []
     device = tensors[0].device

@@ -273,12 +273,10 @@ def _normalized(x: Tensor, call: _Call) -> Tensor:
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
-    """Return one value a channel in a shape that broadcasts over samples."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 def _others(x: Tensor) -> list[int]:
-    """Return all dimensions but that of channels."""
     return [dimension for dimension in range(x.dim()) if dimension != 1]
 
 

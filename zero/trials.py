@@ -91,7 +91,6 @@ def _refusal(
     kinds: Iterable[tuple[int, torch.dtype, torch.device]],
     leaves: bool,
 ) -> Exception | None:
-    """Return the error of an optimizer and its first step, None if there is none."""
     tensors = []
     for dims, dtype, device in kinds:
         wide = torch.float32 if is_16_bit(dtype) else dtype
@@ -149,12 +148,10 @@ def check_partition(make: Factory, groups: Iterable[dict[str, Any]], partition: 
 
 @functools.cache
 def _outcomes() -> dict[Hashable, str]:
-    """Return the problem that each trial so far has found."""
     return {}
 
 
 def _unwrapped(make: Factory) -> tuple[Hashable, Hashable]:
-    """Return what a factory calls, and with which arguments."""
     arguments: list[Hashable] = []
     while isinstance(make, functools.partial):
         arguments.append((make.args, tuple(sorted(make.keywords.items()))))
@@ -179,7 +176,6 @@ def _small_groups(groups: Iterable[dict[str, Any]]) -> tuple[SmallGroup, ...]:
 
 
 def _problem(make: Factory, groups: Sequence[SmallGroup], partition: str) -> str:
-    """Return why an optimizer cannot be sharded, and what to do; empty if it can be."""
     devices = {device for _, kinds in groups for *_, device in kinds if device.type == "cuda"}
     with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the optimizer itself warns again
@@ -196,7 +192,6 @@ def _problem(make: Factory, groups: Sequence[SmallGroup], partition: str) -> str
 
 
 def _difference(make: Factory, groups: Sequence[SmallGroup], partition: str) -> str:
-    """Return what is different where an optimizer is sharded; empty if nothing is."""
     failure = ""
     for dtype, tolerance in DTYPES:
         problem = SmallProblem(make, groups, dtype)
@@ -300,7 +295,6 @@ class SmallProblem:
 
 
 def _useless(whole: Results, again: Results, tolerance: float) -> str:
-    """Return why two equal runs do not tell what an optimizer does; empty if they do."""
     weights = [value for (what, _), value in whole.items() if what == WEIGHTS]
     if not all(bool(value.isfinite().all()) for value in weights):
         return "it gets infinite or NaN values in a trial on small tensors"
@@ -323,7 +317,6 @@ def _numbers(values: Mapping[str, Any], numel: int) -> Iterator[tuple[str, Tenso
 
 
 def _differing(whole: Results, cut: Results, tolerance: float) -> list[str]:
-    """Return what differs by more than a tolerance, relative to the largest number."""
     found = dict.fromkeys(what for what, _ in whole.keys() ^ cut.keys())
     for (what, number), expected in whole.items():
         if (other := cut.get((what, number))) is None:

@@ -208,7 +208,6 @@ class BetweenNodesHook(CommHook):
     def _exchange(
         self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
     ) -> Iterator[Work]:
-        """Replace a lane of the node's sums by the sum over nodes."""
         sums = self._residual(bucket, lane).add(lane, bucket.multiplier)
         nbytes = aligned(self.code.nbytes(len(sums)))
         codes = torch.zeros(cross.size * nbytes, dtype=torch.uint8, device=lane.device)

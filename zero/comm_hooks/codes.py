@@ -81,7 +81,6 @@ class BlockCode:
             rows.add_(integers.to(rows.dtype).mul_(scales.to(rows.dtype).view(-1, 1)))
 
     def _blocks(self, flat: Tensor, code: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield blocks as rows, with views of their scales and their packed integers."""
         end = -(-len(flat) // BLOCK) * FP32
         scales, packed = code[:end].view(torch.float32), code[end : self.nbytes(len(flat))]
         done = 0
@@ -155,7 +154,6 @@ class ChunkCode:
             chunks, start = chunks + len(rows), part.stop
 
     def _sent(self, numel: int) -> int:
-        """Return how many of so many elements are sent."""
         whole, rest = divmod(numel, CHUNK)
         return whole * self.count(CHUNK) + self.count(rest)
 
@@ -218,7 +216,6 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Return the first numbers of 2 or 4 bits of bytes that `_pack` made."""
     parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
     return torch.stack(parts, 1).view(-1)[:numel]
 
@@ -232,7 +229,6 @@ def _pack_indices(indices: Tensor) -> Tensor:
 
 
 def _unpack_indices(packed: Tensor, count: int) -> Tensor:
-    """Return the first indices of bytes that `_pack_indices` made, in int64."""
     parts = torch.nn.functional.pad(packed, (0, -len(packed) % 3)).view(-1, 3).long()
     both = parts[:, 0] | parts[:, 1] << 8 | parts[:, 2] << 16
     return torch.stack([both & 4095, both >> INDEX_BITS], 1).view(-1)[:count]

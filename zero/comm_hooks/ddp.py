@@ -102,30 +102,14 @@ class DDPHook(CommHook):
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Call the hook, and turn its mean into a sum when it has arrived."""
-        work = _FutureMean(bucket, self._hook(self._state, DDPBucket(bucket)))
+
+        def write_sum(future: Future[Any]) -> None:
+            value = future.value()
+            mean = value if isinstance(value, Tensor) else value[0]
+            bucket.gradients.copy_(mean).mul_(bucket.collectives.size)
+
+        future: Any = self._hook(self._state, DDPBucket(bucket))
+        work: Work = future.then(write_sum)
         if not self.overlap:
             work.wait()
         return work
-
-
-class _FutureMean:
-    """The work of a hook's future."""
-
-    def __init__(
-        self, bucket: ReducibleBucket, future: Future[Tensor] | Future[list[Tensor]]
-    ) -> None:
-        self._bucket: ReducibleBucket | None = bucket
-        self._future = future
-
-    def done(self) -> bool:
-        """Return whether the hook has made the mean. Local."""
-        return self._bucket is None or self._future.done()
-
-    def wait(self) -> None:
-        """Wait for the mean, and write the sum into the bucket."""
-        if self._bucket is None:
-            return
-        value = self._future.wait()
-        mean = value if isinstance(value, Tensor) else value[0]
-        self._bucket.gradients.copy_(mean).mul_(self._bucket.collectives.size)
-        self._bucket = None

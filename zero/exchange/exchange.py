@@ -325,7 +325,6 @@ class Exchange(SyncSchedule):
         return max(sum(of_fragment[f] for f in sent if f is not None) for sent in together)
 
     def _starts_after(self, step: int) -> int | None:
-        """Return the fragment whose exchange starts after a step, if there is one. Local."""
         taken = step - self._warmup + 1
         for fragment in range(self._fragments if taken > 0 else 0):
             if (taken - (fragment + 1) * self._every // self._fragments) % self._every == 0:
@@ -353,7 +352,6 @@ class Exchange(SyncSchedule):
         return Sent(messages, *own, weight=weight, finite=finite, what=what)
 
     def _exchange(self, tensors: Sequence[Tensor], weight: float, *, parameters: bool) -> None:
-        """Exchange tensors at once: their means, or by outer steps. Collective."""
         value, code = (_same, None) if parameters else (self._value, self._code)
         finite = all(is_finite(value(tensor)) for tensor in tensors)
         scale = self._agree(weight, finite=finite, parameters=parameters).check()
@@ -384,22 +382,18 @@ class Exchange(SyncSchedule):
         return self._agree(weight, finite=finite, messages=messages)
 
     def _value(self, tensor: Tensor, drift: Tensor | None = None) -> Tensor:
-        """Return what this node is to send for a tensor with an outer gradient."""
         drift = self._drift(tensor) if drift is None else drift
         if self._code is None:
             return drift
         return drift.add(self._state[tensor][self._residual], alpha=self._decay)
 
     def _drift(self, tensor: Tensor) -> Tensor:
-        """Return this node's outer gradient of a tensor: a new one."""
         return self._state[tensor][EXCHANGED] - tensor
 
     def _keep(self, tensor: Tensor, left: Tensor) -> None:
-        """Keep what the code of a tensor lacks."""
         self._state[tensor][self._residual].copy_(left)
 
     def _receive(self, fragment: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the means of a fragment as they arrive, if it is in flight. Collective."""
         if sent := self._sent.pop(fragment, None):
             yield from sent.means(sent.check())
 
@@ -411,7 +405,6 @@ class Exchange(SyncSchedule):
             self._outer_step(tensor, mean)
 
     def _outer_step(self, tensor: Tensor, mean: Tensor) -> None:
-        """Update the exchanged parameters by a mean, and the node's by them."""
         assert self._outer is not None
         state = self._state[tensor]
         self._outer.step(state, mean)

@@ -131,7 +131,6 @@ class NodeMeans:
         return codes
 
     def _decode(self, message: Sequence[Tensor], codes: Tensor, code: Code) -> Tensor:
-        """Return the mean of what the codes of all nodes stand for, flat."""
         numel, nodes = sum(tensor.numel() for tensor in message), self._cross.size
         total = torch.zeros(numel, dtype=message[0].dtype, device=codes.device)
         for rank in range(nodes):
@@ -148,7 +147,6 @@ class NodeMeans:
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield consecutive tensors of one dtype and device that travel together."""
     message: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -163,7 +161,6 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _parts(flat: Tensor, message: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the views of a flat tensor that stand for the tensors of a message."""
     parts: Sequence[Tensor] = flat.split([tensor.numel() for tensor in message])
     return parts
 

@@ -105,7 +105,6 @@ class StaleExchange(Exchange):
         return start
 
     def _drift(self, tensor: Tensor) -> Tensor:
-        """Return this node's outer gradient of the current round: a new one."""
         return self._round_start(tensor).sub_(tensor)
 
     def _ready(self) -> int:

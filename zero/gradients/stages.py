@@ -170,14 +170,12 @@ class Gradients:
 
     @property
     def _bytes(self) -> int:
-        """Bytes of what this rank keeps."""
         return sum(memory.nbytes for memory in self._memory)
 
     def _note_peak(self, beside: int = 0) -> None:
         self.peak_bytes = max(self.peak_bytes, self._bytes + beside)
 
     def _range(self, index: int) -> tuple[int, int]:
-        """Return the elements of a bucket that this rank keeps."""
         bucket = self._buckets[index]
         return (0, bucket.numel) if self._slot is None else bucket.shard(self._slot)
 
@@ -319,7 +317,6 @@ class Gradients:
             self._parameters[name].grad = gradient
 
     def _published(self, name: str) -> Tensor:
-        """Return what the `grad` of a parameter is after a reduction."""
         if self._stage:
             return self._unavailable[name]
         shown = self._shown.get(name)
@@ -463,7 +460,6 @@ class ShardedGradients(Gradients):
         return sum(shard.nbytes for shard in self._shards if shard is not None)
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction, and add this rank's shard of it to the kept one."""
         index, working, work = self._in_flight.popleft()
         work.wait()
         shard = self._as_bucket(index, working)[slice(*self._range(index))]

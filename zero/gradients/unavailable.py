@@ -77,7 +77,6 @@ class UnavailableGradient(Tensor):
 
 
 def _first(args: Sequence[Any]) -> UnavailableGradient:
-    """Return the first gradient of the kind among arguments, also within lists."""
     for arg in args:
         if isinstance(arg, UnavailableGradient):
             return arg

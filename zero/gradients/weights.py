@@ -171,7 +171,6 @@ class BatchWeight:
 
     @property
     def _next(self) -> DrawnBatch | None:
-        """The batch of the coming backward, if it was drawn after the latest one."""
         return next((b for b in self._drawn if b.number >= b.source.used), None)
 
     def state(self, count: float | None) -> None:
@@ -381,7 +380,6 @@ def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
 
 
 def _power_of_two(count: float) -> float:
-    """Return the largest power of two that is not larger."""
     return 2.0 ** math.floor(math.log2(count))
 
 
