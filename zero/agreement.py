@@ -16,22 +16,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives, gather_objects
+from zero.gradients.weights import DIGEST_BITS
 from zero.layout import Bucket
+from zero.param_groups import Place, plain_numbers
 from zero.shard import OptimizerShard, ParamGroup
 
-DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
 SAMPLED = 16  # elements of a parameter, in each step others
 COMPARED = 4  # parameters whose values are compared, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
 CYCLE = 16  # steps after which the same elements of parameters are sampled again
-LARGEST = 64  # elements of a tensor in a group that is compared
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
 DRIFT = 1e-2  # the same of parameters at stage 0, in which rounding adds up over steps
 RARELY = 64  # steps between comparisons of parameters that were rounded differently
 
 ABSENT = "no value"
 
-Place = tuple[int, str]  # the number of a group, and a key of it
 Samples = tuple[dict[str, int], Tensor]  # how many are of each parameter, by name; one by one
 
 
@@ -257,23 +256,6 @@ def agree(sums: Tensor) -> bool:
     ranks, *several = sums.tolist()
     pairs = zip(several[::2], several[1::2], strict=True)
     return all(ranks * squares == total * total for total, squares in pairs)
-
-
-def plain_numbers(groups: Iterable[ParamGroup]) -> Iterator[tuple[Place, Any]]:
-    """Yield the numbers, strings, None and lists of them in groups, with their places.
-
-    Tensors of a few elements count as the numbers in them.
-    """
-    for place, group in enumerate(groups):
-        for key, value in group.items():
-            if key == "params":
-                continue
-            plain = value
-            if isinstance(value, Tensor):
-                plain = value.tolist() if value.numel() <= LARGEST else []
-            parts = plain if isinstance(plain, list | tuple) else [plain]
-            if all(part is None or isinstance(part, str | Real) for part in parts):
-                yield (place, key), plain
 
 
 def _largest(reports: Sequence[Mapping[Place, Any]], places: Iterable[Place]) -> dict[Place, Any]:

@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+RUN = 1 << 16  # elements that the CPU handles at a time, so that they stay in its cache
+
 
 class Kernels:
     """Sums of flat contiguous tensors of one device, on its current stream, by torch. Local.
@@ -109,6 +111,11 @@ def rescale(gradients: Sequence[Tensor], scale: float) -> None:
             gradient.zero_()  # not a product: 0 * NaN is NaN
     elif scale != 1 and gradients:
         torch._foreach_mul_(list(gradients), scale)
+
+
+def runs(flat: Tensor) -> tuple[Tensor, ...]:
+    """Return parts of a flat tensor that the CPU's cache holds; on a GPU, the whole."""
+    return flat.split(RUN) if flat.device.type == "cpu" else (flat,)
 
 
 def view(flat: Tensor, start: int, like: Tensor) -> Tensor:

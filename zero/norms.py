@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives, gather_objects
-from zero.kernels import square_sums
-
-RUN = 1 << 16  # elements that the CPU widens at a time, so that they stay in its cache
+from zero.kernels import runs, square_sums
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -38,7 +36,7 @@ def global_norm(
     if p == 2 and any(shard.device.type != "cpu" for shard in shards):
         parts = [square_sums(shards).sum()]
     else:
-        parts = [_power_sum(run, p) for shard in shards for run in _runs(shard)]
+        parts = [_power_sum(run, p) for shard in shards for run in runs(shard)]
     # Collectives sum, so for a maximum every rank writes into an element of its own.
     total = torch.zeros(collectives.size if math.isinf(p) else 1, dtype=torch.float64)
     if parts and math.isinf(p):
@@ -51,10 +49,6 @@ def global_norm(
         beside.copy_(message[len(total) :])
     total = message[: len(total)]
     return float(total.max()) if math.isinf(p) else math.pow(float(total), 1 / p)
-
-
-def _runs(shard: Tensor) -> Iterable[Tensor]:
-    return shard.split(RUN) if shard.device.type == "cpu" else (shard,)
 
 
 def _power_sum(run: Tensor, p: float) -> Tensor:

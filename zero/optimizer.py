@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from zero.accumulation import Accumulation
-from zero.agreement import StepAgreement, agree, plain_numbers
+from zero.agreement import StepAgreement, agree
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, NodeLevels, bind_hook, make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
@@ -38,6 +38,7 @@ from zero.param_groups import (
     check_sharding,
     check_trainable,
     hyperparameters,
+    plain_numbers,
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, take_over
@@ -84,7 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
     backward returns, the gradient is the mean over all ranks, and further ones are added to it.
     At stage 0 `p.grad` is this mean, as in DDP, and `step` uses what it holds then. At stages 1 and
-    2 `p.grad` refuses any use (`zero.gradients.unavailable`): see `clip_grad_norm_`,
+    2 `p.grad` refuses any use (`zero.gradients.stages`): see `clip_grad_norm_`,
     `full_gradient` and `scale_gradients_`. One rank has `p.grad` at every stage, since nothing is
     sharded. From stage 1 on parameters become views of flat memory, so move the model first.
 
@@ -233,7 +234,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None
+    ) -> StepResult:
         """Wait for the means, clip, update, publish. Collective.
 
         A closure is run once before; it computes the loss and runs backward, the same number of

@@ -1,19 +1,21 @@
 """Parameter groups with names, and the checks on what a user passes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 Named: TypeAlias = tuple[str, Parameter]
+Place: TypeAlias = tuple[int, str]  # the number of a group, and a key of it
 
 STAGES = (0, 1, 2)
 PARTITIONS = ("element", "parameter")
+LARGEST = 64  # elements of a tensor in a group that is compared
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
@@ -88,7 +90,7 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:
 
 def _is_pair(pair: Any) -> bool:
     match pair:
-        case (str(), torch.Tensor()):
+        case (str(), Tensor()):
             return True
     return False
 
@@ -203,15 +205,30 @@ def describe_optimizer(
     `groups` are named groups, whose options take the place of those of `make`. Options other than
     numbers, strings, None and lists of them are left out.
     """
-    lines = [getattr(make.func, "__qualname__", type(make.func).__qualname__)]
-    for number, group in enumerate(groups):
-        for key, value in {**make.keywords, **hyperparameters(group)}.items():
-            plain = value.tolist() if isinstance(value, torch.Tensor) else value
-            parts = plain if isinstance(plain, tuple | list) else [plain]
+    named = list(groups)
+    numbers = plain_numbers([{**make.keywords, **hyperparameters(group)} for group in named])
+    return [
+        getattr(make.func, "__qualname__", type(make.func).__qualname__),
+        *(f"{key}={value!r} in group {place}" for (place, key), value in numbers),
+        *(f"{name} in group {place}" for place, g in enumerate(named) for name, _ in g["params"]),
+    ]
+
+
+def plain_numbers(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any]]:
+    """Yield the numbers, strings, None and lists of them in groups, with their places.
+
+    Tensors of a few elements count as the numbers in them.
+    """
+    for place, group in enumerate(groups):
+        for key, value in group.items():
+            if key == "params":
+                continue
+            plain = value
+            if isinstance(value, Tensor):
+                plain = value.tolist() if value.numel() <= LARGEST else []
+            parts = plain if isinstance(plain, list | tuple) else [plain]
             if all(part is None or isinstance(part, str | Real) for part in parts):
-                lines.append(f"{key}={plain!r} in group {number}")
-        lines += [f"{name} in group {number}" for name, _ in group["params"]]
-    return lines
+                yield (place, key), plain
 
 
 def name_parameters(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:
@@ -230,7 +247,7 @@ def name_parameters(model: nn.Module, groups: Iterable[Any] | None) -> list[dict
     named_groups = []
     for group in given:
         params = group["params"]  # torch accepts a single tensor, too
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        params = [params] if isinstance(params, Tensor) else list(params)
         params = [pair[1] if _is_pair(pair) else pair for pair in params]
         if any(parameter not in names for parameter in params):
             raise ValueError("a parameter group holds a tensor that is no parameter of the model")

@@ -27,7 +27,7 @@ from worlds import RANKS, refusal
 
 from mntrain.comm import hierarchical
 from mntrain.train.model_digest import model_digest
-from zero.gradients.unavailable import UnavailableGradient
+from zero.gradients.stages import UnavailableGradient
 
 pytestmark = pytest.mark.mpi
 

@@ -23,8 +23,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zero.kernels import runs
+
 ALIGNED_BYTES = 8  # of a code, so that its parts can be viewed as any dtype
-RUN = 1 << 16  # elements that the CPU encodes or decodes at a time, so that they stay in its cache
 BLOCK = 256
 CHUNK = 4096
 INDEX_BITS = 12  # of an index in a chunk
@@ -84,7 +85,7 @@ class BlockCode:
         end = -(-len(flat) // BLOCK) * FP32
         scales, packed = code[:end].view(torch.float32), code[end : self.nbytes(len(flat))]
         done = 0
-        for run in _runs(flat):
+        for run in runs(flat):
             for rows in _rows(run, BLOCK):
                 start, done = done, done + rows.numel()
                 places = slice(start * self._bits // 8, -(-done * self._bits // 8))
@@ -180,11 +181,6 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     rest = length - count  # torch.topk takes 8 times as long as numpy's partition
     order = magnitudes.numpy().argpartition(min(rest, length - 1))
     return torch.from_numpy(order[..., rest:])
-
-
-def _runs(flat: Tensor) -> tuple[Tensor, ...]:
-    """Return parts of a flat tensor that the CPU's cache holds; on a GPU, the whole."""
-    return flat.split(RUN) if flat.device.type == "cpu" else (flat,)
 
 
 def _rows(flat: Tensor, length: int) -> list[Tensor]:

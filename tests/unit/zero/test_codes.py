@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from zero.comm_hooks.codes import BLOCK, CHUNK, RUN, BlockCode, ChunkCode
+from zero.comm_hooks.codes import BLOCK, CHUNK, BlockCode, ChunkCode
+from zero.kernels import RUN
 
 SIZES = [1, 2, 3, 63, 255, 256, 257, 1003, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77, RUN + 301]
 CODES = [BlockCode(8), BlockCode(4), ChunkCode(64 / CHUNK), ChunkCode(0.3), ChunkCode(1.0)]

@@ -9,7 +9,8 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.norms import RUN, FiniteCheck, NonFiniteGradientError, global_norm
+from zero.kernels import RUN
+from zero.norms import FiniteCheck, NonFiniteGradientError, global_norm
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
