@@ -95,25 +95,6 @@ def tuned_anchor(
     return next(good, max(anchor, wanted))
 
 
-class CountedParts:
-    """The parts of a batch that consist of whole micro-batches: of `counts` by rank. Pure."""
-
-    def __init__(self, counts: Sequence[int], micro_batch: int) -> None:
-        self._counts = counts
-        self._bounds = tuple(accumulate((count * micro_batch for count in counts), initial=0))
-
-    @property
-    def samples(self) -> int:
-        """The number of samples of a whole batch."""
-        return self._bounds[-1]
-
-    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
-        """Return the bounds of the ranks' parts; those of an epoch's last batch are smaller."""
-        if samples == self.samples:
-            return self._bounds
-        return share_bounds(samples, len(self._counts), [float(count) for count in self._counts])
-
-
 class Cadence:
     """The plans of a job by step. Every rank holds an equal one.
 
@@ -141,7 +122,7 @@ class Cadence:
         self._target, self._max_anchor, self._tunes = target, max_anchor, tunes
         self._calibration = Calibration()
         self._communication_s: float | None = None  # of a reduction, smoothed
-        self.drawn = first  # the last step of which this rank has asked for its samples
+        self.drawn = BatchNumber(0, first)  # the last step whose bounds this rank has asked for
         speeds = hinted_speeds(size, hints or {})
         anchor = self._bounded(FIRST_ANCHOR, speeds)
         least = size if max_anchor is None else sum(micro_batch_counts(anchor, speeds))
@@ -159,13 +140,22 @@ class Cadence:
         """The plan of the last steps."""
         return self.plans[-1]
 
-    def at(self, step: int) -> StepPlan:
-        """Return the plan of a step."""
-        return self.plans[self.index(step)]
-
     def index(self, step: int) -> int:
         """Return the index in `plans` of the plan of a step."""
         return bisect(self.plans, step, key=lambda plan: plan.first) - 1
+
+    def samples(self, index: int) -> int:
+        """Return the samples of a whole batch under a plan, by its index in `plans`."""
+        return sum(self.plans[index].counts) * self.micro_batch
+
+    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
+        """Return the bounds of the ranks' parts, in the same proportion in a smaller last batch."""
+        self.drawn = max(self.drawn, batch)
+        index = self.index(batch.batch)
+        counts = self.plans[index].counts
+        if samples < self.samples(index):
+            return share_bounds(samples, len(counts), counts)
+        return tuple(accumulate((count * self.micro_batch for count in counts), initial=0))
 
     def revise(self, paces: Sequence[Pace]) -> StepPlan | None:
         """Take the paces of all ranks over an interval, and revise the plan if that is due.

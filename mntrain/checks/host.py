@@ -1,7 +1,6 @@
 """Checks of one host: its shared memory and limits, and what would end MPI_Init. Local."""
 
 import os
-import re
 import resource
 import sys
 from pathlib import Path
@@ -119,25 +118,3 @@ def locked_memory(fabrics: Path = Path("/sys/class/infiniband")) -> Finding:
     network = f"for {', '.join(devices)}" if devices else "no RDMA network needs it"
     limit = "unlimited" if soft < 0 else f"{soft / _MB:.1f} MB"
     return passed(f"ulimit -l: {limit}, {network}")
-
-
-# Flags of a CPU with instructions for a dtype, in /proc/cpuinfo: those of x86, and those of Arm.
-_INSTRUCTIONS = {
-    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
-    "fp16": {"avx512_fp16", "amx_fp16", "fphp"},
-}
-
-
-def arithmetic(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
-    """Check that this CPU has instructions for bf16 or fp16; others convert to fp32 and back."""
-    try:
-        line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:
-        line = None
-    if line is None or _INSTRUCTIONS[dtype] & set(line[1].split()):
-        return passed(f"nothing is known to make {dtype} slow on this CPU")
-    return Finding(
-        "warn",
-        f"this CPU has no instructions for {dtype}, which may take several times as long as fp32",
-        "give --train.precision fp32 on CPUs",
-    )

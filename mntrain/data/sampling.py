@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from mntrain.balance.cadence import CountedParts
+from mntrain.balance.cadence import Cadence
 from mntrain.balance.own_pace import BatchNumber
 from mntrain.balance.shares import Shares
 from mntrain.data.phase_notes import name_samples, noted
@@ -51,13 +51,8 @@ class StepSamples(Protocol):
     def seed(self) -> int:
         """The seed of the random draws of samples."""
 
-    def micro_batch_count(self, step: int, rank: int, size: int, micro_batch_size: int) -> int:
-        """Return the number of a rank's micro-batches in a step."""
-
-    def micro_batches(
-        self, step: int, rank: int, size: int, micro_batch_size: int
-    ) -> list[list[int]]:
-        """Return a rank's samples of a step, by micro-batch."""
+    def at(self, step: int) -> "SamplingPlan":
+        """Return the plan of a step."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class SamplingPlan:
     order: Sequence[int] | None = None  # of the samples in every epoch; None: shuffled
     drop_last: bool = False
     origin: Position = BEGIN
-    shares: Shares | CountedParts | None = None  # None: equal
+    shares: Shares | Cadence | None = None  # None: equal
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -86,6 +81,10 @@ class SamplingPlan:
                 f"the dataset has {self.samples} samples, fewer than a batch of {self.batch_size}, "
                 "which --data.drop-last leaves out: give a smaller --train.batch-size"
             )
+
+    def at(self, step: int) -> "SamplingPlan":
+        """Return the plan of a step, which is this one."""
+        return self
 
     @property
     def steps_per_epoch(self) -> int:
@@ -227,7 +226,7 @@ def batches(
     keys = (
         [(step, sample) for sample in samples]
         for step in steps
-        for samples in plan.micro_batches(step, *shape)
+        for samples in plan.at(step).micro_batches(step, *shape)
     )
     loader = DataLoader(
         SeededDataset(dataset, plan.seed, options),
@@ -239,7 +238,7 @@ def batches(
         generator=torch.Generator().manual_seed(mixed_seed(plan.seed, steps.start, options.rank)),
     )
     loaded = iter(loader)
-    counts = (plan.micro_batch_count(step, *shape) for step in steps)
+    counts = (plan.at(step).micro_batch_count(step, *shape) for step in steps)
     return ([next(loaded) for _ in range(count)] for count in counts)
 
 

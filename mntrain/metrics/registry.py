@@ -6,10 +6,11 @@ A new metric needs two edits: a field here, and its value in `Trainer._complete`
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.recorder.events import Recorder
@@ -50,6 +51,8 @@ class Metric:
 
 
 _PHASE = Metric("master", "s", row="phases")
+_WARMUP_STEPS = 3  # in which caches fill and compilation runs: no rate is computed from them
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -164,3 +167,26 @@ class StepTimer:
             "exposed": min(self._collectives.waited_s - self._waited_s, busy_s),
             **self._phases,
         }
+
+
+class RecentSteps(Generic[T]):
+    """A value for each of the last `most` steps; those of the warm-up, until the first other one.
+
+    `values` is empty before the first step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._steps = 0
+        self.values: deque[T] = deque(maxlen=most)
+
+    @property
+    def warm(self) -> bool:
+        """True if the values are of steps after the warm-up."""
+        return self._steps > _WARMUP_STEPS
+
+    def add(self, value: T) -> None:
+        """Add the value of the next step."""
+        self._steps += 1
+        if self._steps == _WARMUP_STEPS + 1:
+            self.values.clear()
+        self.values.append(value)

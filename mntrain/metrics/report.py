@@ -25,8 +25,14 @@ from rich.text import Text
 
 from mntrain.config import LogConfig
 from mntrain.metrics.files import try_summary
-from mntrain.metrics.recent import RecentSteps
-from mntrain.metrics.registry import METRICS, PHASES, StepRecord, count_text, short_time
+from mntrain.metrics.registry import (
+    METRICS,
+    PHASES,
+    RecentSteps,
+    StepRecord,
+    count_text,
+    short_time,
+)
 from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit, join
 from mntrain.metrics.writers import DECLARED, MetricsFiles
 from mntrain.rank_info import Place

@@ -15,9 +15,8 @@ from mntrain.metrics.files import METRICS_FILE, loss_text, open_to_append, try_s
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
-from mntrain.run.delayed import DelayedSums
 from mntrain.run.directory import RunDirectory, warn
-from mntrain.run.means import to_float, weight_problem
+from mntrain.run.means import DelayedSums, to_float, weight_problem
 from zero.optimizer import ZeroOptimizer
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64

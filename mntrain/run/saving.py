@@ -15,8 +15,8 @@ from mntrain.checkpoint.reader import checkpoint_name
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
-from mntrain.run.delayed import DelayedSums
 from mntrain.run.directory import RunDirectory, warn
+from mntrain.run.means import DelayedSums
 from zero.optimizer import ZeroOptimizer
 
 _LONG_WAIT_S = 1.0

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
-from mntrain.run.delayed import DelayedSums
+from mntrain.run.means import DelayedSums
 from zero.optimizer import ZeroOptimizer
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.

@@ -2,16 +2,82 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.own_pace import INTERVAL, BatchNumber, OwnPace, Pace
 from mntrain.balance.shares import Shares
-from mntrain.balance.stragglers import Straggler, Stragglers
 from mntrain.metrics.registry import StepTimer
 from mntrain.metrics.report import Reporter
 from mntrain.train.job_data import JobData
 from mntrain.world import World
+
+SLOW, RECOVERED = 1.5, 1.25  # times the median of the other ranks
+LASTING = 2  # intervals for which a rank must be slow, or no longer slow, to be named
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that was slow from step `since` to `until`; None: it still is."""
+
+    rank: int
+    since: int
+    ratio: float  # its seconds per sample, in medians of the other ranks, when it was named
+    phase: str  # with the largest part of the difference
+    until: int | None = None
+
+
+class Stragglers:
+    """The slow ranks of a job of `size` ranks. Every rank holds an equal one; local."""
+
+    def __init__(self, size: int) -> None:
+        self.found: list[Straggler] = []  # by the step at which they were named
+        self._intervals = [0] * size  # for which a rank's state has contradicted what was said
+
+    def update(self, step: int, by_rank: Sequence[Pace]) -> list[Straggler]:
+        """Take the ranks' paces of an interval that ends at a step; return what has changed.
+
+        A rank without samples in the interval is passed over.
+        """
+        changed = []
+        for rank, pace in enumerate(by_rank):
+            others = [other for other in by_rank if other is not pace and other.samples]
+            if not pace.samples or not others:
+                continue
+            usual = median(other.seconds / other.samples for other in others)
+            ratio = pace.seconds / pace.samples / usual if usual > 0 else 1.0
+            named = next((s for s in self.found if s.rank == rank and s.until is None), None)
+            contradicts = ratio < RECOVERED if named else ratio > SLOW
+            self._intervals[rank] = self._intervals[rank] + 1 if contradicts else 0
+            if self._intervals[rank] < LASTING:
+                continue
+            self._intervals[rank] = 0
+            began = step - LASTING * INTERVAL
+            if named:
+                latest = replace(named, until=began)
+                self.found[self.found.index(named)] = latest
+            else:
+                latest = Straggler(rank, began + 1, ratio, _slowest_phase(rank, by_rank))
+                self.found.append(latest)
+            changed.append(latest)
+        return changed
+
+
+def _slowest_phase(rank: int, by_rank: Sequence[Pace]) -> str:
+    """Return the phase in which a rank exceeds the others' median per sample by most."""
+    per_sample = [
+        {phase: seconds / pace.samples for phase, seconds in (pace.phases or {}).items()}
+        for pace in by_rank
+        if pace.samples
+    ]
+    own = {
+        phase: seconds / by_rank[rank].samples
+        for phase, seconds in (by_rank[rank].phases or {}).items()
+    }
+    usual = {phase: median(other.get(phase, 0.0) for other in per_sample) for phase in own}
+    return max(own, key=lambda phase: own[phase] - usual[phase])
 
 
 class Balancing:
@@ -59,10 +125,8 @@ class Balancing:
         self._compared = step
         if self._world.size == 1 or step % INTERVAL:
             return
-        drawn = self._shares.drawn if self._shares else BatchNumber(0, 0)
-        if self._cadence is not None:
-            drawn = BatchNumber(0, self._cadence.drawn)
-        paces = self._world.gather(self._own.take(drawn))
+        plans = self._cadence or self._shares
+        paces = self._world.gather(self._own.take(plans.drawn if plans else BatchNumber(0, 0)))
         for straggler in self._stragglers.update(step, paces):
             self._report(straggler)
         if self._shares is not None:
@@ -88,7 +152,7 @@ class Balancing:
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json: slow ranks, and the plans of shares. Local."""
         found = self._stragglers.found
-        entries: dict[str, Any] = {"stragglers": [straggler.to_json() for straggler in found]}
+        entries: dict[str, Any] = {"stragglers": [asdict(straggler) for straggler in found]}
         if self._shares is not None:
             entries["shares"] = self._revisions
         if self._cadence is not None:

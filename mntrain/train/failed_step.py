@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
@@ -33,20 +33,13 @@ def non_finite_stops(world: World, step: int) -> Iterator[None]:
         raise TrainingStoppedError(f"in step {step}, {error}", world.rank) from None
 
 
-class Interruptible(Protocol):
-    """A part of the step in which ranks communicate."""
-
-    def finish_interrupted(self) -> None:
-        """Take part in what is left of its collectives in this step. Collective."""
-
-
 class FailedStep:
     """The exception of this rank in a step, if any, and what all ranks do about one.
 
-    `communicating` are the parts of a step that communicate, in this order.
+    `communicating` take part in what is left of the collectives of a step's parts, in this order.
     """
 
-    def __init__(self, world: World, *communicating: Interruptible) -> None:
+    def __init__(self, world: World, *communicating: Callable[[], None]) -> None:
         self._world, self._communicating = world, communicating
         self._error: Exception | None = None
         self._states = random_states(world.device)
@@ -77,8 +70,8 @@ class FailedStep:
             self._error = error
             with self._told_if_late(error):
                 try:
-                    for part in self._communicating:
-                        part.finish_interrupted()
+                    for finish in self._communicating:
+                        finish()
                 except Exception:
                     raise error from None  # communication has failed, too
 

@@ -27,11 +27,10 @@ from mntrain.sync import LocalSGD
 from mntrain.train import resumption
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
-from mntrain.train.evaluation import BestMetric, EarlyStopping
+from mntrain.train.evaluation import BestMetric, EarlyStopping, check_validation
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
-from mntrain.train.sample_check import check_validation
 from mntrain.world import World
 from zero.layout import split
 

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from mntrain import tasks
 from mntrain.balance.cadence import Cadence
+from mntrain.balance.shares import CALIBRATION, Shares, hinted_speeds
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data import sampling
@@ -15,7 +16,6 @@ from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.phase_notes import name_samples
 from mntrain.data.sample_digest import detached
 from mntrain.data.streams import StreamBatches
-from mntrain.train.division import choose_cadence, choose_shares, refusal_of_balance
 from mntrain.world import World
 
 
@@ -59,7 +59,7 @@ class JobData:
         self.samples = len(cast(Sized, self._train))
         origin = _find_origin(resumed, self.samples)
         self.cadence = choose_cadence(config, world.size, self.samples, origin.step)
-        self._plan: sampling.SamplingPlan | CadenceSampling
+        self._plan: sampling.StepSamples
         if self.cadence:
             self._plan = CadenceSampling(
                 self.cadence, self.samples, seed, drop_last=drop_last, origin=origin
@@ -83,7 +83,7 @@ class JobData:
     def full_batch(self) -> int:
         """The number of samples of a step under the latest plan, unless an epoch has fewer left."""
         if self.cadence:
-            return sum(self.cadence.latest.counts) * self.cadence.micro_batch
+            return self.cadence.samples(-1)
         return self._batch_size
 
     def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
@@ -106,7 +106,7 @@ class JobData:
             return f"micro-batch {number + 1} of the training stream"
         options = self._options
         shape = options.rank, options.size, options.micro_batch_size
-        return name_samples(self._plan.micro_batches(step - 1, *shape)[number], options.data)
+        return name_samples(self._at(step).micro_batches(step - 1, *shape)[number], options.data)
 
     def validation_batches(self, name: str) -> Iterator[tuple[str, Any]]:
         """Yield this rank's micro-batches of a validation set, each with its name in errors."""
@@ -131,29 +131,32 @@ class JobData:
         valid = f"{sum(sizes.values()):,}" if sizes else "no"
         if self.stream:
             return f"data: a stream to train on, and {valid} validation samples"
-        epochs = steps / self._plan.steps_per_epoch
+        latest = self.cadence.latest.first if self.cadence else 0
+        epochs = steps / self._plan.at(latest).steps_per_epoch
         counts = f"{trained:,} training and {valid} validation samples"
         by_first_plan = " of the first plan" if self.cadence else ""
         return f"data: {counts}; {steps} steps{by_first_plan} are {epochs:.3g} epochs"
 
+    def _at(self, step: int) -> sampling.SamplingPlan:
+        return self._plan.at(step - 1)
+
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
-        return self.stream.length(step) if self.stream else self._plan.length(step - 1)
+        return self.stream.length(step) if self.stream else self._at(step).length(step - 1)
 
     def own_samples(self, step: int) -> int:
         """Return the number of samples of this rank in a step, 1 for the first."""
         if self.stream:
             return self.stream.own_length(step)
-        return self._plan.share_length(step - 1, self._options.rank, self._options.size)
+        return self._at(step).share_length(step - 1, self._options.rank, self._options.size)
 
     def batch_counts(self, step: int) -> tuple[int, ...]:
         """Return the number of micro-batches of each rank in a step, 1 for the first.
 
         Not of a stream.
         """
-        size, most = self._options.size, self._options.micro_batch_size
-        ranks = range(size)
-        return tuple(self._plan.micro_batch_count(step - 1, rank, size, most) for rank in ranks)
+        plan, size, most = self._at(step), self._options.size, self._options.micro_batch_size
+        return tuple(plan.micro_batch_count(step - 1, rank, size, most) for rank in range(size))
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the offset of the first sample after a step, 1 for the first.
@@ -162,7 +165,7 @@ class JobData:
         """
         if self.stream:
             return self.stream.settle(step)
-        _, epoch, offset = self._plan.position(step)
+        _, epoch, offset = self._plan.at(step).position(step)
         return epoch, offset
 
 
@@ -189,3 +192,96 @@ def _sized(dataset: Any, name: str, task: str) -> Dataset[Any]:
             "give a dataset with __len__ and __getitem__, or for training an IterableDataset"
         )
     return cast(Dataset[Any], dataset)
+
+
+def refusal_of_balance(config: Config, size: int, *, stream: bool) -> str:
+    """Return why so many ranks must divide work equally, and the fix; "" if they need not."""
+    batch_size, mode = config.train.batch_size, config.sync.mode
+    if stream:
+        return (
+            "the training data is an IterableDataset, whose samples are divided equally; give a "
+            "dataset with __len__ and __getitem__, or leave it out"
+        )
+    if config.balance.mode != "cadence":
+        lacking = (
+            f"--train.batch-size {batch_size} has no sample for each of the {size} ranks; give at "
+            f"least {size}"
+        )
+        return lacking if batch_size < size else ""
+    if mode != "every-step":
+        return (
+            f"--sync.mode {mode} exchanges parameters every few steps, and a cadence has one "
+            "reduction of gradients in a step; leave one of the two out"
+        )
+    if batch_size != Config().train.batch_size:
+        return (
+            f"--train.batch-size {batch_size} is not used, since a step has whole micro-batches, as"
+            " many as the speeds of ranks say; leave it out, and give --train.micro-batch-size"
+        )
+    return ""
+
+
+def most_samples(config: Config, size: int) -> int | None:
+    """Return the largest share of one of so many ranks; None if there is no limit.
+
+    At stage 2 each micro-batch is reduced by itself: there are as many as with equal shares.
+    """
+    if config.zero.stage != 2:
+        return None
+    micro = config.train.micro_batch_size
+    return -(-config.train.batch_size // size // micro) * micro
+
+
+def choose_shares(config: Config, size: int, *, stream: bool) -> Shares | None:
+    """Return the shares of ranks of unequal speed; None if they are equal, as on one rank.
+
+    They are equal at first, or follow the speeds that options state. Raises ValueError for options
+    that cannot be followed, of a cadence too, and for speeds of ranks that do not exist.
+    """
+    balance, limit = config.balance, config.balance.max_rank_grad_norm
+    if limit is not None and config.zero.stage == 2:
+        raise ValueError(
+            f"--balance.max-rank-grad-norm {limit:g}: at --zero.stage 2, ranks reduce the gradient "
+            "of each micro-batch by itself, so none has the whole of its own; give --zero.stage 1"
+        )
+    if balance.mode == "off":
+        return None
+    if refusal := refusal_of_balance(config, size, stream=stream):
+        raise ValueError(f"--balance.mode {balance.mode}: {refusal}")
+    try:
+        hinted_speeds(size, balance.speeds)
+    except ValueError as error:
+        raise ValueError(f"--balance.speed {' '.join(balance.speed)}: {error}") from None
+    if balance.mode == "cadence" or size == 1:
+        return None
+    return Shares(size, balance.speeds, most=most_samples(config, size))
+
+
+def measures_speeds(config: Config, nodes: int, done: int) -> bool:
+    """Return whether ranks compare their speeds after `done` steps, often enough to plan by them.
+
+    Nodes that do not wait for each other do so in the steps of the warm-up alone.
+    """
+    left = config.sync.warmup - done
+    return not config.sync.max_staleness or nodes == 1 or left >= CALIBRATION
+
+
+def choose_cadence(config: Config, size: int, samples: int, first: int) -> Cadence | None:
+    """Return the plans of a job with a cadence, from step `first` on, 0 for the first of a run.
+
+    None in another mode. Raises ValueError for fewer samples than a step has.
+    """
+    balance = config.balance
+    if balance.mode != "cadence":
+        return None
+    return Cadence(
+        size,
+        config.train.micro_batch_size,
+        samples,
+        first=first,
+        target=balance.overhead_target,
+        max_anchor=balance.max_anchor,
+        # At stage 2 every micro-batch is reduced by itself, whatever the anchor.
+        tunes=config.zero.stage != 2,
+        hints=balance.speeds,
+    )

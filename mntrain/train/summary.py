@@ -9,19 +9,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mntrain.checks import host
 from mntrain.checks.finding import naming
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
-from mntrain.metrics.recent import RecentSteps
-from mntrain.metrics.registry import METRICS, StepRecord
+from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
 from mntrain.recorder.recording import FILE_BYTES, recordings
 from mntrain.run.job_resources import resources
-from mntrain.train.division import measures_speeds
 from mntrain.train.job import TrainingJob
+from mntrain.train.job_data import measures_speeds
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
 
@@ -94,11 +92,6 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
             f"--sync.mode {config.sync.mode}: there is one node, so every step is synchronous"
         )
     reporter.note(f"optimizer: {job.choice}, schedule {job.schedule}")
-    dtype = config.train.precision.removesuffix("-pure")
-    if world.device.type == "cpu" and dtype != "fp32":
-        arithmetic = host.arithmetic(dtype)
-        if arithmetic.status == "warn":
-            reporter.warn(str(arithmetic))
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     if any(reasons):
         nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}

@@ -29,10 +29,9 @@ from mntrain.train.evaluation import merge_sets
 from mntrain.train.failed_step import FailedStep, non_finite_stops
 from mntrain.train.job import TrainingJob
 from mntrain.train.model_digest import compare_replicas
-from mntrain.train.part_counts import PartCounts
 from mntrain.train.resumption import to_json
 from mntrain.train.step_agreement import Flags, StepAgreement
-from mntrain.train.step_means import StepMeans
+from mntrain.train.step_means import PartCounts, StepMeans
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World, init
 from zero.collectives import Collectives
@@ -80,7 +79,9 @@ class Trainer:
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saved_config = to_json(config)
-        failed_step = FailedStep(world, self._counts, job.optimizer)
+        failed_step = FailedStep(
+            world, self._counts.finish_interrupted, job.optimizer.finish_interrupted
+        )
         self._agreement = StepAgreement(
             world,
             job,

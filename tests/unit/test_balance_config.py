@@ -5,7 +5,7 @@ import pytest
 from mntrain.balance_config import BalanceConfig
 from mntrain.config import Config, TrainConfig, ZeroConfig
 from mntrain.sync import SyncConfig
-from mntrain.train.division import (
+from mntrain.train.job_data import (
     choose_cadence,
     choose_shares,
     measures_speeds,

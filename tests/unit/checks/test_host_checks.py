@@ -124,21 +124,6 @@ def test_little_free_space_is_reported(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "line", "status"),
-    [
-        ("bf16", "flags\t\t: fpu avx2 avx512f", "warn"),
-        ("fp16", "flags\t\t: fpu avx2 amx_bf16", "warn"),
-        ("bf16", "Features\t: fp asimd bf16 i8mm", "pass"),
-        ("bf16", "model name\t: none is known", "pass"),
-    ],
-)
-def test_a_cpu_without_instructions_for_a_dtype_is_told(tmp_path, dtype, line, status):
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbogomips\t: 1\n")
-    assert host.arithmetic(dtype, tmp_path / "cpuinfo").status == status
-    assert host.arithmetic(dtype, tmp_path / "absent").status == "pass"
-
-
-@pytest.mark.parametrize(
     ("shim", "status", "words"),
     [
         (None, "pass", "keeps the others out on 1 host"),

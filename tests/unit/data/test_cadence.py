@@ -133,7 +133,7 @@ def test_a_plan_follows_the_speeds_behind_what_is_drawn():
     # 10 micro-batches of 4 samples take 40 s on rank 1, 8 % of which are communication.
     plan = cadence.revise(paces((4.0, 1.0), 3.2, drawn=14))
     assert plan == StepPlan(15, 10, (40, 10), pytest.approx(0.08))
-    assert [cadence.at(step).counts for step in (0, 14, 15, 99)] == [(10, 10)] * 2 + [(40, 10)] * 2
+    assert [cadence.index(step) for step in (0, 14, 15, 99)] == [0, 0, 1, 1]
 
 
 def test_the_communication_is_the_wait_of_the_rank_that_waits_least():
@@ -256,10 +256,11 @@ def order(samples, seed, epochs):
 def drawn(sampling, steps, size, micro_batch):
     """The samples of each step: of all ranks, in their order; parts have whole micro-batches."""
     for step in steps:
-        by_rank = [sampling.micro_batches(step, rank, size, micro_batch) for rank in range(size)]
+        plan = sampling.at(step)
+        by_rank = [plan.micro_batches(step, rank, size, micro_batch) for rank in range(size)]
         for rank, micro_batches in enumerate(by_rank):
-            assert len(micro_batches) == sampling.micro_batch_count(step, rank, size, micro_batch)
-            assert sum(map(len, micro_batches)) == sampling.share_length(step, rank, size)
+            assert len(micro_batches) == plan.micro_batch_count(step, rank, size, micro_batch)
+            assert sum(map(len, micro_batches)) == plan.share_length(step, rank, size)
         yield by_rank
 
 
@@ -274,22 +275,22 @@ def test_the_order_of_samples_is_that_of_any_run(data):
         [by_rank] = drawn(sampling, [step], size, micro_batch)
         batch = [*chain(*chain(*by_rank))]
         seen += batch
-        lengths.append(sampling.length(step))
+        lengths.append(sampling.at(step).length(step))
         assert lengths[-1] == len(batch)
-        if len(batch) == sum(cadence.at(step).counts) * micro_batch:
-            assert tuple(map(len, by_rank)) == cadence.at(step).counts
+        if len(batch) == sum(cadence.plans[cadence.index(step)].counts) * micro_batch:
+            assert tuple(map(len, by_rank)) == cadence.plans[cadence.index(step)].counts
             assert all(len(one) == micro_batch for rank in by_rank for one in rank)
         if step % INTERVAL == INTERVAL - 1:
             speeds = data.draw(st.lists(st.floats(0.2, 5), min_size=size, max_size=size))
             ahead = step + data.draw(st.integers(0, 3))
             for later in range(step, ahead + 1):
-                sampling.micro_batches(later, 0, size, micro_batch)
-            revised += cadence.revise(paces(speeds, 0.0, drawn=cadence.drawn)) is not None
+                sampling.at(later).micro_batches(later, 0, size, micro_batch)
+            revised += cadence.revise(paces(speeds, 0.0, drawn=cadence.drawn.batch)) is not None
     assert seen == order(samples, 3, len(seen) // samples + 1)[: len(seen)]
-    assert [sampling.length(step) for step in range(40)] == lengths  # earlier plans stay
+    assert [sampling.at(step).length(step) for step in range(40)] == lengths  # earlier plans stay
     assert len(cadence.plans) == 1 + revised
     for before, after in pairwise(range(40)):
-        begin, end = sampling.position(before), sampling.position(after)
+        begin, end = sampling.at(before).position(before), sampling.at(after).position(after)
         ends = (end.epoch - begin.epoch) * samples + end.offset - begin.offset
         assert ends == lengths[before]
 
@@ -300,7 +301,7 @@ def test_a_resumed_run_goes_on_at_the_next_sample():
     first = [*drawn(sampling, range(11), 2, 3)]
     cadence.revise(paces((2.0, 1.0), 0.0, drawn=10))
     first += drawn(sampling, range(11, 14), 2, 3)
-    begin = sampling.position(14)
+    begin = sampling.at(14).position(14)
     resumed = make(3, 2, 100, max_anchor=None, first=14)
     origin = Position(14, begin.epoch, begin.offset)
     rest = CadenceSampling(resumed, 100, seed=5, drop_last=False, origin=origin)
@@ -313,8 +314,9 @@ def test_the_last_batch_is_divided_in_proportion_or_left_out():
     for drop_last in (False, True):
         cadence = make(2, 2, 101, max_anchor=4, hints={1: 0.25})  # 16 and 4 micro-batches
         sampling = CadenceSampling(cadence, 101, seed=0, drop_last=drop_last, origin=BEGIN)
-        lengths = [[sampling.share_length(step, rank, 2) for rank in (0, 1)] for step in range(3)]
+        plan = sampling.at(0)
+        lengths = [[plan.share_length(step, rank, 2) for rank in (0, 1)] for step in range(3)]
         assert lengths[:2] == [[32, 8]] * 2
         assert lengths[2] == ([32, 8] if drop_last else [17, 4])
-        assert sampling.position(2) == ((2, 1, 0) if drop_last else (2, 0, 80))
-        assert sampling.steps_per_epoch == (2 if drop_last else 3)
+        assert plan.position(2) == ((2, 1, 0) if drop_last else (2, 0, 80))
+        assert plan.steps_per_epoch == (2 if drop_last else 3)

@@ -32,7 +32,7 @@ def test_a_failed_rank_that_waits_for_long_prints_its_error(world, capfd, monkey
     optimizer = Waiting()
     told = threading.Timer(0.5, optimizer.others.set)
     told.start()
-    step = FailedStep(world, optimizer)
+    step = FailedStep(world, optimizer.finish_interrupted)
     with step.caught(StepMessage()):
         raise KeyError("a bug")
     told.join()
@@ -45,13 +45,13 @@ def test_a_failed_rank_that_waits_for_long_prints_its_error(world, capfd, monkey
 def test_one_that_does_not_wait_prints_nothing(world, capfd):
     optimizer = Waiting()
     optimizer.others.set()
-    with FailedStep(world, optimizer).caught(StepMessage()):
+    with FailedStep(world, optimizer.finish_interrupted).caught(StepMessage()):
         raise KeyError("a bug")
     assert capfd.readouterr().err == ""
 
 
 def test_errors_that_all_ranks_know_are_raised_at_once(world):
-    step = FailedStep(world, Waiting())
+    step = FailedStep(world)
     with pytest.raises(AgreedError), step.caught(StepMessage()):
         raise AgreedError("of all", 0)
     assert not step.flag

@@ -9,8 +9,7 @@ from mntrain.config import Config
 from mntrain.metrics.registry import StepTimer
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.train.evaluation import merge_sets
-from mntrain.train.part_counts import PartCounts
-from mntrain.train.step_means import StepMeans
+from mntrain.train.step_means import PartCounts, StepMeans
 from zero import SingleProcessCollectives
 
 GROUP = SingleProcessCollectives()

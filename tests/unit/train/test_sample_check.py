@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 
 from mntrain.config import Config, TrainConfig
 from mntrain.tasks import Loss, Task
+from mntrain.train.evaluation import check_validation
 from mntrain.train.job_data import JobData
-from mntrain.train.sample_check import check_validation
 
 
 class Points(Task):

@@ -1,7 +1,7 @@
 """Which ranks are named as slow, and when."""
 
 from mntrain.balance.own_pace import BatchNumber, Pace
-from mntrain.balance.stragglers import Straggler, Stragglers
+from mntrain.train.balancing import Straggler, Stragglers
 
 AT = BatchNumber(0, 0)
 

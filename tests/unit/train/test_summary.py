@@ -3,7 +3,6 @@
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from reports import places, used
 from torch import nn
 
 from mntrain.balance_config import BalanceConfig
-from mntrain.checks import host
-from mntrain.checks.finding import Finding, passed
 from mntrain.comm.topology import Topology
 from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
@@ -43,14 +40,6 @@ class Recorder:
 
     def places(self, places, links):
         self.shown = places, links
-
-
-@pytest.fixture(autouse=True)
-def arithmetic(monkeypatch):
-    """What is found about the arithmetic of this CPU: nothing to warn of, unless a test says so."""
-    found = Mock(return_value=passed("a fast CPU"))
-    monkeypatch.setattr(host, "arithmetic", found)
-    return found
 
 
 def described(
@@ -140,13 +129,6 @@ def test_data_that_the_task_does_not_describe_are_described_by_their_numbers():
 def test_one_node_that_is_to_exchange_rarely_is_told_that_it_has_no_peer():
     (said,) = described(nodes=1).warnings
     assert said == "--sync.mode local-sgd: there is one node, so every step is synchronous"
-
-
-def test_a_cpu_that_is_slow_in_16_bits_is_warned_of_and_a_gpu_is_not(arithmetic):
-    arithmetic.return_value = Finding("warn", "no instructions for bf16", "give another precision")
-    assert described().warnings == [str(arithmetic.return_value)]
-    arithmetic.assert_called_once_with("bf16")
-    assert described(device="cuda").warnings == []
 
 
 @pytest.mark.parametrize(
