@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mntrain.balance.own_pace import BatchNumber, Pace
 from mntrain.balance.shares import GAIN, SMOOTHING, Calibration, hinted_speeds, share_bounds
@@ -35,15 +35,6 @@ class StepPlan(NamedTuple):
     anchor: int
     counts: tuple[int, ...]  # micro-batches, by rank
     overhead: float | None = None  # communication / computing that was measured before
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, with steps counted from 1."""
-        return {
-            "step": self.first + 1,
-            "anchor": self.anchor,
-            "batch_counts": list(self.counts),
-            "overhead": self.overhead,
-        }
 
 
 def micro_batch_counts(anchor: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -183,7 +174,6 @@ class Cadence:
         return self.latest
 
     def _bounded(self, anchor: int, speeds: Sequence[float]) -> int:
-        """Return the anchor, or the largest one that is allowed."""
         if self._max_anchor is None:
             return min(anchor, largest_anchor(speeds, self._epoch // LEAST_STEPS))
         return min(anchor, self._max_anchor or anchor)

@@ -14,7 +14,7 @@ import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -67,10 +67,7 @@ def _bounds_by_speed(
     for _ in range(-left):
         spare = (rank for rank in range(size) if counts[rank] > least)
         counts[max(spare, key=lambda r: (counts[r] / speeds[r], r))] -= 1
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return tuple(bounds)
+    return tuple(accumulate(counts, initial=0))
 
 
 def hinted_speeds(size: int, hints: Mapping[int, float]) -> tuple[float, ...]:
@@ -129,17 +126,12 @@ class Shares:
         self.size, self._most = size, most
         hinted = hinted_speeds(size, hints or {})
         self._plans = [_Plan(BatchNumber(0, 0), hinted if hints else None, (most,) * size)]
-        self._drawn = BatchNumber(0, 0)
+        self.drawn = BatchNumber(0, 0)  # the last batch whose bounds this rank has asked for
         self._calibration = Calibration()
-
-    @property
-    def drawn(self) -> BatchNumber:
-        """The last batch whose bounds this rank has asked for."""
-        return self._drawn
 
     def bounds(self, samples: int, batch: BatchNumber) -> tuple[int, ...]:
         """Return the bounds of the ranks' parts of a batch: see `share_bounds`."""
-        self._drawn = max(self._drawn, batch)
+        self.drawn = max(self.drawn, batch)
         plan = self._plans[self.plan(batch)]
         return share_bounds(samples, self.size, plan.speeds, plan.most)
 

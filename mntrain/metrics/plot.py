@@ -196,7 +196,6 @@ def draw_at_end(run_dir: Path) -> str:
 def _draw(
     paths: Sequence[Path], metrics: Sequence[str], axis: str, output: Path | None, *, log: bool
 ) -> Path:
-    """Draw metrics of runs into a file, and return its path. Raises ValueError and OSError."""
     if output is None:
         name = "-".join(metrics).replace("/", "-") + Path(PLOT_FILE).suffix
         output = paths[0] / name if len(paths) == 1 else Path(name)
@@ -292,7 +291,6 @@ def make_figure(
 def _draw_panel(
     axes: "Axes", panel: Mapping[str, Sequence[Curve | None]], colours: Sequence[Any]
 ) -> set[str]:
-    """Draw the curves of one metric, and return the styles that were used."""
     drawn: list[tuple[Curve, str, Any]] = []
     for name, by_run in panel.items():
         evaluation = name.startswith("eval_")

@@ -210,14 +210,12 @@ class Reporter:
         return [*self._missing, *try_summary(self._run_dir, summary, self._missing)]
 
     def _line(self) -> str:
-        """Return the last step, and the speed of recent ones, as one line."""
         count, *speed = self._progress()
         last = self._recent.values[-1]
         values = [(0, f"{label} {text}") for label, text in last.pairs("line")]
         return join([count, *values, *speed])
 
     def _progress(self) -> list[tuple[int, str]]:
-        """Return the step's number, and the speed of recent ones after the warm-up, as parts."""
         last = self._recent.values[-1]
         count = f"step {last.step:>{len(str(self._steps))}}/{self._steps}"
         if not self._recent.warm:
@@ -233,7 +231,6 @@ class Reporter:
         ]
 
     def _live_lines(self, width: int) -> list[Text]:
-        """Return the progress, the last step, and the shares of the recent steps' time."""
         last = self._recent.values[-1]
         progress = fit(self._progress(), width)
         values = [(_KEPT.get(n, 1), f"{n} {text}") for n, text in last.pairs("line")]
@@ -249,7 +246,6 @@ class Reporter:
         return texts
 
     def _shares(self) -> list[tuple[int, str]]:
-        """Return the phases' shares of the recent steps' time as parts."""
         records = self._recent.values
         total = sum(record.step_s for record in records) or 1.0
         shares = {
@@ -260,7 +256,6 @@ class Reporter:
         return [(_KEPT[name], f"{name} {share:.0%}") for name, share in shares.items()]
 
     def _redraw(self) -> None:
-        """Draw the live lines, at most every `_REDRAW_S` seconds."""
         if self._display_ended:
             return
         if self._live is None:
@@ -287,7 +282,6 @@ class Reporter:
         self._console.print()
 
     def _result_table(self, summary: Mapping[str, Any]) -> Table:
-        """Return the result of a run, with the metrics that are declared for the summary."""
         skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
         facts = [("steps", f"{summary['steps']} of {self._steps}{skipped}")]
         for metric in METRICS.values():
@@ -310,7 +304,6 @@ class Reporter:
 
 
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
-    """Return predicted and measured memory by role, without roles that take none on any rank."""
     table = _table("memory of a rank", "expected", "least", "median", "most", "on rank")
     for role, sizes in memory.items():
         if sizes["most"] or sizes.get("expected"):
@@ -322,7 +315,6 @@ def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def _traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the messages and bytes that all ranks sent, by level."""
     table = _table("sent", "messages", "bytes")
     for label, level in (("within nodes", "node"), ("between nodes", "cross")):
         messages = sum(rank[f"{level}_messages"] for rank in ranks)

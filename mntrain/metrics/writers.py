@@ -179,7 +179,6 @@ class MetricsFiles:
         self._outputs = {}
 
     def _copies(self, lines: Sequence[Line]) -> dict[str, Callable[[], _Output]]:
-        """Return what opens each copy of the run, whose record has these lines."""
         run_dir, log = self._run_dir, self._log
         last = max((int(line["step"]) for line in lines), default=0)
         every: dict[str, tuple[object, Callable[[], _Output]]] = {
@@ -246,8 +245,6 @@ def _reason(error: OSError | None) -> str:
 
 
 class _Record(_Output):
-    """metrics.jsonl: one line for each step."""
-
     def __init__(self, run_dir: Path) -> None:
         super().__init__(METRICS_FILE)
         self._file = open_to_append(run_dir / METRICS_FILE)
@@ -349,7 +346,6 @@ class _Events(_Output):
         self._add(self._encode(int(line["step"]), summary=self._summary(value=scalars)))
 
     def _encode(self, step: int, **content: Any) -> bytes:
-        """Return an event as the bytes of a record in the file."""
         record = io.BytesIO()
         event = self._event(wall_time=time.time(), step=step, **content)
         self._record(record).write(event.SerializeToString())
@@ -398,6 +394,5 @@ class _WandbRun(_Output):
 
 
 def _read_config(run_dir: Path) -> str:
-    """Return the text of a run's config.toml, empty if there is none."""
     path = run_dir / CONFIG_FILE
     return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -93,7 +93,6 @@ class DelayedSums:
         return {name: sums[self._prefix + name] for name in self._names}
 
     def _carrying(self) -> ZeroOptimizer | None:
-        """Return the optimizer whose next message has the sums, if there is one. Local."""
         several = [optimizer for optimizer in self._optimizers if not optimizer.closed]
         if len(several) != 1:
             return None

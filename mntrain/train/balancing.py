@@ -66,7 +66,6 @@ class Stragglers:
 
 
 def _slowest_phase(rank: int, by_rank: Sequence[Pace]) -> str:
-    """Return the phase in which a rank exceeds the others' median per sample by most."""
     per_sample = [
         {phase: seconds / pace.samples for phase, seconds in (pace.phases or {}).items()}
         for pace in by_rank
@@ -157,7 +156,15 @@ class Balancing:
             entries["shares"] = self._revisions
         if self._cadence is not None:
             plans = [plan for plan in self._cadence.plans if self._begins(plan.first)]
-            entries["cadence"] = [plan.to_json() for plan in plans]
+            entries["cadence"] = [
+                {
+                    "step": plan.first + 1,
+                    "anchor": plan.anchor,
+                    "batch_counts": list(plan.counts),
+                    "overhead": plan.overhead,
+                }
+                for plan in plans
+            ]
         return entries
 
     def _begins(self, first: int) -> bool:
@@ -168,7 +175,6 @@ class Balancing:
         return first + 1 < self._end_step
 
     def _revise(self, shares: Shares, paces: Sequence[Pace]) -> None:
-        """Revise the shares, and say so. Local; the same on all ranks."""
         samples = self._data.full_batch
         first = shares.revise(paces, samples)
         if first is None or not self._begins(first.batch):
@@ -181,7 +187,6 @@ class Balancing:
         )
 
     def _revise_cadence(self, cadence: Cadence, paces: Sequence[Pace]) -> None:
-        """Revise the numbers of micro-batches, and say so. Local; the same on all ranks."""
         plan = cadence.revise(paces)
         if plan is not None and self._begins(plan.first):
             self._reporter.note(
@@ -191,7 +196,6 @@ class Balancing:
             )
 
     def _report(self, straggler: Straggler) -> None:
-        """Warn of a rank that has become slow, or note that it no longer is. Local."""
         place = self._world.places[straggler.rank]
         name = f"rank {straggler.rank} on {place.host}"
         if straggler.until is not None:

@@ -115,17 +115,15 @@ def check_validation(
     model: nn.Module,
     data: JobData,
     name: str,
-    *,
-    floats: torch.dtype | None,
-    autocast: torch.dtype | None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
 ) -> None:
     """Compute the loss of one micro-batch of each validation set, as evaluations will. Local.
 
-    The dtypes are those of the batches' floating-point tensors
-    and of autocast, None for none. Modules and random generators are left as they were. Raises
-    ValueError for a task that fails or returns no Loss, with the error and its line; `name` is what
-    --task names the task.
+    The dtypes are those of the batches' floating-point tensors and of autocast. Modules and random
+    generators are left as they were. Raises ValueError for a task that fails or returns no Loss,
+    with the error and its line; `name` is what --task names the task.
     """
+    floats, autocast = dtypes
     on = next((p.device for p in model.parameters()), torch.device("cpu"))
     task = copy.copy(task)  # one that counts its calls, say, must not count this one
     training = {module: module.training for module in model.modules()}

@@ -76,7 +76,6 @@ def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors at a path, one at a time from safetensors files."""
     if not path.exists():
         raise ValueError(f"--init.from {path}: does not exist")
     if path.suffix in _PICKLED:
@@ -92,7 +91,6 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_files(path: Path) -> list[Path]:
-    """Return the safetensors files at a path."""
     if path.is_file():
         return [path]
     if (path / FILE).exists() or list_checkpoints(path):

@@ -71,7 +71,6 @@ class TrainingJob:
             raise
 
     def _set_up(self, world: World, config: Config) -> None:
-        """Check the input, and make the parts of the job. Collective."""
         with world.agreement():
             if world.master:
                 expect_installed(config.log)
@@ -115,10 +114,7 @@ class TrainingJob:
         self.directory.rewind(step, saves=self.saves, files=files)
 
     def _make_model(self, world: World, config: Config) -> None:
-        """Make the model, and choose what trains it and how nodes exchange. Collective.
-
-        A new run's initial weights are loaded on the master.
-        """
+        """Make the model, and choose what trains it and how nodes exchange. Collective."""
         with world.agreement():
             self.sync = choose_sync(world, config, weighted=self.data.shares is not None)
             torch.manual_seed(config.run.seed)
@@ -132,11 +128,12 @@ class TrainingJob:
             resumption.check_same_run(
                 world, self.resumed, config, self.data.samples, self.data_facts["values"]
             )
-        else:
-            self._load_initial_weights(world, config)
+        with world.agreement():
+            if not self.resumed and config.init.from_ is not None and world.master:
+                # The optimizer spreads them.
+                self.initial_weights = load_weights(self.model, config.init.from_)
 
     def _make_optimizer(self, world: World, config: Config) -> None:
-        """Make the optimizer, which compares the models; try the validation data. Collective."""
         self.optimizer = world.optimizer(
             self.model,
             self.choice.kind,
@@ -154,24 +151,10 @@ class TrainingJob:
         self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
         self.best = BestMetric(config.checkpoint.best)
         with world.agreement():
-            check_validation(
-                self.task,
-                self.model,
-                self.data,
-                config.task,
-                floats=self.precision.parameters,
-                autocast=self.precision.autocast,
-            )
-
-    def _load_initial_weights(self, world: World, config: Config) -> None:
-        """Load the weights of --init.from on the master. Collective; its optimizer spreads them."""
-        path = config.init.from_
-        with world.agreement():
-            if path is not None and world.master:
-                self.initial_weights = load_weights(self.model, path)
+            dtypes = self.precision.parameters, self.precision.autocast
+            check_validation(self.task, self.model, self.data, config.task, dtypes)
 
     def _set_up_reports(self, world: World, config: Config) -> None:
-        """Set up reports, and what follows training: speeds, schedule, metrics. Collective."""
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
         self.reporter.items = self.task.items
         steps = range(self.done + 1, self.last_step + 1)
@@ -187,13 +170,9 @@ class TrainingJob:
             objects["data"] = self.data.stream
         if self.early_stopping.enabled:
             objects["early stopping"] = self.early_stopping
+        keep = config.checkpoint.keep
         saver = checkpoint.Saver(
-            world,
-            self.model,
-            self.optimizer,
-            self.run_dir,
-            config.checkpoint.keep,
-            objects=objects,
+            world, self.model, self.optimizer, self.run_dir, keep, objects=objects
         )
         interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
         self.checkpointing = RunSaver(
@@ -220,7 +199,6 @@ class TrainingJob:
     def _load_checkpoint(
         self, world: World, resumed: FoundCheckpoint, objects: Mapping[str, Stateful]
     ) -> None:
-        """Load a checkpoint, with the states of `objects` by name. Collective."""
         self.checkpointing.continue_from(resumed)
         known = resumed.manifest.objects
         if missing := objects.keys() - known.keys() - {"early stopping"}:
@@ -248,7 +226,6 @@ class TrainingJob:
         return [name for name, value in now.items() if before.get(name, value) != value]
 
     def _warn_of_little_space(self, world: World, *, sharded: bool) -> None:
-        """Warn if a checkpoint will not fit on the disk. Collective."""
         memory, replicas = self.optimizer.expected_memory(), self.optimizer.schedule.replicas
         own = memory.state + memory.master
         nbytes = world.sum([own])[0] if sharded else own * replicas

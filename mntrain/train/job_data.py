@@ -70,7 +70,6 @@ class JobData:
             )
 
     def _add_validation_sets(self, task: tasks.Task, config: Config) -> None:
-        """Note the validation sets that have samples, and spread an evaluation over each."""
         valid = task.dataset("valid")
         for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
             label = f"validation {name}".strip()
@@ -185,7 +184,6 @@ def _find_origin(resumed: FoundCheckpoint | None, samples: int) -> sampling.Posi
 
 
 def _sized(dataset: Any, name: str, task: str) -> Dataset[Any]:
-    """Return a dataset that has a length. Raises ValueError for one without."""
     if not hasattr(dataset, "__len__"):
         raise ValueError(
             f"the {name} data of --task {task} is a {type(dataset).__name__} without a length: "

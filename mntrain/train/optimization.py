@@ -87,12 +87,9 @@ def _errors_of_task(work: str) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        outside = [
-            f
-            for f in frames
-            if f"{os.sep}torch{os.sep}" not in f.filename and f.filename != __file__
-        ]
-        where = f" ({outside[-1].filename}:{outside[-1].lineno})" if outside else ""
+        inside = f"{os.sep}torch{os.sep}"
+        own = [f for f in frames if inside not in f.filename and f.filename != __file__]
+        where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
         raise ValueError(f"{work} failed: {type(error).__name__}: {error}{where}") from error
 
 
@@ -105,7 +102,7 @@ def resolve_optimizer(
     name that is not of an optimizer or of one that cannot be used here, and for arguments that the
     class does not take.
     """
-    kind = _import_optimizer(config.name) if ":" in config.name else _torch_optimizer(config.name)
+    kind = _find_class(config.name)
     name, parameters = kind.__name__, inspect.signature(kind).parameters
     if config.weight_decay and "weight_decay" not in parameters:
         raise ValueError(
@@ -126,7 +123,14 @@ def resolve_optimizer(
     return kind, options | given
 
 
-def _torch_optimizer(name: str) -> type[Optimizer]:
+def _find_class(name: str) -> type[Optimizer]:
+    if ":" in name:
+        kind = import_class("--optim.name", name)
+        if not issubclass(kind, Optimizer):
+            raise ValueError(
+                f"--optim.name {name}: {kind.__name__} does not derive from torch.optim.Optimizer"
+            )
+        return kind
     if name == "Muon":  # torch's takes matrices only, and models have vectors too
         return Muon
     if name in UNSUPPORTED:
@@ -139,15 +143,6 @@ def _torch_optimizer(name: str) -> type[Optimizer]:
         raise ValueError(
             f"--optim.name {name}: torch.optim has no such optimizer; nearest: {', '.join(near)}; "
             'or give "package.module:Class"'
-        )
-    return kind
-
-
-def _import_optimizer(name: str) -> type[Optimizer]:
-    kind = import_class("--optim.name", name)
-    if not issubclass(kind, Optimizer):
-        raise ValueError(
-            f"--optim.name {name}: {kind.__name__} does not derive from torch.optim.Optimizer"
         )
     return kind
 

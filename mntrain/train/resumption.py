@@ -164,7 +164,6 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of options by dotted name."""
     options = {"task": config.get("task")}
     for section, values in config.items():
         if isinstance(values, Mapping):

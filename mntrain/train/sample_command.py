@@ -29,7 +29,7 @@ def run(words: Sequence[str]) -> int:
         "path",
         metavar="RUN_DIR",
         type=Path,
-        help="a run, which stands for its newest sound checkpoint, or a checkpoint",
+        help="a run, which stands for its newest checkpoint, or a checkpoint",
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue")
     parser.add_argument("--tokens", type=int, metavar="N", help="most tokens to generate")
@@ -37,7 +37,11 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, metavar="S", help="default: that of the run")
     options = parser.parse_args(words)
     try:
-        print(_printable(_sample(options)))
+        text = _sample(options)
+        # Control characters could change the terminal.
+        kept = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        encoding = sys.stdout.encoding or "utf-8"
+        print(kept.encode(encoding, "replace").decode(encoding))
     except (OSError, ValueError) as error:
         print(f"mntrain: {error}", file=sys.stderr)
         return 2
@@ -45,16 +49,15 @@ def run(words: Sequence[str]) -> int:
 
 
 def _sample(options: argparse.Namespace) -> str:
-    """Return a sample. Raises ValueError and OSError."""
     import torch
 
     from mntrain import tasks
     from mntrain.checkpoint.format import MODEL, open_tensors
-    from mntrain.checkpoint.reader import load_model
+    from mntrain.checkpoint.reader import find_sound, load_model
     from mntrain.train.job import PRECISIONS
 
     given = _given(options)
-    path = _find_checkpoint(options.path)
+    path, _ = find_sound(options.path, (MODEL,))
     config = _read_config(path.absolute().parents[1])
     task = tasks.load(config.task, config)
     precision = PRECISIONS[config.train.precision]
@@ -73,7 +76,6 @@ def _sample(options: argparse.Namespace) -> str:
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options of sampling. Raises ValueError for one out of its range."""
     given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
     if options.tokens is not None and options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: must be at least 1")
@@ -84,34 +86,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _find_checkpoint(given: Path) -> Path:
-    """Return the checkpoint at a path, or a run's newest one whose model is sound.
-
-    Damaged ones that are newer are named on stderr. Raises ValueError if there is none.
-    """
-    from mntrain.checkpoint.format import FILE, MODEL
-    from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
-
-    paths = [given] if (given / FILE).exists() else list_checkpoints(given)
-    if not paths:
-        raise ValueError(
-            f"{given}: neither a checkpoint nor a run that has one: run with --checkpoint.every"
-        )
-    problems = []
-    for path in paths:
-        try:
-            verify(path, inspect(path), (MODEL,))
-        except (OSError, ValueError) as error:
-            problems.append(f"{path.name}: {error}")
-            continue
-        for problem in problems:
-            print(f"mntrain: passed over {problem}", file=sys.stderr)
-        return path
-    raise ValueError(f"no checkpoint of {given} is sound: {'; '.join(problems)}")
-
-
 def _read_config(run_dir: Path) -> "Config":
-    """Return the configuration of a run. Raises ValueError if it has none."""
     from mntrain import cli
     from mntrain.metrics.files import CONFIG_FILE
 
@@ -127,7 +102,6 @@ def _read_config(run_dir: Path) -> "Config":
 
 
 def _arguments(task: "Task", prompt: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given arguments of a task's sample(). Raises ValueError if it lacks one."""
     parameters = inspect.signature(task.sample).parameters
     arguments = {**({"prompt": prompt} if prompt else {}), **given}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -138,10 +112,3 @@ def _arguments(task: "Task", prompt: str, given: dict[str, Any]) -> dict[str, An
                 "the option out"
             )
     return arguments
-
-
-def _printable(text: str) -> str:
-    """Return a text that stdout can encode, without control characters."""
-    kept = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-    encoding = sys.stdout.encoding or "utf-8"
-    return kept.encode(encoding, "replace").decode(encoding)

@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from mntrain.comm.engine import Future
 from mntrain.errors import TrainingStoppedError
@@ -28,13 +27,6 @@ from zero.norms import NonFiniteReplicaError
 from zero.step_message import StepMessage
 
 Flags = Mapping[str, Callable[[], float]]  # of this rank, under the same names on all
-
-
-class _Round(NamedTuple):
-    """The flags of a round, on their way."""
-
-    flags: Future[list[Mapping[str, float]]]  # by rank
-    saves: int  # `RunSaver.progress` when they were sent
 
 
 class StepAgreement:
@@ -62,7 +54,8 @@ class StepAgreement:
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step; alone, its node waits for no other
-        self._rounds = deque[_Round]()
+        # Flags of all ranks on their way, and `RunSaver.progress` when they were sent.
+        self._rounds = deque[tuple[Future[list[Mapping[str, float]]], int]]()
         self._group: Collectives = world.collectives  # the ranks of the means
         self._ranks: tuple[int, ...] = ()  # of a node that is alone
         self._node_samples = 0.0
@@ -161,18 +154,18 @@ class StepAgreement:
         if sync is None or not self._ends_round:
             return
         gathered = self._world.gather_later(self._own_flags())
-        self._rounds.append(_Round(gathered, self._job.checkpointing.progress))
+        self._rounds.append((gathered, self._job.checkpointing.progress))
         if len(self._rounds) > sync.max_staleness:
-            oldest = self._rounds.popleft()
-            self.flags = _sums(oldest.flags.wait())
-            if oldest.saves != self._job.checkpointing.progress:  # of another save
+            sent, saves = self._rounds.popleft()
+            self.flags = _sums(sent.wait())
+            if saves != self._job.checkpointing.progress:  # of another save
                 self.flags |= dict.fromkeys(self._job.checkpointing.local_flags(), 0.0)
 
     def meet(self) -> None:
         """Let the flags count that ranks have now, after a step without a wait. Collective."""
         if self._alone:
-            for sent in self._rounds:
-                sent.flags.wait()
+            for sent, _ in self._rounds:
+                sent.wait()
             self._rounds.clear()
             self.flags = _sums(self._world.gather(self._own_flags()))
 

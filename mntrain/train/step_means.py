@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,7 +114,6 @@ class NamedTotals:
     def _learn(
         self, ranks: Sequence[int], by_rank: Iterable[Mapping[str, Kind]], where: str
     ) -> None:
-        """Add the names of all ranks to those that this rank knows."""
         kinds = dict(self._known[ranks])
         for own in by_rank:
             for name, kind in own.items():
@@ -302,15 +301,12 @@ class PartCounts:
             self._finish()
 
     def _launch(self) -> None:
-        self._group, self._message = (
-            self._choose_group().named("counts of the losses"),
-            StepMessage(),
-        )
+        self._group = self._choose_group().named("counts of the losses")
+        self._message = StepMessage()
         self._sums.put(self._message, ())
         self._message.send(self._group)
 
     def _finish(self) -> dict[str, float]:
-        """Return the sums over ranks of the step's counts, by name. Collective."""
         if self._totals is None:
             if self._message is None:
                 raise RuntimeError("the counts of this step were not started")
@@ -320,19 +316,17 @@ class PartCounts:
         return self._totals
 
     def _checked_counts(self, counts: object) -> Mapping[str, int]:
-        right = isinstance(counts, Mapping) and all(
+        if isinstance(counts, Mapping) and all(
             isinstance(name, str) and isinstance(count, Integral) and int(count) >= 0
             for name, count in counts.items()
+        ):
+            return counts
+        raise TypeError(
+            f"counts() of --task {self._name} returned {counts!r}: return a dictionary of the "
+            "number of items, an int, by the name of each part"
         )
-        if not right:
-            raise TypeError(
-                f"counts() of --task {self._name} returned {counts!r}: return a dictionary of the "
-                "number of items, an int, by the name of each part"
-            )
-        return cast(Mapping[str, int], counts)
 
     def _compare(self, said: Mapping[str, int], loss: Losses) -> None:
-        """Raise ValueError if the counts of a micro-batch are not those that ranks have summed."""
         found = {name: part.count for name, part in loss.parts.items()}
         for name in sorted(said.keys() | found.keys()):
             expected, count = said.get(name, 0), found.get(name, 0)

@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,7 +15,6 @@ from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
-from mntrain.recorder.recording import FILE_BYTES, recordings
 from mntrain.run.job_resources import resources
 from mntrain.train.job import TrainingJob
 from mntrain.train.job_data import measures_speeds
@@ -25,7 +23,6 @@ from mntrain.world import World
 
 _SLOW_LINK = 0.5  # of the fastest node's, below which a link is named
 _HOSTS = 3  # that the text about slow links names
-_MANY_RANKS = 128  # whose recordings a shared file system may feel
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
 # sparsity) and, for the RTX 4090, its white paper.
@@ -76,13 +73,10 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     _describe_model_and_data(config, job)
     where = f"{world.topology}, {world.algorithm}"
     reporter.note(f"{where}, {library.name} (thread level {library.threads})")
-    facts = {
-        "transport": world.transport_line,
-        "kernels": world.kernels.why if world.device.type == "cuda" else "",
-    }
-    for name, fact in facts.items():
-        if fact:
-            reporter.note(f"{name}: {fact}")
+    if world.transport_line:
+        reporter.note(f"transport: {world.transport_line}")
+    if world.device.type == "cuda" and world.kernels.why:
+        reporter.note(f"kernels: {world.kernels.why}")
     sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
     if job.sync:
@@ -104,8 +98,6 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     if slow := slow_links(job.links, world.places):
         reporter.warn(slow)
     _describe_balance(world, config, job)
-    if line := describe_recordings(world.size, job.run_dir, config.run.recorder):
-        reporter.note(line)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
     _describe_resumption(config, job)
@@ -115,24 +107,13 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
         )
 
 
-def describe_recordings(ranks: int, run_dir: Path, local: Path | None) -> str:
-    """Return where a large job records events on a file system that nodes share, or ""."""
-    if local is not None or ranks < _MANY_RANKS:
-        return ""
-    return (
-        f"recordings for autopsy: {ranks:,} files of {FILE_BYTES / 1e6:.2f} MB in "
-        f"{recordings(run_dir)}; --run.recorder with a folder on local disks spares a shared file "
-        "system"
-    )
-
-
 def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
-    """Show the size of the model, what weights it begins with, and the data. Local."""
     reporter = job.reporter
-    count = sum(parameter.numel() for parameter in job.model.parameters())
-    fixed = sum(p.numel() for p in job.model.parameters() if not p.requires_grad)
-    frozen = f", of which {_number(fixed)} are frozen" if fixed else ""
-    reporter.note(f"{config.task}: {_number(count)} parameters{frozen}", "bold")
+    counts = [sum(p.numel() for p in job.model.parameters())]
+    counts += [sum(p.numel() for p in job.model.parameters() if not p.requires_grad)]
+    size, fixed = (f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count:,}" for count in counts)
+    frozen = f", of which {fixed} are frozen" if counts[1] else ""
+    reporter.note(f"{config.task}: {size} parameters{frozen}", "bold")
     if weights := job.initial_weights:
         reporter.note(f"weights: {weights}")
         for problem in weights.problems():
@@ -142,12 +123,7 @@ def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
         reporter.note(line)
 
 
-def _number(count: int) -> str:
-    return f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count:,}"
-
-
 def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:
-    """Show the first plan of a cadence, and warn where balancing gains little. Local."""
     cadence, shares = job.data.cadence, job.data.shares
     if cadence:
         counts = ", ".join(map(str, cadence.latest.counts))
@@ -191,7 +167,6 @@ def slow_links(links: Sequence[float], places: Sequence[Place]) -> str:
 
 
 def _describe_resumption(config: Config, job: TrainingJob) -> None:
-    """Show where a resumed run continues, and what has changed. Local."""
     reporter, resumed = job.reporter, job.resumed
     if resumed is None:
         return
@@ -224,12 +199,9 @@ def resume_command(world: World, config: Config, job: TrainingJob) -> str:
     words = [launcher, "-n", str(world.size)] if world.size > 1 else []
     words += ["python", "-m", "mntrain", "--config", str(job.run_dir / CONFIG_FILE)]
     words += ["--run.dir", str(job.run_dir)]
-    if config.run.resume != "auto":
-        words += ["--run.resume", "auto"]
-    if config.run.stop_after is not None:
-        words += ["--run.stop-after", "none"]
-    if config.run.max_minutes is not None:
-        words += ["--run.max-minutes", "none"]
+    words += ["--run.resume", "auto"] if config.run.resume != "auto" else []
+    words += ["--run.stop-after", "none"] if config.run.stop_after is not None else []
+    words += ["--run.max-minutes", "none"] if config.run.max_minutes is not None else []
     return shlex.join(words)
 
 

@@ -145,7 +145,6 @@ class Trainer:
             self._reporter.note(textwrap.indent(sample, "  "))
 
     def _train(self) -> None:
-        """Take steps until the job is to end. Collective."""
         result = self._result
         for step in count(self._job.done + 1):
             start = time.perf_counter()
@@ -157,12 +156,11 @@ class Trainer:
                 if result.status != "running":
                     self._signals.agreed()
                     return
-                saving, flags = (
-                    self._world.recorder.phase("checkpoint", step),
-                    self._agreement.flags,
-                )
+                saving = self._world.recorder.phase("checkpoint", step)
                 with saving, non_finite_stops(self._world, step):
-                    self._job.checkpointing.after_step(self._progress(record), flags)
+                    self._job.checkpointing.after_step(
+                        self._progress(record), self._agreement.flags
+                    )
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
@@ -209,7 +207,6 @@ class Trainer:
             self._reporter.warn(str(error))
 
     def _save_before_error(self) -> None:
-        """Save, if wanted, before an exception ends the job. Collective."""
         if error := self._save_last(wanted=self._job.saves):
             self._reporter.warn(str(error))
 
@@ -243,10 +240,6 @@ class Trainer:
     def _complete(
         self, step: int, lr: float, update: StepResult, times: Mapping[str, Any]
     ) -> StepRecord:
-        """Count a step, warn if it was not finite, and return its record. Local.
-
-        `times` are by field of `StepRecord`.
-        """
         job, means, items = self._job, self._agreement.means, self._agreement.items(step)
         if means.nonfinite:
             self._reporter.warn(f"in step {step}, the loss is {means.nonfinite}")
@@ -272,10 +265,9 @@ class Trainer:
         )
 
     def _report(self, record: StepRecord) -> None:
-        """Report a step, and show it to the task. Local."""
         self._result.last = record
         self._reporter.step(record)
-        self._ask_task(self._job.task.on_step(record))
+        self._asked_to_stop = self._job.task.on_step(record) or self._asked_to_stop
 
     def _forward_backward(self, step: int, micro_batches: Sequence[Any], timer: StepTimer) -> None:
         """Accumulate gradients and means over micro-batches. Collective.
@@ -323,7 +315,6 @@ class Trainer:
         return self._job.deadline.near(longest_s, self._job.checkpointing.longest_s)
 
     def _update(self, step: int) -> StepResult:
-        """Update the parameters and the learning rate, and clear the gradients. Collective."""
         update = self._optimizer.step()
         if step == self._config.train.steps:
             self._optimizer.exchange()
@@ -343,13 +334,11 @@ class Trainer:
         )
 
     def _evaluates(self, step: int) -> bool:
-        """Return whether there is an evaluation after a step."""
         train = self._config.train
         due = step == train.steps or _due(train.eval_every, step)
         return due and bool(self._job.data.validation_sets)
 
     def _check_and_evaluate(self, record: StepRecord) -> StepRecord:
-        """Compare the replicas and evaluate, if due after this step. Collective."""
         if _due(self._config.train.check_every, record.step):
             self._optimizer.wait_for_parameters()
             groups = None if self._optimizer.in_sync else self._world.topology.nodes
@@ -364,14 +353,10 @@ class Trainer:
         try:
             score = self._job.best.score(record)
         except ValueError as error:
-            raise self._stopped(str(error)) from None
+            raise TrainingStoppedError(str(error), self._world.rank) from None
         self._result.reason = self._job.early_stopping.after_evaluation(score)
-        self._ask_task(self._job.task.on_evaluation(record))
+        self._asked_to_stop = self._job.task.on_evaluation(record) or self._asked_to_stop
         return record
-
-    def _ask_task(self, answer: str | None) -> None:
-        """Note why the task wants the run to stop, if it does: all ranks learn it in a step."""
-        self._asked_to_stop = answer or self._asked_to_stop
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, dict[str, float]]:
@@ -388,7 +373,8 @@ class Trainer:
             where = f"in evaluation of {name}" if name else "in evaluation"
             means = self._means.reduce(self._world.collectives, where)
             if means.nonfinite:
-                raise self._stopped(f"{where}, the loss is {means.nonfinite}")
+                reason = f"{where}, the loss is {means.nonfinite}"
+                raise TrainingStoppedError(reason, self._world.rank)
             with noted(self._world.rank, f"metrics {where}"):
                 metrics = self._job.task.derive(means.loss, means.metrics)
             by_set[name] = replace(means, metrics=metrics)
@@ -401,7 +387,6 @@ class Trainer:
         return self._world.collectives if whole else self._world.node_collectives
 
     def _status(self, step: int) -> str:
-        """Return the status of the job after a step, "running" if it goes on."""
         flags = self._agreement.flags
         if step == self._config.train.steps:
             return "completed"
@@ -415,9 +400,6 @@ class Trainer:
         if flags["preempted"]:
             return "preempted"
         return "interrupted" if flags["interrupted"] else "running"
-
-    def _stopped(self, reason: str) -> TrainingStoppedError:
-        return TrainingStoppedError(reason, self._world.rank)
 
 
 @contextmanager

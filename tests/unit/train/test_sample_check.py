@@ -79,7 +79,7 @@ def check(kind, micro_batch_size=2):
     data = JobData(world, config, task, None)
     torch.set_rng_state(state)
     try:
-        check_validation(task, model, data, config.task, floats=None, autocast=None)
+        check_validation(task, model, data, config.task, (None, None))
     finally:
         assert task.calls == 0
         assert torch.equal(torch.get_rng_state(), state)

@@ -80,12 +80,8 @@ def test_options_and_a_checkpoint_can_be_given(run_dir, capsys):
     with (last / "model.safetensors").open("r+b") as file:
         file.seek(-5, 2)
         file.write(b"wrong")
-    assert main(["sample", str(run_dir), "--tokens", "20"]) == 0
-    out, err = capsys.readouterr()
-    assert out == sampled(first)
-    assert "passed over step-00000006: model.safetensors is damaged" in err
-    assert main(["sample", str(last)]) == 2
-    assert "is sound: step-00000006: model.safetensors is damaged" in capsys.readouterr().err
+    assert main(["sample", str(run_dir)]) == 2
+    assert "step-00000006: model.safetensors is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from mntrain.sync import SyncConfig
 from mntrain.train.summary import (
     JobResult,
     describe_job,
-    describe_recordings,
     peak_flops,
     resume_command,
     slow_links,
@@ -308,15 +307,6 @@ def test_a_node_with_a_slow_link_is_warned_of():
     assert described().warnings == []
     [said] = described(links=(1e8, 1e7)).warnings
     assert said.startswith("the link of node 1 (n1) carries 10 MB/s")
-
-
-def test_a_large_job_says_where_it_records():
-    run = Path("run")
-    assert describe_recordings(127, run, None) == ""
-    assert describe_recordings(1024, run, Path("/local")) == ""
-    assert describe_recordings(1024, run, None).startswith(
-        "recordings for autopsy: 1,024 files of 0.26 MB in run/recorder; --run.recorder with"
-    )
 
 
 @pytest.mark.parametrize(
