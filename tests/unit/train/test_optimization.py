@@ -4,7 +4,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain.config import Config, OptimConfig
 from mntrain.optim import Muon
@@ -51,12 +50,6 @@ class Plain(Task):
 
     def schedule(self, optimizer):
         return self.scheduled
-
-
-def factors(steps, warmup, least=0.1, **options):
-    config = OptimConfig(warmup_steps=warmup, min_lr_fraction=least, **options)
-    factor = lr_factor(config, steps)
-    return [factor(done) for done in range(steps)]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam"])
@@ -183,51 +176,39 @@ def test_muon_gets_the_matrices_of_the_layers_and_its_options():
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.3, 0.0]
 
 
-def test_the_warm_up_is_linear_and_ends_at_the_highest():
-    assert factors(steps=20, warmup=4)[:4] == [0.25, 0.5, 0.75, 1.0]
+HALF = math.sqrt(0.5)
 
 
-def test_the_cosine_starts_at_the_highest_and_ends_at_the_least():
-    # Five steps of cosine: angles of 0, 45, 90, 135 and 180 degrees.
-    half = math.sqrt(0.5)
-    cosines = [1.0, half, 0.0, -half, -1.0]
-    expected = [0.1 + 0.9 * (1 + cosine) / 2 for cosine in cosines]
-    assert factors(steps=7, warmup=2)[2:] == pytest.approx(expected)
-
-
-def test_without_a_warm_up_the_first_step_is_the_highest():
-    assert factors(steps=3, warmup=0, least=0.0) == pytest.approx([1.0, 0.5, 0.0])
-
-
-def test_a_least_fraction_of_one_keeps_the_rate():
-    assert factors(steps=5, warmup=0, least=1.0) == [1.0] * 5
-
-
-@pytest.mark.parametrize("warmup", [3, 7])
-def test_a_warm_up_as_long_as_training_or_longer_is_all_there_is(warmup):
-    assert factors(steps=3, warmup=warmup) == [(step + 1) / warmup for step in range(3)]
-
-
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 1)])
-def test_a_single_step_of_cosine_is_the_highest(steps, warmup):
-    assert factors(steps, warmup)[-1] == 1.0
-
-
-def test_after_the_last_step_the_rate_stays_at_the_least():
-    factor = lr_factor(OptimConfig(warmup_steps=1, min_lr_fraction=0.2), 5)
-    assert [factor(done) for done in (4, 5, 50)] == pytest.approx([0.2] * 3)
-
-
-def test_a_scheduler_of_torch_takes_the_factor():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
-    config = OptimConfig(warmup_steps=2, min_lr_fraction=0.0)
-    scheduler = LambdaLR(optimizer, lr_factor(config, 5))
-    rates = []
-    for _ in range(5):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
+@pytest.mark.parametrize(
+    ("steps", "warmup", "least", "options", "expected"),
+    [
+        (20, 4, 0.1, {}, [0.25, 0.5, 0.75, 1]),
+        # Five steps of cosine: angles of 0, 45, 90, 135 and 180 degrees.
+        (7, 2, 0, {}, [0.5, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0]),
+        (5, 1, 0.2, {}, [1, 1, 0.8, 0.4, 0.2, 0.2, 0.2]),  # also after the last step
+        (3, 0, 0, {}, [1, 0.5, 0]),
+        (5, 0, 1, {}, [1] * 5),
+        (3, 3, 0.1, {}, [1 / 3, 2 / 3, 1]),  # a warm-up as long as training
+        (3, 7, 0.1, {}, [1 / 7, 2 / 7, 3 / 7]),
+        (1, 0, 0.1, {}, [1]),
+        (2, 1, 0.1, {}, [1, 1]),
+        (6, 2, 0.1, {"schedule": "constant"}, [0.5, 1, 1, 1, 1, 1]),
+        (7, 2, 0.2, {"schedule": "linear"}, [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        (
+            10,
+            2,
+            0,
+            {"schedule": "wsd", "decay_fraction": 0.4},
+            [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0],
+        ),
+        # The decay is to begin before the warm-up ends.
+        (6, 3, 0, {"schedule": "wsd", "decay_fraction": 1.0}, [1 / 3, 2 / 3, 1, 1, 0.5, 0]),
+    ],
+)
+def test_a_schedule_is_a_function_of_the_completed_steps(steps, warmup, least, options, expected):
+    config = OptimConfig(warmup_steps=warmup, min_lr_fraction=least, **options)
+    factor = lr_factor(config, steps)
+    assert [factor(done) for done in range(len(expected))] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -235,25 +216,6 @@ def test_what_cannot_train_here_is_refused_by_name_with_the_reason(name):
     config = OptimConfig(name=name)
     with pytest.raises(ValueError, match=f"--optim.name {name}: .*; choose another"):
         resolve_optimizer(config, CPU)
-
-
-def test_a_constant_schedule_keeps_the_rate_after_the_warm_up():
-    assert factors(steps=6, warmup=2, schedule="constant") == [0.5, 1, 1, 1, 1, 1]
-
-
-def test_a_linear_schedule_falls_by_equal_parts_to_the_least():
-    rates = factors(steps=7, warmup=2, least=0.2, schedule="linear")
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_wsd_is_constant_and_decays_linearly_over_the_last_part():
-    rates = factors(steps=10, warmup=2, least=0.0, schedule="wsd", decay_fraction=0.4)
-    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
-
-
-def test_wsd_decays_after_a_warm_up_that_takes_longer_than_the_rest():
-    rates = factors(steps=6, warmup=3, least=0.0, schedule="wsd", decay_fraction=1.0)
-    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 0.5, 0])
 
 
 class Slower(torch.optim.SGD):
@@ -357,7 +319,8 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
             schedule.after_step()
         return found
 
-    whole = rates(0, 9)
+    whole, factor = rates(0, 9), lr_factor(OptimConfig(warmup_steps=2), 9)
+    assert whole == pytest.approx([2.0 * factor(done) for done in range(9)])
     assert len(set(whole)) == 8  # the end of the warm-up is the peak of the cosine
     assert whole[4:] == rates(4, 5)
 
