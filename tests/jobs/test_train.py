@@ -12,7 +12,6 @@ from job import (
     metrics,
     summary,
     train,
-    write_corpus,
 )
 from launch import mpirun
 
@@ -65,13 +64,6 @@ def test_a_run_needs_no_validation(tmp_path):
     assert (summary(tmp_path)["status"], summary(tmp_path)["eval_loss"]) == ("completed", None)
 
 
-@pytest.mark.exhaustive
-def test_the_model_learns(tmp_path):
-    completed(train(2, tmp_path, "--train.steps", "40", "--data.workers", "1"))
-    values = losses(tmp_path)
-    assert values[-2] < 0.75 * values[0]
-
-
 @pytest.mark.thorough
 def test_the_resolved_configuration_runs_again_the_same_bit_for_bit(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
@@ -118,13 +110,3 @@ def test_a_loop_of_ones_own():
     values = [float(line.split()[3]) for line in result.stdout.splitlines() if "loss" in line]
     assert len(values) == 20
     assert values[-1] < 0.1 * values[0]
-
-
-@pytest.mark.thorough
-def test_without_a_run_directory_one_is_made_from_the_date(tmp_path):
-    corpus = write_corpus(tmp_path)
-    command = [sys.executable, "-m", "mntrain", "--data.path", str(corpus), "--train.steps", "1"]
-    command += ["--model.context", "32", "--train.eval-samples", "2"]
-    completed(mpirun(2, command, timeout=100, cwd=tmp_path))
-    [run] = (tmp_path / "runs").iterdir()
-    assert (run / "summary.json").exists()

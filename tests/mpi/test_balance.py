@@ -46,40 +46,50 @@ def train(batches, model, optimizer, cost=0.0, meet=None):
     return sizes
 
 
+def expect_close(model, other, rtol=1e-4, atol=1e-5):
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=rtol, atol=atol)
+
+
+@pytest.fixture
+def cost(world):
+    """The seconds that a sample takes on this rank: many on the last one."""
+    return 0.01 if world.rank == world.size - 1 else 0.0
+
+
+def expect_fewer(world, samples):
+    """The last rank has fewer samples than any other."""
+    by_rank = world.gather(samples)
+    assert world.size == 1 or by_rank[-1] < min(by_rank[:-1])
+
+
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.thorough), 2])
-def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage):
+def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, cost, stage):
     alone, reference = make_model(), make_loader()
     whole = [batch for _ in range(EPOCHS) for batch in ordered(world, reference)]
     train(whole, alone, torch.optim.SGD(alone.parameters(), lr=0.05))
     model = make_model()
     optimizer = make(model, torch.optim.SGD, lr=0.05, stage=stage)
-    slow = world.rank == world.size - 1
     batches = world.shard(make_loader(), balance=True)
-    sizes = [
-        size
-        for _ in range(EPOCHS)
-        for size in train(batches, model, optimizer, cost=0.01 if slow else 0.0)
-    ]
+    sizes = [n for _ in range(EPOCHS) for n in train(batches, model, optimizer, cost)]
     by_rank = world.gather(sizes)
     assert [sum(row) for row in zip(*by_rank, strict=True)] == [BATCH] * len(whole)
     if world.size > 1:
         assert by_rank[-1][0] == BATCH // world.size
-        assert by_rank[-1][-1] < min(sizes[-1] for sizes in by_rank[:-1])
-    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+    expect_fewer(world, sizes[-1])
+    expect_close(model, alone)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_an_accumulation_over_two_plans_is_exact(world, make, weighted):
+def test_an_accumulation_over_two_plans_is_exact(world, make, cost, weighted):
     alone, reference = make_model(), make_loader()
     whole = ordered(world, reference)
     plain = torch.optim.SGD(alone.parameters(), lr=0.05)
     model = make_model()
     optimizer = make(model, torch.optim.SGD, lr=0.05)
-    slow = world.rank == world.size - 1
     batches = world.shard(make_loader(), balance=True)
     for number, (x, y) in enumerate(batches):
-        time.sleep(0.01 * len(x) if slow else 0.0)
+        time.sleep(cost * len(x))
         last = number % 4 == 3
         with contextlib.nullcontext() if last else optimizer.no_sync():
             loss = nn.functional.mse_loss(model(x), y)
@@ -90,52 +100,38 @@ def test_an_accumulation_over_two_plans_is_exact(world, make, weighted):
     for four in zip(*[iter(whole)] * 4, strict=False):
         x, y = (torch.cat(column) for column in zip(*four, strict=True))
         train([(x, y)], alone, plain)
-    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+    expect_close(model, alone)
     optimizer.zero_grad()
     optimizer.forget_batches()
 
 
 @pytest.mark.parametrize("data", ["one", "new", "short"])
-def test_speeds_are_kept_for_a_shard_of_each_epoch(world, make, data):
+def test_speeds_are_kept_for_a_shard_of_each_epoch(world, make, cost, data):
     """Also if an epoch has a dataset of its own, or too few batches to measure speeds in it."""
     model, same = make_model(), make_loader()
     optimizer = make(model, torch.optim.SGD, lr=0.05)
-    slow = world.rank == world.size - 1
     epochs = []
     for _ in range(5 if data == "short" else 2):
         short = [tuple(batch) for batch in same][:3]
         loader = {"one": same, "new": make_loader(), "short": short}[data]
         parts = world.shard(loader, balance=True)
-        epochs.append(train(parts, model, optimizer, cost=0.01 if slow else 0.0))
-    first = world.gather(epochs[-1][0])
-    if world.size > 1:
-        assert first[-1] < min(first[:-1])
+        epochs.append(train(parts, model, optimizer, cost))
+    expect_fewer(world, epochs[-1][0])
 
 
 @pytest.mark.parametrize("meeting", ["barrier", "sum", "agreement"])
-def test_waits_for_a_slow_rank_are_not_a_ranks_own_time(world, make, meeting):
+def test_waits_for_a_slow_rank_are_not_a_ranks_own_time(world, make, cost, meeting):
     """Otherwise all ranks would seem to be as slow as the slowest one."""
     model = make_model()
     optimizer = make(model, torch.optim.SGD, lr=0.05)
-    slow = world.rank == world.size - 1
 
     def agree():
         with world.agreement():
             pass
 
-    given = {"sum": ([1.0],)}
-    call = agree if meeting == "agreement" else getattr(world, meeting)
+    meet = {"agreement": agree, "barrier": world.barrier, "sum": lambda: world.sum([1.0])}[meeting]
     batches = world.shard(make_loader(), balance=True)
-    sizes = train(
-        batches,
-        model,
-        optimizer,
-        cost=0.01 if slow else 0.0,
-        meet=lambda: call(*given.get(meeting, ())),
-    )
-    last = world.gather(sizes[-1])
-    assert world.size == 1 or last[-1] < min(last[:-1])
+    expect_fewer(world, train(batches, model, optimizer, cost, meet)[-1])
 
 
 def ordered(world, loader):
@@ -198,24 +194,21 @@ class Adversaries:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_several_optimizers_weigh_the_same_parts(world, make, stage):
+def test_several_optimizers_weigh_the_same_parts(world, make, cost, stage):
     reference = make_loader()
     alone = Adversaries(lambda model: torch.optim.SGD(model.parameters(), lr=0.2))
     for _ in range(EPOCHS):
         alone.train(ordered(world, reference))
     ours = Adversaries(lambda model: make(model, torch.optim.SGD, lr=0.2, stage=stage))
-    slow = world.rank == world.size - 1
     batches = world.shard(make_loader(), balance=True)
-    sizes = [n for _ in range(EPOCHS) for n in ours.train(batches, 0.01 if slow else 0.0)]
-    last = [of_rank[-1] for of_rank in world.gather(sizes)]
-    assert world.size == 1 or last[-1] < min(last[:-1])
+    sizes = [n for _ in range(EPOCHS) for n in ours.train(batches, cost)]
+    expect_fewer(world, sizes[-1])
     for model, other in ((ours.judge, alone.judge), (ours.generator, alone.generator)):
-        for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-9)
+        expect_close(model, other, 1e-9, 1e-9)
 
 
 @pytest.mark.parametrize("second", [True, False])
-def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
+def test_two_loaders_at_a_time_need_stated_weights(world, make, cost, second):
     """Otherwise ranks whose parts happen to be equal would go on, and others fail."""
     reference, other = make_loader(), make_loader()
     alone = make_model()
@@ -225,10 +218,10 @@ def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
         plain.step()
         plain.zero_grad()
     model = make_model()
-    first, last = make(model, torch.optim.SGD, lr=0.05), world.rank == world.size - 1
+    first = make(model, torch.optim.SGD, lr=0.05)
     loaders = world.shard(make_loader(), balance=True), world.shard(make_loader(), balance=second)
     for number, ((x, y), (z, _)) in enumerate(zip(*loaders, strict=True)):
-        time.sleep(0.01 * len(x) if last else 0.0)
+        time.sleep(cost * len(x))
         losses = nn.functional.mse_loss(model(x), y), model(z).square().mean()
         if number == 0 and world.size > 1:
             with pytest.raises(RuntimeError, match=r"of 2 loaders .* state the weight by"):
@@ -241,8 +234,7 @@ def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
         sum(loss * factor for loss, factor in zip(losses, own, strict=True)).backward()
         first.step()
         first.zero_grad()
-    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+    expect_close(model, alone)
 
 
 def test_nodes_that_train_alone_are_refused(world, make):
