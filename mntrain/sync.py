@@ -48,7 +48,7 @@ class LocalSGD:
 
     A round is the steps between two exchanges. With a `max_staleness`, nodes do not wait for each
     other: one that ends a round goes on while it is exchanged, and waits only for the round that is
-    `max_staleness` rounds older (`zero.exchange.stale_rounds`).
+    `max_staleness` rounds older (`zero.exchange.exchange`).
 
     With `weighted`, a node counts in an exchange in proportion to the samples of its steps since
     the last one (what `optimizer.share`, `backward(weight=...)` or `world.shard` say of them), for
@@ -85,8 +85,7 @@ class LocalSGD:
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
     ) -> "SyncSchedule":
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
-        from zero.exchange.exchange import Exchange
-        from zero.exchange.stale_rounds import StaleExchange
+        from zero.exchange.exchange import Exchange, StaleExchange
 
         options = {name: getattr(self, name) for name in ("every", "warmup", "weighted")}
         kind: type[Exchange] = Exchange

@@ -2,7 +2,7 @@
 
 The means, flags and failures of a step travel in the `StepMessage` that ends the reduction of its
 gradients; where these are averaged over a node, in another one over all ranks. Steps in which nodes
-do not wait for each other (`zero.exchange.stale_rounds`) have the means of their node. Their flags,
+do not wait for each other (`zero.exchange.exchange`) have the means of their node. Their flags,
 requests to stop and to save, are gathered from all ranks at the end of each round of steps, and
 count after the same step on all of them: with rounds of 2 steps and max_staleness 1,
 

@@ -20,26 +20,23 @@ class BatchSource:
     used: int = 0  # number of the latest one that was used, from 1
     plan: int = 0  # by which the latest one that was drawn is divided between ranks
     balanced: bool = False
-    samples: float = 0  # of this rank in the latest one that was drawn, whatever they weigh
+    samples: float = 0.0  # of this rank in the latest one that was drawn, whatever they weigh
 
-
-class Part(NamedTuple):
-    """This rank's part of a batch."""
-
-    own: float
-    total: float | None
+    def latest(self, own: float, total: float | None, digest: int | None = None) -> "DrawnBatch":
+        """Return this rank's part of the latest batch that was drawn."""
+        return DrawnBatch(own, total, digest, self, self.drawn, self.plan, self.samples)
 
 
 class DrawnBatch(NamedTuple):
-    """This rank's part of a global batch that was drawn for training."""
+    """This rank's part of a global batch that was drawn for training; or a stated weight alone."""
 
     own: float  # weight of this rank's part; 0 for a stand-in, and for samples without a token
-    total: float | None  # of the whole batch; None if only its ranks know their parts
-    digest: int | None  # of the samples of the whole batch, the same on every rank
-    source: BatchSource
-    number: int  # of its source's batches, from 1
-    plan: int  # by which it is divided between ranks
-    samples: float  # of this rank's part, if it weighs nothing
+    total: float | None = None  # of the whole batch; None if only its ranks know their parts
+    digest: int | None = None  # of the samples of the whole batch, the same on every rank
+    source: BatchSource = BatchSource()
+    number: int = 0  # of its source's batches, from 1
+    plan: int = 0  # by which it is divided between ranks
+    samples: float = 0.0  # of this rank's part, if it weighs nothing
 
 
 class BatchWeight:
@@ -81,7 +78,7 @@ class BatchWeight:
         self._unit = _power_of_two(ranks)
         self._added: float | None = None
         self._stated: float | None = None  # for the backward to come
-        self._current: Part | None = None  # what the latest statement or batch says
+        self._current: DrawnBatch | None = None  # what the latest statement or batch says
         self._batch: DrawnBatch | None = None  # of the latest backward
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
         self._over = False  # a pass over batches has ended, and all of them were used
@@ -90,7 +87,7 @@ class BatchWeight:
         self._weighted = False  # the loss of the coming backward was multiplied by its weight
         self.digest = 0  # of this mean's batches
         self.has_digest = False
-        self._first: Part | None = None  # part of a batch in this mean
+        self._first: DrawnBatch | None = None  # part of a batch in this mean
         self._count = 0  # of parts in this mean
         self._samples = 0.0  # in them
         self._latest = self._base = 1.0  # weight of the latest part, and of the first that has one
@@ -142,7 +139,7 @@ class BatchWeight:
         if self._every_micro_batch or self._alone or not self._drawn:
             return False
         batch, first = self._drawn[-1], self._first
-        return not batch.own or (first is not None and (batch.own, batch.total) != first)
+        return not batch.own or (first is not None and batch[:2] != first[:2])
 
     @property
     def latest(self) -> float:
@@ -160,7 +157,7 @@ class BatchWeight:
             return 1.0
         if self._stated is not None:
             return self._stated
-        part = self._current if drawn is None else Part(drawn.own, drawn.total)
+        part = drawn or self._current
         return 1.0 if part is None else self._relative(part)
 
     @property
@@ -220,14 +217,11 @@ class BatchWeight:
             source.drawn += 1
         self._over = False
         self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
-        place = source.drawn, source.plan, source.samples
-        self._drawn.append(DrawnBatch(own, total, digest, source, *place))
+        self._drawn.append(source.latest(own, total, digest))
 
     def assume(self, own: float, total: float | None, source: BatchSource) -> None:
         """Let the latest batch of a source hold until a backward follows the next one."""
-        place = source.drawn, source.plan, source.samples
-        self._batch = DrawnBatch(own, total, None, source, *place)
-        self._current = Part(own, total)
+        self._batch = self._current = source.latest(own, total)
 
     def _drop_outdated(self) -> None:
         """Drop batches that this optimizer has left out: another one has used a later one."""
@@ -263,18 +257,17 @@ class BatchWeight:
         if fresh:
             if self._stated is None and self._added is None:
                 _expect_like(self._drawn)
-            self._batch = self._drawn[0]
-            self._current = Part(self._batch.own, self._batch.total)
+            self._batch = self._current = self._drawn[0]
             self._use_oldest()
         stated, self._stated = self._stated, None
         if stated is not None:  # a stand-in counts nothing
             own = 0.0 if self._batch is not None and not self._batch.own else stated
-            self._current = Part(own, None)
+            self._current = DrawnBatch(own)
         begins = fresh or stated is not None or self._first is None  # another micro-batch
         if begins and self._current is not None and self._added is None:
             self._take_part(self._current)
 
-    def _take_part(self, part: Part) -> None:
+    def _take_part(self, part: DrawnBatch) -> None:
         """Weigh another micro-batch. Raises RuntimeError if its weight changes without a total."""
         first = self._first = self._first or part
         self._latest = self._relative(part)
@@ -292,7 +285,7 @@ class BatchWeight:
         self._count += 1
         self._samples += part.own
 
-    def _relative(self, part: Part) -> float:
+    def _relative(self, part: DrawnBatch) -> float:
         """Return this rank's weight in a micro-batch, taken to the total of the first one."""
         first = self._first
         if first is None or first.total is None or part.total is None:
@@ -342,8 +335,7 @@ class BatchWeight:
 
     def end_step(self) -> None:
         """Begin another step: statements hold for one step, a batch until the next one."""
-        batch = self._batch
-        self._current = Part(batch.own, batch.total) if batch is not None else None
+        self._current = self._batch
 
     def _begin_mean(self) -> None:
         self._added, self._begun, self._first = None, False, None
