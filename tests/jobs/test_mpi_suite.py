@@ -23,7 +23,7 @@ _ABOVE += ("local_sgd", "rank_clipping", "rare_jobs", "stale_rounds", "weighted_
 _ABOVE += ("agreement", "changed_parameters", "divided", "full_state", "metrics_over_ranks")
 _ABOVE += ("second_optimizer", "sync_batchnorm")
 # Or bytes and memory, processes that are forked, devices that are emulated, and long turns.
-_ABOVE += ("cost", "device_balance", "forked", "replicas", "shared_memory", "soak", "stage_cost")
+_ABOVE += ("cost", "device_balance", "forked", "shared_memory", "soak", "stage_cost")
 _ABOVE += ("trainer", "transports", "workers")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 SUITES = {

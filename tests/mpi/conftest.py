@@ -6,6 +6,7 @@ and without MPI_Finalize makes mpirun end all the others.
 """
 
 import faulthandler
+import functools
 import os
 import shutil
 import sys
@@ -156,6 +157,19 @@ def make(world):
     from oracle import make_optimizers
 
     yield from make_optimizers(world)
+
+
+@pytest.fixture
+def pair(world, make):
+    """Make a `Pair` of a model, in the world of the test or a given one."""
+    from models import net
+    from oracle import ADAMW, Pair
+
+    def pair_of(model=None, kind=ADAMW, *, world=world, **options):
+        in_world = functools.partial(make, world=world)
+        return Pair(world, in_world, net() if model is None else model, kind, **options)
+
+    return pair_of
 
 
 @pytest.fixture

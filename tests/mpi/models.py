@@ -135,19 +135,6 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(self.embed(tokens)))
 
 
-class Forked(nn.Module):
-    """A trunk, and a branch that not every forward takes."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.branch = nn.Linear(5, 8), nn.Linear(8, 8)
-        self.last, self.never = nn.Linear(8, 3), nn.Linear(2, 2)
-
-    def forward(self, x, branch):
-        hidden = torch.tanh(self.first(x))
-        return self.last(self.branch(hidden) if branch else hidden)
-
-
 def loss_at(model, batch, step, rank):
     """The mean loss of a rank's part of a step's batch."""
     inputs, targets = batch

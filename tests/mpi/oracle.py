@@ -2,10 +2,12 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from models import net
 from torch import nn
 from torch.nn import functional
 from worlds import hosts
@@ -40,6 +42,9 @@ class Alone:
     def step(self, loss):
         """Take a step, and give the norm of the gradient."""
         loss.backward()
+        return self.update()
+
+    def update(self):
         norm = self._clip([p for group in self.optimizer.param_groups for p in group["params"]])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -55,6 +60,45 @@ def assert_parity(world, model, alone, tolerance=EXACT):
             ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
         )
     assert len(set(world.gather(model_digest(model)))) == 1
+
+
+class Pair:
+    """A model that the ranks train, and its copy that plain torch trains. Collective."""
+
+    def __init__(self, world, make, model, kind, *, groups=None, **options):
+        self.world, self.model = world, model
+        limits = options.get("max_grad_norm", math.inf), options.get("norm_type", 2.0)
+        self.alone = Alone(model, kind, *limits, groups)
+        given = {"groups": groups(model)} if groups else {}
+        self.optimizer = make(model, kind, **given, **options)
+
+    def backward(self, batch):
+        """Take the gradients of a batch, or of that of a seed, of which ranks have equal shares."""
+        batch = samples(12, seed=batch) if isinstance(batch, int) else batch
+        loss_of(self.alone.model, batch).backward()
+        loss_of(self.model, mine(self.world, batch)).backward()
+
+    def update(self):
+        """Take the step of both; give the result, and the norm of the gradient alone."""
+        norm = self.alone.update()
+        result = self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result, norm
+
+    def train(self, *batches):
+        """Take a step with each batch, or that of a seed; give the pairs of results."""
+        results = []
+        for batch in batches:
+            self.backward(batch)
+            results.append(self.update())
+        return results
+
+    def parameters(self):
+        """Pairs of parameters, of the ranks and alone."""
+        return zip(self.model.parameters(), self.alone.model.parameters(), strict=True)
+
+    def check(self, tolerance=EXACT):
+        assert_parity(self.world, self.model, self.alone, tolerance)
 
 
 def init(algorithm="lanes", ranks_per_node=2, bucket_mb=SMALL, **options):
@@ -110,11 +154,11 @@ def keep_worlds():
     worlds.close()
 
 
-def make_optimizers(world):
+def make_optimizers(usual):
     """What a fixture yields from: makes optimizers of a world, and closes them at the end."""
     made = []
 
-    def make(model, optimizer_class, **options):
+    def make(model, optimizer_class, *, world=usual, **options):
         options.setdefault("overlap_forward", True)  # the harder case
         made.append(world.optimizer(model, optimizer_class, **options))
         return made[-1]
@@ -134,6 +178,31 @@ def train(world, model, optimizer, alone, steps):
         results.append((optimizer.step(), norm))
         optimizer.zero_grad()
     return results
+
+
+def train_in_fp32(world, kind, micro_batches=1, make=None, **options):
+    """Train a model in fp32; give the results and all weights of the steps."""
+    model = net(torch.float32)
+    optimizer = (make or world.optimizer)(model, kind, **options)
+    results, weights = [], []
+    for step in range(3):
+        share = mine(world, samples(12 * micro_batches, step, torch.float32))
+        for turn in range(micro_batches):
+            part = tuple(column.chunk(micro_batches)[turn] for column in share)
+            with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
+                loss_of(model, part).backward()
+        results.append(optimizer.step())
+        optimizer.zero_grad()
+        weights.append(copy.deepcopy(model.state_dict()))
+    optimizer.close()
+    return results, weights
+
+
+def assert_same_weights(first, second):
+    """The same bits after every step of two trainings."""
+    for step, (ours, theirs) in enumerate(zip(first[1], second[1], strict=True)):
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), f"{name} in step {step}"
 
 
 def samples(n, seed=2, dtype=torch.float64):

@@ -79,13 +79,9 @@ def test_metrics_are_those_of_all_items(group):
 def test_a_metric_may_begin_late_and_on_one_rank_only(group):
     means = StepMeans(RANK)
     found = []
+    rare = {(1, RANKS - 1): {"rare": Mean(torch.tensor(5.0), 2)}, (3, 0): {"highest": Max(7.0)}}
     for step in range(4):
-        metrics = {"loss": torch.tensor(2.0)}
-        if RANK == RANKS - 1 and step == 1:
-            metrics["rare"] = Mean(torch.tensor(5.0), 2)
-        if RANK == 0 and step == 3:
-            metrics["highest"] = Max(7.0)
-        means.add(1, metrics)
+        means.add(1, {"loss": torch.tensor(2.0), **rare.get((step, RANK), {})})
         found.append(means.reduce(group, "in a step").metrics)
     assert found == [{}, {"rare": 5.0}, {}, {"highest": 7.0}]
 

@@ -52,29 +52,15 @@ class Lists(Metric):
         return torch.stack([sum(self.first), sum(self.second)])
 
 
-class Elsewhere(Metric):
+class Elsewhere(MeanMetric):
     """Gathers its state by torch.distributed alone."""
-
-    def update(self):
-        pass
-
-    def compute(self):
-        pass
 
     def _sync_dist(self, *_, **__):
         pass
 
 
-def binary(metric, logits, targets):
-    metric.update(logits[:, 0].sigmoid(), (targets > 0).long())
-
-
 def of_classes(metric, logits, targets):
     metric.update(logits, targets)
-
-
-def of_values(metric, logits, targets):
-    metric.update(logits[:, 0], weight=logits[:, 1].abs())
 
 
 def of_entries(metric, logits, targets):
@@ -88,8 +74,8 @@ def collection():
 
 METRICS = {
     "accuracy": (lambda: MulticlassAccuracy(3, average="micro"), of_classes),
-    "auroc": (BinaryAUROC, binary),
-    "mean": (MeanMetric, of_values),
+    "auroc": (BinaryAUROC, lambda m, x, y: m.update(x[:, 0].sigmoid(), (y > 0).long())),
+    "mean": (MeanMetric, lambda m, x, _: m.update(x[:, 0], weight=x[:, 1].abs())),
     "collection": (collection, of_classes),
     "entries": (CatMetric, of_entries),
     "lists": (Lists, of_classes),
@@ -187,10 +173,9 @@ def test_predictions_come_once_each_in_the_order_of_the_loader(world, options, t
 
 def test_rows_of_all_batches_may_come_as_one(world):
     data = TensorDataset(torch.arange(4.0 * RANKS + 1))
+    shard = world.shard(DataLoader(data, batch_size=2 * RANKS))
     with torch.no_grad():
-        seen = torch.cat(
-            [x for (x,) in world.shard(DataLoader(data, batch_size=2 * RANKS))] or [torch.empty(0)]
-        )
+        seen = torch.cat([x for (x,) in shard] or [torch.empty(0)])
     assert torch.equal(world.gather_in_order(seen), data.tensors[0])
     assert np.array_equal(world.gather_in_order(seen.numpy()), data.tensors[0].numpy())
 
@@ -216,13 +201,10 @@ class Apart(IterableDataset):
         return iter(torch.arange(5.0) + 10 * get_worker_info().id)
 
 
-def test_a_stream_that_all_ranks_read_has_an_order(world):
+def test_a_stream_has_an_order_if_all_ranks_read_it(world):
     with torch.no_grad():
         outputs = list(world.shard(DataLoader(Whole(), batch_size=RANKS + 1)))
     assert torch.equal(world.gather_in_order(outputs), torch.arange(2.0 * RANKS + 1))
-
-
-def test_data_without_a_common_order_are_refused(world):
     loader = DataLoader(TensorDataset(torch.arange(3.0)))
     for shard in (world.shard(loader, divided=True), world.shard(DataLoader(Apart()))):
         outputs = list(shard)
@@ -237,23 +219,18 @@ def test_predictions_that_are_not_of_the_pass_are_refused(world):
     short = [x[:1] for x in outputs]
     assert "2 samples of this rank have 1 rows" in refusal(world.gather_in_order, short)
     assert "have 2 rows for 4 samples" in refusal(world.gather_in_order, outputs[0])
-    some = iter(world.shard(loader))
-    outputs = [next(some)[0] for _ in range(1 + (RANK == 0 and RANKS > 1))]
     if RANKS > 1:
+        some = iter(world.shard(loader))
+        outputs = [next(some)[0] for _ in range(1 + (RANK == 0))]
         assert "predictions of other batches" in refusal(world.gather_in_order, outputs)
-    padded = [x for (x,) in world.shard(DataLoader(TensorDataset(torch.arange(1.0))))]
-    if RANKS > 1:
+        padded = [x for (x,) in world.shard(DataLoader(TensorDataset(torch.arange(1.0))))]
         assert "had stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
 
 
 def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class(world):
     logits, targets = (torch.randn(4, 3), torch.arange(4) % 3)
 
-    class Own(MulticlassPrecision):
-        pass
-
-    class Other(MulticlassPrecision):
-        pass
+    Own, Other = (type(name, (MulticlassPrecision,), {}) for name in ("Own", "Other"))  # noqa: N806
 
     def warnings_of(metric):
         with warnings.catch_warnings(record=True) as found:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from handmade import DAdapting, Normalized
 from models import net
-from oracle import ADAMW, MAX_NORM, SGD, Alone, assert_parity, loss_of, mine, modes, samples, train
+from oracle import ADAMW, MAX_NORM, SGD, modes
 from torch import nn
 from worlds import BUT_LAST, EVERY_WORLD, RANKS, refusal
 
@@ -31,59 +31,47 @@ class Waves(nn.Module):
         return ((hidden * self.turn) @ self.last).abs()
 
 
-def check(world, model, make, optimizer_class=ADAMW, **options):
+def check(pair, model, kind=ADAMW, **options):
     """Train on all ranks and alone: equal weights, norms, and weights after a state is loaded."""
-    alone = Alone(model, optimizer_class, MAX_NORM)
-    optimizer = make(model, optimizer_class, max_grad_norm=MAX_NORM, **options)
+    both = pair(model, kind, max_grad_norm=MAX_NORM, **options)
     for step in range(3):
-        ((result, norm),) = train(world, model, optimizer, alone, [step])
+        ((result, norm),) = both.train(step)
         assert result.grad_norm == pytest.approx(norm, rel=1e-9)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_parity(world, model, alone)
+        both.optimizer.load_state_dict(copy.deepcopy(both.optimizer.state_dict()))
+    both.check()
 
 
 @modes
-@pytest.mark.parametrize("optimizer_class", [ADAMW, SGD], ids=["AdamW", "SGD"])
-def test_complex_parameters_train_as_in_torch(world, make, optimizer_class, mode):
-    check(world, Waves(), make, optimizer_class, **mode)
+@pytest.mark.parametrize("kind", [ADAMW, SGD], ids=["AdamW", "SGD"])
+def test_complex_parameters_train_as_in_torch(pair, kind, mode):
+    check(pair, Waves(), kind, **mode)
 
 
 @modes
-def test_complex_gradients_are_those_of_torch_before_and_after_clipping(world, make, mode):
-    model = Waves()
-    alone, batch = Alone(model, SGD), samples(12)
-    optimizer = make(model, SGD, **mode)
-    loss_of(alone.model, batch).backward()
-    loss_of(model, mine(world, batch)).backward()
+def test_complex_gradients_are_those_of_torch_before_and_after_clipping(pair, mode):
+    both = pair(Waves(), SGD, **mode)
+    both.backward(2)
     for _ in range(2):
-        for ours, theirs in zip(model.parameters(), alone.model.parameters(), strict=True):
-            torch.testing.assert_close(optimizer.full_gradient(ours), theirs.grad)
-        norm = nn.utils.clip_grad_norm_(alone.model.parameters(), MAX_NORM)
-        torch.testing.assert_close(optimizer.clip_grad_norm_(MAX_NORM).double(), norm)
-    optimizer.step()
+        for ours, theirs in both.parameters():
+            torch.testing.assert_close(both.optimizer.full_gradient(ours), theirs.grad)
+        norm = nn.utils.clip_grad_norm_(both.alone.model.parameters(), MAX_NORM)
+        torch.testing.assert_close(both.optimizer.clip_grad_norm_(MAX_NORM).double(), norm)
+    both.optimizer.step()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_complex_parameters_travel_by_every_algorithm(worlds, algorithm, layout, stage):
-    world = worlds(algorithm, layout)
-    made = []
-
-    def make(*args, **options):
-        made.append(world.optimizer(*args, **options))
-        return made[-1]
-
-    check(world, Waves(), make, stage=stage)
-    made[0].close()
+def test_complex_parameters_travel_by_every_algorithm(worlds, pair, algorithm, layout, stage):
+    check(pair, Waves(), world=worlds(algorithm, layout), stage=stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_complex_gradients_are_not_rounded_to_a_wire_dtype(world, make, stage):
-    check(world, Waves(), make, SGD, stage=stage, comm_hook="uncompressed")
+def test_complex_gradients_are_not_rounded_to_a_wire_dtype(pair, stage):
+    check(pair, Waves(), SGD, stage=stage, comm_hook="uncompressed")
     model = Waves()
     model.shift.requires_grad_(False)  # it would be rounded
-    check(world, model, make, SGD, stage=stage, comm_hook="bf16")
+    check(pair, model, SGD, stage=stage, comm_hook="bf16")
 
 
 @pytest.mark.parametrize("partition", ["element", "parameter"])
@@ -96,12 +84,10 @@ def test_statistics_over_all_parameters_are_refused_by_all_ranks(world, kind, pa
 
 
 @pytest.mark.parametrize("kind", [Normalized, DAdapting])
-def test_statistics_over_all_parameters_are_those_of_torch_at_stage_0(world, make, kind):
-    model = net()
-    alone = Alone(model, kind)
-    optimizer = make(model, kind)
-    train(world, model, optimizer, alone, range(3))
-    assert_parity(world, model, alone)
+def test_statistics_over_all_parameters_are_those_of_torch_at_stage_0(pair, kind):
+    both = pair(kind=kind)
+    both.train(0, 1, 2)
+    both.check()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -149,28 +135,18 @@ def test_different_optimizers_are_refused_by_all_ranks(world, stage, usual, othe
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_fewer_parameters_of_one_rank_are_refused_by_all_ranks(world, stage):
-    model = net()
-    groups = [{"params": odd(world, list(model.parameters()), list(model[0].parameters()))}]
-    said = refusal(world.optimizer, model, torch.optim.SGD, stage=stage, lr=0.1, groups=groups)
-    assert said == (
-        f"the optimizer differs between ranks: {BUT_LAST} 2.weight in group 0, "
-        f"rank {world.size - 1} has no more"
-    )
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("stage", [0, 1])
 def test_different_groups_are_refused_by_all_ranks(world, stage):
-    model = net()
+    model, last = net(), world.size - 1
     first, *rest = model.parameters()
-    groups = [{"params": odd(world, [first], rest)}, {"params": odd(world, rest, [first])}]
-    said = refusal(world.optimizer, model, torch.optim.SGD, stage=stage, lr=0.1, groups=groups)
-    last = world.size - 1
-    assert said == (
-        f"the optimizer differs between ranks: {BUT_LAST} 0.weight in group 0, "
-        f"rank {last} has 0.bias in group 0"
-    )
+    differ = f"the optimizer differs between ranks: {BUT_LAST}"
+    fewer = [{"params": odd(world, [first, *rest], list(model[0].parameters()))}]
+    swapped = [{"params": odd(world, [first], rest)}, {"params": odd(world, rest, [first])}]
+    for groups, words in (
+        (fewer, f"2.weight in group 0, rank {last} has no more"),
+        (swapped, f"0.weight in group 0, rank {last} has 0.bias in group 0"),
+    ):
+        said = refusal(world.optimizer, model, torch.optim.SGD, stage=stage, lr=0.1, groups=groups)
+        assert said == f"{differ} {words}"
 
 
 @pytest.mark.parametrize("stage", [1, 2])

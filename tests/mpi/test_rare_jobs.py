@@ -1,6 +1,5 @@
 """Training jobs whose nodes exchange parameters every few steps."""
 
-import json
 import signal
 import time
 from dataclasses import replace
@@ -21,13 +20,28 @@ from mntrain.train.model_digest import model_digest
 from mntrain.train.trainer import Trainer
 from zero.exchange import exchange
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 RANK = MPI.COMM_WORLD.rank
 EACH_STEP = {"eval_every": 1, "check_every": 1}
 
 
-@pytest.mark.mpi(min_size=2)
+def fit(config):
+    """Run a job on nodes of one rank: its exit code, and how many different models ranks have."""
+    with make_world(layout=1) as world:
+        trainer = Trainer(world, config)
+        return trainer.fit(), len(set(world.gather(model_digest(trainer._model))))
+
+
+def stops(config, step):
+    """Run a job that an exchange stops in this step."""
+    with make_world(layout=1) as world:
+        trainer = Trainer(world, config)
+        with pytest.raises(TrainingStoppedError, match=f"in step {step}, the difference between"):
+            trainer.fit()
+        world.barrier()
+
+
 @pytest.mark.parametrize(
     "sync",
     [
@@ -37,27 +51,15 @@ EACH_STEP = {"eval_every": 1, "check_every": 1}
     ],
     ids=lambda sync: sync.mode,
 )
-def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run(tmp_path, sync):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run(folder, sync):
     jobs = [("whole", None, {}), *[("parts", n, EACH_STEP) for n in (3, None)]]
     for name, stop_after, options in jobs:
-        config = replace(
-            small(folder, steps=6, **options),
-            sync=sync,
-            run=RunConfig(dir=folder / name, stop_after=stop_after),
-            checkpoint=CheckpointConfig(every="100"),
-        )
-        with make_world(layout=1) as world:
-            trainer = Trainer(world, config)
-            assert trainer.fit() == 0
-            assert len(set(world.gather(model_digest(trainer._model)))) == (
-                RANKS if stop_after else 1
-            )
-    if MPI.COMM_WORLD.rank == 0:
-        whole, parts = (
-            list(map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines()))
-            for name in ("whole", "parts")
-        )
+        given = {"sync": sync, "checkpoint": CheckpointConfig(every="100")}
+        given["run"] = RunConfig(dir=folder / name, stop_after=stop_after)
+        config = replace(small(folder, steps=6, **options), **given)
+        assert fit(config) == (0, RANKS if stop_after else 1)
+    if RANK == 0:
+        whole, parts = (lines_of(folder / name) for name in ("whole", "parts"))
         assert [line["loss"] for line in whole] == [line["loss"] for line in parts]
         assert [line["step"] for line in parts if "eval_loss" in line] == [1, 2, 3, 4, 5, 6]
         assert whole[-1]["eval_loss"] == parts[-1]["eval_loss"]
@@ -68,23 +70,16 @@ def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run
         assert len(models) == 1
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("settles", ["evaluation", "save"])
-def test_an_exchange_in_flight_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, settles):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_an_exchange_in_flight_that_is_not_finite_stops_the_run(folder, monkeypatch, settles):
     monkeypatch.setattr(exchange, "is_finite", lambda tensor: False)
     config = replace(
         small(folder, eval_every=2 if settles == "evaluation" else 0),
         sync=SyncConfig(mode="streaming", every=2, fragments=1),
         checkpoint=CheckpointConfig(every="2" if settles == "save" else "0"),
     )
-    with make_world(layout=1) as world:
-        trainer = Trainer(world, config)
-        with pytest.raises(TrainingStoppedError, match="in step 2, the difference between"):
-            trainer.fit()
-        if world.master:
-            summary = json.loads((config.run.dir / "summary.json").read_text())
-            assert summary["status"] == "failed"
+    stops(config, 2)
+    assert summary_of(folder)["status"] == "failed"
 
 
 STALE = SyncConfig(mode="diloco", every=2, warmup=1, max_staleness=2)
@@ -98,20 +93,18 @@ class Holds(LanguageModel):
 
     def loss(self, model, batch):
         self.calls += model.training
-        rank, last = MPI.COMM_WORLD.rank, RANKS - 1
-        if rank < last and self.calls == 7:
-            (self.folder / f"ahead-{rank}").touch()
+        last = RANKS - 1
+        if last > RANK and self.calls == 7:
+            (self.folder / f"ahead-{RANK}").touch()
         deadline = time.monotonic() + 60
-        while rank == last and self.calls == 2 and len([*self.folder.glob("ahead-*")]) < last:
+        while last == RANK and self.calls == 2 and len([*self.folder.glob("ahead-*")]) < last:
             assert time.monotonic() < deadline, "the others wait within the bound"
             time.sleep(0.01)
         return super().loss(model, batch)
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.thorough)])
-def test_a_job_waits_for_a_slow_node_at_the_bound_only(tmp_path, monkeypatch, stage):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stage):
     monkeypatch.setattr(Holds, "folder", folder)
     config = replace(
         small(folder, f"{__name__}:Holds", steps=12),
@@ -119,20 +112,15 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(tmp_path, monkeypatch, st
         zero=ZeroConfig(stage=stage),
         checkpoint=CheckpointConfig(every="0.0001min"),  # as often as it may
     )
-    with make_world(layout=1) as world:
-        trainer = Trainer(world, config)
-        assert trainer.fit() == 0
-        assert len(set(world.gather(model_digest(trainer._model)))) == 1
-    if MPI.COMM_WORLD.rank == 0:
+    assert fit(config) == (0, 1)
+    if RANK == 0:
         lines = lines_of(config.run.dir)
         assert [line["step"] for line in lines] == [*range(1, 13)]
         assert 2 <= summary_of(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("mode", ["local-sgd", "diloco", "sparseloco"])
-def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(tmp_path, monkeypatch, mode):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(folder, monkeypatch, mode):
     by_bound, losses = [], []
     report = Trainer._report
 
@@ -151,9 +139,9 @@ def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(tmp_path, m
         with make_world(layout=1) as world:
             assert Trainer(world, config).fit() == 0
             by_node = world.gather(losses)
-        if MPI.COMM_WORLD.rank == 0:
+        if RANK == 0:
             by_bound.append(lines_of(config.run.dir))
-    if MPI.COMM_WORLD.rank == 0:
+    if RANK == 0:
         waits, goes_on = by_bound
         assert [line["loss"] for line in goes_on] == by_node[0]
         assert len(set(zip(*by_node, strict=True))) == 8
@@ -169,14 +157,11 @@ def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(tmp_path, m
         assert goes_on[-1]["eval_loss"] == pytest.approx(waits[-1]["eval_loss"], rel=0.1)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_signal_ends_nodes_that_do_not_wait_after_the_same_step(tmp_path, monkeypatch):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_a_signal_ends_nodes_that_do_not_wait_after_the_same_step(folder, monkeypatch):
     monkeypatch.setattr(Signalling, "signals", [signal.SIGTERM])
     config = replace(small(folder, "small_jobs:Signalling", steps=50), sync=STALE)
-    with make_world(layout=1) as world:
-        assert Trainer(world, config).fit() == 75
-    if MPI.COMM_WORLD.rank == 0:
+    assert fit(config)[0] == 75
+    if RANK == 0:
         # It arrives in step 2, is sent after step 3, and counts two rounds later.
         assert steps_taken(folder) == 7
         (saved,) = list_checkpoints(folder / "run")
@@ -184,12 +169,10 @@ def test_a_signal_ends_nodes_that_do_not_wait_after_the_same_step(tmp_path, monk
         assert summary_of(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("settles", ["bound", "evaluation", "save"])
 def test_a_round_that_is_not_finite_stops_the_run_with_all_steps_before(
-    tmp_path, monkeypatch, settles
+    folder, monkeypatch, settles
 ):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
     monkeypatch.setattr(exchange, "is_finite", lambda tensor: False)
     config = replace(
         small(folder, steps=20, eval_every=4 if settles == "evaluation" else 0),
@@ -197,17 +180,13 @@ def test_a_round_that_is_not_finite_stops_the_run_with_all_steps_before(
         checkpoint=CheckpointConfig(every="4" if settles == "save" else "0"),
     )
     step = 7 if settles == "bound" else 4
-    with make_world(layout=1) as world:
-        trainer = Trainer(world, config)
-        with pytest.raises(TrainingStoppedError, match=f"in step {step}, the difference between"):
-            trainer.fit()
-        if world.master:
-            assert summary_of(folder)["status"] == "failed"
-            lines = lines_of(config.run.dir)
-            whole = [line["step"] for line in lines if "loss" in line]
-            assert whole == [*range(1, step + (settles == "save"))]
-            assert lines[-1]["step"] == step
-            assert "error" in lines[-1]
+    stops(config, step)
+    assert summary_of(folder)["status"] == "failed"
+    lines = lines_of(config.run.dir)
+    whole = [line["step"] for line in lines if "loss" in line]
+    assert whole == [*range(1, step + (settles == "save"))]
+    assert lines[-1]["step"] == step
+    assert "error" in lines[-1]
 
 
 class NewMetric(LanguageModel):
@@ -222,14 +201,11 @@ class NewMetric(LanguageModel):
         return replace(loss, metrics={**loss.metrics, **new})
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("reporter", [0, RANKS - 1])
-def test_a_metric_that_one_node_begins_to_report_is_of_that_node(tmp_path, monkeypatch, reporter):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_a_metric_that_one_node_begins_to_report_is_of_that_node(folder, monkeypatch, reporter):
     monkeypatch.setattr(NewMetric, "reporter", reporter)
     config = replace(small(folder, f"{__name__}:NewMetric", steps=6), sync=STALE)
-    with make_world(layout=1) as world:
-        assert Trainer(world, config).fit() == 0
+    assert fit(config)[0] == 0
     if RANK == 0:
         lines = lines_of(config.run.dir)
         halves = [line["metrics"].get("half") for line in lines]

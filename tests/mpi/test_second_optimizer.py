@@ -4,104 +4,62 @@ A parameter has one optimizer at a time: the newest. The one before is closed, o
 same point, and refuses to be used.
 """
 
-import copy
 import gc
 
 import pytest
 import torch
-from mpi4py import MPI
-from oracle import ADAMW, QUICK_STAGES, SGD, SHARED, init, keep_worlds, loss_of, mine
-from oracle import samples as draw
-from torch import nn
-from worlds import refusal
+from models import net
+from oracle import ADAMW, QUICK_STAGES, SGD, SHARED, Pair, init, loss_of, mine, samples
+from worlds import RANKS, refusal
 
 from mntrain.sync import LocalSGD
 
 pytestmark = pytest.mark.mpi
 
-RANKS = MPI.COMM_WORLD.size
-KEPT = [stage for stage, _ in QUICK_STAGES]
-stages = pytest.mark.parametrize("stage", KEPT)
+stages = pytest.mark.parametrize("stage", [stage for stage, _ in QUICK_STAGES])
 # Of the old and the new optimizer.
-PAIRS = [(0, 0), (0, 1), (1, 0), (2, 1), (0, 2), (2, 2)]
+pairs = pytest.mark.parametrize(("old", "new"), [(0, 0), (0, 1), (1, 0), (2, 1), (0, 2), (2, 2)])
 CLOSED = "was closed when another one was made that trains 0.weight"
 LEFT = "of an optimizer that is closed"
 
 
-@pytest.fixture(scope="module")
-def trainings():
-    yield from keep_worlds()
-
-
-@pytest.fixture
-def world(trainings):
-    return trainings(bucket_mb=SHARED)
-
-
-def net():
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)
-    ).double()
-
-
-class Both:
-    """A model here and its copy in plain torch, with an optimizer of each."""
+class Both(Pair):
+    """A model here and its copy in plain torch, of which optimizers are made one after another."""
 
     def __init__(self, world, stage=0, kind=SGD, pick=None, **options):
-        self.world, self.model = world, net()
-        self.copy = copy.deepcopy(self.model)
         self.old = []
-        self.make(stage, kind, pick, **options)
+        super().__init__(world, self._made, net(), kind, groups=pick, stage=stage, **options)
 
-    def make(self, stage, kind, pick=None, **options):
-        pick = pick or (lambda model: list(model.parameters()))
-        self.plain = kind(pick(self.copy))
-        made = self.world.optimizer(
-            self.model, kind, groups=pick(self.model), stage=stage, overlap_forward=True, **options
-        )
+    def _made(self, model, kind, **options):
+        made = self.world.optimizer(model, kind, overlap_forward=True, **options)
         self.old.append(made)
-        self.optimizer = made
+        return made
 
-    def backward(self, seed):
-        batch = draw(12, seed=seed)
-        loss_of(self.copy, batch).backward()
-        loss_of(self.model, mine(self.world, batch)).backward()
+    def make(self, stage, kind, pick=lambda model: list(model.parameters())):
+        self.alone.optimizer = kind(pick(self.alone.model))
+        groups = pick(self.model)
+        self.optimizer = self._made(self.model, kind, groups=groups, stage=stage)
 
-    def update(self):
-        self.plain.step()
-        self.optimizer.step()
+    def zero_grad(self):
+        self.alone.model.zero_grad()
+        self.optimizer.zero_grad()
 
-    def train(self, *seeds):
-        for seed in seeds:
-            self.backward(seed)
-            self.update()
-            self.plain.zero_grad()
-            self.optimizer.zero_grad()
-
-    def check(self):
-        self.optimizer.wait_for_parameters()
-        for ours, theirs in zip(self.model.parameters(), self.copy.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-        values = [p.tolist() for p in self.model.parameters()]
-        assert all(other == values for other in self.world.gather(values))
-
-    def close(self):
+    def finish(self):
+        self.check()
         for optimizer in self.old:
             optimizer.close()
 
 
 def head(model):
-    return list(model[4].parameters())
+    return list(model[3].parameters())
 
 
 def body(model):
-    return [p for layer in model[:4] for p in layer.parameters()]
+    return [p for layer in model[:3] for p in layer.parameters()]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_second_phase_trains_as_in_torch(world, pair):
-    old, new = pair
+@pairs
+def test_a_second_phase_trains_as_in_torch(world, old, new):
     both = Both(world, old)
     both.train(0, 1)
     both.make(new, ADAMW)  # another class
@@ -128,13 +86,12 @@ def test_a_second_phase_trains_as_in_torch(world, pair):
         with pytest.raises(RuntimeError, match=CLOSED):
             use()
     both.backward(7)
-    both.plain.zero_grad()
+    both.alone.optimizer.zero_grad()
     first.zero_grad()  # as in torch
     both.train(8)
-    both.check()
-    both.close()
+    both.finish()
     plain = SGD(both.model.parameters())  # on this rank alone
-    loss_of(both.model, draw(3)).backward()
+    loss_of(both.model, samples(3)).backward()
     plain.step()
 
 
@@ -148,8 +105,7 @@ def test_the_old_one_stops_whoever_holds_it(world, stage):
         gc.collect()
     both.make(stage, SGD)
     both.train(1, 2)
-    both.check()
-    both.close()
+    both.finish()
 
 
 @stages
@@ -159,38 +115,35 @@ def test_a_parameter_moves_to_the_optimizer_that_it_is_added_to(world, stage):
     first = both.optimizer
     both.make(stage, SGD, body)
     both.train(1)
-    both.copy.zero_grad()
+    both.alone.model.zero_grad()
     first.zero_grad()
-    with_names = [("4.weight", both.model[4].weight), ("4.bias", both.model[4].bias)]
+    with_names = [("3.weight", both.model[3].weight), ("3.bias", both.model[3].bias)]
     both.optimizer.add_param_group({"params": with_names})
-    both.plain.add_param_group({"params": head(both.copy)})
+    both.alone.optimizer.add_param_group({"params": head(both.alone.model)})
     both.train(2, 3)
-    both.check()
-    with pytest.raises(RuntimeError, match=r"trains 4\.weight"):
+    with pytest.raises(RuntimeError, match=r"trains 3\.weight"):
         first.step()
-    both.close()
+    both.finish()
 
 
 @stages
 def test_optimizers_of_different_parameters_take_turns(world, stage):
     both = Both(world, stage, ADAMW, head)
-    heads = both.plain, both.optimizer
+    heads = both.alone.optimizer, both.optimizer
     both.make(stage, SGD, body)
-    bodies = both.plain, both.optimizer
+    bodies = both.alone.optimizer, both.optimizer
     for seed in range(4):
         both.backward(seed)
-        both.plain, both.optimizer = (heads, bodies)[seed % 2]
+        both.alone.optimizer, both.optimizer = (heads, bodies)[seed % 2]
         both.update()
-        both.copy.zero_grad()
+        both.alone.model.zero_grad()
         for optimizer in both.old:
             optimizer.zero_grad()
-    both.check()
-    both.close()
+    both.finish()
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_gradient_outlives_its_optimizer_or_is_refused(world, pair):
-    old, new = pair
+@pairs
+def test_a_gradient_outlives_its_optimizer_or_is_refused(world, old, new):
     both = Both(world, old)
     both.backward(0)
     both.make(new, SGD)
@@ -199,25 +152,19 @@ def test_a_gradient_outlives_its_optimizer_or_is_refused(world, pair):
             both.optimizer.step()
         with pytest.raises(RuntimeError, match=LEFT):
             both.backward(1)
-        both.copy.zero_grad()
-        both.optimizer.zero_grad()
+        both.zero_grad()
     else:
-        both.backward(1)  # adds to it
-        both.update()
-        both.copy.zero_grad()
-        both.optimizer.zero_grad()
+        both.train(1)  # adds to it
     both.train(2)
-    both.check()
-    both.close()
+    both.finish()
 
 
 @pytest.mark.parametrize("explicitly", [True, False])
-@pytest.mark.parametrize("pair", [(0, 1), (1, 0), (2, 2)])
-def test_an_accumulation_that_has_not_ended_is_refused(world, pair, explicitly):
-    old, new = pair
+@pytest.mark.parametrize(("old", "new"), [(0, 1), (1, 0), (2, 2)])
+def test_an_accumulation_that_has_not_ended_is_refused(world, old, new, explicitly):
     both = Both(world, old)
     with both.optimizer.no_sync():
-        both.optimizer.backward(loss_of(both.model, mine(world, draw(12))), weight=5)
+        both.optimizer.backward(loss_of(both.model, mine(world, samples(12))), weight=5)
     if explicitly:
         both.optimizer.close()
     both.make(new, SGD)
@@ -226,48 +173,35 @@ def test_an_accumulation_that_has_not_ended_is_refused(world, pair, explicitly):
     both.model.zero_grad()
     both.optimizer.zero_grad()
     both.train(1, 2)
-    both.check()
-    both.close()
+    both.finish()
 
 
 @stages
-def test_a_gradient_from_before_counts_as_in_torch(world, stage):
+def test_a_gradient_from_before_counts_as_in_torch(world, pair, stage):
     model = net()
-    plain = copy.deepcopy(model)
-    loss_of(plain, draw(12)).backward()
-    loss_of(model, mine(world, draw(12))).backward()
-    kind = SGD(plain.parameters())
-    optimizer = world.optimizer(model, SGD, stage=stage)
-    loss_of(plain, draw(12, seed=1)).backward()
-    loss_of(model, mine(world, draw(12, seed=1))).backward()
-    kind.step()
-    optimizer.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    optimizer.close()
+    loss_of(model, mine(world, samples(12))).backward()
+    both = pair(model, SGD, stage=stage)
+    both.alone.model.zero_grad()
+    loss_of(both.alone.model, samples(12)).backward()
+    both.train(1)
+    both.check()
 
 
 @stages
 @pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
 def test_one_that_is_made_after_a_batch_was_drawn_knows_its_weight(world, stage, again):
-    model = net()
-    plain = copy.deepcopy(model)
-    optimizer = world.optimizer(model, SGD, stage=stage) if again else None
-    alone = SGD(plain.parameters())
-    x, y = draw(3 * RANKS + 1)  # unequal parts
+    both = Both(world, stage) if again else None
+    x, y = samples(3 * RANKS + 1)  # unequal parts
     batches = [(x, y), (x + 1, y)]
-    for step, batch in enumerate(world.shard(batches)):
-        if again == step:
-            optimizer = world.optimizer(model, SGD, stage=stage)
-            alone = SGD(plain.parameters())
-        loss_of(model, batch).backward()
-        loss_of(plain, batches[step]).backward()
-        for one in (optimizer, alone):
-            one.step()
-            one.zero_grad()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    optimizer.close()
+    for batch, whole in zip(world.shard(batches), batches, strict=True):
+        if both is None:
+            both = Both(world, stage)
+        elif again and whole is batches[1]:
+            both.make(stage, SGD)
+        loss_of(both.model, batch).backward()
+        loss_of(both.alone.model, whole).backward()
+        both.update()
+    both.finish()
 
 
 @stages
@@ -277,8 +211,7 @@ def test_a_refused_optimizer_leaves_the_old_one(world, stage):
     refusal(world.optimizer, both.model, torch.optim.LBFGS, stage=stage)
     refusal(world.optimizer, both.model, torch.optim.SGD, stage=3)
     both.train(1)
-    both.check()
-    both.close()
+    both.finish()
 
 
 @pytest.mark.skipif(RANKS % 2 or RANKS < 4, reason="needs two nodes of two ranks")
@@ -288,10 +221,10 @@ def test_replicas_are_exchanged_before(world):
     assert "parameter 0.weight is trained by an optimizer with sync=" in said
     assert "exchange() and close()" in said
     both.optimizer.exchange()
-    both.close()
+    both.optimizer.close()
     both.make(0, SGD)
     both.train(1)
-    both.close()
+    both.optimizer.close()
 
 
 @stages

@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -16,16 +17,12 @@ from oracle import (
     SGD,
     SHARED,
     STAGES,
-    Alone,
-    assert_parity,
+    Pair,
+    assert_same_weights,
     init,
-    loss_of,
-    mine,
-    samples,
-    train,
+    train_in_fp32,
 )
-from states import SIZES, SubWorlds, assert_same_slices, empty_like, gather_slices, saved
-from states import train as train_only
+from states import SIZES, SubWorlds, assert_same_slices, empty_like, gather_slices, saved, train
 from torch import nn
 from worlds import DEALT, RANKS, refusal
 
@@ -54,12 +51,15 @@ def free_memory(free):
         yield
 
 
-def by_memory(world, model, optimizer_class, free, **options):
-    """An optimizer whose shards are in proportion to free bytes, and the weights by slot."""
+def by_memory(world, model, kind, *, free, **options):
+    """An optimizer whose shards are in proportion to free bytes."""
     with free_memory(free):
-        optimizer = world.optimizer(model, optimizer_class, shard_by="memory", **options)
-    slots = [world.collectives.slot(rank) for rank in range(world.size)]
-    return optimizer, shard_sizes.weigh(free, slots)
+        return world.optimizer(model, kind, shard_by="memory", **options)
+
+
+def weights_of(world, free):
+    """The weights of shards, by slot."""
+    return shard_sizes.weigh(free, [world.collectives.slot(rank) for rank in range(world.size)])
 
 
 @pytest.mark.parametrize("free", FREE, ids=str)
@@ -71,25 +71,32 @@ def by_memory(world, model, optimizer_class, free, **options):
 @sharded
 def test_unequal_shards_equal_one_process(worlds, mode, where, free):
     torch.manual_seed(4)
-    model = Tiny().double()
-    alone = Alone(model, ADAMW, MAX_NORM)
-    world = worlds(*where)
-    optimizer, weights = by_memory(world, model, ADAMW, free, max_grad_norm=MAX_NORM, **mode)
-    for result, norm in train(world, model, optimizer, alone, range(3)):
+    world, model = worlds(*where), Tiny().double()
+    make = partial(by_memory, world, free=free)
+    both = Pair(world, make, model, ADAMW, max_grad_norm=MAX_NORM, **mode)
+    for result, norm in both.train(0, 1, 2):
         assert result.grad_norm == pytest.approx(norm, rel=1e-9)
         assert result.clip_coef == pytest.approx(MAX_NORM / (norm + 1e-6), rel=1e-9)
+    optimizer, weights = both.optimizer, weights_of(world, free)
     held = world.gather(sum(slice.high - slice.low for slice in optimizer.slices()))
     as_predicted = optimizer.memory() == optimizer.expected_memory()
     optimizer.close()
-    assert_parity(world, model, alone)
+    both.check()
     assert as_predicted
     assert sum(held) == sum(parameter.numel() for parameter in model.parameters())
-    by_rank = [weights[world.collectives.slot(rank)] for rank in range(RANKS)]
-    for numel, weight in zip(held, by_rank, strict=True):
+    for rank, numel in enumerate(held):
+        weight = weights[world.collectives.slot(rank)]
         if mode["partition"] == "element":  # within an element of each bucket
             part = sum(held) * weight / sum(weights)
             assert abs(numel - part) <= len(optimizer._shard.plan)
         assert weight or not numel
+
+
+def optimizer_of(world, model, kind=ADAMW, *, free, **options):
+    """Shards in proportion to free bytes; of None, equal ones."""
+    if free is None or world.size == 1:
+        return world.optimizer(model, kind, **options)
+    return by_memory(world, model, kind, free=free[: world.size], **options)
 
 
 class Bits:
@@ -99,25 +106,9 @@ class Bits:
         self._world, self._options = world, {"max_grad_norm": limit, **options}
 
     def train(self, stage, free=None):
-        """Return the norms and all weights of some steps."""
-        model = net(torch.float32)
-        if free is None:
-            optimizer = self._world.optimizer(model, ADAMW, stage=stage, **self._options)
-        else:
-            optimizer, _ = by_memory(self._world, model, ADAMW, free, stage=stage, **self._options)
-        results, weights = [], []
-        for step in range(3):
-            loss_of(model, mine(self._world, samples(12, step, torch.float32))).backward()
-            results.append(optimizer.step())
-            optimizer.zero_grad()
-            weights.append(copy.deepcopy(model.state_dict()))
-        optimizer.close()
-        return results, weights
-
-
-def assert_same_weights(first, second):
-    for ours, theirs in zip(first[1], second[1], strict=True):
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        """Return the results and all weights of some steps."""
+        make = partial(optimizer_of, self._world, free=free)
+        return train_in_fp32(self._world, ADAMW, make=make, stage=stage, **self._options)
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "flat"])
@@ -151,9 +142,9 @@ def test_each_rank_holds_what_was_predicted_for_it(mode, gather_dtype):
     with init(bucket_mb=SHARED, gather_dtype=gather_dtype) as world:
         for free in FREE:
             model = Mixed()  # with master weights
-            optimizer, _ = by_memory(world, model, ADAMW, free, **mode)
+            optimizer = by_memory(world, model, ADAMW, free=free, **mode)
             expected = optimizer.expected_memory()
-            train_only(world, model, optimizer, range(2))
+            train(world, model, optimizer, range(2))
             assert optimizer.memory() == expected
             optimizer.close()
             totals = world.gather(expected.master + expected.state)
@@ -188,7 +179,7 @@ def test_nodes_that_exchange_rarely_have_equal_bounds(worlds, sync, stage):
         model = net()
         with free_memory(free):
             optimizer = world.optimizer(model, ADAMW, stage=stage, sync=sync, **options)
-        train_only(world, model, optimizer, range(7))
+        train(world, model, optimizer, range(7))
         optimizer.wait_for_parameters()
         models.append(model)
         if RANKS == 4 and options:
@@ -210,26 +201,26 @@ def test_nodes_that_exchange_rarely_have_equal_bounds(worlds, sync, stage):
 def test_parameters_that_are_added_are_divided_alike(worlds):
     world = worlds("lanes")
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    world.collectives.broadcast(next(model.parameters()).detach().view(-1)).wait()
     for parameter in model.parameters():
         world.collectives.broadcast(parameter.detach().view(-1)).wait()
     model[0].requires_grad_(False)
     for partition in ("element", "parameter"):
         own = copy.deepcopy(model)
-        alone = Alone(own, SGD)
-        optimizer, weights = by_memory(world, own, SGD, FREE[0], stage=2, partition=partition)
-        train(world, own, optimizer, alone, range(1))
-        for trained in (own, alone.model):
+        make = partial(by_memory, world, free=FREE[0])
+        both = Pair(world, make, own, SGD, stage=2, partition=partition)
+        both.train(0)
+        optimizer, weights = both.optimizer, weights_of(world, FREE[0])
+        for trained in (own, both.alone.model):
             trained[0].requires_grad_(True)
         named = [(f"0.{name}", parameter) for name, parameter in own[0].named_parameters()]
         with free_memory([1] * RANKS):
             optimizer.add_param_group({"params": named, "lr": 0.05})
-        params = list(alone.model[0].parameters())
-        alone.optimizer.add_param_group({"params": params, "lr": 0.05})
-        train(world, own, optimizer, alone, range(1, 4))
+        params = list(both.alone.model[0].parameters())
+        both.alone.optimizer.add_param_group({"params": params, "lr": 0.05})
+        both.train(1, 2, 3)
         plan = optimizer._shard.plan
         optimizer.close()
-        assert_parity(world, own, alone)
+        both.check()
         for bucket in plan:
             if partition == "element":
                 assert bucket.bounds == split_by_weight(bucket.numel, weights)
@@ -247,17 +238,11 @@ def sub_worlds():
 DIVISIONS = [FREE[0], None, FREE[1]]  # None: equal
 
 
-def optimizer_of(world, model, free, stage):
-    if free is None or world.size == 1:
-        return world.optimizer(model, ADAMW, stage=stage)
-    return by_memory(world, model, ADAMW, free[: world.size], stage=stage)[0]
-
-
 def test_a_checkpoint_of_one_division_is_read_by_others_at_any_size(sub_worlds, folder):
     for turn, written in enumerate(DIVISIONS):
         world, model, place = sub_worlds(RANKS), Mixed(), folder / str(turn)
-        optimizer = optimizer_of(world, model, written, 1 + turn % 2)
-        train_only(world, model, optimizer, range(2))
+        optimizer = optimizer_of(world, model, free=written, stage=1 + turn % 2)
+        train(world, model, optimizer, range(2))
         Saver(world, model, optimizer, place, 3).save(
             Manifest(2, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
         )
@@ -268,7 +253,7 @@ def test_a_checkpoint_of_one_division_is_read_by_others_at_any_size(sub_worlds, 
             reader, other = sub_worlds(size), empty_like(Mixed())
             if reader is None:
                 continue
-            resumed = optimizer_of(reader, other, read, 1 + size % 2)
+            resumed = optimizer_of(reader, other, free=read, stage=1 + size % 2)
             checkpoint.load(checkpoint.newest(reader, place), other, resumed, reader)
             gathered = gather_slices(resumed)
             resumed.close()

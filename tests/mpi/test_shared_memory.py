@@ -79,18 +79,21 @@ def test_it_begins_at_a_page_and_with_zeros():
                 assert tensor.data_ptr() % resource.getpagesize() == 0
 
 
-def test_ranks_that_share_a_node_share_it_and_others_do_not():
-    for layout in VIRTUAL:
+@pytest.mark.parametrize("layout", VIRTUAL)
+def test_ranks_that_share_a_node_share_it_and_others_do_not(layout):
+    with nothing_left():
         with make_world("lanes", layout) as world:
             before, other = maps(), shared_bytes(world)
             tensor = allocate(world, 1000)
-            # Its own part, and a view of each other one.
-            assert maps() - before == (world.local_size if world.local_size > 1 else 0)
+            several = world.local_size > 1
+            assert maps() - before == several * world.local_size  # views of the others' parts too
             assert world.collectives.no_shared_memory_reason == ""
-            own = shared_bytes(world) - other
-            assert own == (4000 if world.local_size > 1 else 0)
+            assert shared_bytes(world) - other == several * 4000
             del tensor
             assert shared_bytes(world) == other
+            tensors = [allocate(world, numel) for numel in (1, 1000, 0, 70001)]
+            world.collectives.all_reduce(tensors[-1]).wait()
+        del world, tensors
 
 
 def test_only_what_takes_part_in_a_collective_is_read_or_written():
@@ -131,15 +134,6 @@ def test_a_view_keeps_it_alive():
         view.fill_(3)
         assert maps() >= (RANKS > 1)
         del view
-
-
-def test_it_is_gone_with_the_world_and_the_last_tensor():
-    with nothing_left():
-        for layout in VIRTUAL:
-            with make_world("lanes", layout) as world:
-                tensors = [allocate(world, numel) for numel in (1, 1000, 0, 70001)]
-                world.collectives.all_reduce(tensors[-1]).wait()
-            del world, tensors
 
 
 def test_maps_and_descriptors_are_flat_over_many_allocations():
@@ -185,11 +179,15 @@ def test_memory_that_takes_the_place_of_what_is_gone_is_not_taken_for_it():
 # Where there is none.
 
 
-def refuse_files(monkeypatch):
-    def refuse(nbytes, token):
-        return -1, None, "there is none, today"
+def reason_of_all(world):
+    why = world.collectives.no_shared_memory_reason
+    assert world.gather(why) == [why] * RANKS
+    return why
 
-    monkeypatch.setattr(shared_memory, "_create", refuse)
+
+def refuse_files(monkeypatch):
+    refusal = -1, None, "there is none, today"
+    monkeypatch.setattr(shared_memory, "_create", lambda nbytes, token: refusal)
 
 
 def refuse_maps(monkeypatch):
@@ -224,9 +222,7 @@ def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
             way(monkeypatch)
         with make_world() as world:
             monkeypatch.undo()
-            why = world.collectives.no_shared_memory_reason
-            assert why.startswith(words)
-            assert world.gather(why) == [why] * RANKS
+            assert reason_of_all(world).startswith(words)
             assert shared_bytes(world) == 0
             check_collectives(world)
             assert maps() == 0
@@ -269,9 +265,7 @@ def test_a_limit_on_the_size_of_files_is_a_reason(limit):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         with world:
-            why = world.collectives.no_shared_memory_reason
-            assert why.endswith("File too large")
-            assert world.gather(why) == [why] * RANKS
+            assert reason_of_all(world).endswith("File too large")
             check_collectives(world)
         del world
 
@@ -291,10 +285,9 @@ def test_what_is_not_the_others_memory_is_not_taken_for_it(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(100) + TOKEN)
     assert len(shared_memory._map(str(file), 100, TOKEN)) == 100
-    with pytest.raises(OSError, match="another process's"):
-        shared_memory._map(str(file), 99, TOKEN)
-    with pytest.raises(OSError, match="another process's"):
-        shared_memory._map(str(file), 100, TOKEN[::-1])
+    for nbytes, token in ((99, TOKEN), (100, TOKEN[::-1])):
+        with pytest.raises(OSError, match="another process's"):
+            shared_memory._map(str(file), nbytes, token)
     with pytest.raises(OSError, match="No such file"):
         shared_memory._map(str(tmp_path / "none"), 100, TOKEN)
     assert file.read_bytes() == bytes(100) + TOKEN

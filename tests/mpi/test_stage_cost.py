@@ -1,7 +1,7 @@
 """What a training step sends at every stage, against lists of messages and closed forms."""
 
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
@@ -85,11 +85,8 @@ def expected(where, mode, bucket_mb, micro_batches):
     """What a step of so many micro-batches is to add to the counts of every rank."""
     algorithm, layout = where
     stage = mode["stage"]
-    large = [
-        transfers(algorithm, layout, verb, shards)
-        for verb in verbs(stage, micro_batches)
-        for shards in shards_of(mode, bucket_mb)
-    ]
+    pairs = product(verbs(stage, micro_batches), shards_of(mode, bucket_mb))
+    large = [transfers(algorithm, layout, verb, shards) for verb, shards in pairs]
     small = control(algorithm, layout, *announced(stage, micro_batches), ROLL_CALL, NORM)
     return bill(algorithm, layout, chain(*large, small))
 
@@ -186,11 +183,9 @@ def test_bytes_between_nodes(worlds, algorithm, layout, stage, micro_batches):
 def test_on_one_level_stages_0_and_1_move_the_same_bytes(worlds, layout):
     totals = []
     for stage in (0, 1):
-        world = worlds("flat", layout, ONE)
-        model = Vectors([9600])
+        world, model = worlds("flat", layout, ONE), Vectors([9600])
         optimizer = world.optimizer(model, ADAMW, stage=stage)
-        measured = spent(world, model, optimizer, 1)
-        totals.append([(counts[1], counts[3]) for counts in measured])
+        totals.append([(counts[1], counts[3]) for counts in spent(world, model, optimizer, 1)])
         optimizer.close()
     assert totals[0] == totals[1]
 

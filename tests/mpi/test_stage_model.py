@@ -4,23 +4,13 @@ import copy
 import io
 import pickle
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 from models import Fickle, Tied, loss_at, net
 from mpi4py import MPI
-from oracle import (
-    ADAMW,
-    SGD,
-    Alone,
-    assert_parity,
-    init,
-    loss_of,
-    mine,
-    modes,
-    samples,
-    train,
-)
+from oracle import ADAMW, SGD, init, loss_of, mine, modes, samples
 from torch import nn
 from torch.nn import functional
 from worlds import RANKS, refusal
@@ -99,33 +89,25 @@ READERS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 @sharded
-def test_what_is_read_through_the_model_after_a_step_is_new(world, make, late, stage, reader):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
+def test_what_is_read_through_the_model_after_a_step_is_new(pair, late, stage, reader):
+    both = pair(stage=stage)
     for step in range(2):
-        batch = samples(12, seed=step)
-        alone.step(loss_of(alone.model, batch))
-        loss_of(model, mine(world, batch)).backward()
-        optimizer.step()
-        read = [tensor.detach().clone() for tensor in reader(model)]
-        torch.testing.assert_close(read, reader(alone.model), rtol=1e-10, atol=1e-10)
-        optimizer.zero_grad()
-    assert_parity(world, model, alone)
+        both.backward(step)
+        both.alone.update()
+        both.optimizer.step()
+        read = [tensor.detach().clone() for tensor in reader(both.model)]
+        torch.testing.assert_close(read, reader(both.alone.model), rtol=1e-10, atol=1e-10)
+        both.optimizer.zero_grad()
+    both.check()
 
 
 @sharded
-def test_who_kept_parameters_can_wait_for_them(world, make, late, stage):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
-    kept = list(model.parameters())
-    batch = samples(12)
-    alone.step(loss_of(alone.model, batch))
-    loss_of(model, mine(world, batch)).backward()
-    optimizer.step()
-    optimizer.wait_for_parameters()
-    torch.testing.assert_close(kept, list(alone.model.parameters()), rtol=1e-10, atol=1e-10)
+def test_who_kept_parameters_can_wait_for_them(pair, late, stage):
+    both = pair(stage=stage)
+    kept = list(both.model.parameters())
+    both.train(0)
+    both.optimizer.wait_for_parameters()
+    torch.testing.assert_close(kept, list(both.alone.model.parameters()), rtol=1e-10, atol=1e-10)
 
 
 class Attention(nn.Module):
@@ -206,132 +188,109 @@ class Borrowing(nn.Module):
 
 @pytest.mark.parametrize("kind", [Attention, Encoder, Keeping, Recurrent, Normed, Borrowing, Tied])
 @sharded
-def test_layers_that_use_weights_in_unusual_ways_train(world, make, late, stage, kind):
+def test_layers_that_use_weights_in_unusual_ways_train(pair, late, stage, kind):
     torch.manual_seed(5)
-    model = kind().double()
-    alone = Alone(model, SGD)
-    optimizer = make(model, SGD, stage=stage)
-    model.eval()  # spectral_norm iterates in training, and then sees more forwards alone
-    alone.model.eval()
+    both = pair(kind().double(), SGD, stage=stage)
+    both.model.eval()  # spectral_norm iterates in training, and then sees more forwards alone
+    both.alone.model.eval()
     for step in range(3):
-        train(world, model, optimizer, alone, [step])
+        both.train(step)
         with torch.no_grad():
             x, _ = samples(5, seed=50 + step)
-            torch.testing.assert_close(model(x), alone.model(x), rtol=1e-9, atol=1e-9)
-    assert_parity(world, model, alone, 1e-9)
+            torch.testing.assert_close(both.model(x), both.alone.model(x), rtol=1e-9, atol=1e-9)
+    both.check(1e-9)
 
 
 @sharded
-def test_a_copy_of_the_model_is_nobodys_but_the_copiers(world, make, late, stage):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
-    train(world, model, optimizer, alone, [0])
-    copied = copy.deepcopy(model)
+def test_a_copy_of_the_model_is_nobodys_but_the_copiers(pair, late, stage):
+    both = pair(stage=stage)
+    both.train(0)
+    copied = copy.deepcopy(both.model)
     before = model_digest(copied)
-    train(world, model, optimizer, alone, [1])
+    both.train(1)
     assert model_digest(copied) == before
-    copied.load_state_dict(model.state_dict())
-    assert model_digest(copied) == model_digest(model)
+    copied.load_state_dict(both.model.state_dict())
+    assert model_digest(copied) == model_digest(both.model)
     if RANK == 0:  # no collective hides in it
         loss_of(copied, samples(3)).backward()
         torch.optim.SGD(copied.parameters(), 0.1).step()
-    train(world, model, optimizer, alone, [2])
-    assert_parity(world, model, alone)
+    both.train(2)
+    both.check()
 
 
 @sharded
-def test_an_averaged_model_follows(world, make, late, stage):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
-    averages = [torch.optim.swa_utils.AveragedModel(each) for each in (model, alone.model)]
+def test_an_averaged_model_follows(pair, late, stage):
+    both = pair(stage=stage)
+    models = both.model, both.alone.model
+    averages = [torch.optim.swa_utils.AveragedModel(model) for model in models]
     for step in range(3):
-        batch = samples(12, seed=step)
-        alone.step(loss_of(alone.model, batch))
-        loss_of(model, mine(world, batch)).backward()
-        optimizer.step()
-        averages[0].update_parameters(model)
-        averages[1].update_parameters(alone.model)
-        optimizer.zero_grad()
+        both.train(step)
+        for average, model in zip(averages, models, strict=True):
+            average.update_parameters(model)
     for ours, theirs in zip(*(average.parameters() for average in averages), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @sharded
-def test_a_layer_that_comes_later_waits_too(world, make, late, stage):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
-    train(world, model, optimizer, alone, [0])
-    for each in (model, alone.model):
+def test_a_layer_that_comes_later_waits_too(pair, late, stage):
+    both = pair(stage=stage)
+    both.train(0)
+    for model in (both.model, both.alone.model):
         torch.manual_seed(8)
-        each.append(nn.Linear(3, 3).double())
-    optimizer.add_param_group({"params": [(f"4.{n}", p) for n, p in model[4].named_parameters()]})
-    alone.optimizer.add_param_group({"params": list(alone.model[4].parameters())})
-    train(world, model, optimizer, alone, [1, 2])
-    assert_parity(world, model, alone)
-
-
-@sharded
-def test_a_layer_that_is_made_later_of_old_parameters_waits_too(world, make, late, stage):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
-    train(world, model, optimizer, alone, [0])
-    again = nn.Linear(16, 3).double()
-    again.weight, again.bias = model[3].weight, model[3].bias
-    model[3] = again
-    train(world, model, optimizer, alone, [1, 2, 3])
-    assert_parity(world, model, alone)
+        model.append(nn.Linear(3, 3).double())
+    named = [(f"4.{name}", p) for name, p in both.model[4].named_parameters()]
+    both.optimizer.add_param_group({"params": named})
+    both.alone.optimizer.add_param_group({"params": list(both.alone.model[4].parameters())})
+    both.train(1, 2)
+    again = nn.Linear(16, 3).double()  # of old parameters
+    again.weight, again.bias = both.model[3].weight, both.model[3].bias
+    both.model[3] = again
+    both.train(3, 4, 5)
+    both.check()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its compiler
 @pytest.mark.parametrize(
     ("stage", "warm"), [pytest.param(1, False, marks=pytest.mark.thorough), (2, True)]
 )
-def test_a_compiled_model_trains(world, make, late, stage, warm):
+def test_a_compiled_model_trains(world, pair, late, stage, warm):
     torch.compiler.reset()
     model = net()
-    alone = Alone(model, ADAMW)
     compiled = torch.compile(model, backend="eager")
     if warm:  # before there is anything to wait for
         loss_of(compiled, samples(4)).backward()
         model.zero_grad()
-    optimizer = make(model, ADAMW, stage=stage)
+    both = pair(model, stage=stage)
     for step in range(3):
         batch = samples(4 * RANKS, seed=step)
-        alone.step(loss_of(alone.model, batch))
+        loss_of(both.alone.model, batch).backward()
         loss_of(compiled, mine(world, batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_parity(world, model, alone)
+        both.update()
+    both.check()
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
 @modes
-def test_a_compiled_train_step_trains(world, make, mode, whole):
+def test_a_compiled_train_step_trains(world, pair, mode, whole):
     torch.compiler.reset()
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, **mode)
+    both = pair(**mode)
 
     @torch.compile(backend="eager")
     def train_step(batch):
-        loss_of(model, batch).backward()
+        loss_of(both.model, batch).backward()
         if whole:
-            optimizer.step()
-            optimizer.zero_grad()
+            both.optimizer.step()
+            both.optimizer.zero_grad()
 
     for step in range(3):
         batch = samples(4 * RANKS, seed=step)
-        alone.step(loss_of(alone.model, batch))
+        both.alone.step(loss_of(both.alone.model, batch))
         train_step(mine(world, batch))
         if not whole:
-            optimizer.step()
-            optimizer.zero_grad()
-    optimizer.wait_for_parameters()
-    assert_parity(world, model, alone)
+            both.optimizer.step()
+            both.optimizer.zero_grad()
+    both.optimizer.wait_for_parameters()
+    both.check()
     torch.compiler.reset()
 
 
@@ -339,43 +298,32 @@ def test_a_compiled_train_step_trains(world, make, mode, whole):
 
 
 @modes
-def test_a_refused_optimizer_leaves_no_hooks(world, make, mode):
+def test_a_refused_optimizer_leaves_no_hooks(world, pair, mode):
     model = net()
-    alone = Alone(model, SGD)
     said = refusal(world.optimizer, model, torch.optim.SGD, **mode, lr=-1.0)
     assert "Invalid learning rate" in said
-    optimizer = make(model, SGD, **mode)
-    train(world, model, optimizer, alone, range(2))
-    assert_parity(world, model, alone)
+    both = pair(model, SGD, **mode)
+    both.train(0, 1)
+    both.check()
 
 
 @modes
-def test_a_closed_optimizer_gives_the_model_back(world, late, mode):
-    model = net()
-    alone = Alone(model, ADAMW)
-    for turn in range(2):
-        optimizer = world.optimizer(model, ADAMW, **mode, overlap_forward=True)
-        train(world, model, optimizer, alone, [turn])
-        optimizer.close()
-        alone.optimizer = ADAMW(alone.model.parameters())
-    assert_parity(world, model, alone)
+def test_a_closed_optimizer_gives_the_model_back_and_it_may_change_its_stage(
+    pair, make, late, mode
+):
+    both = pair(**mode)
+    for turn, stage in enumerate((2, 0, mode["stage"], 1)):
+        both.train(turn)
+        both.optimizer.close()
+        both.alone.optimizer = ADAMW(both.alone.model.parameters())
+        both.optimizer = make(both.model, ADAMW, stage=stage)
+    both.train(4)
+    both.optimizer.close()
+    both.check()
     if RANK == 0:  # plain torch, on one rank alone
-        plain = ADAMW(model.parameters())
-        loss_of(model, samples(12)).backward()
+        plain = ADAMW(both.model.parameters())
+        loss_of(both.model, samples(12)).backward()
         plain.step()
-
-
-@pytest.mark.thorough
-@modes
-def test_a_model_may_change_its_stage(world, mode):
-    model = net()
-    alone = Alone(model, SGD)
-    for stage in (2, 0, mode["stage"], 1):
-        optimizer = world.optimizer(model, SGD, stage=stage, overlap_forward=True)
-        train(world, model, optimizer, alone, range(2))
-        optimizer.close()
-        alone.optimizer = SGD(alone.model.parameters())
-    assert_parity(world, model, alone)
 
 
 # Buffers, and steps that are thrown away.
@@ -396,22 +344,19 @@ def test_buffers_are_those_of_rank_0_after_a_skipped_step_as_well(world, make, m
 
 
 @modes
-def test_a_branch_of_a_thrown_away_micro_batch_counts_as_unused(world, make, mode):
+def test_a_branch_of_a_thrown_away_micro_batch_counts_as_unused(world, pair, mode):
     torch.manual_seed(4)
-    model = Fickle().double()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, **mode)
+    both = pair(Fickle().double(), **mode)
     used, unused = (1, 0), (2, 2)  # steps and ranks in which `sometimes` is used, and not
     for place in (used, unused, unused):
-        with optimizer.no_sync():
-            loss_at(model, mine(world, samples(12, seed=9)), *used).backward()
-        optimizer.zero_grad()
+        with both.optimizer.no_sync():
+            loss_at(both.model, mine(world, samples(12, seed=9)), *used).backward()
+        both.optimizer.zero_grad()
         batch = samples(12)
-        alone.step(loss_at(alone.model, batch, *place))
-        loss_at(model, mine(world, batch), *place).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_parity(world, model, alone)
+        loss_at(both.alone.model, batch, *place).backward()
+        loss_at(both.model, mine(world, batch), *place).backward()
+        both.update()
+    both.check()
 
 
 # Memory.
@@ -496,10 +441,9 @@ def test_memory_does_not_grow_from_step_to_step(stage, micro_batches):
         optimizer = world.optimizer(model, ADAMW, stage=stage, overlap_forward=True)
         measured = []
         for _ in range(4):
-            for _ in range(micro_batches - 1):
-                with optimizer.no_sync():
+            for turn in range(micro_batches):
+                with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
                     model(torch.ones(2, WIDTH)).square().mean().backward()
-            model(torch.ones(2, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             measured.append(optimizer.memory())

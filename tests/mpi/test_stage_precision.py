@@ -7,18 +7,7 @@ import pytest
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import (
-    ADAMW,
-    MAX_NORM,
-    SGD,
-    Alone,
-    assert_parity,
-    loss_of,
-    mine,
-    modes,
-    samples,
-    train,
-)
+from oracle import ADAMW, MAX_NORM, SGD, loss_of, mine, modes, samples
 from torch import nn
 from torch.nn import functional
 from worlds import RANKS
@@ -43,52 +32,48 @@ def spoiled(model, world, seed, where, value=math.inf):
 
 @pytest.mark.parametrize(("value", "where"), [(math.inf, 0), (math.nan, LAST)])
 @modes
-def test_stop_names_parameter_and_rank_and_changes_nothing(world, make, mode, value, where):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, **mode)
-    train(world, model, optimizer, alone, [0])
-    before = model_digest(model)
-    spoiled(model, world, 9, where, value).backward()
+def test_stop_names_parameter_and_rank_and_changes_nothing(world, pair, mode, value, where):
+    both = pair(**mode)
+    both.train(0)
+    before = model_digest(both.model)
+    spoiled(both.model, world, 9, where, value).backward()
     with pytest.raises(NonFiniteGradientError) as error:
-        optimizer.step()
+        both.optimizer.step()
     words = str(error.value)
     assert world.gather(words) == [words] * RANKS
     assert "3.bias" in words
     assert f"rank {where}" in words
     assert not any(name in words for name in ("0.weight", "2.weight", "3.weight"))
-    assert model_digest(model) == before
-    optimizer.zero_grad()
-    train(world, model, optimizer, alone, [1, 2])
-    assert_parity(world, model, alone)
+    assert model_digest(both.model) == before
+    both.optimizer.zero_grad()
+    both.train(1, 2)
+    both.check()
 
 
 @pytest.mark.parametrize(("micro_batches", "where"), [(1, 0), (2, LAST)])
 @modes
-def test_skip_leaves_the_step_out_on_all_ranks(world, make, mode, micro_batches, where):
-    model = net()
-    alone = Alone(model, ADAMW, MAX_NORM)
-    optimizer = make(model, ADAMW, **mode, max_grad_norm=MAX_NORM, non_finite="skip")
+def test_skip_leaves_the_step_out_on_all_ranks(world, pair, mode, micro_batches, where):
+    both = pair(**mode, max_grad_norm=MAX_NORM, non_finite="skip")
     for step in range(2):
-        for result, _ in train(world, model, optimizer, alone, [step]):
-            assert not result.skipped
-        before = model_digest(model)
+        ((result, _),) = both.train(step)
+        assert not result.skipped
+        before = model_digest(both.model)
         for turn in range(micro_batches):  # spoiled in the first one only
             place = where if turn == 0 else -1
-            with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
-                spoiled(model, world, 9, place).backward()
-        result = optimizer.step()
-        optimizer.zero_grad()
+            with nullcontext() if turn == micro_batches - 1 else both.optimizer.no_sync():
+                spoiled(both.model, world, 9, place).backward()
+        result = both.optimizer.step()
+        both.optimizer.zero_grad()
         assert result.skipped
         assert not math.isfinite(result.grad_norm)
         assert world.gather(result.skipped) == [True] * RANKS
-        assert model_digest(model) == before
-    train(world, model, optimizer, alone, [5, 6])
-    assert_parity(world, model, alone)
+        assert model_digest(both.model) == before
+    both.train(5, 6)
+    both.check()
 
 
 @modes
-def test_a_norm_that_overflows_only_in_the_sum_is_told(world, make, mode):
+def test_a_norm_that_overflows_only_in_the_sum_is_told(make, mode):
     model = net(torch.float32)
     optimizer = make(model, SGD, **mode)
     before = model_digest(model)
@@ -144,6 +129,11 @@ class Masters:
         for rounded, p in zip(self.rounded, self._masters, strict=True):
             rounded.copy_(p.detach())
 
+    def check(self, model):
+        for ours, theirs in zip(model.parameters(), self.rounded, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+
 
 def mean(step, dtype, unit=UNIT):
     everyone = [known(rank, step, dtype, unit) for rank in range(RANKS)]
@@ -168,9 +158,7 @@ def test_16_bit_parameters_are_updated_through_masters(world, make, mode, optimi
         optimizer.step()
         optimizer.zero_grad()
         oracle.step(mean(step, dtype))
-        for ours, theirs in zip(model.parameters(), oracle.rounded, strict=True):
-            assert ours.dtype == dtype
-            assert torch.equal(ours, theirs)
+        oracle.check(model)
     assert len(set(world.gather(model_digest(model)))) == 1
 
 
@@ -189,8 +177,7 @@ def test_16_bit_micro_batches_accumulate(world, make, mode):
         assert result.weight == 4 * sum(COUNTS)
         several = [mean(4 * step + k, dtype) for k in range(4)]
         oracle.step([sum(parts) / 4 for parts in zip(*several, strict=True)])
-        for ours, theirs in zip(model.parameters(), oracle.rounded, strict=True):
-            assert torch.equal(ours, theirs)
+        oracle.check(model)
 
 
 @pytest.mark.parametrize("where", sorted({0, LAST}))
@@ -218,8 +205,7 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_and_halves_the_scale(
         else:
             assert float(optimizer.scale(one)) == scale
             oracle.step(mean(step, dtype, 2.0**-12))
-        for ours, theirs in zip(model.parameters(), oracle.rounded, strict=True):
-            assert torch.equal(ours, theirs)
+        oracle.check(model)
     assert len(set(world.gather(model_digest(model)))) == 1
 
 
@@ -246,22 +232,13 @@ def test_a_scaled_loss_of_ones_own_is_the_same_as_backward(world, make, mode, lo
 
 @pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])
 @modes
-def test_a_loss_scale_does_not_show_in_fp64(world, make, mode, loss_scale):
-    model = net()
-    alone = Alone(model, SGD, MAX_NORM)
-    optimizer = make(
-        model,
-        SGD,
-        **mode,
-        loss_scale=loss_scale,
-        max_grad_norm=MAX_NORM,
-    )
+def test_a_loss_scale_does_not_show_in_fp64(world, pair, mode, loss_scale):
+    both = pair(kind=SGD, **mode, loss_scale=loss_scale, max_grad_norm=MAX_NORM)
     for step in range(3):
         batch = samples(12, seed=step)
-        norm = alone.step(loss_of(alone.model, batch))
-        optimizer.scale(loss_of(model, mine(world, batch))).backward()
-        result = optimizer.step()
-        optimizer.zero_grad()
+        loss_of(both.alone.model, batch).backward()
+        both.optimizer.scale(loss_of(both.model, mine(world, batch))).backward()
+        result, norm = both.update()
         assert result.grad_norm == pytest.approx(norm, rel=1e-10)
         assert result.weight == RANKS
-    assert_parity(world, model, alone)
+    both.check()

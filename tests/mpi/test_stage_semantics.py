@@ -12,23 +12,13 @@ import pytest
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import (
-    ADAMW,
-    MAX_NORM,
-    SGD,
-    Alone,
-    assert_parity,
-    loss_of,
-    mine,
-    modes,
-    rows,
-    samples,
-    train,
-)
+from oracle import ADAMW, MAX_NORM, SGD, SMALL, init, loss_of, mine, modes, rows, samples
+from states import gather_slices
 from worlds import RANKS
 
 from mntrain.train.model_digest import model_digest
 from mntrain.train.optimization import weight_decay_groups
+from zero import SingleProcessCollectives, ZeroOptimizer
 
 pytestmark = pytest.mark.mpi
 
@@ -45,38 +35,32 @@ DEALT = [[[0, 2, 3], [3, 8], [], [8, 9, 11, 12]], [[0, 4], [], [4, 5, 9], [9, 12
 
 @pytest.mark.parametrize(("algorithm", "layout"), WORLDS)
 @modes
-def test_any_number_of_micro_batches_of_any_size(worlds, algorithm, layout, mode):
-    model = net()
-    alone = Alone(model, ADAMW, MAX_NORM)
-    world = worlds(algorithm, layout)
-    optimizer = world.optimizer(model, ADAMW, **mode, max_grad_norm=MAX_NORM)
+def test_any_number_of_micro_batches_of_any_size(worlds, pair, algorithm, layout, mode):
+    both = pair(world=worlds(algorithm, layout), **mode, max_grad_norm=MAX_NORM)
+    optimizer = both.optimizer
     for step in range(4):
-        bounds = DEALT[step % 2][: world.size]
+        bounds = DEALT[step % 2][:RANKS]
         batch = samples(12, seed=step)
         total = max(stop for cuts in bounds for stop in cuts)
-        norm = alone.step(loss_of(alone.model, rows(batch, 0, total)))
-        cuts = bounds[world.rank]
+        loss_of(both.alone.model, rows(batch, 0, total)).backward()
+        cuts = bounds[RANK]
         for start, stop in pairwise(cuts):
             with nullcontext() if stop == cuts[-1] else optimizer.no_sync():
-                optimizer.backward(loss_of(model, rows(batch, start, stop)), stop - start)
+                optimizer.backward(loss_of(both.model, rows(batch, start, stop)), stop - start)
         if not cuts:
             optimizer.share(0)
-        result = optimizer.step()
-        optimizer.zero_grad()
+        result, norm = both.update()
         assert result.weight == total
         assert result.grad_norm == pytest.approx(norm, rel=1e-10)
-    optimizer.close()
-    assert_parity(world, model, alone)
+    both.check()
 
 
 @modes
 @pytest.mark.parametrize("at", ["no_sync", "the first gradient", "the last gradient", "forward"])
-def test_a_backward_that_one_rank_cannot_end_changes_no_later_step(world, make, mode, at):
-    model = net()
-    alone = Alone(model, ADAMW, MAX_NORM)
-    optimizer = make(model, ADAMW, **mode, max_grad_norm=MAX_NORM)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    parameter = trained[0 if at == "the last gradient" else -1]
+def test_a_backward_that_one_rank_cannot_end_changes_no_later_step(pair, mode, at):
+    both = pair(**mode, max_grad_norm=MAX_NORM)
+    model, optimizer = both.model, both.optimizer
+    parameter = list(model.parameters())[0 if at == "the last gradient" else -1]
 
     def fail(gradient):
         raise KeyError(at)
@@ -93,16 +77,16 @@ def test_a_backward_that_one_rank_cannot_end_changes_no_later_step(world, make, 
             optimizer.backward(loss_of(model, rows(batch, 1, 4)), 3)
 
     for step in range(4):
-        batch, fails = samples(4, seed=step), step == 1 and world.rank == LAST
+        batch, fails = samples(4, seed=step), step == 1 and RANK == LAST
         with pytest.raises(KeyError) if fails else nullcontext():
             backward(batch, fails=fails)
         if fails:
             optimizer.finish_interrupted()
         if step != 1:
-            norm = alone.step(loss_of(alone.model, batch))
+            norm = both.alone.step(loss_of(both.alone.model, batch))
             assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-10)
         optimizer.zero_grad()
-    assert_parity(world, model, alone)
+    both.check()
 
 
 @modes
@@ -123,66 +107,57 @@ def test_a_failed_rank_and_ranks_without_items_end_a_step_together(world, make, 
 
 @modes
 @pytest.mark.parametrize("synced", [False, True])
-def test_the_micro_batches_of_a_loader_may_differ_in_size(world, make, mode, synced):
+def test_the_micro_batches_of_a_loader_may_differ_in_size(world, pair, mode, synced):
     # Ranks have unequal parts of them, and stand-ins at the beginning and the end of a step.
-    model = net()
-    alone = Alone(model, SGD)
+    both = pair(kind=SGD, **mode)
     sizes = (7, 3, 1, 8, 6, 5, 9, 2, 1)
     batches = [samples(size, seed=seed) for seed, size in enumerate(sizes)]
-    optimizer = make(model, SGD, **mode)
     for index, batch in enumerate(world.shard(batches)):
         waits = index % 3 == 2 or (synced and index % 3 == 0)
-        with nullcontext() if waits else optimizer.no_sync():
-            (loss_of(model, batch) / 3).backward()
+        with nullcontext() if waits else both.optimizer.no_sync():
+            (loss_of(both.model, batch) / 3).backward()
+        (loss_of(both.alone.model, batches[index]) / 3).backward()
         if index % 3 == 2:
-            result = optimizer.step()
-            optimizer.zero_grad()
-            three = batches[index - 2 : index + 1]
-            norm = alone.step(sum(loss_of(alone.model, each) / 3 for each in three))
+            result, norm = both.update()
             assert result.grad_norm == pytest.approx(norm, rel=1e-10)
-    assert_parity(world, model, alone)
+    both.check()
 
 
 @modes
-def test_stated_shares_are_weights_of_ranks(world, make, mode):
+def test_stated_shares_are_weights_of_ranks(pair, mode):
     # Rank r has r + 1 samples of each of three micro-batches, of which it takes the mean.
-    model = net()
-    alone = Alone(model, ADAMW)
+    both = pair(**mode)
     bounds = [r * (r + 1) // 2 for r in range(RANKS + 1)]
-    optimizer = make(model, ADAMW, **mode)
     for step in range(2):
-        several = [samples(bounds[-1], seed=3 * step + k) for k in range(3)]
-        alone.step(sum(loss_of(alone.model, batch) for batch in several) / 3)
-        for k, batch in enumerate(several):
-            optimizer.share(RANK + 1)
-            with nullcontext() if k == 2 else optimizer.no_sync():
-                (loss_of(model, rows(batch, *bounds[RANK : RANK + 2])) / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_parity(world, model, alone)
+        for k in range(3):
+            batch = samples(bounds[-1], seed=3 * step + k)
+            (loss_of(both.alone.model, batch) / 3).backward()
+            both.optimizer.share(RANK + 1)
+            with nullcontext() if k == 2 else both.optimizer.no_sync():
+                (loss_of(both.model, rows(batch, *bounds[RANK : RANK + 2])) / 3).backward()
+        both.update()
+    both.check()
 
 
 @pytest.mark.mpi(min_size=2)
 @modes
-def test_a_share_of_nothing_hides_a_nan(world, make, mode):
-    model = net()
-    alone = Alone(model, SGD)
-    optimizer = make(model, SGD, **mode)
+def test_a_share_of_nothing_hides_a_nan(pair, mode):
+    both = pair(kind=SGD, **mode)
     for idle in (0, LAST, 0):
-        batch = samples(12, seed=idle)
-        parts = list(zip(*(column.chunk(RANKS) for column in batch), strict=True))
+        columns = [column.chunk(RANKS) for column in samples(12, seed=idle)]
+        parts = list(zip(*columns, strict=True))
         busy = [part for rank, part in enumerate(parts) if rank != idle]
-        alone.step(sum(loss_of(alone.model, part) for part in busy) / len(busy))
-        optimizer.share(0 if idle == RANK else 3)
-        (loss_of(model, parts[RANK]) * (math.nan if idle == RANK else 1.0)).backward()
-        result = optimizer.step()
-        optimizer.zero_grad()
+        (sum(loss_of(both.alone.model, part) for part in busy) / len(busy)).backward()
+        both.optimizer.share(0 if idle == RANK else 3)
+        (loss_of(both.model, parts[RANK]) * (math.nan if idle == RANK else 1.0)).backward()
+        result, norm = both.update()
         assert result.weight == 3 * (RANKS - 1)
-    assert_parity(world, model, alone)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-10)
+    both.check()
 
 
 @modes
-def test_a_step_without_a_sample_on_any_rank_is_refused_by_all(world, make, mode):
+def test_a_step_without_a_sample_on_any_rank_is_refused_by_all(make, mode):
     model = net()
     optimizer = make(model, SGD, **mode)
     before = model_digest(model)
@@ -193,32 +168,25 @@ def test_a_step_without_a_sample_on_any_rank_is_refused_by_all(world, make, mode
 
 
 @modes
-def test_collectives_may_run_between_backward_and_step(world, make, mode):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, **mode)
+def test_collectives_may_run_between_backward_and_step(world, pair, mode):
+    both = pair(**mode)
     for step in range(3):
-        batch = samples(12, seed=step)
-        alone.step(loss_of(alone.model, batch))
-        loss_of(model, mine(world, batch)).backward()
-        optimizer.synchronize()
+        both.backward(step)
+        both.optimizer.synchronize()
         assert world.sum([1.0]) == [RANKS]
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_parity(world, model, alone)
+        both.update()
+    both.check()
 
 
 @modes
-def test_gradients_thrown_away_leave_nothing_behind(world, make, mode):
-    model = net()
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, **mode)
+def test_gradients_thrown_away_leave_nothing_behind(world, pair, mode):
+    both = pair(**mode)
     for step in range(3):
-        with optimizer.no_sync():
-            (1e3 * loss_of(model, mine(world, samples(12, seed=99)))).backward()
-        optimizer.zero_grad()
-        train(world, model, optimizer, alone, [step])
-    assert_parity(world, model, alone)
+        with both.optimizer.no_sync():
+            (1e3 * loss_of(both.model, mine(world, samples(12, seed=99)))).backward()
+        both.optimizer.zero_grad()
+        both.train(step)
+    both.check()
 
 
 # Clipping.
@@ -226,36 +194,25 @@ def test_gradients_thrown_away_leave_nothing_behind(world, make, mode):
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @modes
-def test_clipping_by_any_norm_is_that_of_torch(world, make, mode, norm_type):
-    model = net()
-    alone = Alone(model, ADAMW, MAX_NORM, norm_type)
-    optimizer = make(
-        model,
-        ADAMW,
-        **mode,
-        max_grad_norm=MAX_NORM,
-        norm_type=norm_type,
-    )
-    for result, norm in train(world, model, optimizer, alone, range(3)):
+def test_clipping_by_any_norm_is_that_of_torch(pair, mode, norm_type):
+    both = pair(**mode, max_grad_norm=MAX_NORM, norm_type=norm_type)
+    for result, norm in both.train(0, 1, 2):
         coef = min(1.0, MAX_NORM / (norm + 1e-6))
         assert result.grad_norm == pytest.approx(norm, rel=1e-10)
         assert result.clip_coef == pytest.approx(coef, rel=1e-10)
         assert result.clipped_norm == pytest.approx(norm * coef, rel=1e-10)
         assert result.clip_coef < 1
-    assert_parity(world, model, alone)
+    both.check()
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_every_stage_tells_the_same_of_a_step(world, make, norm_type):
+def test_every_stage_tells_the_same_of_a_step(world, pair, norm_type):
+    limits = {"max_grad_norm": MAX_NORM, "norm_type": norm_type}
+    batches = [samples(12, step, torch.float32) for step in range(3)]
     told = []
     for stage in (0, 1, 2):
-        model = net(torch.float32)
-        optimizer = make(model, SGD, stage=stage, max_grad_norm=MAX_NORM, norm_type=norm_type)
-        told.append([])
-        for step in range(3):
-            loss_of(model, mine(world, samples(12, step, torch.float32))).backward()
-            told[-1].append(optimizer.step())
-            optimizer.zero_grad()
+        both = pair(net(torch.float32), SGD, stage=stage, **limits)
+        told.append([result for result, _ in both.train(*batches)])
     assert told[0] == told[1] == told[2]
     assert world.gather(told) == [told] * RANKS
 
@@ -264,35 +221,41 @@ def test_every_stage_tells_the_same_of_a_step(world, make, norm_type):
 
 
 @modes
-def test_groups_may_split_buckets_any_way(world, make, mode):
-    model = net()
-    groups = partial(weight_decay_groups, weight_decay=0.5)
-    alone = Alone(model, ADAMW, groups=groups)
-    optimizer = make(model, ADAMW, **mode, groups=groups(model))
-    train(world, model, optimizer, alone, range(3))
-    assert_parity(world, model, alone)
+def test_groups_may_split_buckets_any_way(pair, mode):
+    both = pair(groups=partial(weight_decay_groups, weight_decay=0.5), **mode)
+    both.train(0, 1, 2)
+    both.check()
+
+
+def test_groups_are_those_that_torch_takes(pair):
+    def groups(model):
+        return [{"params": model[0].weight, "lr": 0.5}, {"params": model[3].parameters()}]
+
+    both = pair(groups=groups)
+    assert [len(group["params"]) for group in both.optimizer.param_groups] == [1, 2]
+    both.train(0, 1)
+    both.check()  # what is in no group stays
 
 
 @modes
-def test_a_group_may_be_added_later(world, make, mode):
+def test_a_group_may_be_added_later(pair, mode):
     model = net()
     model[0].requires_grad_(False)
-    alone = Alone(model, ADAMW)
-    optimizer = make(model, ADAMW, **mode, max_grad_norm=None)
-    train(world, model, optimizer, alone, range(2))
-
+    both = pair(model, **mode, max_grad_norm=math.inf)
+    both.train(0, 1)
     model[0].requires_grad_(True)
-    alone.model[0].requires_grad_(True)
+    both.alone.model[0].requires_grad_(True)
     named = [(f"0.{name}", p) for name, p in model[0].named_parameters()]
-    optimizer.add_param_group({"params": named, "lr": 0.05})
-    alone.optimizer.add_param_group({"params": list(alone.model[0].parameters()), "lr": 0.05})
-    train(world, model, optimizer, alone, range(2, 5))
-    assert_parity(world, model, alone)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.05]
+    both.optimizer.add_param_group({"params": named, "lr": 0.05})
+    added = list(both.alone.model[0].parameters())
+    both.alone.optimizer.add_param_group({"params": added, "lr": 0.05})
+    both.train(2, 3, 4)
+    both.check()
+    assert [group["lr"] for group in both.optimizer.param_groups] == [0.01, 0.05]
 
 
 @modes
-def test_a_group_that_comes_later_is_taken_from_rank_0(world, make, mode):
+def test_a_group_that_comes_later_is_taken_from_rank_0(make, mode):
     model = net()
     model[3].requires_grad_(False)
     optimizer = make(model, ADAMW, **mode)
@@ -304,11 +267,62 @@ def test_a_group_that_comes_later_is_taken_from_rank_0(world, make, mode):
 
 
 @modes
-def test_step_hooks_fire_once_a_step(world, make, mode):
-    model = net()
-    optimizer = make(model, ADAMW, **mode)
-    fired = []
-    optimizer.register_step_pre_hook(lambda who, *_: fired.append(("before", who is optimizer)))
-    optimizer.register_step_post_hook(lambda who, *_: fired.append(("after", who is optimizer)))
-    train(world, model, optimizer, Alone(model, ADAMW), range(2))
+def test_step_hooks_fire_once_a_step(pair, mode):
+    both, fired = pair(**mode), []
+    own = both.optimizer
+    own.register_step_pre_hook(lambda who, *_: fired.append(("before", who is own)))
+    own.register_step_post_hook(lambda who, *_: fired.append(("after", who is own)))
+    both.train(0, 1)
     assert fired == [("before", True), ("after", True)] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_parameters_are_those_of_rank_0(make, stage):
+    model = net()
+    expected = model_digest(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(RANK)
+    model[0].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    make(model, SGD, stage=stage)
+    assert model_digest(model) == expected
+
+
+def test_buckets_leave_during_backward_whatever_the_groups(worlds, make, monkeypatch):
+    # Decay splits weights from biases; the first layer's bias must not hold up the last layer.
+    world, launched, model = worlds(bucket_mb=SMALL), [], net(torch.float32)
+    optimizer = make(model, ADAMW, world=world, groups=weight_decay_groups(model, 0.1))
+    gradients = optimizer._shard.gradients
+    launch = gradients.launched
+    noted = lambda index, work: launched.append(index) or launch(index, work)  # noqa: E731
+    monkeypatch.setattr(gradients, "launched", noted)
+    model[0].register_full_backward_pre_hook(lambda *_: launched.append("first layer"))
+    model(samples(4, dtype=torch.float32)[0].requires_grad_()).square().mean().backward()
+    optimizer.step()
+    assert launched.index("first layer") > 0
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_are_gathered_in_16_bits_are_rounded_alike(stage, setting, dtype):
+    model, other = net(torch.float32), net(torch.float32)
+    alone = ZeroOptimizer(
+        other.named_parameters(), ADAMW, SingleProcessCollectives(), stage=stage, gather_dtype=dtype
+    )
+    with init(gather_dtype=setting) as world:
+        optimizer = world.optimizer(model, ADAMW, stage=stage)
+        for seed in range(3):
+            for trained, stepper in ((model, optimizer), (other, alone)):
+                loss_of(trained, samples(12, seed, torch.float32)).backward()
+                stepper.step()
+                stepper.zero_grad()
+        assert len(set(world.gather(model_digest(model)))) == 1
+        masters = {piece.name: piece for piece in gather_slices(optimizer)}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, parameter.to(dtype).to(parameter.dtype))
+            torch.testing.assert_close(parameter, other.get_parameter(name), rtol=2**-7, atol=1e-6)
+            if world.master:
+                master = masters[name].tensors["master"].view(parameter.shape)
+                assert torch.equal(master.to(dtype).to(parameter.dtype), parameter)
+        optimizer.close()

@@ -5,16 +5,11 @@ from functools import partial
 import pytest
 import torch
 from handmade import Decaying, Lamb, Lion
-from models import net
-from oracle import Alone, assert_parity, train
 from torch import nn
 
 from mntrain.optim import Muon
 
 pytestmark = pytest.mark.mpi
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
-
 
 ELEMENTWISE = {
     "Adam": partial(torch.optim.Adam, lr=0.01),
@@ -52,30 +47,22 @@ QUICK = ("Adam amsgrad", "AdamW fused", "Adagrad", "SGD nesterov", "Lion")
     "name",
     [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.thorough]) for n in ELEMENTWISE],
 )
-def test_optimizers_that_work_by_element_equal_torch_at_stage_2(world, make, name, partition):
-    model = net()
-    alone = Alone(model, ELEMENTWISE[name])
-    optimizer = make(model, ELEMENTWISE[name], stage=2, partition=partition)
-    train(world, model, optimizer, alone, range(4))
-    assert_parity(world, model, alone)
+def test_optimizers_that_work_by_element_equal_torch_at_stage_2(pair, name, partition):
+    both = pair(kind=ELEMENTWISE[name], stage=2, partition=partition)
+    both.train(*range(4))
+    both.check()
 
 
 def matrices():
     """A model of matrices only, as Muon wants them; more and fewer than there are ranks."""
     torch.manual_seed(6)
-    return nn.Sequential(
-        nn.Linear(5, 12, bias=False),
-        nn.Tanh(),
-        nn.Linear(12, 4, bias=False),
-        nn.Linear(4, 3, False),
-    ).double()
+    first, *others = (nn.Linear(m, n, bias=False) for m, n in ((5, 12), (12, 4), (4, 3)))
+    return nn.Sequential(first, nn.Tanh(), *others).double()
 
 
-@stages
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", BY_PARAMETER)
-def test_optimizers_that_work_by_parameter_equal_torch(world, make, name, stage):
-    model = matrices()
-    alone = Alone(model, BY_PARAMETER[name])
-    optimizer = make(model, BY_PARAMETER[name], stage=stage, partition="parameter")
-    train(world, model, optimizer, alone, range(4))
-    assert_parity(world, model, alone, TOLERANCES.get(name, 1e-9))
+def test_optimizers_that_work_by_parameter_equal_torch(pair, name, stage):
+    both = pair(matrices(), BY_PARAMETER[name], stage=stage, partition="parameter")
+    both.train(*range(4))
+    both.check(TOLERANCES.get(name, 1e-9))

@@ -4,26 +4,25 @@ Every rank trains the oracle too. The whole product of what matters is too large
 holds every pair of choices at least once.
 """
 
-import copy
-from itertools import combinations, product
+from contextlib import nullcontext
+from itertools import combinations, cycle, product
 
 import pytest
 import torch
-from models import Fickle, Lopsided, Mixed, Strided, Tied, Tiny, loss_at, net
+from models import Fickle, Lopsided, Mixed, Strided, Tied, Tiny, loss_at
 from oracle import (
     ADAMW,
+    ALGORITHMS,
     EXACT,
     MAX_NORM,
     OWN,
     SGD,
     SHARED,
     STAGES,
-    Alone,
-    assert_parity,
-    loss_of,
-    mine,
+    assert_same_weights,
     rows,
     samples,
+    train_in_fp32,
 )
 from worlds import DEALT, EVERY_WORLD, RANKS
 
@@ -92,18 +91,7 @@ def covering(factors):
     return found
 
 
-def with_every_choice(grid):
-    """Rows of a grid that hold every choice at least once: greedily, so not many."""
-    missing = {choice for row in grid for choice in enumerate(row)}
-    found = []
-    while missing:
-        found.append(max(grid, key=lambda row: len(missing & set(enumerate(row)))))
-        missing -= set(enumerate(found[-1]))
-    return found
-
-
 GRID = covering(list(FACTORS.values()))
-QUICK = with_every_choice(GRID)
 
 
 def title(row):
@@ -126,42 +114,36 @@ def parts_of(batch, micro_batches):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(r, id=title(r), marks=[] if r in QUICK else [pytest.mark.thorough])
-        for r in GRID
-    ],
+    ("where", "mode", "name", "micro_batches", "kind", "bucket_mb", "limit"),
+    GRID,
+    ids=map(title, GRID),
 )
-def test_every_stage_equals_one_process(worlds, row):
-    (algorithm, layout), (stage, partition), name, micro_batches, kind, bucket_mb, limit = row
-    model = MODELS[name]()
-    alone = Alone(model, OPTIMIZERS[kind], limit)
+def test_every_stage_equals_one_process(
+    worlds, pair, where, mode, name, *, micro_batches, kind, bucket_mb, limit
+):
+    world, (stage, partition) = worlds(*where, bucket_mb), mode
     tolerance = 3e-6 if name == "mixed" else EXACT
-    world = worlds(algorithm, layout, bucket_mb)
-    optimizer = world.optimizer(
-        model, OPTIMIZERS[kind], stage=stage, partition=partition, max_grad_norm=limit
-    )
+    options = {"stage": stage, "partition": partition, "max_grad_norm": limit}
+    both = pair(MODELS[name](), OPTIMIZERS[kind], world=world, overlap_forward=False, **options)
     for step in range(STEPS):
         parts = parts_of(samples(12, seed=step), micro_batches)
         losses = [
-            loss_at(alone.model, part, step, rank) * len(part[1]) / 12
+            loss_at(both.alone.model, part, step, rank) * len(part[1]) / 12
             for rank, share in enumerate(parts)
             for part in share
         ]
-        norm = alone.step(sum(losses))
-        for part in parts[world.rank][:-1]:
-            with optimizer.no_sync():
-                optimizer.backward(loss_at(model, part, step, world.rank), len(part[1]))
-        last = parts[world.rank][-1]
-        optimizer.backward(loss_at(model, last, step, world.rank), len(last[1]))
-        result = optimizer.step()
-        optimizer.zero_grad()
+        sum(losses).backward()
+        *first, last = parts[world.rank]
+        for part in (*first, last):
+            with nullcontext() if part is last else both.optimizer.no_sync():
+                loss = loss_at(both.model, part, step, world.rank)
+                both.optimizer.backward(loss, len(part[1]))
+        result, norm = both.update()
         assert result.weight == 12
         assert result.grad_norm == pytest.approx(norm, rel=10 * tolerance)
         assert result.clip_coef == pytest.approx(min(1, limit / (norm + 1e-6)), rel=10 * tolerance)
         assert not result.skipped
-    optimizer.close()
-    assert_parity(world, model, alone, tolerance)
+    both.check(tolerance)
 
 
 # The same bits at every stage.
@@ -170,64 +152,43 @@ SOME_WORLDS = [param for param in EVERY_WORLD if param.values[1] in (None, 2, *D
 some_worlds = pytest.mark.parametrize(("algorithm", "layout"), SOME_WORLDS)
 
 
-class Bits:
-    """Trains copies of one model in fp32, and keeps all that a step may decide."""
-
-    def __init__(self, world, optimizer_class):
-        self._world, self._class = world, optimizer_class
-
-    def train(self, stage, micro_batches, partition="element"):
-        model = net(torch.float32)
-        optimizer = self._world.optimizer(
-            model, self._class, stage=stage, partition=partition, max_grad_norm=MAX_NORM
-        )
-        results, weights = [], []
-        for step in range(STEPS):
-            share = mine(self._world, samples(12 * micro_batches, step, torch.float32))
-            for turn in range(micro_batches):
-                part = tuple(column.chunk(micro_batches)[turn] for column in share)
-                if turn < micro_batches - 1:
-                    with optimizer.no_sync():
-                        loss_of(model, part).backward()
-                else:
-                    loss_of(model, part).backward()
-            results.append(optimizer.step())
-            optimizer.zero_grad()
-            weights.append(copy.deepcopy(model.state_dict()))
-        optimizer.close()
-        assert all(result.clip_coef < 1 for result in results)
-        return results, weights
+def train(world, kind, *args, **options):
+    found = train_in_fp32(world, kind, *args, max_grad_norm=MAX_NORM, **options)
+    assert all(result.clip_coef < 1 for result in found[0])
+    return found
 
 
 def assert_same_bits(first, second):
     assert first[0] == second[0]
-    for step, (ours, theirs) in enumerate(zip(first[1], second[1], strict=True)):
-        for name, tensor in ours.items():
-            assert torch.equal(tensor, theirs[name]), f"{name} in step {step}"
+    assert_same_weights(first, second)
 
 
 @some_worlds
 def test_with_one_micro_batch_all_stages_give_the_same_bits(worlds, algorithm, layout):
-    for bucket_mb, optimizer_class in ((SHARED, ADAMW), (OWN, SGD)):
-        bits = Bits(worlds(algorithm, layout, bucket_mb), optimizer_class)
-        first = bits.train(0, 1)
-        assert_same_bits(bits.train(1, 1), first)
-        assert_same_bits(bits.train(2, 1), first)
+    for bucket_mb, kind in ((SHARED, ADAMW), (OWN, SGD)):
+        world = worlds(algorithm, layout, bucket_mb)
+        first = train(world, kind, stage=0)
+        assert_same_bits(train(world, kind, stage=1), first)
+        assert_same_bits(train(world, kind, stage=2), first)
 
 
 @some_worlds
 def test_accumulated_stages_0_and_1_give_the_same_bits(worlds, algorithm, layout):
-    bits = Bits(worlds(algorithm, layout), ADAMW)
-    assert_same_bits(bits.train(1, 3), bits.train(0, 3))
+    world = worlds(algorithm, layout)
+    assert_same_bits(train(world, ADAMW, 3, stage=1), train(world, ADAMW, 3, stage=0))
 
 
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD[-2:])
 def test_stages_that_keep_parameters_whole_give_the_same_bits(worlds, algorithm, layout):
-    bits = Bits(worlds(algorithm, layout), SGD)
-    assert_same_bits(bits.train(2, 1, "parameter"), bits.train(1, 1, "parameter"))
+    first, second = (
+        train(worlds(algorithm, layout), SGD, stage=stage, partition="parameter")
+        for stage in (1, 2)
+    )
+    assert_same_bits(first, second)
 
 
 def test_a_run_repeats_to_the_bit_at_every_stage(worlds):
-    for stage, partition in STAGES:
-        bits = Bits(worlds("lanes"), ADAMW)
-        assert_same_bits(bits.train(stage, 2, partition), bits.train(stage, 2, partition))
+    for (stage, partition), algorithm in zip(STAGES, cycle(ALGORITHMS)):
+        options = {"stage": stage, "partition": partition}
+        first, second = (train(worlds(algorithm), ADAMW, 2, **options) for _ in range(2))
+        assert_same_bits(first, second)

@@ -5,12 +5,10 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from models import net
-from mpi4py import MPI
 from oracle import ADAMW, SGD, init, loss_of, mine, samples
 from replicas import (
     NODE,
@@ -22,6 +20,7 @@ from replicas import (
     digests,
     keep_optimizers,
     keep_world,
+    run,
     take_step,
 )
 from worlds import RANKS
@@ -36,11 +35,8 @@ from zero.state import UNSENT
 pytestmark = pytest.mark.mpi(min_size=2)
 
 EVERY, WARMUP, BOUND = 2, 1, 2
-SYNCS = [
-    LocalSGD(EVERY, WARMUP, max_staleness=BOUND),
-    DiLoCo(EVERY, WARMUP, max_staleness=BOUND),
-    SparseLoCo(EVERY, WARMUP, density=0.1, max_staleness=BOUND),
-]
+ROUNDS = {"every": EVERY, "warmup": WARMUP, "max_staleness": BOUND}
+SYNCS = [LocalSGD(**ROUNDS), DiLoCo(**ROUNDS), SparseLoCo(**ROUNDS, density=0.1)]
 syncs = pytest.mark.parametrize("sync", SYNCS, ids=["local SGD", "DiLoCo", "SparseLoCo"])
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 # Rounds for which what has been sent is withheld from a node.
@@ -242,20 +238,15 @@ def wait_for(paths):
 @stages
 @syncs
 def test_no_node_waits_within_the_bound_and_every_node_waits_at_it(
-    world, make, tmp_path, sync, stage
+    world, make, folder, sync, stage
 ):
-    folder = Path(world.gather(str(tmp_path))[0])
     model = net()
     optimizer = make(model, sync=sync, stage=stage)
     steps = iter(range(100))
 
     def take(count):
         for _ in range(count):
-            # No collective of the test's own: the last node is behind.
-            dtype = torch.float64
-            loss_of(model, mine(world, samples(12, next(steps), dtype))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(world, model, optimizer, next(steps))
 
     take(WARMUP)
     ahead = [folder / f"ahead-{rank}" for rank in range(RANKS - PER_NODE)]
@@ -291,33 +282,18 @@ def test_memory_is_as_expected_if_all_arrives_at_the_bound(world, make, monkeypa
     assert expected.state > waits.expected_memory().state
 
 
-def run(world, folder, stage, sync, steps, *, saved_after=None):
-    """Continue the run in a folder, or begin it; save it once, and go on."""
-    model = net(torch.bfloat16 if stage == 1 else torch.float64)  # with master weights at stage 1
-    optimizer = world.optimizer(model, ADAMW, stage=stage, sync=sync)
-    checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
-    for step in range(checkpoints.restore() + 1, steps + 1):
-        take_step(world, model, optimizer, step)
-        if step == saved_after:
-            checkpoints.save(step, now=True)
-    checkpoints.close()
-    optimizer.wait_for_parameters()
-    return model, optimizer
-
-
 @stages
 @syncs
 @pytest.mark.parametrize("saved_after", [WARMUP + 2 * EVERY, WARMUP + 3 * EVERY + 1])
 def test_a_resumed_job_goes_on_from_what_the_saving_job_went_on_from(
-    tmp_path, monkeypatch, sync, stage, saved_after
+    folder, monkeypatch, sync, stage, saved_after
 ):
     withhold(monkeypatch, LAGS["unlike"])
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
     final = []
     for saves in (saved_after, None):
         with init(ranks_per_node=PER_NODE) as world:
             last = WARMUP + 5 * EVERY + 1
-            model, optimizer = run(world, folder, stage, sync, last, saved_after=saves)
+            model, optimizer = run(world, folder, stage, sync, last, now=saves)
             unsent = kept(world, optimizer, UNSENT) if isinstance(sync, SparseLoCo) else None
             final.append((world.gather(model_digest(model)), unsent))
     assert final[0] == final[1]
@@ -332,13 +308,12 @@ def test_a_resumed_job_goes_on_from_what_the_saving_job_went_on_from(
 )
 @syncs
 def test_a_checkpoint_continues_on_other_nodes_and_with_other_schedules(
-    tmp_path, monkeypatch, sync, then, stage
+    folder, monkeypatch, sync, then, stage
 ):
     withhold(monkeypatch, LAGS["unlike"])
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
     saved_after = WARMUP + 3 * EVERY + 1
     with init(ranks_per_node=PER_NODE) as world:
-        model, optimizer = run(world, folder, stage, sync, saved_after, saved_after=saved_after)
+        model, optimizer = run(world, folder, stage, sync, saved_after, now=saved_after)
         with optimizer.averaged():
             mean = copy.deepcopy(model.state_dict())
     monkeypatch.undo()

@@ -11,32 +11,24 @@ import pytest
 import torch
 from handmade import Lamb
 from models import Mixed, Strided, WithEmpty, net
-from oracle import (
-    ADAMW,
-    ALGORITHMS,
-    EXACT,
-    SMALL,
-    STAGES,
-    Alone,
-    assert_parity,
-    loss_of,
-    samples,
-)
-from states import (
-    SIZES,
-    SubWorlds,
-    assert_same_slices,
-    empty_like,
-    gather_slices,
-    mode_of,
-    saved,
-    train,
-)
+from oracle import ADAMW, ALGORITHMS, EXACT, SMALL, STAGES, Alone, assert_parity, loss_of, samples
+from states import SIZES, SubWorlds, assert_same_slices, empty_like, gather_slices, mode_of, saved
+from states import train as train_only
 from worlds import RANKS
 
 pytestmark = pytest.mark.mpi
 
 STEPS = 3
+
+
+def train(world, model, optimizer, steps):
+    """Take steps, close the optimizer, and give its state and the weights, as from a file."""
+    train_only(world, model, optimizer, steps)
+    found = saved(optimizer, model)
+    optimizer.close()
+    return found
+
+
 LAMB = partial(Lamb, lr=0.01)
 
 
@@ -66,9 +58,7 @@ def test_a_state_is_the_same_at_every_stage_and_number_of_ranks(worlds, name):
     world = worlds()
     model = MODELS[name]()
     optimizer = world.optimizer(model, ADAMW, **mode_of(4))
-    train(world, model, optimizer, range(2))
-    pieces, weights = saved(optimizer, model)
-    optimizer.close()
+    pieces, weights = train(world, model, optimizer, range(2))
     trained = {n for n, p in model.named_parameters() if p.numel()}
     assert {piece.name for piece in pieces} == trained
     for number, size in enumerate([*SIZES, *[RANKS] * (len(STAGES) - 1)]):
@@ -102,9 +92,7 @@ def test_training_goes_on_at_another_stage_partition_and_algorithm(worlds):
         optimizer = world.optimizer(model, ADAMW, **mode_of(place))
         if pieces is not None:
             optimizer.load_slices(pieces)
-        train(world, model, optimizer, [step])
-        pieces, weights = saved(optimizer, model)
-        optimizer.close()
+        pieces, weights = train(world, model, optimizer, [step])
         model = empty_like(model)
         model.load_state_dict(weights)
     assert_parity(worlds(), model, alone, EXACT)
@@ -123,7 +111,7 @@ def test_training_goes_on_at_another_number_of_ranks_and_back(worlds, size):
             optimizer = world.optimizer(model, ADAMW, **mode_of(turn + size))
             if pieces is not None:
                 optimizer.load_slices(pieces)
-            train(world, model, optimizer, range(turn * STEPS, (turn + 1) * STEPS))
+            train_only(world, model, optimizer, range(turn * STEPS, (turn + 1) * STEPS))
         pieces, weights = saved(optimizer, model)
         if optimizer is not None:
             optimizer.close()
@@ -140,17 +128,13 @@ def test_in_the_same_world_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     first = copy.deepcopy(whole)
     optimizer = world.optimizer(whole, ADAMW, stage=0)
     train(world, whole, optimizer, range(2 * STEPS))
-    optimizer.close()
     optimizer = world.optimizer(first, ADAMW, stage=2)
-    train(world, first, optimizer, range(STEPS))
-    pieces, weights = saved(optimizer, first)
-    optimizer.close()
+    pieces, weights = train(world, first, optimizer, range(STEPS))
     second = empty_like(first)
     second.load_state_dict(weights)
     resumed = world.optimizer(second, ADAMW, stage=1)
     resumed.load_slices(pieces)
     train(world, second, resumed, range(STEPS, 2 * STEPS))
-    resumed.close()
     for (label, ours), theirs in zip(second.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, theirs), label
 
@@ -162,9 +146,7 @@ def test_an_optimizer_of_whole_parameters_goes_on_elsewhere(worlds):
         alone.step(loss_of(alone.model, samples(12, step)))
     world = worlds()
     optimizer = world.optimizer(model, LAMB, stage=2, partition="parameter")
-    train(world, model, optimizer, range(STEPS))
-    pieces, weights = saved(optimizer, model)
-    optimizer.close()
+    pieces, weights = train(world, model, optimizer, range(STEPS))
     for size in SIZES:
         other = net()
         other.load_state_dict(weights)
@@ -172,7 +154,7 @@ def test_an_optimizer_of_whole_parameters_goes_on_elsewhere(worlds):
         if smaller is not None:
             resumed = smaller.optimizer(other, LAMB, stage=1, partition="parameter")
             resumed.load_slices(pieces)
-            train(smaller, other, resumed, range(STEPS, 2 * STEPS))
+            train_only(smaller, other, resumed, range(STEPS, 2 * STEPS))
             resumed.close()
             assert_parity(smaller, other, alone, 1e-9)
 
@@ -181,9 +163,7 @@ def test_rows_and_columns_travel_with_their_parameter(worlds):
     adafactor = partial(torch.optim.Adafactor, lr=0.05)
     model, world = net(), worlds()
     optimizer = world.optimizer(model, adafactor, stage=1, partition="parameter")
-    train(world, model, optimizer, range(2))
-    pieces, _ = saved(optimizer, model)
-    optimizer.close()
+    pieces, _ = train(world, model, optimizer, range(2))
     found = {piece.name: piece.others for piece in pieces}
     assert found["0.weight"]["row_var"].shape == (16, 1)
     assert found["0.weight"]["col_var"].shape == (1, 5)
@@ -198,13 +178,11 @@ def test_a_group_that_was_added_is_gathered_with_the_others(worlds):
     world, model = worlds(), net()
     model[0].requires_grad_(False)
     optimizer = world.optimizer(model, ADAMW, stage=2)
-    train(world, model, optimizer, range(1))
+    train_only(world, model, optimizer, range(1))
     model[0].requires_grad_(True)
     added = [(f"0.{name}", p) for name, p in model[0].named_parameters()]
     optimizer.add_param_group({"params": added, "lr": 0.5})
-    train(world, model, optimizer, range(1))
-    pieces, _ = saved(optimizer, model)
-    optimizer.close()
+    pieces, _ = train(world, model, optimizer, range(1))
     counts = {piece.name: int(piece.others["step"]) for piece in pieces}
     assert counts == {n: 1 if n[0] == "0" else 2 for n, _ in model.named_parameters()}
 
@@ -212,32 +190,14 @@ def test_a_group_that_was_added_is_gathered_with_the_others(worlds):
 # Local slices.
 
 
-@pytest.fixture(scope="module", params=STAGES, ids=lambda mode: f"{mode[0]}-{mode[1]}")
-def mode(request):
-    """A stage and a partition."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def trained(worlds, mode):
-    """A world, a model, and its optimizer after two steps."""
+@pytest.mark.parametrize(("stage", "partition"), STAGES)
+def test_slices_of_all_ranks_cover_every_parameter_once(worlds, stage, partition):
     world, model = worlds(), double(Strided)
-    stage, partition = mode
     optimizer = world.optimizer(model, ADAMW, stage=stage, partition=partition)
-    train(world, model, optimizer, range(2))
-    yield world, model, optimizer
-    optimizer.close()
-
-
-def of_all_ranks(world, optimizer, mode):
-    """The slices that together are the state: at stage 0 every rank has them all."""
+    train_only(world, model, optimizer, range(2))
     everyone = world.gather(list(optimizer.slices()))
-    return everyone[0] if mode[0] == 0 else [piece for theirs in everyone for piece in theirs]
-
-
-def test_slices_of_all_ranks_cover_every_parameter_once(trained, mode):
-    world, model, optimizer = trained
-    pieces = of_all_ranks(world, optimizer, mode)
+    optimizer.close()
+    pieces = [piece for theirs in (everyone if stage else everyone[:1]) for piece in theirs]
     for name, parameter in model.named_parameters():
         place = 0
         for low, high in sorted((p.low, p.high) for p in pieces if p.name == name):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from mpi4py import MPI
-from oracle import assert_parity
+from oracle import Alone, assert_parity
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import refusal
@@ -73,7 +73,7 @@ OPTIONS = {
 @pytest.mark.parametrize("how", ["loss.backward", "optimizer.backward", "accumulated", "saved"])
 def test_layers_train_as_in_one_process(world, make, stage, options, how):
     model = Net(**OPTIONS[options]).double()
-    alone = Alone(copy.deepcopy(model))
+    alone = Alone(model, SGD, 1.0)
     keys = list(model.state_dict())
     norm = model.norm
     assert world.sync_batchnorm(model) is model
@@ -98,7 +98,7 @@ def test_layers_train_as_in_one_process(world, make, stage, options, how):
         if how == "accumulated":
             for parameter in alone.model.parameters():
                 parameter.grad /= total
-        alone.step()
+        alone.update()
         optimizer.step(), optimizer.zero_grad()
         check_buffers(model, alone.model)
     assert_parity(world, model, alone, 1e-10)
@@ -142,14 +142,14 @@ def mean_over_tokens(model, batch):
 @STAGES
 def test_samples_without_a_token_enter_the_statistics(world, make, stage):
     model = OfTokens()
-    alone = Alone(copy.deepcopy(model))
+    alone = Alone(model, SGD, 1.0)
     world.sync_batchnorm(model)
     optimizer = make(model, SGD, stage=stage, max_grad_norm=1.0)
     whole = token_batches()
     for own in world.shard(list(token_batches())):
         optimizer.backward(mean_over_tokens(model, own), weight=own[1].sum())
         mean_over_tokens(alone.model, next(whole)).backward()
-        alone.step()
+        alone.update()
         optimizer.step(), optimizer.zero_grad()
         check_buffers(model, alone.model)
     assert_parity(world, model, alone, 1e-10)
@@ -173,17 +173,6 @@ def test_a_share_of_nothing_after_the_forward_is_refused():
         optimizer.share(0)
         with pytest.raises(RuntimeError, match=r"^share\(0\) follows a forward in which SyncBatch"):
             loss.backward()
-
-
-class Alone:
-    """Plain torch in this process."""
-
-    def __init__(self, model):
-        self.model, self.optimizer = model, SGD(model.parameters())
-
-    def step(self):
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step(), self.optimizer.zero_grad()
 
 
 def check_buffers(model, alone):
@@ -212,7 +201,7 @@ def test_16_bit_samples_have_wide_statistics(world, make, dtype):
 @STAGES
 def test_a_compiled_model_trains_as_in_one_process(world, make, stage):
     model = Net().double()
-    alone = Alone(copy.deepcopy(model))
+    alone = Alone(model, SGD, 1.0)
     world.sync_batchnorm(model)
     optimizer = make(model, SGD, stage=stage, max_grad_norm=1.0)
     compiled = torch.compile(model, backend="aot_eager")
@@ -220,7 +209,7 @@ def test_a_compiled_model_trains_as_in_one_process(world, make, stage):
         loss_of(compiled, own).backward()
         loss_of(alone.model, whole).backward()
         optimizer.step(), optimizer.zero_grad()
-        alone.step()
+        alone.update()
     assert_parity(world, model, alone, 1e-10)
 
 

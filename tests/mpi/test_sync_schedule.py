@@ -7,15 +7,16 @@ import torch
 from mpi4py import MPI
 from oracle import init
 from torch import nn
-from worlds import refusal
+from worlds import RANKS, refusal
 
-from zero import SingleProcessCollectives, ZeroOptimizer
+from zero import SingleProcessCollectives
 from zero.exchange.schedule import SyncSchedule
 from zero.norms import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi
 
-RANKS, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+RANK = MPI.COMM_WORLD.rank
+SGD = {"optimizer_class": torch.optim.SGD, "lr": 0.5}
 
 
 class AverageEverySecondStep(SyncSchedule):
@@ -42,16 +43,8 @@ class AverageEverySecondStep(SyncSchedule):
 def test_parameters_differ_between_averages_and_agree_after_them(stage, dtype):
     model = nn.Linear(4, 1, bias=False, dtype=dtype)
     with init() as world:
-        optimizer = ZeroOptimizer(
-            model.named_parameters(),
-            torch.optim.SGD,
-            world.collectives,
-            stage=stage,
-            schedule=AverageEverySecondStep(world.collectives),
-            model=model,
-            lr=0.5,
-        )
-        optimizer.start()
+        schedule = AverageEverySecondStep(world.collectives)
+        optimizer = world.optimizer(model, **SGD, stage=stage, sync=schedule)
         initial = model.weight.tolist()
         assert world.gather(initial) == [initial] * RANKS
         for _ in range(2):
@@ -74,14 +67,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(loss_scale):
     model = nn.Linear(4, 1, bias=False)
     with init() as world:
         schedule = AverageEverySecondStep(world.collectives)
-        optimizer = world.optimizer(
-            model,
-            torch.optim.SGD,
-            lr=0.5,
-            sync=schedule,
-            non_finite="skip",
-            loss_scale=loss_scale,
-        )
+        given = {"non_finite": "skip", "loss_scale": loss_scale}
+        optimizer = world.optimizer(model, **SGD, sync=schedule, **given)
         factor = math.inf if RANK == RANKS - 1 else 1.0
         optimizer.scale(model(torch.ones(1, 4)).sum() * factor).backward()
         result = optimizer.step()
@@ -94,7 +81,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks():
     model = nn.Linear(4, 1, bias=False)
     with init() as world:
         schedule = AverageEverySecondStep(world.collectives)
-        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.5, sync=schedule)
+        optimizer = world.optimizer(model, **SGD, sync=schedule)
         factor = math.inf if RANK == RANKS - 1 else 1.0
         (model(torch.ones(1, 4)).sum() * factor).backward()
         with pytest.raises(NonFiniteGradientError) as error:
@@ -109,5 +96,5 @@ def test_replicas_that_are_not_all_ranks_are_refused(replica, replicas):
     with init() as world:
         schedule = AverageEverySecondStep(world.collectives)
         schedule.replica, schedule.replicas = replica, replicas
-        said = refusal(world.optimizer, nn.Linear(4, 1), torch.optim.SGD, lr=0.5, sync=schedule)
+        said = refusal(world.optimizer, nn.Linear(4, 1), **SGD, sync=schedule)
     assert said.startswith(f"the sync schedule shards over 1 ranks, and this is replica {replica}")

@@ -1,6 +1,5 @@
 """The order in which a training job communicates, and how it stops for one of its ranks."""
 
-import json
 import os
 import signal
 import time
@@ -10,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from mpi4py import MPI
-from small_jobs import Signalling, small, steps_taken, summary_of
+from small_jobs import Signalling, lines_of, small, steps_taken, summary_of
 from torch import nn
 from worlds import RANKS, make_world
 
@@ -115,9 +114,12 @@ def test_sums_of_an_own_loop_travel_with_the_gradients_of_an_only_optimizer(
     if spare:
         spare.close()
     if world.master:
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        mean = sum(range(RANKS)) / RANKS
-        assert [(line["step"], line["loss"]) for line in lines] == [(n, mean) for n in range(1, 6)]
+        found = [(line["step"], line["loss"]) for line in lines_of(run)]
+        assert found == [(step, sum(range(RANKS)) / RANKS) for step in range(1, 6)]
+
+
+def fit(world, config, **changes):
+    return Trainer(world, replace(config, **changes)).fit()
 
 
 @pytest.mark.parametrize(
@@ -134,8 +136,7 @@ def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
 ):
     Signalling.signals = signals
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
-    config = small(tmp_path, "small_jobs:Signalling", steps=50)
-    assert Trainer(world, config).fit() == code
+    assert fit(world, small(tmp_path, "small_jobs:Signalling", steps=50)) == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
         assert steps_taken(tmp_path) == 2
@@ -161,22 +162,18 @@ def test_a_signal_while_the_last_checkpoint_is_written_does_not_end_it(
         return save(*args)
 
     monkeypatch.setattr(Saver, "save", slow)
-    config = replace(config, checkpoint=CheckpointConfig(every="40"))
-    assert Trainer(world, config).fit() == 130
+    assert fit(world, config, checkpoint=CheckpointConfig(every="40")) == 130
     if world.master:
         assert summary_of(tmp_path)["checkpoint"].endswith("step-00000002")
 
 
 def test_a_job_ends_before_its_deadline(world, tmp_path):
     config = small(tmp_path, steps=10**6)
-    config = replace(config, run=replace(config.run, max_minutes=2 / 60))
-    assert Trainer(world, config).fit() == 75
+    assert fit(world, config, run=replace(config.run, max_minutes=2 / 60)) == 75
     if world.master:
         summary = summary_of(tmp_path)
-        assert (summary["status"], summary["reason"]) == (
-            "preempted",
-            "its 0.0333333 minutes are over",
-        )
+        assert summary["status"] == "preempted"
+        assert summary["reason"] == "its 0.0333333 minutes are over"
         newest = list_checkpoints(tmp_path / "run")[0]
         assert inspect(newest).step == summary["steps"] == steps_taken(tmp_path)
 
@@ -189,8 +186,7 @@ class Content(LanguageModel):
 
 
 def test_a_callback_of_one_rank_after_an_evaluation_ends_the_run_on_all(world, tmp_path):
-    config = small(tmp_path, f"{__name__}:Content", steps=50, eval_every=2)
-    assert Trainer(world, config).fit() == 0
+    assert fit(world, small(tmp_path, f"{__name__}:Content", steps=50, eval_every=2)) == 0
     if world.master:
         summary = summary_of(tmp_path)
         assert (summary["status"], summary["reason"]) == ("stopped", "good enough")
@@ -203,8 +199,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(world, tmp_path, monkeypa
     evaluate = Trainer.evaluate
     monkeypatch.setattr(Trainer, "evaluate", lambda self: (next(losses), evaluate(self)[1]))
     config = small(tmp_path, steps=12, eval_every=2)
-    config = replace(config, checkpoint=CheckpointConfig(every="6", keep=1))
-    assert Trainer(world, config).fit() == 0
+    assert fit(world, config, checkpoint=CheckpointConfig(every="6", keep=1)) == 0
     if world.master:
         kept = list_checkpoints(tmp_path / "run")
         assert [(inspect(path).step, inspect(path).eval_loss) for path in kept] == [(12, 6), (4, 3)]
@@ -229,8 +224,8 @@ class Slow(LanguageModel):
     ],
 )
 def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most):
-    config = replace(small(tmp_path, f"{__name__}:Slow", steps=12), checkpoint=checkpoint)
-    assert Trainer(world, config).fit() == 0
+    config = small(tmp_path, f"{__name__}:Slow", steps=12)
+    assert fit(world, config, checkpoint=checkpoint) == 0
     if world.master:
         summary = summary_of(tmp_path)
         assert least <= summary["checkpoints"]["saved"] <= most
@@ -241,7 +236,6 @@ def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most
 @pytest.mark.thorough
 def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("mntrain.run.saving._LONG_WAIT_S", 0.0)
-    config = replace(small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1"))
-    assert Trainer(world, config).fit() == 0
+    assert fit(world, small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1")) == 0
     warned = capsys.readouterr().err.count("since the checkpoint before was still being written")
     assert warned == (1 if world.master else 0)

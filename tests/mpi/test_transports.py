@@ -21,9 +21,8 @@ from mntrain.comm.nccl import shared_store
 from mntrain.comm.transport import TransportError, child_environment
 from zero.layout import split
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)  # a world of one sends nothing
 COMM = MPI.COMM_WORLD
-several = pytest.mark.skipif(COMM.size == 1, reason="a world of one sends nothing")
 SIZES = (0, 1, 17, 1000, 5003)
 LAYOUTS = (1, 2, 4)  # ranks per node; the last node may have fewer
 
@@ -36,7 +35,6 @@ def expected_sum(numel, dtype, size):
     return (ramp(numel, torch.float64) * size + size * (size - 1) // 2).to(dtype)
 
 
-@several
 @pytest.mark.parametrize(
     ("ranks_per_node", "dtype"),
     [
@@ -62,26 +60,19 @@ def test_every_verb_gives_its_result(rig, name, ranks_per_node, dtype):
         total = expected_sum(numel, dtype, size)
         tensor = device.tensor(numel, dtype)
 
-        tensor.copy_(ramp(numel, dtype) + rank)
-        collectives.all_reduce(tensor).wait()
-        device.synchronize()
-        assert torch.equal(tensor, total), (algorithm, numel)
-
-        tensor.copy_(ramp(numel, dtype) + rank)
-        collectives.reduce_scatter(tensor, bounds).wait()
-        device.synchronize()
-        assert torch.equal(tensor[mine], total[mine]), (algorithm, numel)
-
-        tensor.fill_(-1)
-        tensor[mine] = total[mine]
-        collectives.all_gather(tensor, bounds).wait()
-        device.synchronize()
-        assert torch.equal(tensor, total), (algorithm, numel)
-
-        tensor.copy_(ramp(numel, dtype) + rank)
-        collectives.broadcast(tensor, size - 1).wait()
-        device.synchronize()
-        assert torch.equal(tensor, ramp(numel, dtype) + size - 1), (algorithm, numel)
+        own, whole = torch.full_like(total, -1), slice(None)
+        own[mine] = total[mine]
+        ours, last = ramp(numel, dtype) + rank, ramp(numel, dtype) + size - 1
+        for verb, given, filled, expected, part in (
+            ("all_reduce", (), ours, total, whole),
+            ("reduce_scatter", (bounds,), ours, total, mine),
+            ("all_gather", (bounds,), own, total, whole),
+            ("broadcast", (size - 1,), ours, last, whole),
+        ):
+            tensor.copy_(filled)
+            getattr(collectives, verb)(tensor, *given).wait()
+            device.synchronize()
+            assert torch.equal(tensor[part], expected[part]), (algorithm, numel, verb)
 
 
 def uneven(numel, size):
@@ -89,7 +80,6 @@ def uneven(numel, size):
     return (0, *split(numel, size - 1)) if size > 1 else (0, numel)
 
 
-@several
 @pytest.mark.parametrize("ranks_per_node", LAYOUTS)
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
@@ -108,7 +98,6 @@ def test_sums_have_the_bits_of_host_tensors(rig, name, ranks_per_node, wire):
         assert torch.equal(on_device, on_host)
 
 
-@several
 @pytest.mark.parametrize("ranks_per_node", LAYOUTS)
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_collective_runs_in_the_order_of_the_callers_stream(rig, name, ranks_per_node):
@@ -143,7 +132,6 @@ def test_a_collective_runs_in_the_order_of_the_callers_stream(rig, name, ranks_p
         assert torch.equal(result, total)
 
 
-@several
 def test_only_the_elements_a_verb_needs_are_copied(rig):
     one = rig(2, LateDevice())
     collectives, device = one.use("host"), one.device
@@ -164,7 +152,6 @@ def test_only_the_elements_a_verb_needs_are_copied(rig):
         assert copied == (to_host, to_device)
 
 
-@several
 def test_slots_are_pinned_until_the_collectives_are_freed(rig):
     one = rig(2)
     assert one.device.pinned == 1
@@ -175,7 +162,6 @@ def test_slots_are_pinned_until_the_collectives_are_freed(rig):
 # Selection.
 
 
-@several
 @pytest.mark.parametrize("requested", TRANSPORTS)
 def test_a_requested_transport_is_used(rig, requested):
     one = rig(COMM.size)
@@ -187,14 +173,6 @@ def test_a_requested_transport_is_used(rig, requested):
     assert (tensor == COMM.size).all()
 
 
-@several
-def test_auto_is_nccl_where_each_rank_has_a_gpu(rig):
-    one = rig(COMM.size)
-    assert one.select("auto") == "nccl: each rank has a GPU of its own"
-    assert one.collectives.transport == "nccl"
-
-
-@several
 def test_the_leader_of_each_node_probes_for_cuda_aware_mpi(rig):
     one = rig(1 if COMM.size < 3 else 2)
     probed = []
@@ -202,27 +180,18 @@ def test_the_leader_of_each_node_probes_for_cuda_aware_mpi(rig):
     assert len(probed) == (one.world.local_rank == 0)
 
 
-@several
-def test_auto_is_host_where_ranks_share_a_gpu(rig):
-    one = rig(COMM.size)
-    gpus = ["the only one"] * COMM.size
-    assert one.select("auto", gpus=gpus).startswith(
-        "host; not nccl: ranks of a node share a GPU, which NCCL does not allow"
-    )
+def test_a_transport_that_cannot_work_is_not_chosen_and_refused_on_all_ranks(rig):
+    one, gpus = rig(COMM.size), ["the only one"] * COMM.size
+    assert one.select("auto") == "nccl: each rank has a GPU of its own"
+    assert one.collectives.transport == "nccl"
+    shared = "ranks of a node share a GPU, which NCCL does not allow"
+    assert one.select("auto", gpus=gpus).startswith(f"host; not nccl: {shared}")
     assert one.collectives.transport == "host"
-
-
-@several
-def test_a_requested_transport_that_cannot_work_is_refused_on_all_ranks(rig):
-    one = rig(COMM.size)
-    gpus = ["the only one"] * COMM.size
-    crash = "its MPI crashed (SIGSEGV)"
-    with pytest.raises(
-        TransportError, match=r"transport cuda-aware: rank 0: its MPI .*choose host"
-    ):
-        one.select("cuda-aware", probe=lambda device: crash)
     with pytest.raises(TransportError, match=r"transport nccl: ranks of a node share a GPU"):
         one.select("nccl", gpus=gpus)
+    said = r"transport cuda-aware: rank 0: its MPI .*choose host"
+    with pytest.raises(TransportError, match=said):
+        one.select("cuda-aware", probe=lambda device: "its MPI crashed (SIGSEGV)")
 
 
 def fail_on_rank_1(node, device):
@@ -231,7 +200,6 @@ def fail_on_rank_1(node, device):
     return GlooGroup.__new__(GlooGroup)
 
 
-@several
 def test_a_group_that_one_rank_cannot_make_is_refused_on_all_ranks(rig):
     one = rig(COMM.size)
     reason = "rank 1: NCCL error: unhandled system error"
@@ -240,7 +208,6 @@ def test_a_group_that_one_rank_cannot_make_is_refused_on_all_ranks(rig):
         one.select("nccl", connect=fail_on_rank_1)
 
 
-@several
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files in memory, as NCCL's GPUs")
 def test_the_store_of_a_node_is_shared_and_opens_no_port(rig):
     one = rig(COMM.size)
@@ -259,15 +226,11 @@ def own_ports():
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # of the listing itself
             own |= {os.readlink(descriptor)}
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path("/proc/net", name).read_text().splitlines()
-    ]
+    tables = (Path("/proc/net", name).read_text().splitlines() for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables for line in table]
     return {fields[9] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
 
 
-@several
 def test_a_store_that_one_rank_cannot_open_is_refused_on_all(rig, monkeypatch):
     one = rig(COMM.size)
     if COMM.rank == 1:
@@ -277,7 +240,6 @@ def test_a_store_that_one_rank_cannot_open_is_refused_on_all(rig, monkeypatch):
     COMM.Barrier()
 
 
-@several
 def test_closing_a_transport_shuts_its_group_down(rig):
     one = rig(COMM.size)
     groups = []
@@ -291,7 +253,6 @@ def test_closing_a_transport_shuts_its_group_down(rig):
     assert [group.closed for group in groups] == [True]
 
 
-@several
 def test_a_job_without_gpus_refuses_transports_of_gpus():
     with pytest.raises(ValueError, match="transport nccl: no rank of this job has a GPU"):
         mntrain.init(device="cpu", transport="nccl")
@@ -301,7 +262,6 @@ def test_a_job_without_gpus_refuses_transports_of_gpus():
         assert world.transport == ""
 
 
-@several
 def test_a_rank_without_a_gpu_among_others_is_refused_on_all_ranks(monkeypatch):
     visible = ["a GPU"] if COMM.rank == 0 else []
     monkeypatch.setattr("mntrain.device.visible_gpus", lambda wanted: visible)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 from torch.utils.data import TensorDataset
-from worlds import BUT_LAST, LAYOUTS, RANKS, Worlds, refusal
+from worlds import BUT_LAST, LAYOUTS, RANKS, refusal
 
 import mntrain
 from mntrain.comm.topology import Topology
@@ -27,22 +28,9 @@ SGD = {"optimizer_class": torch.optim.SGD, "lr": 0.1}
 MADE = torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
-@pytest.fixture(scope="module")
-def worlds():
-    cache = Worlds()
-    yield cache
-    cache.close()
-
-
 @pytest.fixture
 def world(worlds):
-    return worlds("lanes")
-
-
-def combined(words, last):
-    """The message for one error of all ranks but the last, and another one of the last."""
-    others = f"0 to {LAST - 1}" if LAST > 2 else ", ".join(map(str, range(LAST)))
-    return f"rank{'s' * (LAST > 1)} {others}: {words}; rank {LAST}: {last}"
+    return worlds("lanes", None)
 
 
 # Topology and places.
@@ -56,7 +44,7 @@ def test_a_kill_would_leave_no_shared_memory_of_mpich(world):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_and_sizes_follow_the_topology(worlds, layout):
+def test_ranks_sizes_and_places_follow_the_topology(worlds, layout):
     world = worlds("lanes", layout)
     letters = layout if isinstance(layout, str) else "a" * RANKS
     topology = Topology.from_hosts(letters, None if isinstance(layout, str) else layout)
@@ -67,15 +55,10 @@ def test_ranks_and_sizes_follow_the_topology(worlds, layout):
     assert (world.cross_rank, world.cross_size) == (cross.index(world.rank), len(cross))
     assert world.master == (world.rank == 0)
     assert (world.collectives.rank, world.collectives.size) == (world.rank, world.size)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_places_are_those_of_all_ranks(worlds, layout):
-    world = worlds("lanes", layout)
     assert [place.rank for place in world.places] == list(range(RANKS))
     for place in world.places:
-        assert place.node == world.topology.node(place.rank)
-        assert place.local_rank == world.topology.local_rank(place.rank)
+        assert place.node == topology.node(place.rank)
+        assert place.local_rank == topology.local_rank(place.rank)
         assert place.host == MPI.Get_processor_name()
         assert place.device == "cpu"
     assert world.places[world.rank].threads == torch.get_num_threads()
@@ -117,9 +100,8 @@ def test_broadcast_returns_rank_0s_object(world):
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_the_first_rank_runs_a_block_before_the_others(worlds, tmp_path_factory, local):
+def test_the_first_rank_runs_a_block_before_the_others(worlds, folder, local):
     world = worlds("lanes", 1 if local else None)
-    folder = Path(world.broadcast(str(tmp_path_factory.mktemp("first"))))
     first = RANK == 0 or local  # with `local`, each rank is the first of a node of its own
     with world.main_first(local=local):
         if first:
@@ -142,16 +124,9 @@ def test_an_error_of_the_first_rank_is_one_of_all(world):
     assert "no space left" in refusal(download)
     assert entered == [0] * (RANK == 0)
 
-    def process():
-        with world.main_first():
-            if RANK == LAST:
-                raise KeyError("own")
-
-    if RANK == LAST:
-        with pytest.raises(KeyError):
-            process()
-    else:
-        process()
+    with pytest.raises(KeyError) if RANK == LAST else nullcontext(), world.main_first():
+        if RANK == LAST:
+            raise KeyError("own")
 
 
 def test_print_prints_on_the_master_alone(world, capsys):
@@ -222,7 +197,9 @@ def test_errors_of_some_ranks_are_raised_on_all_with_their_ranks(world):
                 raise ValueError(message)
 
     assert refusal(refuse, "") == f"rank {LAST}: no such file"
-    assert refusal(refuse, "one") == combined("one", "no such file")
+    others = f"0 to {LAST - 1}" if LAST > 2 else ", ".join(map(str, range(LAST)))
+    each = f"rank{'s' * (LAST > 1)} {others}: one; rank {LAST}: no such file"
+    assert refusal(refuse, "one") == each
     with pytest.raises(AgreedError) as error:
         refuse("")
     assert isinstance(error.value.__cause__, ValueError) == (RANK == LAST)
@@ -271,37 +248,36 @@ def test_expanded_buffers_are_taken_from_rank_0_at_the_start_and_after_steps(wor
     optimizer.close()
 
 
+DIFFERENT = {
+    "shape": (
+        lambda odd: two_layers(4 if odd else 3),
+        "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (4, 2) float32",
+    ),
+    "dtype": (
+        lambda odd: two_layers(dtype=torch.float64 if odd else torch.float32),
+        "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float64",
+    ),
+    "one more": (
+        lambda odd: nn.Sequential(nn.Linear(2, 3, bias=odd)),
+        "{but_last} no more, rank {last} has 0.bias (3,) float32",
+    ),
+    "one fewer": (
+        lambda odd: nn.Sequential(nn.Linear(2, 3, bias=not odd)),
+        "{but_last} 0.bias (3,) float32, rank {last} has no more",
+    ),
+    "frozen": (
+        lambda odd: two_layers().requires_grad_(not odd),
+        "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float32 frozen",
+    ),
+    "another layer": (
+        lambda odd: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3) if odd else nn.ReLU()),
+        "rank {last} has 1.weight (3,) float32",
+    ),
+}
+
+
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (
-            lambda odd: two_layers(4 if odd else 3),
-            "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (4, 2) float32",
-        ),
-        (
-            lambda odd: two_layers(dtype=torch.float64 if odd else torch.float32),
-            "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float64",
-        ),
-        (
-            lambda odd: nn.Sequential(nn.Linear(2, 3, bias=odd)),
-            "{but_last} no more, rank {last} has 0.bias (3,) float32",
-        ),
-        (
-            lambda odd: nn.Sequential(nn.Linear(2, 3, bias=not odd)),
-            "{but_last} 0.bias (3,) float32, rank {last} has no more",
-        ),
-        (
-            lambda odd: two_layers().requires_grad_(not odd),
-            "{but_last} 0.weight (3, 2) float32, rank {last} has 0.weight (3, 2) float32 frozen",
-        ),
-        (
-            lambda odd: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3) if odd else nn.ReLU()),
-            "rank {last} has 1.weight (3,) float32",
-        ),
-    ],
-    ids=["shape", "dtype", "one more", "one fewer", "frozen", "another layer"],
-)
+@pytest.mark.parametrize(("build", "words"), DIFFERENT.values(), ids=DIFFERENT)
 def test_different_models_are_refused_on_all_ranks(world, build, words):
     said = refusal(world.optimizer, build(world.rank == LAST), **SGD)
     assert said.startswith("the model differs between ranks: ")
@@ -374,6 +350,10 @@ def test_a_hook_and_a_schedule_are_passed_on(world):
         ({"optimizer_class": None}, "optimizer_class is of type NoneType: give a class such as"),
         ({"optimizer_class": MADE}, "optimizer_class is of type SGD: give a class such as"),
         ({"sync": "diloco"}, "sync is of type str: give mntrain.sync.LocalSGD"),
+        (
+            {"groups": [{"params": [torch.zeros(1, requires_grad=True)]}]},
+            "a parameter group holds a tensor that is no parameter of the model$",
+        ),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1])
@@ -386,40 +366,3 @@ def test_a_dataset_in_place_of_a_loader_is_refused(world):
     for wrong in (TensorDataset(torch.ones(4, 2)), 5):
         with pytest.raises(ValueError, match=r"loader is of type (TensorDataset|int): give"):
             world.shard(wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        ("stage", 3),
-        ("partition", "layer"),
-        ("norm_type", 0),
-        ("non_finite", "ignore"),
-        ("loss_scale", -1.0),
-    ],
-)
-def test_bad_arguments_of_the_optimizer_are_refused(world, name, bad):
-    said = refusal(world.optimizer, two_layers(), **{name: bad}, **SGD)
-    assert repr(bad) in said
-
-
-def test_a_tensor_of_another_model_in_a_group_is_refused(world):
-    groups = [{"params": [nn.Parameter(torch.zeros(1))]}]
-    said = refusal(world.optimizer, two_layers(), groups=groups, **SGD)
-    assert said == "a parameter group holds a tensor that is no parameter of the model"
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gather_dtype_rounds_updated_parameters_of_sharded_stages(stage):
-    if RANKS == 1:
-        pytest.skip("one rank gathers nothing, and rounds nothing")
-    with mntrain.init(device="cpu", gather_dtype="bf16") as world:
-        model = two_layers()
-        optimizer = world.optimizer(model, stage=stage, **SGD)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.wait_for_parameters()
-        for parameter in model.parameters():
-            rounded = parameter.to(torch.bfloat16).to(parameter.dtype)
-            assert torch.equal(parameter, rounded)
-        optimizer.close()
