@@ -62,32 +62,25 @@ def test_parameters_differ_between_averages_and_agree_after_them(stage, dtype):
         optimizer.close()
 
 
-@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(loss_scale):
+@pytest.mark.parametrize(
+    ("non_finite", "loss_scale"), [("skip", None), ("skip", "dynamic"), ("stop", None)]
+)
+def test_a_step_that_is_not_finite_on_one_rank_is_none_on_all(non_finite, loss_scale):
     model = nn.Linear(4, 1, bias=False)
     with init() as world:
-        schedule = AverageEverySecondStep(world.collectives)
-        given = {"non_finite": "skip", "loss_scale": loss_scale}
-        optimizer = world.optimizer(model, **SGD, sync=schedule, **given)
+        given = {"sync": AverageEverySecondStep(world.collectives), "non_finite": non_finite}
+        optimizer = world.optimizer(model, **SGD, **given, loss_scale=loss_scale)
         factor = math.inf if RANK == RANKS - 1 else 1.0
         optimizer.scale(model(torch.ones(1, 4)).sum() * factor).backward()
-        result = optimizer.step()
-        assert result.skipped
-        scale = optimizer.state_dict()["loss_scale"]
-        assert world.gather(scale) == [scale] * RANKS
-
-
-def test_a_gradient_that_is_not_finite_stops_all_ranks():
-    model = nn.Linear(4, 1, bias=False)
-    with init() as world:
-        schedule = AverageEverySecondStep(world.collectives)
-        optimizer = world.optimizer(model, **SGD, sync=schedule)
-        factor = math.inf if RANK == RANKS - 1 else 1.0
-        (model(torch.ones(1, 4)).sum() * factor).backward()
-        with pytest.raises(NonFiniteGradientError) as error:
-            optimizer.step()
-        assert "not finite in weight" in str(error.value)
-        assert world.gather(str(error.value)) == [str(error.value)] * RANKS
+        if non_finite == "skip":
+            assert optimizer.step().skipped
+            told = optimizer.state_dict()["loss_scale"]
+        else:
+            with pytest.raises(NonFiniteGradientError) as error:
+                optimizer.step()
+            told = str(error.value)
+            assert "not finite in weight" in told
+        assert world.gather(told) == [told] * RANKS
 
 
 @pytest.mark.mpi(min_size=2)
