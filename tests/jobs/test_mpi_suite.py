@@ -9,17 +9,17 @@ from launch import MPI_TESTS, run_suite
 # on emulated nodes of two ranks each.
 OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "state")
 OF_ONE += ("trainer", "world")
-OF_NODES = ("collectives", "local_sgd", "stale_rounds", "state", "transports", "weighted_exchanges")
+OF_NODES = ("collectives", "exchanges", "stale_rounds", "state", "transports", "weighted_exchanges")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
-AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "stale_rounds", "streaming")
+AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "stale_rounds", "exchanges")
 AT_THREE += ("agreement", "changed_parameters", "divided", "full_state", "metrics_over_ranks")
 AT_THREE += ("second_optimizer", "sync_batchnorm", "weighted_exchanges", "wire")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made.
 _ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses")
 _ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
-_ABOVE += ("stages", "state", "streaming", "sync_schedule", "cadence", "shard_by")
-_ABOVE += ("local_sgd", "rank_clipping", "rare_jobs", "stale_rounds", "weighted_exchanges")
+_ABOVE += ("stages", "state", "exchanges", "sync_schedule", "cadence", "shard_by")
+_ABOVE += ("rank_clipping", "rare_jobs", "stale_rounds", "weighted_exchanges")
 _ABOVE += ("agreement", "changed_parameters", "divided", "full_state", "metrics_over_ranks")
 _ABOVE += ("second_optimizer", "sync_batchnorm")
 # Or bytes and memory, processes that are forked, devices that are emulated, and long turns.

@@ -4,6 +4,7 @@ Every rank trains the oracle too. The whole product of what matters is too large
 holds every pair of choices at least once.
 """
 
+import random
 from contextlib import nullcontext
 from itertools import combinations, cycle, product
 
@@ -68,26 +69,22 @@ def pairs_of(row):
 
 def covering(factors):
     """Rows of choices that hold every pair of choices of two factors: greedily, so not many."""
+    draw, found = random.Random(1), []
+    choices = [range(len(these)) for these in factors]
     missing = {
         ((i, a), (j, b))
-        for (i, these), (j, those) in combinations(enumerate(factors), 2)
-        for a, b in product(range(len(these)), range(len(those)))
+        for (i, these), (j, those) in combinations(enumerate(choices), 2)
+        for a, b in product(these, those)
     }
-    found = []
     while missing:
-        row = dict(min(missing))
-        for i, choices in enumerate(factors):
-            if i not in row:
-                gains = [
-                    sum(tuple(sorted([(i, choice), other])) in missing for other in row.items())
-                    for choice in range(len(choices))
-                ]
-                turn = len(found) % len(choices)  # among equals, not always the first
-                order = [*range(turn, len(choices)), *range(turn)]
-                row[i] = max(order, key=gains.__getitem__)
-        indices = [row[i] for i in range(len(factors))]
-        missing -= pairs_of(indices)
-        found.append(tuple(these[i] for these, i in zip(factors, indices, strict=True)))
+        needed = dict(min(missing))
+        rows = [
+            [needed.get(i, draw.choice(these)) for i, these in enumerate(choices)]
+            for _ in range(50)
+        ]
+        best = max(rows, key=lambda row: len(missing & pairs_of(row)))
+        missing -= pairs_of(best)
+        found.append(tuple(these[i] for these, i in zip(factors, best, strict=True)))
     return found
 
 
