@@ -290,7 +290,7 @@ def test_a_message_has_sums_and_maxima_of_what_is_known_when_it_is_sent(world):
     message.put("tensor", lambda: torch.tensor([2.0]))
     known.append(-1.0 - RANK)
     assert not message.sent
-    message.send(world)
+    message.send(world.collectives)
     found = message.read()
     assert math.isnan(found.pop("nan"))
     assert found == {"flag": RANKS, "largest": -1.0, "least": -math.inf, "tensor": 2.0 * RANKS}
