@@ -14,10 +14,10 @@ in this module communicates.
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,17 +42,6 @@ class Position(NamedTuple):
 
 
 BEGIN = Position(0, 0, 0)
-
-
-class StepSamples(Protocol):
-    """The samples of the steps of a job."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of the random draws of samples."""
-
-    def at(self, step: int) -> "SamplingPlan":
-        """Return the plan of a step."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +149,38 @@ class SamplingPlan:
         return epoch, start, min(start + self.batch_size, self.samples)
 
 
+class CadenceSampling:
+    """The order in which a job with a cadence sees its samples, from `origin` on. Local.
+
+        plan:     10, 10 micro-batches             10, 40
+        steps:    [ 20 ][ 20 ][ 20 ] ... [ 20 ]    [    50    ][    50    ] ...
+        samples:  the order of an epoch, without a gap
+
+    Each plan of a cadence is a `SamplingPlan` with another batch size, which continues at the
+    sample where the one before has ended, as a run does that is resumed with another
+    --train.batch-size. With `drop_last` the smaller last batch of an epoch is left out. Every rank
+    holds an equal one, and the order of samples is that of any other run.
+    """
+
+    def __init__(
+        self, cadence: Cadence, samples: int, seed: int, *, drop_last: bool, origin: Position
+    ) -> None:
+        self._cadence, self.seed = cadence, seed
+        size = cadence.samples(0)
+        self._plans = [
+            SamplingPlan(samples, size, seed, drop_last=drop_last, origin=origin, shares=cadence)
+        ]
+
+    def at(self, step: int) -> SamplingPlan:
+        """Return the plan of a step, 0 for the first of the run."""
+        index = self._cadence.index(step)
+        while (number := len(self._plans)) <= index:
+            before, size = self._plans[-1], self._cadence.samples(number)
+            begin = before.position(self._cadence.plans[number].first)
+            self._plans.append(replace(before, batch_size=size, origin=begin))
+        return self._plans[index]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
     """Options of one rank's data loading."""
@@ -214,7 +235,10 @@ class SeededDataset(Dataset[Any]):
 
 
 def batches(
-    dataset: Dataset[Any], plan: StepSamples, options: LoaderOptions, steps: range
+    dataset: Dataset[Any],
+    plan: SamplingPlan | CadenceSampling,
+    options: LoaderOptions,
+    steps: range,
 ) -> Iterator[list[Any]]:
     """Yield, for each step, the list of this rank's collated micro-batches. Local.
 

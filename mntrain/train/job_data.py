@@ -12,7 +12,6 @@ from mntrain.balance.shares import CALIBRATION, Shares, hinted_speeds
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config
 from mntrain.data import sampling
-from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.phase_notes import name_samples
 from mntrain.data.sample_digest import detached
 from mntrain.data.streams import StreamBatches
@@ -59,9 +58,9 @@ class JobData:
         self.samples = len(cast(Sized, self._train))
         origin = _find_origin(resumed, self.samples)
         self.cadence = choose_cadence(config, world.size, self.samples, origin.step)
-        self._plan: sampling.StepSamples
+        self._plan: sampling.SamplingPlan | sampling.CadenceSampling
         if self.cadence:
-            self._plan = CadenceSampling(
+            self._plan = sampling.CadenceSampling(
                 self.cadence, self.samples, seed, drop_last=drop_last, origin=origin
             )
         else:

@@ -82,11 +82,19 @@ class Trainer:
         failed_step = FailedStep(
             world, self._counts.finish_interrupted, job.optimizer.finish_interrupted
         )
+        signals, checkpointing = self._signals, job.checkpointing
+        flags: Flags = {  # of this rank
+            "interrupted": lambda: signals.interrupted,
+            "preempted": lambda: signals.preempted or self._near_deadline(),
+            "asked_to_stop": lambda: self._asked_to_stop is not None,
+            "save_due": lambda: checkpointing.local_flags()["save_due"],
+            "save_ready": lambda: checkpointing.local_flags()["save_ready"],
+        }
         self._agreement = StepAgreement(
             world,
             job,
             self._means,
-            self._flags(),
+            flags,
             failed_step=failed_step,
             save=self._save_before_error,
         )
@@ -298,17 +306,6 @@ class Trainer:
             loss = self._counts.checked(self._job.task.loss(self._model, moved))
         self._means.add_loss(loss)
         return loss
-
-    def _flags(self) -> Flags:
-        """Return functions of this rank's flags, of which ranks agree on the sums."""
-        signals, checkpointing = self._signals, self._job.checkpointing
-        return {
-            "interrupted": lambda: signals.interrupted,
-            "preempted": lambda: signals.preempted or self._near_deadline(),
-            "asked_to_stop": lambda: self._asked_to_stop is not None,
-            "save_due": lambda: checkpointing.local_flags()["save_due"],
-            "save_ready": lambda: checkpointing.local_flags()["save_ready"],
-        }
 
     def _near_deadline(self) -> bool:
         longest_s = self._longest_step_s * self._agreement.delay

@@ -16,9 +16,8 @@ from mntrain.balance.cadence import (
     tuned_anchor,
 )
 from mntrain.balance.shares import INTERVAL, REVISION, BatchNumber, Pace
-from mntrain.data.cadence_sampling import CadenceSampling
 from mntrain.data.randomness import permuted
-from mntrain.data.sampling import BEGIN, Position
+from mntrain.data.sampling import BEGIN, CadenceSampling, Position
 
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 

@@ -29,22 +29,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from mntrain.metrics.report import Reporter
-from mntrain.rank_info import Place, Usage
+from mntrain.rank_info import Usage
 from mntrain.run.job_resources import memory_by_role
 from zero.memory import Memory
 
 UP = "A\r"  # the cursor returns to the beginning of the live lines
 NASTY = "n[0] [red]a[/red] [/] :smile: \x1b[2J\x1b]0;title\x07"
 NASTY_SHOWN = "n[0] [red]a[/red] [/] :smile: \N{REPLACEMENT CHARACTER}[2J"
-
-
-def show_places(reporter: Reporter, where: list[Place], links: tuple[float, ...] = ()) -> None:
-    reporter.places(where, links)
-
-
-def start(reporter: Reporter, where: list[Place]) -> None:
-    reporter.note("lm: 0.83 M parameters", "bold")
-    show_places(reporter, where)
 
 
 def strip(text: str) -> str:
@@ -59,7 +50,8 @@ def shown(on: Console) -> str:
 
 def call_everything(reporter: Reporter) -> None:
     with reporter:
-        start(reporter, places(2, 2))
+        reporter.note("lm: 0.83 M parameters", "bold")
+        reporter.places(places(2, 2), ())
         reporter.step(record(1, eval_loss=1.0))
         reporter.warn("careful")
         reporter.note("news")
@@ -99,7 +91,7 @@ def cells(on: Console) -> list[list[str]]:
 def test_the_first_16_ranks_have_a_row_each(tmp_path):
     on = console(False)
     with reporting(tmp_path, on) as reporter:
-        show_places(reporter, places(1000, 8, "cuda:3"), (117.4e6,) * 124 + (1.2e9,))
+        reporter.places(places(1000, 8, "cuda:3"), (117.4e6,) * 124 + (1.2e9,))
     rows = cells(on)
     head = ["host", "device", "node", "rank", "local rank", "threads", "CPUs", "memory"]
     assert rows[0] == [*head, "link MB/s"]
@@ -115,7 +107,7 @@ def test_a_rank_with_a_gpu_shows_which_one_and_one_node_has_no_links(tmp_path):
         for place in places(2, 2, device="cuda:0")
     ]
     with reporting(tmp_path, on) as reporter:
-        show_places(reporter, gpus)
+        reporter.places(gpus, ())
     for number in (0, 1):
         assert f"cuda:0 NVIDIA H100 80GB HBM3 {number}f6d1c2a  " in on.file.getvalue()
     assert "link" not in on.file.getvalue()
@@ -134,7 +126,7 @@ def test_a_rank_with_a_gpu_shows_which_one_and_one_node_has_no_links(tmp_path):
 def test_tables_of_a_narrow_terminal_have_fewer_columns(tmp_path, width, terminal, shown):
     on = console(terminal, width=width)
     with reporting(tmp_path, on) as reporter:
-        show_places(reporter, places(2, 2))
+        reporter.places(places(2, 2), ())
         reporter.finish(summary())
     heads = [line.split("  ") for line in screen(on) if "most" in line or "host" in line]
     assert "host" in heads[0][0]
@@ -219,7 +211,8 @@ def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters(tmp_path
     latin = console(True, file=ascii_file)
     for on in (dumb, latin):
         with reporting(tmp_path, on) as reporter:
-            start(reporter, places(2, 2, host="n\N{LATIN SMALL LETTER E WITH ACUTE}"))
+            reporter.note("lm: 0.83 M parameters", "bold")
+            reporter.places(places(2, 2, host="n\N{LATIN SMALL LETTER E WITH ACUTE}"), ())
             for number in (1, 4):
                 named = {"\N{GREEK SMALL LETTER ALPHA}": 1.0}
                 reporter.step(record(number, eval_loss=1.0, metrics=named))
@@ -355,7 +348,7 @@ def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
 def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, terminal):
     on = console(terminal, width=200)
     with reporting(tmp_path, on, 2) as reporter:
-        show_places(reporter, places(2, 2, host=NASTY))
+        reporter.places(places(2, 2, host=NASTY), ())
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
         reporter.note(NASTY)

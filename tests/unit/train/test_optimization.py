@@ -131,36 +131,24 @@ def test_weight_decay_is_refused_where_the_optimizer_takes_none():
     )
 
 
-def test_matrices_decay_and_vectors_do_not():
+@pytest.mark.parametrize(
+    ("decay", "frozen", "groups"),
+    [
+        (0.3, (), {0.3: ["linear.weight", "conv.weight"], 0.0: ["gain", "linear.bias"]}),
+        (0.0, (), {None: ["gain", "linear.weight", "linear.bias", "conv.weight"]}),
+        (0.3, ("linear",), {0.3: ["conv.weight"], 0.0: ["gain"]}),
+        (0.3, ("linear.bias", "gain"), {0.3: ["linear.weight", "conv.weight"]}),  # none is empty
+    ],
+)
+def test_matrices_that_train_decay_and_vectors_do_not(decay, frozen, groups):
     model = Scaled()
-    decayed, others = weight_decay_groups(model, 0.3)
-    assert decayed["weight_decay"] == 0.3
-    assert {id(p) for p in decayed["params"]} == {id(model.linear.weight), id(model.conv.weight)}
-    assert others["weight_decay"] == 0.0
-    assert {id(p) for p in others["params"]} == {id(model.linear.bias), id(model.gain)}
-
-
-def test_without_decay_all_are_one_group():
-    model = Scaled()
-    [group] = weight_decay_groups(model, 0.0)
-    assert group == {"params": list(model.parameters())}
-
-
-def test_frozen_parameters_are_in_no_group():
-    model = Scaled()
-    model.linear.requires_grad_(False)
-    decayed, others = weight_decay_groups(model, 0.3)
-    assert [id(p) for p in decayed["params"]] == [id(model.conv.weight)]
-    assert [id(p) for p in others["params"]] == [id(model.gain)]
-
-
-@pytest.mark.parametrize(("bias", "frozen"), [(False, False), (True, True)])
-def test_a_group_of_nothing_is_left_out(bias, frozen):
-    model = nn.Linear(2, 3, bias=bias)
-    if frozen:
-        model.bias.requires_grad_(False)
-    [group] = weight_decay_groups(model, 0.3)
-    assert [id(p) for p in group["params"]] == [id(model.weight)]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, name in names.items():
+        parameter.requires_grad_(not name.startswith(frozen))
+    made = weight_decay_groups(model, decay)
+    found = {group.get("weight_decay"): [names[p] for p in group["params"]] for group in made}
+    assert found == groups
+    assert len(made) == len(groups)
 
 
 def test_muon_gets_the_matrices_of_the_layers_and_its_options():
