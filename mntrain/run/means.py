@@ -24,7 +24,9 @@ def weighted_mean(
     problem = weight_problem(weight)
     if number is None:
         problem = f"the value is {value!r}: give a number or a tensor"
-    own = torch.as_tensor(0.0 if number is None else number).detach().to("cpu", torch.float64)
+    if not isinstance(number, Tensor):  # of a float, torch would make fp32
+        number = torch.tensor(0.0 if number is None else number, dtype=torch.float64)
+    own = number.detach().to("cpu", torch.float64)
     sums = torch.zeros(own.numel() + 1, dtype=torch.float64)
     if problem:
         sums[-1] = math.nan  # which all ranks see in the sum
