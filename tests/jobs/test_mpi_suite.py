@@ -13,17 +13,17 @@ OF_NODES = ("collectives", "exchanges", "stale_rounds", "state", "transports", "
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
 AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "stale_rounds", "exchanges")
-AT_THREE += ("agreement", "changed_parameters", "divided", "full_state", "metrics_over_ranks")
+AT_THREE += ("agreement", "changed_parameters", "full_state", "metrics_over_ranks")
 AT_THREE += ("second_optimizer", "sync_batchnorm", "weighted_exchanges", "wire")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made.
-_ABOVE = ("balance", "comparison", "compression", "data", "ddp_hooks", "losses")
+_ABOVE = ("balance", "comparison", "compression", "data", "losses")
 _ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
 _ABOVE += ("stages", "state", "exchanges", "sync_schedule", "cadence", "shard_by")
 _ABOVE += ("rank_clipping", "rare_jobs", "stale_rounds", "weighted_exchanges")
-_ABOVE += ("agreement", "changed_parameters", "divided", "full_state", "metrics_over_ranks")
+_ABOVE += ("agreement", "changed_parameters", "full_state", "metrics_over_ranks")
 _ABOVE += ("second_optimizer", "sync_batchnorm")
 # Or bytes and memory, processes that are forked, devices that are emulated, and long turns.
-_ABOVE += ("cost", "device_balance", "forked", "shared_memory", "soak", "stage_cost")
+_ABOVE += ("cost", "forked", "shared_memory", "soak", "stage_cost")
 _ABOVE += ("trainer", "transports", "workers")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 SUITES = {

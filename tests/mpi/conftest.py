@@ -8,9 +8,7 @@ and without MPI_Finalize makes mpirun end all the others.
 import faulthandler
 import functools
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,12 +191,7 @@ def rig() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """The same new folder on all ranks."""
-    from mpi4py import MPI
-    from worlds import meet
+    from worlds import shared_folder  # it imports MPI
 
-    first = MPI.COMM_WORLD.rank == 0
-    path = Path(MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if first else None))
-    yield path
-    meet()
-    if first:
-        shutil.rmtree(path)
+    with shared_folder() as path:
+        yield path

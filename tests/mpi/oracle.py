@@ -168,15 +168,35 @@ def make_optimizers(usual):
         optimizer.close()
 
 
+def update(optimizer, loss):
+    """Take a step by the gradient of a loss, which is zeroed then; return the step's result."""
+    loss.backward()
+    result = optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+def train_alike(optimizer, model, alone, pairs):
+    """Train on this rank's batches and on the whole ones, whose samples give each step's weight."""
+    for batch, whole in pairs:
+        assert update(optimizer, loss_of(model, batch)).weight == len(whole[0])
+        alone.step(loss_of(alone.model, whole))
+
+
+def assert_close(model, other, tolerance=EXACT, absolute=None):
+    """All parameters of two models within a tolerance, relative and absolute unless given."""
+    absolute = tolerance if absolute is None else absolute
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=absolute)
+
+
 def train(world, model, optimizer, alone, steps):
     """Equal shares of the same batches, on the ranks and alone; give the pairs of results."""
     results = []
     for step in steps:
         batch = samples(12, seed=step)
         norm = alone.step(loss_of(alone.model, batch))
-        loss_of(model, mine(world, batch)).backward()
-        results.append((optimizer.step(), norm))
-        optimizer.zero_grad()
+        results.append((update(optimizer, loss_of(model, mine(world, batch))), norm))
     return results
 
 

@@ -3,7 +3,7 @@
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import ADAMW, EXACT, init, loss_of, mine, samples
+from oracle import ADAMW, init, loss_of, mine, samples, update
 from worlds import RANKS
 
 from mntrain.train.model_digest import model_digest
@@ -40,14 +40,12 @@ def keep_optimizers(world, kind=ADAMW, *, whole=False, **usual):
 
 def take_step(world, model, optimizer, step):
     dtype = next(model.parameters()).dtype
-    loss_of(model, mine(world, samples(12, step, dtype))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer, loss_of(model, mine(world, samples(12, step, dtype))))
 
 
-def assert_close(model, other, tolerance=EXACT):
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+def take_steps(world, model, optimizer, steps):
+    for step in steps:
+        take_step(world, model, optimizer, step)
 
 
 def digests(world, model):

@@ -5,7 +5,7 @@ from itertools import chain, groupby
 
 import torch
 from mpi4py import MPI
-from oracle import SHARED, STAGES, loss_of, mine, samples
+from oracle import SHARED, STAGES, loss_of, mine, samples, update
 from torch import nn
 from worlds import RANKS
 
@@ -48,9 +48,7 @@ class SubWorlds:
 
 def train(world, model, optimizer, steps):
     for step in steps:
-        loss_of(model, mine(world, samples(12, step, dtype_of(model)))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss_of(model, mine(world, samples(12, step, dtype_of(model)))))
 
 
 def dtype_of(model):

@@ -4,12 +4,14 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from models import net
 from mpi4py import MPI
-from torch import nn
-from worlds import RANKS, make_world
+from oracle import Alone, loss_of, rows, samples, update
+from worlds import RANKS, communication_threads, make_world
 
 import mntrain
 
@@ -17,7 +19,8 @@ pytestmark = [pytest.mark.mpi(min_size=2)]
 
 COMM = MPI.COMM_WORLD
 LAST = RANKS - 1
-ROWS, STEPS = 4, 3
+STEPS = 3
+PLAIN = partial(torch.optim.SGD, lr=0.1)
 
 
 class LostRankError(Exception):
@@ -41,54 +44,34 @@ def limit(seconds):
         signal.signal(signal.SIGALRM, previous)
 
 
-def threads():
-    return [thread.name for thread in threading.enumerate()].count("mntrain communication")
-
-
-def build():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(ROWS, 5, generator=generator, dtype=torch.float64)
-
-
-def loss_of(model, ranks, step):
-    return torch.stack([model(batch(rank, step)).square().mean() for rank in ranks]).mean()
+def share(step, first, ranks=1):
+    """The samples of some ranks in a step, of which each has four."""
+    return rows(samples(4 * RANKS, step), 4 * first, 4 * (first + ranks))
 
 
 def train(world, model, optimizer, step):
     """Take one step on this rank's batch, and return the loss over all ranks."""
-    loss = loss_of(model, [world.rank], step)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return world.sum([float(loss.detach())])[0] / world.size
+    loss = loss_of(model, share(step, world.rank))
+    update(optimizer, loss)
+    return world.mean(loss.item())
 
 
 def expected_losses():
     """The losses of one step on all ranks, and of further ones on all but the last."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
+    alone, losses = Alone(net(), PLAIN), []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, range(RANKS if step == 0 else LAST), step)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+        losses.append(loss_of(alone.model, share(step, 0, RANKS if step == 0 else LAST)))
+        alone.step(losses[-1])
+    return [loss.item() for loss in losses]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_remaining_ranks_train_on_in_another_world(stage):
     remaining = COMM.Split(int(COMM.rank == LAST), COMM.rank)  # while all ranks take part
-    hooks, before = (sys.excepthook, threading.excepthook), threads()
+    hooks, before = (sys.excepthook, threading.excepthook), communication_threads()
     world = make_world("lanes")
-    model = build()
-    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage, overlap_forward=True)
+    model, options = net(), {"stage": stage, "overlap_forward": True}
+    optimizer = world.optimizer(model, PLAIN, **options)
     losses = [train(world, model, optimizer, 0)]
     optimizer.wait_for_parameters()
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -96,16 +79,14 @@ def test_remaining_ranks_train_on_in_another_world(stage):
         with limit(1.0):
             train(world, model, optimizer, 1)
     world.abandon()
-    assert threads() == before
+    assert communication_threads() == before
     assert (sys.excepthook, threading.excepthook) == hooks
     if COMM.rank != LAST:
         with mntrain.init(remaining, device="cpu") as smaller:
             assert smaller.size == LAST
             model.load_state_dict(saved)
             model.zero_grad()
-            optimizer = smaller.optimizer(
-                model, torch.optim.SGD, lr=0.1, stage=stage, overlap_forward=True
-            )
+            optimizer = smaller.optimizer(model, PLAIN, **options)
             losses += [train(smaller, model, optimizer, step) for step in range(1, STEPS)]
             optimizer.wait_for_parameters()
         assert losses == pytest.approx(expected_losses(), rel=1e-12)
@@ -115,7 +96,7 @@ def test_remaining_ranks_train_on_in_another_world(stage):
 
 def test_abandoned_world_refuses_every_use():
     world = make_world("lanes")
-    optimizer = world.optimizer(build(), torch.optim.SGD, lr=0.1)
+    optimizer = world.optimizer(net(), PLAIN)
     pending = []
     if COMM.rank != LAST:
         pending = [world.collectives.all_reduce(torch.ones(100_000)), world.gather_later(1)]
@@ -125,7 +106,7 @@ def test_abandoned_world_refuses_every_use():
         lambda: world.sum([1.0]),
         world.usage,
         lambda: world.shard([]),
-        lambda: world.optimizer(build(), torch.optim.SGD, lr=0.1),
+        lambda: world.optimizer(net(), PLAIN),
         lambda: world.agreement().__enter__(),
         lambda: world.collectives.all_reduce(torch.ones(1)),
         optimizer.step,

@@ -8,7 +8,19 @@ import pytest
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import ADAMW, SGD, Alone, assert_parity, init, loss_of, make_optimizers, mine, samples
+from oracle import (
+    ADAMW,
+    SGD,
+    Alone,
+    assert_close,
+    assert_parity,
+    init,
+    loss_of,
+    make_optimizers,
+    mine,
+    samples,
+    update,
+)
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from worlds import RANKS
@@ -36,8 +48,8 @@ def make(world):
     yield from make_optimizers(world)
 
 
-def backward(model, step=0):
-    loss_of(model, samples(12, seed=step + 100 * RANK)).backward()
+def loss(model, step=0):
+    return loss_of(model, samples(12, seed=step + 100 * RANK))
 
 
 def refusal(optimizer, model):
@@ -73,11 +85,10 @@ def test_a_hyperparameter_that_differs_is_named(make, stage, key, usual, odd):
     for step in range(4):
         group = optimizer.param_groups[1]
         group[key] = odd if ODD and step == 2 else usual
-        backward(model, step)
         if step != 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer, loss(model, step))
             continue
+        loss(model, step).backward()
         shown = [v.item() if isinstance(v, torch.Tensor) else v for v in (odd, usual)]
         found = refusal(optimizer, model)
         assert found.startswith(
@@ -91,7 +102,7 @@ def test_a_key_that_one_rank_alone_has_is_named(make, stage):
     optimizer = make(model, SGD, stage=stage)
     if ODD:
         optimizer.param_groups[0]["warm"] = 3
-    backward(model)
+    loss(model).backward()
     found = refusal(optimizer, model)
     assert f"rank {LAST} has warm 3 in group 0, rank 0 has no value" in found
 
@@ -124,53 +135,46 @@ def test_a_gradient_that_one_rank_changes_is_named(make, act, words, dtype):
         optimizer.zero_grad()
 
 
-def write_weights(model, optimizer):
-    model[0].weight.data.copy_(torch.ones(16, 5))
-
-
-def write_one_small_tensor(model, optimizer):
-    model[2].bias.data[3] += 1
-
-
-def write_frozen_weights(model, optimizer):
-    model[0].weight.data.mul_(1.1)
-
-
-def freeze(model, optimizer):
-    model[0].bias.requires_grad_(False)
-
-
-def load_another_state(model, optimizer):
-    state = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(state | {"steps": 7})
-
-
-def load_the_same_state(model, optimizer):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+# What one rank alone does to a model or an optimizer, and what is said.
+ALONE = {
+    "weights": (
+        lambda model, _: model[0].weight.data.copy_(torch.ones(16, 5)),
+        "in parameter 0.weight, where rank 0 has ",
+    ),
+    "one small tensor": (
+        lambda model, _: model[2].bias.data[3].add_(1),
+        "in parameter 2.bias, where rank 0 has ",
+    ),
+    "frozen weights": (
+        lambda model, _: model[0].weight.data.mul_(1.1),
+        "in parameter 0.weight, where rank 0 has ",
+    ),
+    "freeze": (
+        lambda model, _: model[0].bias.requires_grad_(False),
+        f"rank {LAST} has requires_grad=False in parameter 0.bias, rank 0 has True: ",
+    ),
+    "another state": (
+        lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict() | {"steps": 7}),
+        f"rank {LAST} is at step 7 of the optimizer, rank 0 at step 2, or ",
+    ),
+    "the same state": (
+        lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+        "or only one of them has loaded a state: call optimizer.load_state",
+    ),
+}
 
 
 @stages
-@pytest.mark.parametrize(
-    ("act", "words"),
-    [
-        (write_weights, "in parameter 0.weight, where rank 0 has "),
-        (write_one_small_tensor, "in parameter 2.bias, where rank 0 has "),
-        (write_frozen_weights, "in parameter 0.weight, where rank 0 has "),
-        (freeze, f"rank {LAST} has requires_grad=False in parameter 0.bias, rank 0 has True: "),
-        (load_another_state, f"rank {LAST} is at step 7 of the optimizer, rank 0 at step 2, or "),
-        (load_the_same_state, "or only one of them has loaded a state: call optimizer.load_state"),
-    ],
-)
-def test_what_one_rank_alone_loads_is_named(make, stage, act, words):
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_alone_loads_is_named(make, stage, name):
+    act, words = ALONE[name]
     model = net()
-    model[0].weight.requires_grad_(act is not write_frozen_weights)
+    model[0].weight.requires_grad_(name != "frozen weights")
     optimizer = make(model, SGD, stage=stage)
     for step in range(2):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss(model, step))
     optimizer.wait_for_parameters()
-    backward(model)
+    loss(model).backward()
     if ODD:
         act(model, optimizer)
     for _ in range(1 if stage else 2):  # of six parameters, a step at stage 0 compares four
@@ -188,7 +192,7 @@ def test_rounding_of_processors_is_no_difference_until_it_has_added_up(make, mon
     model = net()
     optimizer = make(model, SGD)
     for step in range(13):
-        backward(model, step)
+        loss(model, step).backward()
         if ODD:
             for parameter in model.parameters():
                 parameter.data.mul_(1 + 2**-10)
@@ -203,7 +207,7 @@ def test_rounding_of_processors_is_no_difference_until_it_has_added_up(make, mon
 def test_a_gradient_that_one_rank_drops_is_named_where_it_is_sharded(make, stage):
     model = net()
     optimizer = make(model, SGD, stage=stage)
-    backward(model)
+    loss(model).backward()
     name, parameter = next((n, p) for n, p in model.named_parameters() if p.requires_grad)
     if ODD:
         parameter.grad = None
@@ -223,9 +227,7 @@ def test_a_state_that_is_reset_begins_anew(world, make, stage, reset):
             else:
                 each.state = defaultdict(dict)
         batch = samples(12, seed=step)
-        loss_of(model, mine(world, batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss_of(model, mine(world, batch)))
         alone.step(loss_of(alone.model, batch))
     optimizer.wait_for_parameters()
     assert_parity(world, model, alone)
@@ -251,9 +253,8 @@ def test_what_all_ranks_do_alike_is_allowed(world, make, stage):
     for step in range(4):
         batch = samples(12, seed=step)
         if step == 2:  # a step that all ranks skip
-            (loss_of(model, mine(world, batch)) * (math.inf if ODD else 1.0)).backward()
-            assert optimizer.step().skipped
-            optimizer.zero_grad()
+            factor = math.inf if ODD else 1.0
+            assert update(optimizer, loss_of(model, mine(world, batch)) * factor).skipped
             continue
         norm = alone.step(loss_of(alone.model, batch))
         loss_of(model, mine(world, batch)).backward()
@@ -274,11 +275,9 @@ def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
     model = net()
     optimizer = make(model, torch.optim.SGD, lr=0.1, sync=LocalSGD(every=2), overlap_forward=False)
     for step in range(4):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss(model, step))
     optimizer.param_groups[0]["lr"] = 0.05 if ODD else 0.1
-    backward(model)
+    loss(model).backward()
     assert f"rank {LAST} has lr 0.05 in group 0, rank 0 has 0.1" in refusal(optimizer, model)
 
 
@@ -318,19 +317,16 @@ def test_steps_that_are_counted_by_group_are_those_of_one_process(make, stage, p
 
     def run(model, optimizer, steps):
         for step in steps:
-            loss = model[0](torch.full((1, 5), 1.0 + step, dtype=torch.float64)).sum()
+            total = model[0](torch.full((1, 5), 1.0 + step, dtype=torch.float64)).sum()
             if step % 2:  # else the second group has no gradients at all
-                loss = loss + model[1](torch.ones(1, 1, dtype=torch.float64)).sum()
-            loss = loss + model[2].weight.sum() * step + (model[2].bias.sum() if step > 2 else 0)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                total = total + model[1](torch.ones(1, 1, dtype=torch.float64)).sum()
+            total = total + model[2].weight.sum() * step + (model[2].bias.sum() if step > 2 else 0)
+            update(optimizer, total)
 
     def assert_alike(optimizer, model):
         counts = [group.get("step") for group in optimizer.param_groups]
         assert counts == [group.get("step") for group in alone.param_groups]
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert_close(model, plain, 1e-12)
 
     alone = kind([{"params": [p for _, p in g["params"]]} for g in groups_of(plain)])
     options = {"stage": stage, "partition": partition, "overlap_forward": False}

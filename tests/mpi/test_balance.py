@@ -2,17 +2,23 @@
 
 import contextlib
 import time
+from functools import partial
 
 import pytest
 import torch
+from devices import LateDevice
+from mpi4py import MPI
+from oracle import assert_close, update
+from rig import TRANSPORTS
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 
 import mntrain
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 BATCH, EPOCHS = 12, 2
+SGD = partial(torch.optim.SGD, lr=0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -39,57 +45,49 @@ def train(batches, model, optimizer, cost=0.0, meet=None):
         time.sleep(cost * len(x))
         if meet is not None:
             meet()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, nn.functional.mse_loss(model(x), y))
         sizes.append(len(x))
     return sizes
 
 
-def expect_close(model, other, rtol=1e-4, atol=1e-5):
-    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=rtol, atol=atol)
-
-
-@pytest.fixture
-def cost(world):
-    """The seconds that a sample takes on this rank: many on the last one."""
+def cost_of(world):
+    """The seconds that a sample takes: some on the last rank."""
     return 0.01 if world.rank == world.size - 1 else 0.0
 
 
-def expect_fewer(world, samples):
-    """The last rank has fewer samples than any other."""
-    by_rank = world.gather(samples)
-    assert world.size == 1 or by_rank[-1] < min(by_rank[:-1])
+def expect_fewest_on_the_last_rank(world, size):
+    *others, last = world.gather(size)
+    assert last < min(others)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.thorough), 2])
-def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, cost, stage):
+def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage):
     alone, reference = make_model(), make_loader()
     whole = [batch for _ in range(EPOCHS) for batch in ordered(world, reference)]
-    train(whole, alone, torch.optim.SGD(alone.parameters(), lr=0.05))
+    train(whole, alone, SGD(alone.parameters()))
     model = make_model()
-    optimizer = make(model, torch.optim.SGD, lr=0.05, stage=stage)
+    optimizer = make(model, SGD, stage=stage)
     batches = world.shard(make_loader(), balance=True)
-    sizes = [n for _ in range(EPOCHS) for n in train(batches, model, optimizer, cost)]
+    sizes = [
+        size for _ in range(EPOCHS) for size in train(batches, model, optimizer, cost_of(world))
+    ]
     by_rank = world.gather(sizes)
     assert [sum(row) for row in zip(*by_rank, strict=True)] == [BATCH] * len(whole)
-    if world.size > 1:
-        assert by_rank[-1][0] == BATCH // world.size
-    expect_fewer(world, sizes[-1])
-    expect_close(model, alone)
+    assert by_rank[-1][0] == BATCH // world.size
+    expect_fewest_on_the_last_rank(world, sizes[-1])
+    assert_close(model, alone, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_an_accumulation_over_two_plans_is_exact(world, make, cost, weighted):
+def test_an_accumulation_over_two_plans_is_exact(world, make, weighted):
     alone, reference = make_model(), make_loader()
     whole = ordered(world, reference)
-    plain = torch.optim.SGD(alone.parameters(), lr=0.05)
+    plain = SGD(alone.parameters())
     model = make_model()
-    optimizer = make(model, torch.optim.SGD, lr=0.05)
+    optimizer = make(model, SGD)
     batches = world.shard(make_loader(), balance=True)
     for number, (x, y) in enumerate(batches):
-        time.sleep(cost * len(x))
+        time.sleep(cost_of(world) * len(x))
         last = number % 4 == 3
         with contextlib.nullcontext() if last else optimizer.no_sync():
             loss = nn.functional.mse_loss(model(x), y)
@@ -100,38 +98,39 @@ def test_an_accumulation_over_two_plans_is_exact(world, make, cost, weighted):
     for four in zip(*[iter(whole)] * 4, strict=False):
         x, y = (torch.cat(column) for column in zip(*four, strict=True))
         train([(x, y)], alone, plain)
-    expect_close(model, alone)
+    assert_close(model, alone, 1e-4, 1e-5)
     optimizer.zero_grad()
     optimizer.forget_batches()
 
 
 @pytest.mark.parametrize("data", ["one", "new", "short"])
-def test_speeds_are_kept_for_a_shard_of_each_epoch(world, make, cost, data):
+def test_speeds_are_kept_for_a_shard_of_each_epoch(world, make, data):
     """Also if an epoch has a dataset of its own, or too few batches to measure speeds in it."""
     model, same = make_model(), make_loader()
-    optimizer = make(model, torch.optim.SGD, lr=0.05)
+    optimizer = make(model, SGD)
     epochs = []
     for _ in range(5 if data == "short" else 2):
         short = [tuple(batch) for batch in same][:3]
         loader = {"one": same, "new": make_loader(), "short": short}[data]
         parts = world.shard(loader, balance=True)
-        epochs.append(train(parts, model, optimizer, cost))
-    expect_fewer(world, epochs[-1][0])
+        epochs.append(train(parts, model, optimizer, cost_of(world)))
+    expect_fewest_on_the_last_rank(world, epochs[-1][0])
 
 
 @pytest.mark.parametrize("meeting", ["barrier", "sum", "agreement"])
-def test_waits_for_a_slow_rank_are_not_a_ranks_own_time(world, make, cost, meeting):
+def test_waits_for_a_slow_rank_are_not_a_ranks_own_time(world, make, meeting):
     """Otherwise all ranks would seem to be as slow as the slowest one."""
     model = make_model()
-    optimizer = make(model, torch.optim.SGD, lr=0.05)
+    optimizer = make(model, SGD)
 
     def agree():
         with world.agreement():
             pass
 
-    meet = {"agreement": agree, "barrier": world.barrier, "sum": lambda: world.sum([1.0])}[meeting]
+    meet = {"barrier": world.barrier, "sum": lambda: world.sum([1.0]), "agreement": agree}[meeting]
     batches = world.shard(make_loader(), balance=True)
-    expect_fewer(world, train(batches, model, optimizer, cost, meet)[-1])
+    sizes = train(batches, model, optimizer, cost_of(world), meet)
+    expect_fewest_on_the_last_rank(world, sizes[-1])
 
 
 def ordered(world, loader):
@@ -143,16 +142,9 @@ def ordered(world, loader):
 
 
 def test_what_cannot_be_balanced_is_refused(world):
-    stream = DataLoader(Stream(), 4)
+    stream = DataLoader(ChainDataset([]), 4)
     with pytest.raises(ValueError, match="samples of an IterableDataset"):
         world.shard(stream, balance=True)
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Numbers."""
-
-    def __iter__(self):
-        return iter(range(10))
 
 
 class Adversaries:
@@ -194,36 +186,34 @@ class Adversaries:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_several_optimizers_weigh_the_same_parts(world, make, cost, stage):
+def test_several_optimizers_weigh_the_same_parts(world, make, stage):
     reference = make_loader()
     alone = Adversaries(lambda model: torch.optim.SGD(model.parameters(), lr=0.2))
     for _ in range(EPOCHS):
         alone.train(ordered(world, reference))
     ours = Adversaries(lambda model: make(model, torch.optim.SGD, lr=0.2, stage=stage))
     batches = world.shard(make_loader(), balance=True)
-    sizes = [n for _ in range(EPOCHS) for n in ours.train(batches, cost)]
-    expect_fewer(world, sizes[-1])
+    sizes = [n for _ in range(EPOCHS) for n in ours.train(batches, cost_of(world))]
+    expect_fewest_on_the_last_rank(world, sizes[-1])
     for model, other in ((ours.judge, alone.judge), (ours.generator, alone.generator)):
-        expect_close(model, other, 1e-9, 1e-9)
+        assert_close(model, other, 1e-9)
 
 
 @pytest.mark.parametrize("second", [True, False])
-def test_two_loaders_at_a_time_need_stated_weights(world, make, cost, second):
+def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
     """Otherwise ranks whose parts happen to be equal would go on, and others fail."""
     reference, other = make_loader(), make_loader()
     alone = make_model()
-    plain = torch.optim.SGD(alone.parameters(), lr=0.05)
+    plain = SGD(alone.parameters())
     for (x, y), (z, _) in zip(ordered(world, reference), ordered(world, other), strict=True):
-        (nn.functional.mse_loss(alone(x), y) + alone(z).square().mean()).backward()
-        plain.step()
-        plain.zero_grad()
+        update(plain, nn.functional.mse_loss(alone(x), y) + alone(z).square().mean())
     model = make_model()
-    first = make(model, torch.optim.SGD, lr=0.05)
+    first = make(model, SGD)
     loaders = world.shard(make_loader(), balance=True), world.shard(make_loader(), balance=second)
     for number, ((x, y), (z, _)) in enumerate(zip(*loaders, strict=True)):
-        time.sleep(cost * len(x))
+        time.sleep(cost_of(world) * len(x))
         losses = nn.functional.mse_loss(model(x), y), model(z).square().mean()
-        if number == 0 and world.size > 1:
+        if number == 0:
             with pytest.raises(RuntimeError, match=r"of 2 loaders .* state the weight by"):
                 sum(losses).backward()
             first.zero_grad()
@@ -231,18 +221,56 @@ def test_two_loaders_at_a_time_need_stated_weights(world, make, cost, second):
         counts = world.sum([len(x), len(z)])
         own = [world.size * len(c) / n for c, n in zip((x, z), counts, strict=True)]
         first.share(1)
-        sum(loss * factor for loss, factor in zip(losses, own, strict=True)).backward()
-        first.step()
-        first.zero_grad()
-    expect_close(model, alone)
+        update(first, sum(loss * factor for loss, factor in zip(losses, own, strict=True)))
+    assert_close(model, alone, 1e-4, 1e-5)
 
 
 def test_nodes_that_train_alone_are_refused(world, make):
     if len(world.topology.nodes) == 1 or len({len(node) for node in world.topology.nodes}) > 1:
         pytest.skip("needs nodes of equal numbers of ranks")
     model = make_model()
-    optimizer = make(model, torch.optim.SGD, lr=0.05, sync=mntrain.sync.DiLoCo(every=5))
+    optimizer = make(model, SGD, sync=mntrain.sync.DiLoCo(every=5))
     with pytest.raises(ValueError, match="balance=True with an optimizer that has sync="):
         train(world.shard(make_loader(), balance=True), model, optimizer)
     optimizer.close()
-    train(world.shard(make_loader(), balance=True), model, make(model, torch.optim.SGD, lr=0.05))
+    train(world.shard(make_loader(), balance=True), model, make(model, SGD))
+
+
+DEVICE_BATCH, DEVICE_BATCHES = 16, 30
+
+
+def run_on_device(one, batches, cost_s):
+    """Queue computing and an all-reduce for each batch; return the samples of each."""
+    gradient, sizes = one.device.tensor(3000), []
+    for (samples,) in batches:
+        count = len(samples)
+        one.device.run(lambda count=count: time.sleep(cost_s * count))
+        one.device.run(lambda: gradient.fill_(1.0))
+        one.collectives.all_reduce(gradient).wait()
+        sizes.append(count)
+    one.device.synchronize()
+    assert torch.equal(gradient, torch.full_like(gradient, one.world.size))
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "name", [TRANSPORTS[0], *(pytest.param(n, marks=pytest.mark.thorough) for n in TRANSPORTS[1:])]
+)
+@pytest.mark.parametrize("slow", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_parts_follow_the_time_of_devices_without_waits(rig, name, slow):
+    one = rig(2, LateDevice(MPI.COMM_WORLD.rank))
+    one.use(name)
+    world = one.world
+    world.waits.copier = one.device
+    loader = DataLoader(TensorDataset(torch.arange(DEVICE_BATCH * DEVICE_BATCHES)), DEVICE_BATCH)
+    last = world.rank == world.size - 1
+    sizes = run_on_device(one, world.shard(loader, balance=True), 4e-3 if slow and last else 1e-3)
+    by_rank = world.gather(sizes)
+    assert [sum(row) for row in zip(*by_rank, strict=True)] == [DEVICE_BATCH] * DEVICE_BATCHES
+    if slow:
+        # In proportion to 1, ..., 1, 0.25, to within two samples: the cores are shared.
+        speeds = [1.0] * (world.size - 1) + [0.25]
+        expected = [DEVICE_BATCH * speed / sum(speeds) for speed in speeds]
+        assert [own[-1] for own in by_rank] == pytest.approx(expected, abs=2.0)
+    else:
+        assert all(max(own) - min(own) <= 1 for own in by_rank)

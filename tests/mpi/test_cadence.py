@@ -1,20 +1,20 @@
 """Jobs whose ranks have different numbers of micro-batches, against torch on the same batches."""
 
 import json
-import time
-from contextlib import contextmanager
+import math
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from mpi4py import MPI
-from oracle import assert_parity
+from oracle import Alone, assert_parity
+from small_jobs import lines_of
 from torch import nn
-from torch.utils.data import TensorDataset
-from worlds import RANKS, refusal
+from torch.utils.data import ChainDataset, TensorDataset
+from worlds import RANKS, first_ranks, refusal
 
 import mntrain
 from mntrain.balance.own_pace import OwnPace
@@ -24,7 +24,7 @@ from mntrain.data.randomness import permuted
 from mntrain.tasks import Loss, Task
 from mntrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 SAMPLES, MICRO, STEPS, LR, SEED = 391, 2, 24, 0.05, 7  # epochs end with a part of a step
 TOLERANCE = 1e-12  # in fp64
@@ -102,12 +102,6 @@ def speeds(monkeypatch):
     monkeypatch.setattr(OwnPace, "take", as_if)
 
 
-@pytest.fixture
-def shared_path(tmp_path):
-    """A folder of this test for all ranks."""
-    return Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
-
-
 def order():
     """The samples of all epochs, without an end."""
     return (i for epoch in count() for i in permuted(0, SAMPLES, SAMPLES, SEED, epoch).tolist())
@@ -122,43 +116,27 @@ def train(config, world):
     return trainer
 
 
-def records_of(config):
-    text = (config.run.dir / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def trained_alone(sizes, norm=None):
-    """A model that has taken a step on each batch of these sizes, and the losses."""
-    model, losses, samples = make_model(), [], order()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    """The oracle, which has taken a step on each batch of these sizes, and the losses."""
+    alone = Alone(make_model(), partial(torch.optim.SGD, lr=LR), norm or math.inf)
+    losses, samples = [], order()
     _, x, y = make_data().tensors
     for size in sizes:
         batch = list(islice(samples, size))
-        loss = nn.functional.mse_loss(model(x[batch]), y[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        if norm:
-            nn.utils.clip_grad_norm_(model.parameters(), norm)
-        optimizer.step()
+        loss = nn.functional.mse_loss(alone.model(x[batch]), y[batch])
+        alone.step(loss)
         losses.append(loss.item())
-    return model, losses
+    return alone, losses
 
 
 def expect_parity(world, trainer, config, norm=None):
     """Compare the weights, the losses and the order of samples with a single process."""
-    records = records_of(config)
+    records = lines_of(config.run.dir)
     sizes = [record["samples"] for record in records]
-    reference, losses = trained_alone(sizes, norm)
+    alone, losses = trained_alone(sizes, norm)
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-9)
-    assert_parity(world, trainer._model, Alone(reference), TOLERANCE)
+    assert_parity(world, trainer._model, alone, TOLERANCE)
     return sizes
-
-
-class Alone:
-    """What `assert_parity` compares with."""
-
-    def __init__(self, model):
-        self.model = model
 
 
 def expect_order(world, sizes):
@@ -179,16 +157,15 @@ def expect_order(world, sizes):
 @pytest.mark.parametrize(
     ("stage", "layout"),
     [
-        pytest.param(0, None, marks=pytest.mark.thorough),
-        pytest.param(1, None, marks=pytest.mark.thorough),
-        pytest.param(2, None, marks=pytest.mark.thorough),
-        pytest.param(0, 2, marks=pytest.mark.thorough),
         (1, 2),
-        pytest.param(2, 2, marks=pytest.mark.thorough),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((0, None), (1, None), (2, None), (0, 2), (2, 2))
+        ),
     ],
 )
-def test_weights_are_those_of_one_process_on_the_same_batches(speeds, shared_path, stage, layout):
-    config = config_of(shared_path, stage=stage, norm=0.3)
+def test_weights_are_those_of_one_process_on_the_same_batches(speeds, folder, stage, layout):
+    config = config_of(folder, stage=stage, norm=0.3)
     with mntrain.init(ranks_per_node=layout, device="cpu") as world:
         trainer = train(config, world)
         sizes = expect_parity(world, trainer, config, norm=0.3)
@@ -196,28 +173,27 @@ def test_weights_are_those_of_one_process_on_the_same_batches(speeds, shared_pat
         plans = json.loads((config.run.dir / "summary.json").read_text())["cadence"]
         whole = [len(rank[1]) for rank in by_rank]
     assert plans[0] == {"step": 1, "anchor": 10, "batch_counts": [10] * RANKS, "overhead": None}
-    if RANKS > 1:
-        # 10 micro-batches take 20 s on the last rank: communication is 10 % of that.
-        assert plans[1:] == [
-            {"step": 11, "anchor": 10, "batch_counts": [40] * (RANKS - 1) + [10], "overhead": 0.1}
-        ]
-        assert whole == plans[0]["batch_counts"]
+    # 10 micro-batches take 20 s on the last rank: communication is 10 % of that.
+    assert plans[1:] == [
+        {"step": 11, "anchor": 10, "batch_counts": [40] * (RANKS - 1) + [10], "overhead": 0.1}
+    ]
+    assert whole == plans[0]["batch_counts"]
     assert sum(sizes) > SAMPLES
 
 
 @pytest.mark.parametrize(
     "before",
-    [RANKS, pytest.param(1, marks=[pytest.mark.mpi(min_size=2), pytest.mark.thorough])],
+    [RANKS, pytest.param(1, marks=pytest.mark.thorough)],
 )
-def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, shared_path, before):
+def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, folder, before):
     after = max(1, RANKS - 1) if before == RANKS else RANKS
-    first = config_of(shared_path, stage=1, stop_after=14)
-    with only(before) as comm:
+    first = config_of(folder, stage=1, stop_after=14)
+    with first_ranks(before) as comm:
         if comm is not None:
             with mntrain.init(comm, device="cpu") as world:
                 train(first, world)
-    second = config_of(shared_path, max_anchor=3, speed=("0:0.5",))
-    with only(after) as comm:
+    second = config_of(folder, max_anchor=3, speed=("0:0.5",))
+    with first_ranks(after) as comm:
         if comm is not None:
             with mntrain.init(comm, device="cpu") as world:
                 trainer = train(second, world)
@@ -228,25 +204,13 @@ def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, shared_pat
                 assert plan == {"step": 15, "anchor": 3, "batch_counts": counts, "overhead": None}
 
 
-def test_a_job_clips_the_gradient_of_each_rank(shared_path):
-    config = config_of(shared_path, stop_after=3)
+def test_a_job_clips_the_gradient_of_each_rank(folder):
+    config = config_of(folder, stop_after=3)
     balance = replace(config.balance, max_rank_grad_norm=0.01)
     with mntrain.init(device="cpu") as world:
         train(replace(config, balance=balance), world)
-    norms = [record["grad_norm"] for record in records_of(config)]
+    norms = [record["grad_norm"] for record in lines_of(config.run.dir)]
     assert all(0.005 < norm < 0.01 for norm in norms)  # of the mean over ranks
-
-
-@contextmanager
-def only(ranks):
-    """A communicator of the first ranks; None on others, which wait."""
-    comm = MPI.COMM_WORLD.Split(0 if ranks > MPI.COMM_WORLD.rank else MPI.UNDEFINED)
-    yield None if comm == MPI.COMM_NULL else comm
-    waiting = MPI.COMM_WORLD.Ibarrier()
-    while not waiting.Test():
-        time.sleep(0.01)
-    if comm != MPI.COMM_NULL:
-        comm.Free()
 
 
 @pytest.mark.parametrize(
@@ -260,8 +224,8 @@ def only(ranks):
         ),
     ],
 )
-def test_what_has_no_cadence_is_refused_before_any_work(shared_path, changes, message):
-    config = replace(config_of(shared_path), **changes)
+def test_what_has_no_cadence_is_refused_before_any_work(folder, changes, message):
+    config = replace(config_of(folder), **changes)
     with mntrain.init(device="cpu") as world:
         refused = refusal(Trainer, world, config)
     assert message in refused
@@ -269,15 +233,10 @@ def test_what_has_no_cadence_is_refused_before_any_work(shared_path, changes, me
 
 
 class Stream(Regression):
-    """Numbers without an end."""
+    """Data without a length."""
 
     def dataset(self, split):
-        return Endless() if split == "train" else None
-
-
-class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return count()
+        return ChainDataset([]) if split == "train" else None
 
 
 def test_a_cadence_is_of_jobs_alone():

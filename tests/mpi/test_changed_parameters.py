@@ -2,12 +2,11 @@
 
 import copy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from mpi4py import MPI
-from oracle import EXACT, mine
+from oracle import assert_close, mine, update
 from torch import nn
 
 from mntrain import checkpoint
@@ -42,20 +41,15 @@ def loss_of(model, inputs):
     return (model(inputs.to(parameter.dtype)) - 1).square().mean()
 
 
-def channels_last(model):
-    model.to(memory_format=torch.channels_last)
+def with_oracle(make, stage, memory_format=torch.contiguous_format):
+    """A model and a copy of it, and an optimizer of each."""
+    model = Images().double().to(memory_format=memory_format)
+    alone = copy.deepcopy(model)
+    return model, alone, make(model, ADAM, stage=stage), ADAM(alone.parameters())
 
 
-def convert(model):
-    model.float()
-
-
-def convert_a_part(model):
-    model.last.float()
-
-
-def give_other_memory(model):
-    model.last.weight.data = model.last.weight.data.clone()
+def new_layer(model):
+    model.last = nn.Linear(3, 3).double()
 
 
 def turn(model):
@@ -66,16 +60,8 @@ def grow(model):
     model.last.bias.data = torch.zeros(4, dtype=torch.float64)
 
 
-def empty(model):
-    model.to_empty(device="meta")
-
-
 def assign(model):
     model.last.weight = nn.Parameter(model.last.weight.detach().clone())
-
-
-def assign_module(model):
-    model.last = nn.Linear(3, 3).double()
 
 
 def load_by_assignment(model):
@@ -83,49 +69,50 @@ def load_by_assignment(model):
     model.load_state_dict(state, assign=True)
 
 
+CONVERTED = r"is of torch\.float32, .*, and was of torch\.float64"
 CHANGES = {
-    channels_last: r"conv\.weight has another memory format",
-    turn: r"last\.weight has another memory format",
-    convert: r"conv\.weight is of torch\.float32, .*, and was of torch\.float64",
-    convert_a_part: r"last\.weight is of torch\.float32, .*, and was of torch\.float64",
-    empty: r"conv\.weight is another object",
-    grow: r"last\.bias is of .*, \(4,\), and was of .*, \(3,\)",
-    assign: r"last\.weight is another object",
-    assign_module: r"last\.weight is another object",
-    load_by_assignment: r"conv\.weight is another object",
+    "channels last": (
+        lambda model: model.to(memory_format=torch.channels_last),
+        r"conv\.weight has another memory format",
+    ),
+    "turn": (turn, r"last\.weight has another memory format"),
+    "convert": (nn.Module.float, rf"conv\.weight {CONVERTED}"),
+    "convert a part": (lambda model: model.last.float(), rf"last\.weight {CONVERTED}"),
+    "empty": (lambda model: model.to_empty(device="meta"), r"conv\.weight is another object"),
+    "grow": (grow, r"last\.bias is of .*, \(4,\), and was of .*, \(3,\)"),
+    "assign": (assign, r"last\.weight is another object"),
+    "new layer": (new_layer, r"last\.weight is another object"),
+    "load by assignment": (load_by_assignment, r"conv\.weight is another object"),
 }
 
 
 @STAGES
 @pytest.mark.parametrize("trained", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_an_update_cannot_follow_is_refused(world, make, stage, trained, change):
     model = Images().double()
     optimizer = make(model, ADAM, stage=stage)
     if trained:
-        loss_of(model, *mine(world, batch(0))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    change(model)
+        update(optimizer, loss_of(model, *mine(world, batch(0))))
+    act, words = CHANGES[change]
+    act(model)
     for use in (optimizer.step, partial(optimizer.clip_grad_norm_, 1.0), optimizer.state_dict):
-        with pytest.raises(RuntimeError, match=CHANGES[change]):
+        with pytest.raises(RuntimeError, match=words):
             use()
-    if change in (convert_a_part, grow):
-        with pytest.raises(RuntimeError, match=CHANGES[change]):
+    if change in ("convert a part", "grow"):
+        with pytest.raises(RuntimeError, match=words):
             model.conv.weight.sum().backward()
 
 
 @STAGES
 def test_other_memory_is_used_at_stage_0_and_refused_where_a_rank_owns_a_part(world, make, stage):
-    model = Images().double()
-    alone = copy.deepcopy(model)
-    optimizer, plain = make(model, ADAM, stage=stage), ADAM(alone.parameters())
+    model, alone, optimizer, plain = with_oracle(make, stage)
     for step in range(3):
         loss_of(model, *mine(world, batch(step))).backward()
         loss_of(alone, *batch(step)).backward()
         if step == 1:
-            give_other_memory(model)
-            give_other_memory(alone)
+            for one in (model, alone):
+                one.last.weight.data = one.last.weight.data.clone()
             if stage and SIZE > 1:
                 with pytest.raises(RuntimeError, match=r"last\.weight has other memory"):
                     optimizer.step()
@@ -137,14 +124,10 @@ def test_other_memory_is_used_at_stage_0_and_refused_where_a_rank_owns_a_part(wo
 
 @STAGES
 def test_what_leaves_parameters_as_they_were_is_followed(world, make, stage):
-    model = Images().double()
-    alone = copy.deepcopy(model)
-    optimizer, plain = make(model, ADAM, stage=stage), ADAM(alone.parameters())
+    model, alone, optimizer, plain = with_oracle(make, stage)
     for step in range(4):
-        loss_of(model, *mine(world, batch(step))).backward()
-        loss_of(alone, *batch(step)).backward()
-        optimizer.step(), plain.step()
-        optimizer.zero_grad(), plain.zero_grad()
+        update(optimizer, loss_of(model, *mine(world, batch(step))))
+        update(plain, loss_of(alone, *batch(step)))
         for one in (model, alone):
             own = one.last.weight.data
             one.last.weight.data = torch.zeros_like(own)  # for an evaluation, say
@@ -161,10 +144,7 @@ def test_what_leaves_parameters_as_they_were_is_followed(world, make, stage):
 
 @STAGES
 def test_gradients_in_another_memory_format_than_their_parameter(world, make, stage):
-    model = Images().double()
-    model.to(memory_format=torch.channels_last)
-    alone = copy.deepcopy(model)
-    optimizer, plain = make(model, ADAM, stage=stage), ADAM(alone.parameters())
+    model, alone, optimizer, plain = with_oracle(make, stage, torch.channels_last)
     for one in (model, alone):
         one.conv.weight.register_hook(torch.Tensor.contiguous)
         one.last.weight.register_hook(lambda gradient: gradient.T.contiguous().T)
@@ -183,28 +163,25 @@ def test_gradients_in_another_memory_format_than_their_parameter(world, make, st
 
 @STAGES
 @pytest.mark.parametrize("turned", [False, True], ids=["to channels last", "from channels last"])
-def test_a_checkpoint_continues_in_another_memory_format(world, make, tmp_path, stage, turned):
-    place = world.gather(str(tmp_path))[0]
+def test_a_checkpoint_continues_in_another_memory_format(world, make, folder, stage, turned):
     formats = [torch.contiguous_format, torch.channels_last]
     formats = formats[::-1] if turned else formats
     alone = Images().double()
     plain = ADAM(alone.parameters())
     for step in range(6):
-        loss_of(alone, *batch(step)).backward()
-        plain.step(), plain.zero_grad()
+        update(plain, loss_of(alone, *batch(step)))
     for part, memory_format in enumerate(formats):
         model = Images().double().to(memory_format=memory_format)
         optimizer = make(model, ADAM, stage=stage if part else (stage + 1) % 3)
         checkpoints = world.checkpoints(
-            f"{place}/{part}", model=model, optimizer=optimizer, every=0
+            folder / str(part), model=model, optimizer=optimizer, every=0
         )
         checkpoints.restore()
         if part:
-            found = checkpoint.newest(world, Path(place, "0"))
+            found = checkpoint.newest(world, folder / "0")
             checkpoint.load(found, model, optimizer, world)
         for step in range(3 * part, 3 * part + 3):
-            loss_of(model, *mine(world, batch(step))).backward()
-            optimizer.step(), optimizer.zero_grad()
+            update(optimizer, loss_of(model, *mine(world, batch(step))))
         checkpoints.save(3, now=True)
         optimizer.close()
     assert_close(model, alone)
@@ -233,8 +210,3 @@ def test_a_buffer_that_was_assigned_is_rank_0s_after_a_step(world, make, stage):
         expected = world.gather(model.total.tolist())[0]
         optimizer.step(), optimizer.zero_grad()
         assert model.total.tolist() == expected
-
-
-def assert_close(model, alone):
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)

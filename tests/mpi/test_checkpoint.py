@@ -14,7 +14,7 @@ from damages import flip
 from handmade import Lamb
 from models import LanguageModel, Mixed, Strided, Tiny, WithEmpty, net
 from mpi4py import MPI
-from oracle import ADAMW, EXACT, Alone, assert_parity, loss_of, samples
+from oracle import ADAMW, EXACT, Alone, assert_parity, loss_of, samples, update
 from safetensors.torch import load_file
 from states import (
     SIZES,
@@ -47,6 +47,15 @@ def worlds():
     made.close()
 
 
+@pytest.fixture
+def sharded(worlds):
+    """A world, a model, and its optimizer at stage 1."""
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, ADAMW, stage=1)
+    yield world, model, optimizer
+    optimizer.close()
+
+
 def progress(step):
     return Manifest(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
 
@@ -55,20 +64,29 @@ def save(world, model, optimizer, folder, *, step=2, keep=3):
     return Saver(world, model, optimizer, folder, keep).save(progress(step))
 
 
+def expect_read_back(world, folder, other, state, kind=ADAMW, **options):
+    """Read the newest checkpoint into a model and an optimizer, and compare what they have then."""
+    resumed = world.optimizer(other, kind, **options)
+    found = checkpoint.newest(world, folder)
+    checkpoint.load(found, other, resumed, world)
+    gathered = gather_slices(resumed)
+    resumed.close()
+    pieces, weights = state
+    for label, tensor in other.state_dict().items():
+        assert torch.equal(tensor, weights[label]), label
+    if world.rank == 0:
+        assert_same_slices(gathered, pieces)
+    return found.manifest.step, found.skipped
+
+
 def double(kind):
     torch.manual_seed(4)
     return kind().double()
 
 
-class WithBuffers(nn.Module):
-    """Has buffers: running statistics and a count."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
-    def forward(self, x):
-        return self.inner(x)
+def with_buffers():
+    """A model with running statistics and a count."""
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
 MODELS = {
@@ -76,17 +94,14 @@ MODELS = {
     "empty": lambda: double(WithEmpty),
     "tiny": lambda: double(Tiny),
     "strided": lambda: double(Strided),
-    "buffers": lambda: double(WithBuffers),
+    "buffers": lambda: double(with_buffers),
     "masters": Mixed,  # fp32 and bf16
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name == "masters" else pytest.mark.thorough)
-        for name in MODELS
-    ],
+    ["masters", *(pytest.param(n, marks=pytest.mark.thorough) for n in MODELS if n != "masters")],
 )
 def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, name):
     """Saved by every number of ranks, read by every other; the stages take turns."""
@@ -99,24 +114,15 @@ def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, name):
             optimizer = world.optimizer(model, ADAMW, **mode_of(writers))
             train(world, model, optimizer, range(2))
             save(world, model, optimizer, place)
-        pieces, weights = saved(optimizer, model)
+        state = saved(optimizer, model)
         if optimizer is not None:
             optimizer.close()
         for readers in SIZES:
             turn += 1
             world, other = worlds(readers), empty_like(MODELS[name]())
-            if world is None:
-                continue
-            resumed = world.optimizer(other, ADAMW, **mode_of(turn))
-            found = checkpoint.newest(world, place)
-            assert (found.manifest.step, found.skipped) == (2, {})
-            checkpoint.load(found, other, resumed, world)
-            gathered = gather_slices(resumed)
-            resumed.close()
-            for label, tensor in other.state_dict().items():
-                assert torch.equal(tensor, weights[label]), label
-            if world.rank == 0:
-                assert_same_slices(gathered, pieces)
+            if world is not None:
+                read = expect_read_back(world, place, other, state, **mode_of(turn))
+                assert read == (2, {})
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -142,26 +148,21 @@ def test_resumed_training_equals_uninterrupted_training(worlds, folder, size):
 
 def test_state_of_whole_parameters(worlds, folder):
     """Optimizers with state that is not of a parameter's shape, partitioned by parameter."""
-    for optimizer_class in (torch.optim.Adafactor, torch.optim.NAdam, Lamb):
-        world, model, place = worlds(), net(torch.float32), folder / optimizer_class.__name__
-        optimizer = world.optimizer(model, optimizer_class, stage=2, partition="parameter", lr=0.01)
+    options = {"partition": "parameter", "lr": 0.01}
+    for kind in (torch.optim.Adafactor, torch.optim.NAdam, Lamb):
+        world, model, place = worlds(), net(torch.float32), folder / kind.__name__
+        optimizer = world.optimizer(model, kind, stage=2, **options)
         train(world, model, optimizer, range(2))
         save(world, model, optimizer, place)
-        pieces, _ = saved(optimizer, model)
+        state = saved(optimizer, model)
         optimizer.close()
-        other = empty_like(net(torch.float32))
-        resumed = world.optimizer(other, optimizer_class, stage=1, partition="parameter", lr=0.01)
-        checkpoint.load(checkpoint.newest(world, place), other, resumed, world)
-        gathered = gather_slices(resumed)
-        resumed.close()
-        if RANK == 0:
-            assert_same_slices(gathered, pieces)
+        expect_read_back(world, place, empty_like(model), state, kind, stage=1, **options)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_model_file_opens_with_the_safetensors_library(worlds, folder, stage):
     world = worlds()
-    for name, model in (("a", LanguageModel()), ("b", WithBuffers()), ("c", double(Strided))):
+    for name, model in (("a", LanguageModel()), ("b", with_buffers()), ("c", double(Strided))):
         optimizer = world.optimizer(model, ADAMW, stage=stage)
         done = save(world, model, optimizer, folder / name)
         optimizer.close()
@@ -177,7 +178,7 @@ def test_ranks_write_equal_parts(worlds, folder):
     model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100))
     for stage in (0, 1, 2):
         optimizer = world.optimizer(model, ADAMW, stage=stage)
-        optimizer_step(world, model, optimizer)
+        update(optimizer, model(torch.ones(2, 300)).sum())
         path = save(world, model, optimizer, folder / str(stage)).path
         optimizer.close()
         for name in (MODEL, OPTIMIZER):
@@ -187,19 +188,11 @@ def test_ranks_write_equal_parts(worlds, folder):
             assert longest <= whole / RANKS + 4096
 
 
-def optimizer_step(world, model, optimizer):
-    model(torch.ones(2, 300)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_only_the_newest_checkpoints_are_kept(worlds, folder):
-    world, model = worlds(), net()
-    optimizer = world.optimizer(model, ADAMW, stage=1)
+def test_only_the_newest_checkpoints_are_kept(sharded, folder):
+    world, model, optimizer = sharded
     for step in (5, 9, 10, 100, 99):
         save(world, model, optimizer, folder, step=step, keep=2)
         MPI.COMM_WORLD.Barrier()
-    optimizer.close()
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000100", "step-00000099"]
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
@@ -238,12 +231,10 @@ DAMAGES = ALWAYS_SEEN | {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_with_the_reason(worlds, folder, how):
-    world, model = worlds(), net()
-    optimizer = world.optimizer(model, ADAMW, stage=1)
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(sharded, folder, how):
+    world, model, optimizer = sharded
     train(world, model, optimizer, range(1))
     paths = [save(world, model, optimizer, folder, step=step).path for step in (1, 2)]
-    optimizer.close()
     damage, said = DAMAGES[how]
     if world.master:
         damage(paths[1])
@@ -261,11 +252,9 @@ def test_a_damaged_checkpoint_is_skipped_with_the_reason(worlds, folder, how):
     assert said in str(error.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused(worlds, folder):
-    world, model = worlds(), net()
-    optimizer = world.optimizer(model, ADAMW, stage=1)
+def test_a_checkpoint_of_another_model_is_refused(sharded, folder):
+    world, model, optimizer = sharded
     save(world, model, optimizer, folder)
-    optimizer.close()
     other = nn.Sequential(nn.Linear(5, 17), nn.Linear(17, 3)).double()
     resumed = world.optimizer(other, ADAMW, stage=1)
     before = copy.deepcopy(other.state_dict())
@@ -305,7 +294,7 @@ def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkey
         )
     for turn in (1, 2):
         train(world, model, optimizer, range(turn))
-        pieces, weights = saved(optimizer, model)
+        state = saved(optimizer, model)
         gate.clear()
         saver.begin(progress(turn))
         train(world, model, optimizer, range(10, 13))
@@ -316,23 +305,13 @@ def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkey
         done = saver.finish()
         assert not saver.saving
         assert list_checkpoints(folder)[0] == done.path
-        other = empty_like(net())
-        resumed = world.optimizer(other, ADAMW, stage=1)
-        found = checkpoint.newest(world, folder)
-        checkpoint.load(found, other, resumed, world)
-        gathered = gather_slices(resumed)
-        resumed.close()
-        assert found.manifest.step == turn
-        assert all(torch.equal(now, weights[label]) for label, now in other.state_dict().items())
-        if RANK == 0:
-            assert_same_slices(gathered, pieces)
+        assert expect_read_back(world, folder, empty_like(net()), state, stage=1) == (turn, {})
         train(world, model, optimizer, range(20, 21))
     optimizer.close()
 
 
-def test_advance_does_not_wait_when_all_ranks_are_ready(worlds, folder):
-    world, model = worlds(), net()
-    optimizer = world.optimizer(model, ADAMW, stage=1)
+def test_advance_does_not_wait_when_all_ranks_are_ready(sharded, folder):
+    world, model, optimizer = sharded
     saver = Saver(world, model, optimizer, folder, keep=3)
     assert saver.ready() == 0
     saver.begin(progress(1))
@@ -342,7 +321,6 @@ def test_advance_does_not_wait_when_all_ranks_are_ready(worlds, folder):
             time.sleep(0.001)
         stages.append(saver.advance())
     assert [stage and stage.path for stage in stages] == [None, list_checkpoints(folder)[0]]
-    optimizer.close()
 
 
 # Calls that fail, and the rank on which they do.
@@ -358,9 +336,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("way", ["at once", "begun", "looked after"])
 @pytest.mark.parametrize("call", FAILURES)
-def test_a_failed_save_leaves_earlier_checkpoints_intact(worlds, folder, call, way):
-    world, model = worlds(), net()
-    optimizer = world.optimizer(model, ADAMW, stage=1)
+def test_a_failed_save_leaves_earlier_checkpoints_intact(sharded, folder, call, way):
+    world, model, optimizer = sharded
     saver = Saver(world, model, optimizer, folder, keep=3)
     path = saver.save(progress(1)).path
 
@@ -389,12 +366,10 @@ def test_a_failed_save_leaves_earlier_checkpoints_intact(worlds, folder, call, w
     assert checkpoint.newest(world, folder).path == path
     MPI.COMM_WORLD.Barrier()
     assert saver.save(progress(3)).path == list_checkpoints(folder)[0]
-    optimizer.close()
 
 
-def test_a_folder_that_only_the_master_sees_is_named(worlds, folder, monkeypatch):
-    world, model = worlds(), net()
-    optimizer = world.optimizer(model, ADAMW, stage=1)
+def test_a_folder_that_only_the_master_sees_is_named(sharded, folder, monkeypatch):
+    world, model, optimizer = sharded
     own = folder / f"of rank {RANK}"
     if RANKS == 1:
         save(world, model, optimizer, own)
@@ -404,4 +379,3 @@ def test_a_folder_that_only_the_master_sees_is_named(worlds, folder, monkeypatch
             mntrain.AgreedError, match="is it on a file system that all nodes share"
         ):
             save(world, model, optimizer, own)
-    optimizer.close()

@@ -19,7 +19,7 @@ from mntrain.doctor.link_findings import clock_offsets
 from mntrain.errors import AgreedError
 from mntrain.world import World
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -33,12 +33,8 @@ def comm():
     made.free()
 
 
-def init(**options):
-    return mntrain.init(**options)
-
-
 def test_the_checks_see_every_rank(capfd):
-    with init() as world:
+    with mntrain.init() as world:
         assert len(world.facts) == SIZE
         assert world.findings["world size"].text.startswith(f"{SIZE} rank")
         assert {fact.host for fact in world.facts} == {world.places[0].host}
@@ -48,15 +44,13 @@ def test_the_checks_see_every_rank(capfd):
     assert warnings == (crowded if RANK == 0 else 0)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank differs from none")
 def test_another_version_on_one_rank_is_one_error_on_all(monkeypatch):
     if RANK == LAST:
         monkeypatch.setattr(torch, "__version__", "0.0")
     with pytest.raises(AgreedError, match=rf"torch differs between ranks.*rank {LAST} .* has 0\.0"):
-        init()
+        mntrain.init()
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one clock")
 @pytest.mark.parametrize("shift", [3600.0, -3600.0])
 def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
     real = time.time
@@ -71,13 +65,6 @@ def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
     hours = float(re.search(r"is ([\d.]+) s or more", found.text)[1])
     assert 3500 < hours <= 3601
     assert ("ahead" if shift > 0 else "behind") in found.text
-
-
-def test_a_world_of_some_ranks_is_no_mismatch(capfd):
-    part = COMM.Split(RANK % 2, RANK)
-    with mntrain.init(part) as world:
-        assert world.findings["world size"].status == "pass"
-    part.Free()
 
 
 def test_every_pair_is_measured_once_and_alike_on_all_ranks(comm):
@@ -119,7 +106,6 @@ def test_the_doctor_reports_once_and_leaves_no_file(words, tmp_path, capfd):
         assert "run directory" in output
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank differs from none")
 def test_the_doctor_is_not_content_with_different_versions(monkeypatch, capfd):
     if RANK == LAST:
         monkeypatch.setattr(torch, "__version__", "0.0")

@@ -1,4 +1,4 @@
-"""Gradients that are compressed between nodes: sums, bytes, training, and what may go wrong."""
+"""Gradients that are compressed between nodes, by hooks of our own and by those of DDP."""
 
 import itertools
 import math
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import RANK, bits, check_bits, in_order
-from oracle import SHARED
+from mpi4py import MPI
+from oracle import SHARED, update
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from worlds import DEALT, RANKS, refusal
 
@@ -19,6 +22,7 @@ from zero import NonFiniteGradientError, precision
 from zero.comm_hooks import ReducibleBucket
 from zero.comm_hooks.between_nodes import Int8Hook
 from zero.comm_hooks.codes import BlockCode
+from zero.comm_hooks.ddp import DDPHook
 from zero.layout import ParameterSpec, plan_buckets
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs two nodes")]
@@ -30,6 +34,11 @@ by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 SGD = {"lr": 0.1, "momentum": 0.9}
 CODE = BlockCode(8)
 _numbers = itertools.count()
+
+
+@pytest.fixture
+def world(worlds):
+    return worlds(layout=UNEQUAL)
 
 
 class Seam:
@@ -117,9 +126,6 @@ def test_the_bytes_between_nodes_are_those_of_the_codes(worlds, layout, sharded)
     assert [b - a for a, b in zip(before, after, strict=True)] == expected
 
 
-# Training.
-
-
 def net(dtype=torch.float32):
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Linear(12, 1)).to(
@@ -142,9 +148,7 @@ def train(world, hook, steps=5, *, model=None, optimizer=None, bad=(), after=Non
     for step in range(steps) if isinstance(steps, int) else steps:
         x, y = samples(step, dtype)
         factor = math.inf if step in bad and RANK == 0 else 1.0
-        optimizer.scale(functional.mse_loss(model(x * factor), y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, optimizer.scale(functional.mse_loss(model(x * factor), y)))
         if after:
             after(optimizer)
     optimizer.wait_for_parameters()
@@ -165,46 +169,32 @@ def test_stages_and_ranks_have_the_same_bits(worlds, layout, partition):
     assert not torch.equal(results[0], train(world, None)[0])
 
 
-@pytest.mark.thorough
-def test_16_bit_gradients_are_summed_in_fp32(worlds):
-    world = worlds(layout=UNEQUAL)
-    weights, _ = train(world, Int8Hook(), model=net(torch.bfloat16), stage=1)
-    exact, _ = train(world, None, model=net(torch.bfloat16), stage=1)
-    check_bits(world, [weights])
-    torch.testing.assert_close(weights, exact, rtol=0.0, atol=0.1)
-
-
-def test_a_regression_ends_where_it_does_without_compression(worlds):
-    world = worlds(layout=UNEQUAL)
+def test_a_regression_ends_where_it_does_without_compression(world):
     truth = torch.linspace(-1.0, 1.0, 12 * 8).view(8, 12)
     torch.manual_seed(3)
     model = nn.Linear(12, 8, bias=False)
     optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, comm_hook=Int8Hook(), stage=1)
     for step in range(80):
         x, _ = samples(step, rows=32)
-        functional.mse_loss(model(x), x @ truth.T, reduction="sum").div(64).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, functional.mse_loss(model(x), x @ truth.T, reduction="sum").div(64))
     optimizer.wait_for_parameters()
     assert (model.weight.detach() - truth).abs().max() < 0.02  # without compression it is the truth
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_skipped_step_leaves_what_was_before_it(worlds, stage):
-    world, options = worlds(layout=UNEQUAL), {"stage": stage, "non_finite": "skip"}
+def test_a_skipped_step_leaves_what_was_before_it(world, stage):
+    options = {"stage": stage, "non_finite": "skip"}
     left_out, _ = train(world, Int8Hook(), [0, 1, 3, 4], **options)
     skipped, _ = train(world, Int8Hook(), [0, 1, 2, 3, 4], bad=[2], **options)
     assert torch.equal(skipped, left_out)
 
 
-def test_a_gradient_that_is_not_finite_stops_all_ranks(worlds):
-    world = worlds(layout=UNEQUAL)
+def test_a_gradient_that_is_not_finite_stops_all_ranks(world):
     with pytest.raises(NonFiniteGradientError, match="on rank 0"):
         train(world, Int8Hook(), bad=[1], stage=1)
 
 
-def test_the_loss_scale_changes_no_bits(worlds, monkeypatch):
-    world = worlds(layout=UNEQUAL)
+def test_the_loss_scale_changes_no_bits(world, monkeypatch):
     plain, _ = train(world, Int8Hook())
     monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
     growing, optimizer = train(world, Int8Hook(), loss_scale="dynamic")
@@ -213,8 +203,8 @@ def test_the_loss_scale_changes_no_bits(worlds, monkeypatch):
 
 
 @pytest.mark.parametrize(("stage", "by"), [(0, "optimizer"), (0, "model"), (2, "model")])
-def test_gradients_that_are_discarded_leave_no_trace(worlds, stage, by):
-    world, model = worlds(layout=UNEQUAL), net()
+def test_gradients_that_are_discarded_leave_no_trace(world, stage, by):
+    model = net()
 
     def discard(optimizer):
         x, y = samples(99)
@@ -227,16 +217,13 @@ def test_gradients_that_are_discarded_leave_no_trace(worlds, stage, by):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_is_left_of_a_gradient_arrives_in_steps_that_do_not_use_the_parameter(worlds, stage):
-    world = worlds(layout=UNEQUAL)
+def test_what_is_left_of_a_gradient_arrives_in_steps_that_do_not_use_the_parameter(world, stage):
     heads = nn.ModuleList([nn.Linear(5, 3, bias=False), nn.Linear(5, 4, bias=False)])
     before = heads[1].weight.detach().clone()
     optimizer = world.optimizer(heads, torch.optim.SGD, lr=1.0, comm_hook="int8", stage=stage)
     x = everyone(5)[RANK]
     for step in range(8):
-        (heads[1](x).sum() if step == 0 else 0.0 * heads[0](x).sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, heads[1](x).sum() if step == 0 else 0.0 * heads[0](x).sum())
         if step == 3:  # a job goes on from here
             state = optimizer.state_dict()
             optimizer.load_state_dict(state)
@@ -245,8 +232,8 @@ def test_what_is_left_of_a_gradient_arrives_in_steps_that_do_not_use_the_paramet
     torch.testing.assert_close(before - heads[1].weight.detach(), change, rtol=0.0, atol=1e-6)
 
 
-def test_loading_a_state_without_one_of_the_hook_forgets_what_was_kept(worlds):
-    world, model = worlds(layout=UNEQUAL), net()
+def test_loading_a_state_without_one_of_the_hook_forgets_what_was_kept(world):
+    model = net()
     expected, _ = train(world, Int8Hook())
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain = world.optimizer(net(), torch.optim.SGD, **SGD).state_dict()
@@ -256,8 +243,8 @@ def test_loading_a_state_without_one_of_the_hook_forgets_what_was_kept(worlds):
     assert torch.equal(train(world, None, model=model, optimizer=optimizer)[0], expected)
 
 
-def test_a_resumed_run_goes_on_with_the_same_bits(worlds, tmp_path):
-    world, options = worlds(layout=UNEQUAL), {"stage": 1}
+def test_a_resumed_run_goes_on_with_the_same_bits(world, tmp_path):
+    options = {"stage": 1}
     folder = Path(world.gather(str(tmp_path))[0])
     expected, _ = train(world, Int8Hook(), **options)
     model = net()
@@ -275,8 +262,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(worlds, tmp_path):
 
 
 @pytest.mark.thorough
-def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(worlds):
-    world = worlds(layout=UNEQUAL)
+def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(world):
     results = []
     for stage in (0, 1, 2):
         model = net()
@@ -298,8 +284,7 @@ def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(worlds)
     torch.testing.assert_close(results[2], results[0], rtol=0.0, atol=0.3)
 
 
-def test_means_lose_nothing_where_shares_and_batches_change(worlds):
-    world = worlds(layout=UNEQUAL)
+def test_means_lose_nothing_where_shares_and_batches_change(world):
     kept, sums = [], []
     for hook in (None, Int8Hook()):
         torch.manual_seed(5)
@@ -321,9 +306,6 @@ def test_means_lose_nothing_where_shares_and_batches_change(worlds):
     torch.testing.assert_close(sums[1] + left, sums[0], rtol=1e-4, atol=1e-4)
 
 
-# Options.
-
-
 def test_on_one_node_nothing_is_compressed_and_that_is_said_once(worlds, capfd):
     world = worlds(layout=None)
     capfd.readouterr()
@@ -336,9 +318,8 @@ def test_on_one_node_nothing_is_compressed_and_that_is_said_once(worlds, capfd):
 
 def test_compress_is_the_hook_of_optimizers_that_are_given_none():
     options = {"ranks_per_node": 1, "device": "cpu"}
-    with mntrain.init(compress="int8", **options) as world:
-        weights, _ = train(world, None)
-        assert torch.equal(weights, train_with(options, "int8"))
+    with mntrain.init(compress="int8", **options) as world, mntrain.init(**options) as plain:
+        assert torch.equal(train(world, None)[0], train(plain, "int8")[0])
         assert "both say how gradients cross nodes" in refusal(train, world, "int8")
     with mntrain.init(compress="bf16", **options) as world:
         weights, _ = train(world, None)
@@ -351,6 +332,63 @@ def test_compress_is_the_hook_of_optimizers_that_are_given_none():
     )
 
 
-def train_with(options, hook):
-    with mntrain.init(**options) as world:
-        return train(world, hook)[0]
+@pytest.fixture(scope="module")
+def group():
+    comm = MPI.COMM_WORLD
+    store = dist.TCPStore("localhost", 0, is_master=True) if RANK == 0 else None
+    port = comm.bcast(store.port if store else None)
+    store = store or dist.TCPStore("localhost", port)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_ddp_hook_without_a_process_group_is_refused(world):
+    hook = DDPHook(None, default_hooks.allreduce_hook)
+    said = refusal(train, world, hook)
+    assert "is not initialized: call torch.distributed.init_process_group" in said
+    with pytest.raises(ValueError, match="DDPHook got a str as its hook"):
+        DDPHook(None, "allreduce")
+
+
+@pytest.mark.usefixtures("group")
+def test_a_process_group_of_another_size_is_refused():
+    alone, *_ = [dist.new_group([rank]) for rank in range(RANKS)]
+    if RANK == 0:
+        with pytest.raises(ValueError, match=f"has 1 ranks, and this one {RANKS}"):
+            DDPHook(alone, default_hooks.allreduce_hook).expect_size(RANKS)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(default_hooks.allreduce_hook, None), (default_hooks.bf16_compress_hook, "bf16")],
+    ids=["allreduce", "bf16"],
+)
+def test_torchs_hooks_give_what_our_own_give(worlds, group, theirs, ours, stage):
+    world = worlds(layout=1)
+    weights, _ = train(world, DDPHook(group, theirs, overlap=True), stage=stage)
+    expected, _ = train(world, ours, stage=stage)
+    check_bits(world, [weights])
+    if RANKS == 2:  # one sum, of halves
+        assert torch.equal(weights, expected)
+    else:
+        torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-2 if ours else 1e-6)
+
+
+@pytest.mark.usefixtures("group")
+def test_torchs_powersgd_trains(worlds):
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=2,
+        min_compression_rate=1,
+    )
+    world, model = worlds(layout=1), net()
+    x, y = samples(0)
+    before = functional.mse_loss(model(x), y)
+    weights, _ = train(world, DDPHook(state, powerSGD_hook.powerSGD_hook), 6, model=model)
+    check_bits(world, [weights])
+    assert state.iter == 6
+    assert state.total_numel_after_compression < 0.5 * state.total_numel_before_compression
+    assert functional.mse_loss(model(x), y) < before

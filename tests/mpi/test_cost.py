@@ -5,9 +5,9 @@ from itertools import accumulate, chain, pairwise, permutations, product
 
 import pytest
 import torch
-from cases import RANK, Arena
+from cases import RANK
 from mpi4py import MPI
-from worlds import EVERY_WORLD, RANKS, VIRTUAL, Worlds
+from worlds import EVERY_WORLD, RANKS, VIRTUAL
 
 from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
@@ -22,31 +22,17 @@ SIZES = [0, 1, 2, 7, 1003, 1200, 4096, 5003]  # in fp32: within a node, in trays
 LARGE = [9001, 70001]  # beyond them
 
 
-class Costs:
+@pytest.fixture
+def costs(ways):
     """Worlds by layout, and some memory that the ranks of a node share in each."""
 
-    def __init__(self):
-        self._worlds = Worlds()
-        self._arenas = {}
-
-    def __call__(self, layout=None):
+    def make(layout=None):
         if isinstance(layout, str) and len(set(HOSTS)) > 1:
             pytest.skip("ranks that are said to be on one node are not, and share no memory")
-        world = self._worlds("lanes", layout)
-        if layout not in self._arenas:
-            self._arenas[layout] = Arena(world, 1 << 20)
-        self._arenas[layout].clear()
-        return world, self._arenas[layout]
+        way = ways("lanes", layout)
+        return way.world, way.arena
 
-    def close(self):
-        self._worlds.close()
-
-
-@pytest.fixture(scope="module")
-def costs():
-    cache = Costs()
-    yield cache
-    cache.close()
+    return make
 
 
 HOSTS = MPI.COMM_WORLD.allgather(socket.gethostname())
@@ -286,18 +272,13 @@ def test_a_node_sends_messages_where_a_tensor_lies_out_of_reach_and_others_do_no
         assert cost(world, algorithm, verb, tensor) == expected, f"{algorithm}, {verb}"
 
 
-def lengths():
-    """Of shards: rising, with an empty one; and all in one slot, whichever it is."""
-    rising = [100 * slot for slot in range(RANKS)]
-    one_slot = [[9003 * (slot == full) for slot in range(RANKS)] for full in range(RANKS)]
-    return [rising, *one_slot]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
     world, _ = costs(layout)
-    for verb, shards in product(("reduce_scatter", "all_gather"), lengths()):
+    rising = [100 * slot for slot in range(RANKS)]  # with an empty one
+    one_slot = [[9003 * (slot == full) for slot in range(RANKS)] for full in range(RANKS)]
+    for verb, shards in product(("reduce_scatter", "all_gather"), [rising, *one_slot]):
         numel = sum(shards)
         bounds = [0, *accumulate(shards)]
         found = cost(world, algorithm, verb, torch.zeros(numel), bounds=bounds)
@@ -338,8 +319,6 @@ def test_16_bits_an_element_go_to_other_nodes_where_the_wire_is_so_wide(
         several = transfers(algorithm, layout, verb, split(numel, RANKS))
         assert found == bill(algorithm, layout, several, item=2)
 
-
-# The formulas of the docstrings, where everything divides.
 
 on_one_host = pytest.mark.skipif(
     len(set(HOSTS)) > 1, reason="counts of one level; the list of transfers covers several hosts"

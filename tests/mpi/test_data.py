@@ -1,27 +1,50 @@
-"""Loops over `world.shard`: epochs, weights, batches drawn ahead, evaluation, streams."""
+"""Loops over `world.shard`: epochs, weights, evaluation, streams, and data divided before."""
 
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import SGD, Alone, assert_parity, loss_of, modes, samples
+from oracle import SGD, Alone, assert_parity, loss_of, modes, samples, train_alike, update
 from sharding import sharded
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 from worlds import refusal
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 RANKS, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+WithWorkers = partial(DataLoader, multiprocessing_context="fork")
+WHOLE = TensorDataset(*samples(24))
+MINE = range(RANK, 24, RANKS)
+ALL_SAMPLES = [WHOLE[i] for i in range(24)]
+MY_SAMPLES = [WHOLE[i] for i in MINE]
 STAGES = pytest.mark.parametrize("stage", [0, 2])
 
 
-def together(world, batch):
-    """The batch of all ranks."""
-    return [torch.cat(column) for column in zip(*world.gather(batch), strict=True)]
+def together(world, batch, own=None):
+    """The batch of all ranks, of which the first `own` samples are this rank's."""
+    parts = world.gather([column[:own] for column in batch])
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def with_oracle(make, stage=0):
+    """An optimizer, its model, and the oracle."""
+    model = net()
+    return make(model, SGD, stage=stage), model, Alone(model, SGD)
 
 
 def drawn_ahead(batches):
@@ -47,38 +70,26 @@ def test_a_shard_for_each_epoch_shuffles_each_anew(world):
 
 @STAGES
 def test_batches_drawn_ahead_keep_their_shares(world, make, stage):
-    model = net()
-    alone = Alone(model, SGD)
+    optimizer, model, alone = with_oracle(make, stage)
     loader = DataLoader(TensorDataset(*samples(21)), batch_size=7)
-    optimizer = make(model, SGD, stage=stage)
     for _ in range(2):
         pairs = zip(drawn_ahead(world.shard(loader)), loader, strict=True)
-        for batch, whole in pairs:
-            loss_of(model, batch).backward()
-            assert optimizer.step().weight == 7
-            optimizer.zero_grad()
-            alone.step(loss_of(alone.model, whole))
+        train_alike(optimizer, model, alone, pairs)
     assert_parity(world, model, alone)
 
 
 def test_one_batch_may_be_trained_after_its_iterator_is_gone(world, make):
-    model = net()
-    alone = Alone(model, SGD)
+    optimizer, model, alone = with_oracle(make)
     loader = DataLoader(TensorDataset(*samples(7)), batch_size=7)
-    optimizer = make(model, SGD)
     batch = next(iter(world.shard(loader)))
-    loss_of(model, batch).backward()
-    assert optimizer.step().weight == 7
-    alone.step(loss_of(alone.model, samples(7)))
+    train_alike(optimizer, model, alone, [(batch, samples(7))])
     assert_parity(world, model, alone)
 
 
-def token_loss(model, batch, reduction="mean"):
+def token_loss(model, batch):
     """The loss of all tokens but the padding, whose target is -1."""
     inputs, targets = batch
-    return functional.cross_entropy(
-        model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction
-    )
+    return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def padded(n):
@@ -91,44 +102,37 @@ def padded(n):
     return inputs, targets
 
 
+def tokens(batch):
+    return int((batch[1] >= 0).sum())
+
+
 @modes
-def test_a_weight_gives_the_exact_mean_over_tokens(world, make, mode):
+@pytest.mark.parametrize("stated", ["by the loader", "by backward"])
+def test_a_weight_gives_the_exact_mean_over_tokens(world, make, mode, stated):
+    """A weight of backward takes the place of the loader's share."""
     torch.manual_seed(5)
     model = nn.Linear(5, 3).double()
     alone = Alone(model, SGD)
     loader = DataLoader(TensorDataset(*padded(20)), batch_size=9, shuffle=True)
     optimizer = make(model, SGD, **mode)
     whole = sharded(loader)
-    parts = world.shard(loader, weight=lambda batch: int((batch[1] >= 0).sum()))
+    parts = world.shard(loader, weight=tokens if stated == "by the loader" else None)
     for _ in range(2):
         for batch, global_batch in zip(parts, whole, strict=True):
-            token_loss(model, batch).backward()
-            assert optimizer.step().weight == int((global_batch[1] >= 0).sum())
+            loss = token_loss(model, batch)
+            if stated == "by the loader":
+                loss.backward()
+            else:
+                optimizer.backward(loss, weight=tokens(batch))
+            assert optimizer.step().weight == tokens(global_batch)
             optimizer.zero_grad()
             alone.step(token_loss(alone.model, global_batch))
     assert_parity(world, model, alone)
 
 
-@STAGES
-def test_a_weighted_backward_takes_the_place_of_the_loaders_share(world, make, stage):
-    torch.manual_seed(5)
-    model = nn.Linear(5, 3).double()
-    alone = Alone(model, SGD)
-    loader = DataLoader(TensorDataset(*padded(20)), batch_size=9)
-    optimizer = make(model, SGD, stage=stage)
-    for batch, whole in zip(world.shard(loader), loader, strict=True):
-        optimizer.backward(token_loss(model, batch), weight=int((batch[1] >= 0).sum()))
-        assert optimizer.step().weight == int((whole[1] >= 0).sum())
-        optimizer.zero_grad()
-        alone.step(token_loss(alone.model, whole))
-    assert_parity(world, model, alone)
-
-
 @pytest.mark.parametrize("listed", [False, True])
 def test_an_evaluation_is_exact_and_leaves_training_alone(world, make, listed):
-    model = net()
-    optimizer = make(model, SGD)
-    alone = Alone(model, SGD)
+    optimizer, model, alone = with_oracle(make)
     data = samples(RANKS + 3)
     loader = DataLoader(TensorDataset(*data), batch_size=RANKS + 1)
     validation = [tuple(batch) for batch in loader] if listed else loader
@@ -141,20 +145,17 @@ def test_an_evaluation_is_exact_and_leaves_training_alone(world, make, listed):
             own = sum(loss * n for loss, n in seen) / count if count else math.nan
             expected = loss_of(model, data)
         assert world.mean(own, count) == pytest.approx(float(expected), rel=1e-14)
-        loss_of(model, batch).backward()
-        assert optimizer.step().weight == 7
-        optimizer.zero_grad()
-        alone.step(loss_of(alone.model, whole))
+        train_alike(optimizer, model, alone, [(batch, whole)])
     assert_parity(world, model, alone)
 
 
 def test_the_mean_over_ranks_is_weighted_and_skips_ranks_of_no_weight(world):
     assert world.mean(RANK) == (RANKS - 1) / 2
+    assert world.mean(0.1) == pytest.approx(0.1, rel=1e-15)
     weights = [rank % 3 for rank in range(RANKS)]
-    if RANKS > 1:
-        value = float(RANK) if weights[RANK] else math.nan
-        expected = sum(r * w for r, w in enumerate(weights)) / sum(weights)
-        assert world.mean(value, weights[RANK]) == pytest.approx(expected, rel=1e-15)
+    value = float(RANK) if weights[RANK] else math.nan
+    expected = sum(r * w for r, w in enumerate(weights)) / sum(weights)
+    assert world.mean(value, weights[RANK]) == pytest.approx(expected, rel=1e-15)
     values = torch.tensor([[RANK, 1.0, 3e-9]], requires_grad=True)
     mean = world.mean(values)
     assert (mean.shape, mean.dtype, mean.requires_grad) == ((1, 3), torch.float64, False)
@@ -166,18 +167,15 @@ def test_the_mean_over_ranks_is_weighted_and_skips_ranks_of_no_weight(world):
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, "9"])
 def test_a_bad_weight_of_one_rank_is_refused_on_all(world, weight):
     said = refusal(world.mean, 1.0, weight if RANK == RANKS - 1 else 1.0)
-    of_rank = f"rank {RANKS - 1}: " if RANKS > 1 else ""
-    assert said.startswith(f"world.mean: {of_rank}weight is {weight!r}: give a finite number")
+    assert said.startswith(
+        f"world.mean: rank {RANKS - 1}: weight is {weight!r}: give a finite number"
+    )
 
 
-def test_a_mean_without_weight_is_refused(world):
+def test_a_mean_without_weight_or_of_what_is_no_number_is_refused(world):
     assert refusal(world.mean, 1.0, 0) == "world.mean: the weights of all ranks are 0"
-
-
-def test_a_mean_of_what_is_no_number_is_refused_on_all_ranks(world):
     said = refusal(world.mean, "a" if RANK == 0 else 1.0)
-    of_rank = "rank 0: " if RANKS > 1 else ""
-    assert said == f"world.mean: {of_rank}the value is 'a': give a number or a tensor"
+    assert said == "world.mean: rank 0: the value is 'a': give a number or a tensor"
     assert "the value is [1, 2]" in refusal(world.mean, [1, 2])
 
 
@@ -192,9 +190,7 @@ class OwnStreams(IterableDataset):
 
 @STAGES
 def test_streams_of_unequal_length_train_on_every_sample(world, make, stage):
-    model = net()
-    alone = Alone(model, SGD)
-    optimizer = make(model, SGD, stage=stage)
+    optimizer, model, alone = with_oracle(make, stage)
     loader = DataLoader(OwnStreams(), batch_size=2 * RANKS)
     parts, seen = world.shard(loader), 0
     for _ in range(2):
@@ -204,29 +200,15 @@ def test_streams_of_unequal_length_train_on_every_sample(world, make, stage):
             stand_in = [column[:0] for column in batch]
             whole = together(world, mine if mine else stand_in)
             seen += len(whole[0])
-            loss_of(model, batch).backward()
-            assert optimizer.step().weight == len(whole[0])
-            optimizer.zero_grad()
-            alone.step(loss_of(alone.model, whole))
+            train_alike(optimizer, model, alone, [(batch, whole)])
     assert seen == 2 * sum(3 + 4 * i for i in range(max(1, RANKS - 1)))
     assert_parity(world, model, alone)
 
 
-class WholeStream(IterableDataset):
-    def __iter__(self):
-        yield from zip(*samples(17), strict=True)
-
-
 def test_a_stream_that_all_ranks_read_trains_on_its_global_batches(world, make):
-    model = net()
-    alone = Alone(model, SGD)
-    optimizer = make(model, SGD)
-    loader = DataLoader(WholeStream(), batch_size=5)
-    for batch, whole in zip(world.shard(loader), loader, strict=True):
-        loss_of(model, batch).backward()
-        assert optimizer.step().weight == len(whole[0])
-        optimizer.zero_grad()
-        alone.step(loss_of(alone.model, whole))
+    optimizer, model, alone = with_oracle(make)
+    loader = DataLoader(Stream(list(zip(*samples(17), strict=True))), batch_size=5)
+    train_alike(optimizer, model, alone, zip(world.shard(loader), loader, strict=True))
     assert_parity(world, model, alone)
 
 
@@ -245,7 +227,6 @@ class OwnGenerator(Sampler):
         return 14
 
 
-@pytest.mark.mpi(min_size=2)
 @STAGES
 def test_ranks_whose_samplers_draw_unlike_indices_are_told_so(world, make, stage):
     model = net()
@@ -269,51 +250,37 @@ def test_ranks_whose_samplers_draw_unlike_indices_are_told_so(world, make, stage
 @STAGES
 def test_an_optimizer_that_leaves_out_batches_uses_the_latest(world, make, stage):
     """A critic that is trained on every batch, and a generator on every third one and the last."""
-    models = net(), net()
-    alone = [Alone(model, SGD) for model in models]
-    optimizers = [make(model, SGD, stage=stage) for model in models]
+    critic, generator = with_oracle(make, stage), with_oracle(make, stage)
     loader = DataLoader(TensorDataset(*samples(24)), batch_size=7)
     for _ in range(2):
         for index, (batch, whole) in enumerate(zip(world.shard(loader), loader, strict=True)):
-            for which in (0, 1) if index in (1, 3) else (0,):
-                loss_of(models[which], batch).backward()
-                assert optimizers[which].step().weight == len(whole[0])
-                optimizers[which].zero_grad()
-                alone[which].step(loss_of(alone[which].model, whole))
-    for model, oracle in zip(models, alone, strict=True):
-        assert_parity(world, model, oracle)
+            for each in (critic, generator) if index in (1, 3) else (critic,):
+                train_alike(*each, [(batch, whole)])
+    for _, model, alone in (critic, generator):
+        assert_parity(world, model, alone)
 
 
 @STAGES
 def test_two_models_have_loaders_of_unlike_batches(world, make, stage):
-    models = net(), net()
-    alone = [Alone(model, SGD) for model in models]
-    optimizers = [make(model, SGD, stage=stage) for model in models]
+    trained = [with_oracle(make, stage) for _ in range(2)]
     loaders = [DataLoader(TensorDataset(*samples(n)), batch_size=n // 3) for n in (23, 11)]
     for _ in zip(*[zip(world.shard(each), each, strict=True) for each in loaders], strict=True):
         break  # draws a batch of both at once: they are dropped with the passes
     parts = [iter(world.shard(each)) for each in loaders]
     for wholes in zip(*loaders, strict=True):
-        for which in (0, 1):
-            loss_of(models[which], next(parts[which])).backward()
-            assert optimizers[which].step().weight == len(wholes[which][0])
-            optimizers[which].zero_grad()
-            alone[which].step(loss_of(alone[which].model, wholes[which]))
-    for model, oracle in zip(models, alone, strict=True):
-        assert_parity(world, model, oracle)
+        for each, part, whole in zip(trained, parts, wholes, strict=True):
+            train_alike(*each, [(next(part), whole)])
+    for _, model, alone in trained:
+        assert_parity(world, model, alone)
 
 
 @STAGES
 def test_two_shards_at_once_with_a_smaller_last_batch(world, make, stage):
-    model = net()
-    alone = Alone(model, SGD)
+    optimizer, model, alone = with_oracle(make, stage)
     loaders = [DataLoader(TensorDataset(*samples(17, seed=s)), batch_size=7) for s in (1, 2)]
-    optimizer = make(model, SGD, stage=stage)
     for _ in range(2):
         for both in zip(*map(world.shard, loaders), strict=True):
-            sum(loss_of(model, batch) for batch in both).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer, sum(loss_of(model, batch) for batch in both))
         for both in zip(*loaders, strict=True):
             alone.step(sum(loss_of(alone.model, batch) for batch in both))
     assert_parity(world, model, alone)
@@ -328,3 +295,266 @@ def test_batches_of_unlike_weights_are_not_mixed_up(world, make):
     loss = loss_of(model, next(parts))
     with pytest.raises(RuntimeError, match="draw one batch at a time"):
         loss.backward()
+
+
+class Stream(IterableDataset):
+    """All its samples in every reader; `change` is applied to each."""
+
+    def __init__(self, data, change=lambda sample: sample):
+        self.samples, self.change = data, change
+
+    def __iter__(self):
+        return map(self.change, self.samples)
+
+
+class Files(Stream):
+    """The files of a reader, of one sample each."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return map(self.change, self.samples[info.id :: info.num_workers])
+
+
+class OnePass(IterableDataset):
+    """An iterator that is used up, as that over a socket."""
+
+    def __init__(self, samples):
+        self.samples = iter(samples)
+
+    def __iter__(self):
+        return self.samples
+
+
+class Changed(Dataset):
+    """A map-style dataset whose samples are changed."""
+
+    def __init__(self, data, change):
+        self.data, self.change = data, change
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.change(self.data[index])
+
+
+class Batches:
+    """An iterable of batches without a length."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return iter(self.make())
+
+
+def augmented(sample):
+    """Change inputs by a generator that no seed reaches."""
+    return sample[0] + float(np.random.default_rng().normal()), sample[1]
+
+
+def flipped(sample):
+    """Change inputs by the default generator of torch, in some of the draws."""
+    return (-sample[0] if torch.rand(()) < 0.5 else sample[0]), sample[1]
+
+
+def unlabelled(sample):
+    return augmented(sample)[0]
+
+
+def batches_of(data, size=3):
+    return list(DataLoader(data, batch_size=size))
+
+
+DIVIDED = {
+    "subset": lambda: DataLoader(Subset(WHOLE, MINE), batch_size=4, shuffle=True),
+    "subset with workers": lambda: WithWorkers(Subset(WHOLE, MINE), batch_size=4, num_workers=1),
+    "augmented subset": lambda: DataLoader(Subset(Changed(WHOLE, augmented), MINE), batch_size=9),
+    "flipped subset": lambda: DataLoader(Subset(Changed(WHOLE, flipped), MINE), batch_size=9),
+    "lengths": lambda: DataLoader(Subset(WHOLE, range(12 + RANK)), batch_size=4),
+    "batch sizes": lambda: DataLoader(WHOLE, batch_size=4 + RANK, drop_last=True),
+    "sampler": lambda: DataLoader(WHOLE, batch_size=4, sampler=MINE),
+    "batches": lambda: batches_of(WHOLE)[RANK::RANKS],
+    "iterable": lambda: Batches(lambda: batches_of(Subset(WHOLE, MINE))),
+    "iterator": lambda: iter(batches_of(Subset(WHOLE, MINE))),
+    "random batches": lambda: Batches(lambda: batches_of(Changed(WHOLE, unlabelled))),
+    "stream": lambda: DataLoader(Stream(MY_SAMPLES), batch_size=4),
+    "stream with workers": lambda: WithWorkers(Stream(MY_SAMPLES), batch_size=4, num_workers=2),
+    "augmented stream": lambda: DataLoader(Stream(MY_SAMPLES, augmented), batch_size=9),
+    "used up stream": lambda: DataLoader(OnePass(MY_SAMPLES), batch_size=4),
+    "files": lambda: DataLoader(Files(MY_SAMPLES), batch_size=4),
+    "files with workers": lambda: WithWorkers(Files(MY_SAMPLES), batch_size=4, num_workers=2),
+    "a rank without files": lambda: DataLoader(Files(MY_SAMPLES[: 9 * RANK]), batch_size=4),
+    "tensors": lambda: DataLoader(torch.arange(9.0) + RANK, batch_size=4),
+    "names": lambda: DataLoader([f"/data{RANK}/{i}-{RANK}.png" for i in range(9)], batch_size=4),
+}
+
+EQUAL = {
+    "subset": lambda: DataLoader(Subset(WHOLE, range(1, 24, 2)), batch_size=4, shuffle=True),
+    "augmented": lambda: DataLoader(Changed(WHOLE, augmented), batch_size=4),
+    "unlabelled": lambda: DataLoader(Changed(WHOLE, unlabelled), batch_size=4),
+    "flipped": lambda: DataLoader(Changed(WHOLE, flipped), batch_size=4, shuffle=True),
+    "augmented batches": lambda: Batches(lambda: batches_of(Changed(WHOLE, augmented))),
+    "flipped stream": lambda: DataLoader(Stream(ALL_SAMPLES, flipped), batch_size=4),
+    "augmented stream": lambda: DataLoader(Stream(ALL_SAMPLES, augmented), batch_size=4),
+    "used up stream": lambda: DataLoader(OnePass(ALL_SAMPLES), batch_size=4),
+    "files": lambda: WithWorkers(Files(ALL_SAMPLES), batch_size=4, num_workers=2),
+    "augmented files": lambda: DataLoader(Files(ALL_SAMPLES, unlabelled), batch_size=4),
+    "mounted elsewhere": lambda: DataLoader([f"/data{RANK}/{i}.png" for i in range(9)]),
+    "no samples": lambda: DataLoader(TensorDataset(torch.empty(0, 3)), batch_size=4),
+    "rounding": lambda: DataLoader(torch.rand(9, generator=torch.Generator()) + 1e-7 * RANK),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_data_that_were_divided_before_are_refused_at_the_first_batch(world, name):
+    for training in (True, False):  # an evaluation would be of a part of the data
+        with torch.set_grad_enabled(training):
+            assert "divided=True" in refusal(next, iter(world.shard(DIVIDED[name]())), None)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_data_are_not_refused_whatever_is_random_in_them(world, name):
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            assert len(world.gather(len(list(world.shard(EQUAL[name]()))))) == RANKS
+
+
+def test_each_new_loader_is_compared_once(world, monkeypatch):
+    compared = []
+    monkeypatch.setattr(world._shards, "compare", lambda first: compared.append(first.sizes))
+    loader = DataLoader(WHOLE, batch_size=4)
+    for _ in range(3):
+        list(world.shard(loader))
+        with torch.no_grad():
+            list(world.shard(loader))
+    assert len(compared) == 1
+    list(world.shard(DataLoader(WHOLE, batch_size=6)))
+    assert len(compared) == 2
+
+
+def test_a_dataset_is_read_twice_more_and_not_changed_by_the_comparison(world):
+    class Counted(Dataset):
+        def __init__(self):
+            self.reads, self.generator = [], torch.Generator().manual_seed(3)
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            self.reads.append(index)
+            return torch.rand((), generator=self.generator)
+
+    data = Counted()
+    expected = torch.rand(20 // RANKS, generator=torch.Generator().manual_seed(3))
+    batch = next(iter(world.shard(DataLoader(data, batch_size=20 // RANKS * RANKS))))
+    torch.testing.assert_close(batch, expected)
+    assert len(data.reads) == len(batch) + 2
+
+
+def my_part(seed=2):
+    """Unlike numbers of samples: the first rank has fewest, of four the last none."""
+    return samples(3 + 4 * RANK if RANK < 3 else 0, seed)
+
+
+def own_loaders():
+    part = my_part()
+    data = TensorDataset(*part)
+    size = 2 + RANK
+    rows = list(zip(*part, strict=True))
+    return {
+        "map": DataLoader(data, batch_size=size, shuffle=bool(len(data))),
+        "workers": WithWorkers(data, batch_size=size, num_workers=1),
+        "stream": DataLoader(Stream(rows), batch_size=size),
+        "readers": WithWorkers(Files(rows), batch_size=size, num_workers=2),
+        "batches": [tuple(c[i : i + size] for c in part) for i in range(0, len(part[0]), size)],
+    }
+
+
+@pytest.mark.parametrize("kind", ["map", "workers", "stream", "readers", "batches"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_divided_loaders_train_as_one_process_on_all_parts(world, make, stage, kind):
+    optimizer, model, alone = with_oracle(make, stage)
+    loader, seen, own_seen = own_loaders()[kind], [], 0
+    total = sum(world.gather(len(my_part()[0])))
+    for _ in range(2):
+        before = len(seen)
+        for batch in world.shard(loader, divided=True):
+            own = world._shards.latest[-1][1]
+            assert own in (0, len(batch[0]))
+            own_seen += own
+            whole = together(world, batch, own)
+            seen += whole[0][:, 0].tolist()
+            train_alike(optimizer, model, alone, [(batch, whole)])
+        assert len(seen) - before == total
+    everything = torch.cat([part[0][:, 0] for part in world.gather(my_part())])
+    assert sorted(seen) == sorted(2 * everything.tolist())
+    assert own_seen == 2 * len(my_part()[0])
+    assert_parity(world, model, alone)
+
+
+def test_a_divided_evaluation_sees_each_sample_once(world):
+    with torch.no_grad():
+        seen = [x for x, _ in world.shard(own_loaders()["map"], divided=True)]
+    assert sum(map(len, seen)) == len(my_part()[0])
+
+
+def test_a_divided_loader_may_have_a_distributed_sampler(world):
+    sampler = DistributedSampler(WHOLE, num_replicas=RANKS, rank=RANK)
+    shard = world.shard(DataLoader(WHOLE, batch_size=2, sampler=sampler), divided=True)
+    seen = {int(i) for x, _ in shard for i in x[:, 0] * 1e6}
+    seen = set().union(*world.gather(seen))
+    assert seen == {int(i) for i in WHOLE.tensors[0][:, 0] * 1e6}
+
+
+def test_the_length_is_that_of_the_longest_divided_loader(world):
+    shard = world.shard(own_loaders()["map"], divided=True)
+    assert len(shard) == sum(1 for _ in shard)
+    with pytest.raises(TypeError):
+        len(world.shard(own_loaders()["stream"], divided=True))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "readers", "batches"])
+def test_a_divided_pass_is_resumed_on_as_many_ranks(world, kind):
+    shard = world.shard(own_loaders()[kind], seed=5, divided=True)
+    whole = [batch[0].tolist() for batch in shard]
+    for done in (1, len(whole) - 1):
+        first = world.shard(own_loaders()[kind], seed=5, divided=True)
+        parts = iter(first)
+        for _ in range(done):
+            next(parts)
+        state = first.state_dict()
+        assert world.gather(state) == [state] * RANKS
+        resumed = world.shard(own_loaders()[kind], seed=5, divided=True)
+        resumed.load_state_dict(state)
+        rest = [(batch[0].tolist(), world._shards.latest[-1][1]) for batch in resumed]
+        assert len(rest) == len(whole) - done
+        own = [batch for batch, weight in rest if weight]
+        assert own == whole[done : done + len(own)]
+    state["stream"] = {"divided": [None] * (RANKS + 1)}
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match=f"on {RANKS + 1} ranks"):
+        next(iter(resumed))
+
+
+def test_ranks_that_disagree_about_divided_are_told_so(world):
+    loader = DataLoader(WHOLE, batch_size=4)
+
+    def draw():
+        return next(iter(world.shard(loader, divided=RANK == 0)))
+
+    assert "divided of world.shard differs between ranks" in refusal(draw)
+
+
+def test_divided_with_balance_is_refused(world):
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        world.shard(DataLoader(WHOLE), balance=True, divided=True)
+
+
+def test_a_divided_loader_and_another_have_no_common_weight(world, make):
+    model = net()
+    make(model, SGD)
+    both = world.shard(own_loaders()["map"], divided=True), world.shard(batches_of(WHOLE, 8))
+    pair = [next(iter(shard)) for shard in both]
+    with pytest.raises(RuntimeError, match="divided=True gives a rank another part of each"):
+        sum(loss_of(model, batch) for batch in pair).backward()

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from mpi4py import MPI
+from oracle import assert_close, update
 from torch import nn
 from worlds import RANKS, VIRTUAL, make_world, refusal
 
@@ -42,9 +43,6 @@ def small(monkeypatch):
     monkeypatch.setattr(collectives, "NO_WAKE_BYTES", 128 << 10)
 
 
-# What need not agree: the order between streams.
-
-
 @pytest.mark.parametrize("numel", [3, LARGE])
 def test_streams_are_matched_with_their_own_in_any_order(world, numel):
     streams = [world.collectives.add_stream(name) for name in ("one", "two", "three")]
@@ -62,8 +60,7 @@ def test_a_stream_that_waits_does_not_hold_up_another_one(world):
     one, two = (world.collectives.add_stream(name) for name in ("one", "two"))
     first, second = torch.ones(LARGE), torch.ones(LARGE)
     if RANK == 0:  # the others wait for `two` before they call `one`
-        works = [one.all_reduce(first), two.all_reduce(second)]
-        for work in works:
+        for work in [one.all_reduce(first), two.all_reduce(second)]:
             work.wait()
     else:
         two.all_reduce(second).wait()
@@ -74,6 +71,15 @@ def test_a_stream_that_waits_does_not_hold_up_another_one(world):
 def models():
     torch.manual_seed(1)
     return [nn.Linear(11, 30), nn.Linear(11, 30)]
+
+
+def in_threads(function, arguments):
+    """Call a function in a thread for each of several arguments; ranks start them in two orders."""
+    threads = [threading.Thread(target=function, args=given) for given in arguments]
+    for thread in threads if RANK % 2 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def batch(rank, which):
@@ -88,24 +94,15 @@ def test_optimizers_of_two_threads_train_as_one_process_does(world, stage):
     def train(which):
         for step in range(3):
             time.sleep(0.05 * ((RANK + which + step) % 2))  # ranks call in other orders
-            made[which](batch(RANK, which)).square().mean().backward()
-            optimizers[which].step()
-            optimizers[which].zero_grad()
+            update(optimizers[which], made[which](batch(RANK, which)).square().mean())
 
-    threads = [threading.Thread(target=train, args=(which,)) for which in (0, 1)]
-    for thread in threads if RANK % 2 else threads[::-1]:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(train, [(0,), (1,)])
     for which, (model, alone) in enumerate(zip(made, models(), strict=True)):
         optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
         for _ in range(3):
             losses = [alone(batch(rank, which)).square().mean() for rank in range(RANKS)]
-            torch.stack(losses).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+            update(optimizer, torch.stack(losses).mean())
+        assert_close(model, alone, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -125,59 +122,46 @@ def test_backward_passes_in_opposite_orders_raise_one_error_since_each_waits(wor
     assert "of optimizer 2 (SGD)), called at" in text
 
 
-# What must agree: the calls of one stream.
+def reducing(numel, dtype=torch.float32, name="", **given):
+    """A call of all_reduce, and what is said of it."""
+
+    def call(collectives):
+        named = collectives.named(name) if name else collectives
+        return named.all_reduce(torch.ones(numel, dtype=dtype), **given)
+
+    purpose = f"{name}: " if name else ""
+    return call, f"{purpose}all_reduce of {numel} {str(dtype).removeprefix('torch.')}"
+
+
+def other(verb, argument, words):
+    """A call of another verb with its argument, and what is said of it."""
+    return lambda c: getattr(c, verb)(torch.ones(1000), argument), words
+
 
 CALLS = {
-    "other sizes": (
-        ["all_reduce of 1000 float32", "all_reduce of 1001 float32"],
-        [lambda c: c.all_reduce(torch.ones(1000)), lambda c: c.all_reduce(torch.ones(1001))],
-    ),
-    "large sizes": (
-        [f"all_reduce of {LARGE} float32", f"all_reduce of {LARGE // 2} float32"],
-        [lambda c: c.all_reduce(torch.ones(LARGE)), lambda c: c.all_reduce(torch.ones(LARGE // 2))],
-    ),
-    "one small": (
-        ["all_reduce of 3 float32", f"all_reduce of {LARGE} float32"],
-        [lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(LARGE))],
-    ),
-    "other verbs": (
-        ["all_reduce of 1000 float32", "all_gather of 1000 float32"],
-        [lambda c: c.all_reduce(torch.ones(1000)), lambda c: c.all_gather(torch.ones(1000))],
-    ),
-    "other dtypes": (
-        ["all_reduce of 1000 float32", "all_reduce of 1000 int32"],
-        [lambda c: c.all_reduce(torch.ones(1000)), lambda c: c.all_reduce(torch.ones(1000).int())],
-    ),
+    "other sizes": (reducing(1000), reducing(1001)),
+    "large sizes": (reducing(LARGE), reducing(LARGE // 2)),
+    "one small": (reducing(3), reducing(LARGE)),
+    "other verbs": (reducing(1000), other("all_gather", None, "all_gather of 1000 float32")),
+    "other dtypes": (reducing(1000), reducing(1000, torch.int32)),
     "other roots": (
-        ["broadcast of 1000 float32 [", "root 0", "root 1"],
-        [lambda c: c.broadcast(torch.ones(1000), 0), lambda c: c.broadcast(torch.ones(1000), 1)],
+        other("broadcast", 0, "broadcast of 1000 float32 [bounds (0, 1000), root 0"),
+        other("broadcast", 1, "broadcast of 1000 float32 [bounds (0, 1000), root 1"),
     ),
     "other bounds": (
-        ["all_gather of 1000 float32 [", "bounds (0, 0", "bounds (0, 1000"],
-        [
-            lambda c: c.all_gather(torch.ones(1000), [0] * RANKS + [1000]),
-            lambda c: c.all_gather(torch.ones(1000), [0] + [1000] * RANKS),
-        ],
+        other("all_gather", [0] * RANKS + [1000], "all_gather of 1000 float32 [bounds (0, 0"),
+        other("all_gather", [0] + [1000] * RANKS, "all_gather of 1000 float32 [bounds (0, 1000"),
     ),
     "other wire dtypes": (
-        ["wire dtype bfloat16", "wire dtype that of the tensor"],
-        [
-            lambda c: c.all_reduce(torch.ones(1000), wire=torch.bfloat16),
-            lambda c: c.all_reduce(torch.ones(1000)),
-        ],
+        (reducing(1000, wire=torch.bfloat16)[0], "wire dtype bfloat16"),
+        (reducing(1000)[0], "wire dtype that of the tensor"),
     ),
-    "other purposes": (
-        ["bucket 1: all_reduce of 1000 float32", "bucket 2: all_reduce of 1000 float32"],
-        [
-            lambda c: c.named("bucket 1").all_reduce(torch.ones(1000)),
-            lambda c: c.named("bucket 2").all_reduce(torch.ones(1000)),
-        ],
-    ),
+    "other purposes": (reducing(1000, name="bucket 1"), reducing(1000, name="bucket 2")),
 }
 
 
 def disagree(layout, case):
-    words, calls = CALLS[case]
+    calls, words = zip(*CALLS[case], strict=True)
     world = make_world("lanes", layout)
     assert world.sum([1.0]) == [RANKS]
     number = world._engine.main.begun
@@ -251,9 +235,7 @@ def test_a_step_that_one_rank_alone_takes_before_the_end_raises_one_error(small)
     def train():
         with world:
             for step in range(2 + (RANK == LAST)):
-                model(batch(RANK, step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer, model(batch(RANK, step)).square().mean())
 
     text = refusal(train)
     assert "rank 0: world.close" in text or "ranks 0, 1" in text
@@ -302,9 +284,6 @@ def test_blocking_calls_of_two_streams_in_other_orders_raise_one_error(world):
     assert "(collective 0 of two)" in text
 
 
-# What is no disagreement.
-
-
 @pytest.mark.parametrize("late", [0, LAST])
 def test_a_rank_that_is_late_is_waited_for(world, late):
     stream = world.collectives.add_stream("one")
@@ -329,8 +308,6 @@ def test_a_root_that_is_ahead_is_no_disagreement(world):
     assert all(set(tensor.tolist()) == {0.0} for tensor in tensors)
 
 
-# Threads, worlds and MPI beside each other.
-
 needs_thread_multiple = pytest.mark.skipif(
     MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="this MPI runs one thread at a time"
 )
@@ -349,11 +326,7 @@ def test_each_of_several_threads_may_have_a_world_of_its_own():
             ]:
                 wrong.append((number, turn))
 
-    threads = [threading.Thread(target=use, args=pair) for pair in enumerate(several)]
-    for thread in threads if RANK % 2 else threads[::-1]:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(use, enumerate(several))
     assert wrong == []
     for world in several:
         world.close()

@@ -11,19 +11,31 @@ import pytest
 import torch
 from models import Tiny, net
 from mpi4py import MPI
-from oracle import ADAMW, EXACT, SGD, Alone, assert_parity, init, loss_of, mine, samples
+from oracle import (
+    ADAMW,
+    EXACT,
+    SGD,
+    Alone,
+    assert_close,
+    assert_parity,
+    init,
+    loss_of,
+    mine,
+    samples,
+    update,
+)
 from replicas import (
     NODE,
     NODES,
     PER_NODE,
     RANK,
-    assert_close,
     coded,
     digests,
     keep_optimizers,
     keep_world,
     run,
     take_step,
+    take_steps,
 )
 from torch import nn
 from worlds import RANKS, refusal
@@ -40,7 +52,6 @@ pytestmark = pytest.mark.mpi(min_size=2)
 STREAM = partial(StreamingDiLoCo, every=4, warmup=2, fragments=3, overlap=2)
 MEANS = [LocalSGD(every=3, warmup=2), DiLoCo(every=3, warmup=2)]
 SYNCS = [STREAM(), SparseLoCo(every=3, warmup=2, density=0.1)]
-means = pytest.mark.parametrize("sync", MEANS, ids=["local SGD", "DiLoCo"])
 syncs = pytest.mark.parametrize("sync", SYNCS, ids=["streaming", "SparseLoCo"])
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 PLAIN = partial(torch.optim.SGD, lr=0.2)
@@ -77,9 +88,7 @@ class Replicas:
             batch = samples(12, step)
             if step >= self.sync.warmup:
                 batch = tuple(column.chunk(NODES)[node] for column in batch)
-            loss_of(model, batch).backward()
-            inner.step()
-            inner.zero_grad()
+            update(inner, loss_of(model, batch))
         if step >= self.sync.warmup:
             with torch.no_grad():
                 self.exchange(step - self.sync.warmup + 1)
@@ -194,16 +203,10 @@ def kept(optimizer, *keys):
     }
 
 
-def exchanged(optimizer):
-    """Copies of the parameters after the last exchange, without waiting for what is in flight."""
+def copies(optimizer, *keys):
+    """Copies of the outer state by parameter, without waiting for what is in flight."""
     outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._shard.pieces]
-    return [state[EXCHANGED].clone() for state in outer if state]
-
-
-def residuals(optimizer):
-    """Copies of what codes have lost or not sent, without waiting for what is in flight."""
-    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._shard.pieces]
-    return [state[k].clone() for state in outer for k in (ERROR, UNSENT) if k in state]
+    return [state[key].clone() for state in outer if state for key in keys if key in state]
 
 
 def assert_equal_between_nodes(world, optimizer, *keys):
@@ -241,9 +244,9 @@ def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sy
         assert not differing_ranks(together, world.topology.nodes)
         if step % 4 == 1 and not exact:  # it waits for what is in flight
             assert_equal_between_nodes(world, optimizer, EXCHANGED, ARRIVING)
-    before, optimizer_in_sync = model_digest(model), optimizer.in_sync
+    before, in_sync = model_digest(model), optimizer.in_sync
     with optimizer.averaged() as differing:
-        assert differing != optimizer_in_sync
+        assert differing != in_sync
         assert len(set(digests(world, model))) == 1
         for index, parameter in enumerate(model.parameters()):
             mean = replicas.mean(index)
@@ -252,9 +255,9 @@ def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sy
             with pytest.raises(RuntimeError, match="call this after the block"):
                 optimizer.step()
     assert model_digest(model) == before
-    with torch.no_grad():
-        if not optimizer.in_sync:
-            optimizer.exchange()
+    if not in_sync:
+        optimizer.exchange()
+        with torch.no_grad():
             replicas.exchange_now()
     assert optimizer.in_sync
     assert_close(model, replicas.models[0], tolerance)
@@ -284,17 +287,30 @@ def test_exchanging_plain_sgd_after_each_step_is_synchronous_training(world, cut
 
 
 @stages
-@pytest.mark.parametrize("sync", [MEANS[1], *SYNCS], ids=["DiLoCo", "streaming", "SparseLoCo"])
-def test_the_warm_up_has_the_bits_of_synchronous_training(world, cut, sync, stage):
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *((None, replace(sync, warmup=4)) for sync in (MEANS[1], *SYNCS)),
+        (
+            DiLoCo(3, 1, 0.6, 0.8),
+            StreamingDiLoCo(3, 1, 0.6, 0.8, fragments=1, overlap=0, mix=0.0, bits=32),
+        ),
+    ],
+    ids=["DiLoCo", "streaming", "SparseLoCo", "one fragment at once in 32 bits"],
+)
+def test_the_bits_are_those_of_synchronous_training_or_of_diloco(world, cut, one, other, stage):
+    """In the warm-up, and afterwards if `streaming` is set to do what `diloco` does."""
     models = [net(torch.float32) for _ in range(2)]
     optimizers = [
-        cut(model, sync=sync, stage=stage)
-        for model, sync in zip(models, [None, replace(sync, warmup=4)], strict=True)
+        cut(model, sync=sync, stage=stage) for model, sync in zip(models, (one, other), strict=True)
     ]
-    for step in range(4):
+    for step in range(9 if one else 4):
         for model, optimizer in zip(models, optimizers, strict=True):
             take_step(world, model, optimizer, step)
+            optimizer.wait_for_parameters()
         assert model_digest(models[0]) == model_digest(models[1])
+        assert optimizers[0].in_sync == optimizers[1].in_sync
+    assert optimizers[1].in_sync == (one is None)
 
 
 @stages
@@ -304,8 +320,7 @@ def test_memory_is_as_expected(world, make, sync, stage):
     model = net(dtype)
     optimizer = make(model, sync=sync, stage=stage)
     expected = optimizer.expected_memory()
-    for step in range(10):
-        take_step(world, model, optimizer, step)
+    take_steps(world, model, optimizer, range(10))
     measured = optimizer.memory()
     assert (measured.state, measured.master) == (expected.state, expected.master)
     assert expected.state > make(net(dtype), stage=stage).expected_memory().state
@@ -325,8 +340,7 @@ def test_memory_is_as_expected(world, make, sync, stage):
         ],
     ],
 )
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, sync, stage, saved_after):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(folder, sync, stage, saved_after):
     final = []
     for name, every in (("whole", 0), ("parts", 2)):
         with init(ranks_per_node=PER_NODE) as world:
@@ -361,8 +375,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, sync, stag
 @pytest.mark.parametrize(
     "saved", [*MEANS, *SYNCS], ids=["local SGD", "DiLoCo", "streaming", "SparseLoCo"]
 )
-def test_a_checkpoint_between_exchanges_continues_with_another_schedule(tmp_path, saved, then):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_a_checkpoint_between_exchanges_continues_with_another_schedule(folder, saved, then):
     with init(ranks_per_node=PER_NODE) as world:
         run(world, folder, 1, saved, 6, now=6)
     with init(ranks_per_node=PER_NODE) as world:
@@ -383,24 +396,6 @@ def cross_bytes(world):
     return sum(usage.cross_bytes for usage in world.usage())
 
 
-@stages
-@means
-def test_an_exchange_sends_each_parameter_once_to_each_other_node(world, cut, sync, stage):
-    model = net()
-    optimizer = cut(model, sync=sync, stage=stage)
-    sent = []
-    for step in range(6):
-        before = cross_bytes(world)
-        take_step(world, model, optimizer, step)
-        sent.append(cross_bytes(world) - before)
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    *_, alone, exchanging, _ = sent  # steps 3 and 4
-    # So does an all-reduce of a small tensor.
-    expected = NODES * (NODES - 1) * numbers * 8 + agreement_bytes(world)
-    assert exchanging - alone == expected
-    assert alone < 1000 < sent[0]  # whether all steps are finite, and their weights
-
-
 def agreement_bytes(world):
     """What ranks send to agree on whether all is finite, and on what nodes weigh. Collective."""
     before = cross_bytes(world)
@@ -409,30 +404,11 @@ def agreement_bytes(world):
 
 
 @stages
-def test_one_fragment_at_once_in_32_bits_has_the_bits_of_diloco(world, make, stage):
-    options = {"every": 3, "warmup": 1, "outer_lr": 0.6, "outer_momentum": 0.8}
-    same = StreamingDiLoCo(**options, fragments=1, overlap=0, mix=0.0, bits=32)
-    models = [net(torch.float32) for _ in range(2)]
-    optimizers = [
-        make(model, sync=sync, stage=stage, partition="element")
-        for model, sync in zip(models, [DiLoCo(**options), same], strict=True)
-    ]
-    for step in range(9):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            take_step(world, model, optimizer, step)
-            optimizer.wait_for_parameters()
-        assert model_digest(models[0]) == model_digest(models[1])
-        assert optimizers[0].in_sync == optimizers[1].in_sync
-    assert not optimizers[1].in_sync
-
-
-@stages
 @pytest.mark.parametrize("bits", [4, 32])
 def test_a_manual_exchange_leaves_the_mean_and_the_outer_momentum(world, make, stage, bits):
     model = net(torch.float32)
     optimizer = make(model, sync=STREAM(bits=bits, overlap=0), stage=stage)
-    for step in range(9):
-        take_step(world, model, optimizer, step)
+    take_steps(world, model, optimizer, range(9))
     keys = (MOMENTUM, ERROR)
     with optimizer.averaged():
         mean, before = model_digest(model), kept(optimizer, *keys)
@@ -453,19 +429,21 @@ def wide(world, make, sync, stage, numel=30_000):
 
 def push(model, optimizer, step):
     generator = torch.Generator().manual_seed(RANK + 10 * step)
-    model(torch.randn(1, model.in_features, generator=generator)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer, model(torch.randn(1, model.in_features, generator=generator)).sum())
 
 
 @stages
-@pytest.mark.parametrize("name", ["4 bits", "32 bits", "SparseLoCo"])
-def test_an_exchange_sends_the_bytes_of_its_code_to_each_other_node(world, make, name, stage):
-    sync = {
-        "4 bits": StreamingDiLoCo(3, fragments=1, overlap=0),
-        "32 bits": StreamingDiLoCo(3, fragments=1, overlap=0, bits=32),
-        "SparseLoCo": SparseLoCo(3),
-    }[name]
+@pytest.mark.parametrize(
+    ("sync", "code"),
+    [
+        pytest.param(StreamingDiLoCo(3, fragments=1, overlap=0), BlockCode(4), id="4 bits"),
+        pytest.param(StreamingDiLoCo(3, fragments=1, overlap=0, bits=32), None, id="32 bits"),
+        pytest.param(SparseLoCo(3), ChunkCode(64 / 4096), id="SparseLoCo"),
+        pytest.param(LocalSGD(3), None, id="local SGD"),
+        pytest.param(DiLoCo(3), None, id="DiLoCo"),
+    ],
+)
+def test_an_exchange_sends_the_bytes_of_its_code_to_each_other_node(world, make, sync, code, stage):
     model, optimizer = wide(world, make, sync, stage)
     sent = []
     for step in range(3):
@@ -473,15 +451,14 @@ def test_an_exchange_sends_the_bytes_of_its_code_to_each_other_node(world, make,
         push(model, optimizer, step)
         sent.append(cross_bytes(world) - before)
     agreement = agreement_bytes(world)
-    (piece,) = optimizer.slices()
-    sizes = world.gather(piece.high - piece.low)[:PER_NODE] if optimizer.sharded else [30_000]
-    if name == "32 bits":
-        expected = 2 * (NODES - 1) * 30_000 * 4  # of an all-reduce
-    else:
-        code = BlockCode(4) if name == "4 bits" else ChunkCode(64 / 4096)
+    expected = 2 * (NODES - 1) * 30_000 * 4  # of an all-reduce
+    if code:
+        (piece,) = optimizer.slices()
+        sizes = world.gather(piece.high - piece.low)[:PER_NODE] if optimizer.sharded else [30_000]
         unit = 8 if optimizer.sharded else 8 * PER_NODE
         expected = NODES * (NODES - 1) * sum(-(-code.nbytes(n) // unit) * unit for n in sizes)
     assert sent[2] - sent[1] == expected + agreement
+    assert sent[1] < 1000  # whether all steps are finite, and their weights
 
 
 def test_an_exchange_travels_while_the_program_does_something_else(world, make):
@@ -495,32 +472,15 @@ def test_an_exchange_travels_while_the_program_does_something_else(world, make):
     while not all(future.done for future in futures):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    before = exchanged(optimizer)
+    before = copies(optimizer, EXCHANGED)
     push(model, optimizer, 3)  # nothing is applied yet
-    assert all(map(torch.equal, before, exchanged(optimizer)))
+    assert all(map(torch.equal, before, copies(optimizer, EXCHANGED)))
     push(model, optimizer, 4)
-    assert not any(map(torch.equal, before, exchanged(optimizer)))
-
-
-def test_what_arrives_is_applied_by_message_and_not_kept(world, make, monkeypatch):
-    model = net()
-    optimizer = make(model, sync=STREAM())
-    schedule, kept_bytes = optimizer.schedule, []
-    step_of = schedule._outer.step
-
-    def outer_step(state, gradient):
-        kept_bytes.append(sum(mean.nbytes for mean in schedule._arrived.values()))
-        step_of(state, gradient)
-
-    monkeypatch.setattr(schedule._outer, "step", outer_step)
-    for step in range(10):
-        take_step(world, model, optimizer, step)
-    assert kept_bytes
-    assert not any(kept_bytes)
+    assert not any(map(torch.equal, before, copies(optimizer, EXCHANGED)))
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("sync", "raises_after"),
     [
         (StreamingDiLoCo(2, fragments=1, overlap=0), 2),
         (StreamingDiLoCo(4, fragments=2, overlap=1), 3),
@@ -531,8 +491,7 @@ def test_what_arrives_is_applied_by_message_and_not_kept(world, make, monkeypatc
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_is_not_finite_is_named_on_all_ranks(world, make, case, value, stage):
-    sync, raises_after = case
+def test_what_is_not_finite_is_named_on_all_ranks(*, world, make, sync, raises_after, value, stage):
     model = net()
     optimizer = make(model, PLAIN, sync=sync, stage=stage)
     one = rf"rank \d of node {NODES - 1}"
@@ -540,7 +499,7 @@ def test_what_is_not_finite_is_named_on_all_ranks(world, make, case, value, stag
     weight = next(model.parameters())
     for step in range(1, raises_after + 1):
         loss_of(model, mine(world, samples(12, step))).backward()
-        before, left = exchanged(optimizer), residuals(optimizer)
+        before, left = copies(optimizer, EXCHANGED), copies(optimizer, ERROR, UNSENT)
         good = weight.detach().clone()
         if step == 2 and NODE == NODES - 1:
             with torch.no_grad():
@@ -555,9 +514,9 @@ def test_what_is_not_finite_is_named_on_all_ranks(world, make, case, value, stag
                 weight.copy_(good)
         optimizer.zero_grad()
     assert before
-    assert all(map(torch.equal, before, exchanged(optimizer)))
+    assert all(map(torch.equal, before, copies(optimizer, EXCHANGED)))
     if sync.every == raises_after:  # nothing was in flight before
-        assert all(map(torch.equal, left, residuals(optimizer)))
+        assert all(map(torch.equal, left, copies(optimizer, ERROR, UNSENT)))
 
 
 def test_skipped_steps_start_and_finish_exchanges_all_the_same(world, make):
@@ -568,9 +527,8 @@ def test_skipped_steps_start_and_finish_exchanges_all_the_same(world, make):
         skipped = step in (2, 3)  # after which an exchange starts, and is applied
         for model, optimizer, skips in zip(models, optimizers, (skipped, False), strict=True):
             factor = float("nan") if skips and RANK == RANKS - 1 else 1.0
-            (loss_of(model, mine(world, samples(12, step))) * factor).backward()
-            assert optimizer.step().skipped == skips
-            optimizer.zero_grad()
+            loss = loss_of(model, mine(world, samples(12, step))) * factor
+            assert update(optimizer, loss).skipped == skips
         together = len(set(digests(world, models[0])))
         assert together == (1 if step == 3 else NODES)
 
@@ -585,10 +543,10 @@ def whole(world, optimizer, key):
     nodes = [parts[first : first + per_node] for first in range(0, RANKS, per_node)]
     found = []
     for node in nodes:
-        merged = {k: v for part in node for k, v in part.items()}
+        merged = {k: v.double() for part in node for k, v in part.items()}
         names = sorted({name for name, _ in merged})
         found.append(
-            {n: torch.cat([merged[k].double() for k in sorted(merged) if k[0] == n]) for n in names}
+            {n: torch.cat([merged[k] for k in sorted(merged) if k[0] == n]) for n in names}
         )
     return found
 
@@ -596,16 +554,16 @@ def whole(world, optimizer, key):
 @pytest.mark.skipif(RANKS != 4, reason="needs two nodes, and then four")
 @pytest.mark.parametrize("stage", [0, 2])
 @syncs
-def test_what_is_in_flight_and_not_sent_continues_on_another_number_of_nodes(tmp_path, sync, stage):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_what_is_in_flight_and_not_sent_continues_on_another_number_of_nodes(folder, sync, stage):
     residual = ERROR if isinstance(sync, StreamingDiLoCo) else UNSENT
+    keys = ARRIVING, EXCHANGED, residual
     with init(ranks_per_node=2) as world:
         _, optimizer = run(world, folder, stage, sync, 6, now=6)
-        before = {key: whole(world, optimizer, key) for key in (ARRIVING, EXCHANGED, residual)}
+        before = {key: whole(world, optimizer, key) for key in keys}
     with init(ranks_per_node=1) as world:
         model, optimizer = run(world, folder, stage, sync, 6)
-        after = {key: whole(world, optimizer, key) for key in (ARRIVING, EXCHANGED, residual)}
-        for key in (ARRIVING, EXCHANGED):
+        after = {key: whole(world, optimizer, key) for key in keys}
+        for key in keys[:2]:
             assert before[key][0].keys() == after[key][0].keys()
             for found in after[key]:
                 assert all(torch.equal(found[n], before[key][0][n]) for n in found)
@@ -624,8 +582,7 @@ def test_what_is_in_flight_and_not_sent_continues_on_another_number_of_nodes(tmp
 def test_a_state_is_loaded_while_an_exchange_is_in_flight(world, make, stage):
     sync, model = STREAM(warmup=0), net()
     optimizer = make(model, sync=sync, stage=stage)
-    for step in range(6):
-        take_step(world, model, optimizer, step)
+    take_steps(world, model, optimizer, range(6))
     optimizer.wait_for_parameters()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     ends = []
@@ -635,8 +592,7 @@ def test_a_state_is_loaded_while_an_exchange_is_in_flight(world, make, stage):
         optimizer.wait_for_parameters()
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        for step in range(6, 13):
-            take_step(world, model, optimizer, step)
+        take_steps(world, model, optimizer, range(6, 13))
         optimizer.wait_for_parameters()
         ends.append(model_digest(model))
     assert len(set(ends)) == 1
@@ -664,13 +620,10 @@ def test_complex_parameters_travel_as_they_are(world, make, sync):
     optimizer = make(model, PLAIN, sync=sync)
     for step in range(9):
         loss = loss_of(model[:4], mine(world, samples(12, step)))
-        (loss + ((model.turn - (1 + NODE) * (0.5 + 0.25j)).abs() ** 2).sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss + ((model.turn - (1 + NODE) * (0.5 + 0.25j)).abs() ** 2).sum())
     assert_equal_between_nodes(world, optimizer, EXCHANGED)
-    for key in (ERROR, UNSENT):
-        for (name, _, _), left in kept(optimizer, key).items():
-            assert left.any() == (name != "turn")
+    for (name, _, _), left in kept(optimizer, ERROR, UNSENT).items():
+        assert left.any() == (name != "turn")
 
 
 @syncs
@@ -687,19 +640,10 @@ def test_ranks_that_update_nothing_take_part(world, make, sync, stage):
     assert len(set(digests(world, model))) == 1
 
 
-def test_a_run_may_end_with_an_exchange_in_flight():
-    with init(ranks_per_node=PER_NODE) as world:
-        model = net()
-        optimizer = world.optimizer(model, PLAIN, sync=StreamingDiLoCo(3, fragments=1))
-        for step in range(3):
-            take_step(world, model, optimizer, step)
-
-
 def test_a_longer_warm_up_begins_the_outer_state_anew(world, cut):
     kind, first = partial(torch.optim.SGD, lr=0.1), net()
     before = cut(first, kind, sync=DiLoCo(every=2))
-    for step in range(4):
-        take_step(world, first, before, step)
+    take_steps(world, first, before, range(4))
     resumed, fresh = copy.deepcopy(first), copy.deepcopy(first)
     longer = cut(resumed, kind, sync=DiLoCo(every=2, warmup=9))
     longer.load_state_dict(before.state_dict())
@@ -747,11 +691,10 @@ def test_parameters_without_saved_masters_are_loaded_as_they_are(cut):
             assert torch.equal(piece.tensors[MASTER], right)
 
 
-def test_one_model_of_two_optimizers_that_exchange_is_not_saved(world, cut, tmp_path):
+def test_one_model_of_two_optimizers_that_exchange_is_not_saved(world, cut, folder):
     model = net()
     pairs = list(model.named_parameters())
     one, _ = (cut(model, sync=LocalSGD(3), groups=part) for part in (pairs[:2], pairs[2:]))
-    folder = world.gather(str(tmp_path))[0]
     said = refusal(world.checkpoints, folder, model=model, optimizer=one)
     assert "another optimizer with sync= trains parameters of model" in said
 
@@ -761,14 +704,12 @@ def test_the_norm_of_a_step_is_that_of_the_whole_gradient(world, cut, stage):
     model = net()
     alone = Alone(model, SGD)
     optimizer = cut(model, SGD, sync=LocalSGD(every=5, warmup=1), stage=stage)
-    batches = samples(12, 0), samples(12, 1)
-    norm = alone.step(loss_of(alone.model, batches[0]))
-    loss_of(model, mine(world, batches[0])).backward()
-    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-12)
-    optimizer.zero_grad()
-    norm = alone.step(loss_of(alone.model, tuple(c.chunk(NODES)[NODE] for c in batches[1])))
-    loss_of(model, mine(world, batches[1])).backward()
-    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-12)
+    for step in (0, 1):  # of all ranks, then of a node's
+        batch = samples(12, step)
+        whole = tuple(c.chunk(NODES)[NODE] for c in batch) if step else batch
+        norm = alone.step(loss_of(alone.model, whole))
+        found = update(optimizer, loss_of(model, mine(world, batch))).grad_norm
+        assert found == pytest.approx(norm, rel=1e-12)
 
 
 def test_a_step_that_stops_leaves_nodes_as_they_were(world, cut):
@@ -811,9 +752,7 @@ def test_buffers_are_those_of_rank_0_after_an_exchange(world, cut):
     for step in range(2):
         x, _ = mine(world, samples(12, step))
         own = 0.1 * x.mean(0) + 0.9 * buffer
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, model(x).sum())
         everyone = world.gather(own)
         of_node, of_first = everyone[NODE * PER_NODE], everyone[0]
         torch.testing.assert_close(buffer, of_first if step else of_node)
@@ -822,8 +761,7 @@ def test_buffers_are_those_of_rank_0_after_an_exchange(world, cut):
         torch.testing.assert_close(buffer, of_first if step else of_node)
 
 
-def test_a_checkpoint_continues_on_another_number_of_nodes(tmp_path):
-    folder = MPI.COMM_WORLD.bcast(tmp_path)
+def test_a_checkpoint_continues_on_another_number_of_nodes(folder):
     with init(ranks_per_node=PER_NODE) as world:
         model, optimizer = run(world, folder, 2, MEANS[1], 6, now=6)
         with optimizer.averaged():

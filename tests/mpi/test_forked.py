@@ -16,7 +16,7 @@ from worlds import RANKS, make_world
 from mntrain.comm import forked
 
 pytestmark = [
-    pytest.mark.mpi,
+    pytest.mark.mpi(min_size=2),
     # Of newer Pythons at a fork beside threads.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
@@ -24,6 +24,12 @@ pytestmark = [
 WIDTH = 300  # several pages of parameters
 THOROUGH = pytest.mark.thorough
 STAGES = [pytest.param(0, marks=THOROUGH), 1, pytest.param(2, marks=THOROUGH)]
+
+
+@pytest.fixture
+def world():
+    with make_world() as world:
+        yield world
 
 
 class Fork:
@@ -50,6 +56,11 @@ class Fork:
         return os.waitstatus_to_exitcode(status)
 
 
+def shared(world):
+    """Ones in memory that the ranks of a node share."""
+    return world.collectives.allocate(5000, torch.float32, torch.device("cpu")).fill_(1)
+
+
 def trained(world, stage):
     """A model after one step, and its optimizer."""
     torch.manual_seed(0)
@@ -62,81 +73,66 @@ def trained(world, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_a_child_writes_stays_in_the_child(stage):
-    with make_world() as world:
-        model, optimizer = trained(world, stage)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+def test_a_child_and_its_parent_do_not_see_what_the_other_writes(world, stage):
+    model, optimizer = trained(world, stage)
+    at_fork = [parameter.detach().clone() for parameter in model.parameters()]
 
-        def zero():
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.zero_()
-            assert not any(parameter.any() for parameter in model.parameters())
+    def compare_and_zero():
+        assert all(map(torch.equal, model.parameters(), at_fork))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert not any(parameter.any() for parameter in model.parameters())
 
-        assert Fork(zero).status() == 0
-        MPI.COMM_WORLD.Barrier()
-        assert all(map(torch.equal, model.parameters(), before))
-        optimizer.close()
-
-
-def test_gradients_that_a_child_zeroes_still_count_in_its_parent():
-    with make_world() as world:
-        weights = []
-        for forks in (False, True):
-            torch.manual_seed(0)
-            model = nn.Linear(WIDTH, WIDTH)
-            optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
-            model(torch.ones(1, WIDTH)).sum().backward()
-            if forks:
-                assert Fork(model.weight.grad.zero_).status() == 0
-            optimizer.step()
-            weights.append(model.weight.detach().clone())
-            optimizer.close()
-        assert torch.equal(*weights)
+    child = Fork(compare_and_zero)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.wait_for_parameters()
+    trained_on = [parameter.detach().clone() for parameter in model.parameters()]
+    assert not torch.equal(trained_on[0], at_fork[0])
+    assert child.status() == 0
+    MPI.COMM_WORLD.Barrier()
+    assert all(map(torch.equal, model.parameters(), trained_on))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_child_has_the_values_of_the_fork_while_its_parent_trains(stage):
-    with make_world() as world:
-        model, optimizer = trained(world, stage)
-        before = model.weight.detach().clone()
-
-        def compare():
-            assert torch.equal(model.weight, before)
-
-        child = Fork(compare)
+def test_gradients_that_a_child_zeroes_still_count_in_its_parent(world):
+    weights = []
+    for forks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, WIDTH)
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
         model(torch.ones(1, WIDTH)).sum().backward()
+        if forks:
+            assert Fork(model.weight.grad.zero_).status() == 0
         optimizer.step()
-        optimizer.wait_for_parameters()
-        assert not torch.equal(model.weight, before)
-        assert child.status() == 0
+        weights.append(model.weight.detach().clone())
         optimizer.close()
+    assert torch.equal(*weights)
 
 
-def test_children_of_children_and_later_children_have_copies_of_their_own():
-    with make_world() as world:
-        tensor = world.collectives.allocate(5000, torch.float32, torch.device("cpu")).fill_(1)
+def test_children_of_children_and_later_children_have_copies_of_their_own(world):
+    tensor = shared(world)
 
-        def change_and_fork():
-            tensor.fill_(2)
-            assert Fork(lambda: tensor.fill_(3)).status() == 0
-            assert set(tensor.tolist()) == {2}
+    def change_and_fork():
+        tensor.fill_(2)
+        assert Fork(lambda: tensor.fill_(3)).status() == 0
+        assert set(tensor.tolist()) == {2}
 
-        assert Fork(change_and_fork).status() == 0
-        tensor.fill_(4)
+    assert Fork(change_and_fork).status() == 0
+    tensor.fill_(4)
 
-        def see_four():
-            assert set(tensor.tolist()) == {4}
+    def see_four():
+        assert set(tensor.tolist()) == {4}
 
-        assert Fork(see_four).status() == Fork(see_four).status() == 0
-        world.collectives.all_reduce(tensor).wait()  # ranks still share it
-        assert set(tensor.tolist()) == {4 * RANKS}
+    assert Fork(see_four).status() == Fork(see_four).status() == 0
+    world.collectives.all_reduce(tensor).wait()  # ranks still share it
+    assert set(tensor.tolist()) == {4 * RANKS}
 
 
 @pytest.mark.thorough
 def test_a_tensor_that_outlives_its_world_is_copied_too():
     with make_world() as world:
-        tensor = world.collectives.allocate(5000, torch.float32, torch.device("cpu")).fill_(1)
+        tensor = shared(world)
         gone = world.collectives.allocate(7000, torch.float32, torch.device("cpu"))
     del world, gone
     assert Fork(tensor.zero_).status() == 0
@@ -144,53 +140,49 @@ def test_a_tensor_that_outlives_its_world_is_copied_too():
 
 
 @pytest.mark.thorough
-@pytest.mark.mpi(min_size=2)
-def test_a_child_for_which_there_is_no_copy_ends_instead_of_writing(monkeypatch):
-    with make_world() as world:
-        tensor = world.collectives.allocate(5000, torch.float32, torch.device("cpu")).fill_(1)
-        original = forked._map
+def test_a_child_for_which_there_is_no_copy_ends_instead_of_writing(world, monkeypatch):
+    tensor = shared(world)
+    original = forked._map
 
-        def no_memory(nbytes, protection, at=0):
-            return original(nbytes, protection, at) if at else 0
+    def no_memory(nbytes, protection, at=0):
+        return original(nbytes, protection, at) if at else 0
 
-        monkeypatch.setattr(forked, "_map", no_memory)
+    monkeypatch.setattr(forked, "_map", no_memory)
 
-        def write():
-            faulthandler.disable()
-            tensor.zero_()
+    def write():
+        faulthandler.disable()
+        tensor.zero_()
 
-        assert Fork(write).status() == -signal.SIGSEGV
-        assert set(tensor.tolist()) == {1}
+    assert Fork(write).status() == -signal.SIGSEGV
+    assert set(tensor.tolist()) == {1}
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_child_cannot_communicate_and_the_job_goes_on():
-    with make_world() as world:
-        pending = torch.ones(100_000)
+def test_a_child_cannot_communicate_and_the_job_goes_on(world):
+    pending = torch.ones(100_000)
 
-        def try_all():
-            for call in (
-                lambda: world.sum([1.0]),
-                lambda: world.gather(1),
-                lambda: world.collectives.all_reduce(torch.ones(3)),
-                work.wait,
-                world.agreement,
-            ):
-                with pytest.raises(RuntimeError, match="forked child of a rank"):
-                    call()
-            world.close()
-            with world:
-                pass
+    def try_all():
+        for call in (
+            lambda: world.sum([1.0]),
+            lambda: world.gather(1),
+            lambda: world.collectives.all_reduce(torch.ones(3)),
+            work.wait,
+            world.agreement,
+        ):
+            with pytest.raises(RuntimeError, match="forked child of a rank"):
+                call()
+        world.close()
+        with world:
+            pass
 
-        held = world._engine._turn.acquire()  # so that the collective stays pending
-        work = world.collectives.all_reduce(pending)
-        child = Fork(try_all)
-        world._engine._turn.release()
-        assert held
-        assert child.status() == 0
-        work.wait()
-        assert set(pending.tolist()) == {RANKS}
-        assert world.sum([1.0]) == [RANKS]
+    held = world._engine._turn.acquire()  # so that the collective stays pending
+    work = world.collectives.all_reduce(pending)
+    child = Fork(try_all)
+    world._engine._turn.release()
+    assert held
+    assert child.status() == 0
+    work.wait()
+    assert set(pending.tolist()) == {RANKS}
+    assert world.sum([1.0]) == [RANKS]
 
 
 class Features(Dataset):
@@ -211,18 +203,16 @@ class Features(Dataset):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("stage", STAGES[1:])
-def test_a_loaders_workers_have_the_model_of_the_epochs_begin(stage):
-    with make_world() as world:
-        model, optimizer = trained(world, stage)
-        for _ in range(2):
-            before = model.weight.detach().clone()
-            loader = DataLoader(
-                Features(model), num_workers=2, batch_size=None, multiprocessing_context="fork"
-            )
-            first = list(loader)[:2]  # one of each worker
-            assert [value.item() for value in first] == [before.sum().item()] * 2
-            assert torch.equal(model.weight, before)
-            model(torch.ones(1, WIDTH)).sum().backward()
-            optimizer.step()
-            optimizer.wait_for_parameters()
-        optimizer.close()
+def test_a_loaders_workers_have_the_model_of_the_epochs_begin(world, stage):
+    model, optimizer = trained(world, stage)
+    for _ in range(2):
+        before = model.weight.detach().clone()
+        loader = DataLoader(
+            Features(model), num_workers=2, batch_size=None, multiprocessing_context="fork"
+        )
+        first = list(loader)[:2]  # one of each worker
+        assert [value.item() for value in first] == [before.sum().item()] * 2
+        assert torch.equal(model.weight, before)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.wait_for_parameters()

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from mpi4py import MPI
-from oracle import mine
+from oracle import assert_close, mine, update
 from torch import nn
 
 pytestmark = pytest.mark.mpi
@@ -68,8 +68,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
     groups = groups_of(model) if grouped else None
     ours = make(model, optimizer_class, stage=stage, groups=groups)
     for step in range(2):
-        loss_of(model, *mine(world, batch(step, dtype))).backward()
-        ours.step(), ours.zero_grad()
+        update(ours, loss_of(model, *mine(world, batch(step, dtype))))
     file = io.BytesIO()
     torch.save(ours.full_state_dict(), file)
     file.seek(0)
@@ -77,8 +76,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
     plain.load_state_dict(torch.load(file))
     alone.load_state_dict(model.state_dict())
     for step in range(2, 4):
-        loss_of(alone, *batch(step, dtype)).backward()
-        plain.step(), plain.zero_grad()
+        update(plain, loss_of(alone, *batch(step, dtype)))
     ours.close()
     other = Net().to(dtype, memory_format=torch.contiguous_format)
     groups = groups_of(other) if grouped else None
@@ -86,13 +84,10 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
     other.load_state_dict(alone.state_dict())
     again.load_state_dict(plain.state_dict())
     for step in range(4, 6):
-        loss_of(other, *mine(world, batch(step, dtype))).backward()
-        again.step(), again.zero_grad()
+        update(again, loss_of(other, *mine(world, batch(step, dtype))))
     for step in range(6):
-        loss_of(oracle, *batch(step, dtype)).backward()
-        whole.step(), whole.zero_grad()
-    for one, two in zip(other.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-11)
+        update(whole, loss_of(oracle, *batch(step, dtype)))
+    assert_close(other, oracle)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -100,13 +95,11 @@ def test_master_weights_are_in_the_whole_state(world, make, stage):
     models = [Net().bfloat16() for _ in range(2)]
     one, two = (make(model, OPTIMIZERS["Adam"], stage=stage) for model in models)
     x = mine(world, batch(0, torch.bfloat16))
-    loss_of(models[0], *x).backward()
-    one.step(), one.zero_grad()
+    update(one, loss_of(models[0], *x))
     models[1].load_state_dict(models[0].state_dict())
     two.load_state_dict(one.full_state_dict())
     for model, optimizer in zip(models, (one, two), strict=True):
-        loss_of(model, *x).backward()
-        optimizer.step(), optimizer.zero_grad()
+        update(optimizer, loss_of(model, *x))
     first, second = one.full_state_dict()["master"], two.full_state_dict()["master"]
     assert first.keys() == second.keys() != set()
     assert all(torch.equal(first[number], second[number]) for number in first)

@@ -20,7 +20,7 @@ from mntrain.tasks import Losses, Mean, Sum, Task
 from mntrain.train.failed_step import FailedStep
 from mntrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 RANK = MPI.COMM_WORLD.rank
 SAMPLES, BATCH, STEPS, FACTOR = 23, 7, 8, 0.3  # the last batch of an epoch has two samples
@@ -199,7 +199,6 @@ class JobEndedError(Exception):
     pass
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("step", [1, 2])  # before and after ranks know the names of all parts
 @pytest.mark.parametrize("place", ["load", "counts", "loss"])
 def test_all_ranks_end_a_step_that_fails_on_one(world, tmp_path, monkeypatch, place, step):

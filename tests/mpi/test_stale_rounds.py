@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from models import net
-from oracle import ADAMW, SGD, init, loss_of, mine, samples
+from oracle import ADAMW, SGD, assert_close, init, loss_of, mine, samples
 from replicas import (
     NODE,
     NODES,
     PER_NODE,
     RANK,
-    assert_close,
     coded,
     digests,
     keep_optimizers,

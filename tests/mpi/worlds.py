@@ -1,7 +1,11 @@
 """Worlds for the tests of this folder: every algorithm, on nodes of every shape."""
 
+import shutil
+import tempfile
+import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -85,3 +89,29 @@ def meet() -> None:
     arrived = MPI.COMM_WORLD.Ibarrier()
     while not arrived.Test():
         time.sleep(0.005)
+
+
+@contextmanager
+def first_ranks(count):
+    """A communicator of the first ranks; None on the others, which wait for them."""
+    comm = MPI.COMM_WORLD.Split(0 if count > MPI.COMM_WORLD.rank else MPI.UNDEFINED)
+    yield comm if comm != MPI.COMM_NULL else None
+    meet()
+    if comm != MPI.COMM_NULL:
+        comm.Free()
+
+
+@contextmanager
+def shared_folder():
+    """The same new folder on all ranks."""
+    first = MPI.COMM_WORLD.rank == 0
+    path = Path(MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if first else None))
+    yield path
+    meet()
+    if first:
+        shutil.rmtree(path)
+
+
+def communication_threads():
+    """How many threads of worlds live: others, such as timers of the test session, may end."""
+    return [thread.name for thread in threading.enumerate()].count("mntrain communication")
